@@ -1,0 +1,160 @@
+"""What one use of a parameter adds to each record's gradient, kept in the cheapest exact form.
+
+The gradient of record b with respect to a parameter is the *sum* of its contributions. A parameter used once has one;
+a tied or reused parameter has several, and its norm needs their inner products.
+
+Shape legend: B = records, T = S = tokens, P / Q = rows / columns of a weight, V = rows of an embedding table, D = width.
+All products are computed in float32 (float64 for float64 models): a Gram matrix rounded to bfloat16 can make a squared
+norm negative, and the record would go unclipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """`x` in the accumulation dtype: float64 stays, everything narrower becomes float32."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def _scale(x: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:
+    return wide(x) * factors_B.view(-1, *[1] * (x.dim() - 1)).to(wide(x).dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """``left_b^T right_b``: a matmul layer whose per-record gradients are larger than its inputs. (B, T, P), (B, T, Q)."""
+
+    left_BTP: torch.Tensor
+    right_BTQ: torch.Tensor
+
+    # A record whose tokens cancel loses digits in the Gram form; below this share of the un-cancelled energy its norm
+    # is taken from the materialised gradient instead. At 0.05, float32 rounding stays near 1e-6 of the norm.
+    cancellation = 0.05
+
+    def squared_norm(self) -> torch.Tensor:
+        r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>`` (Li et al. 2022, arXiv:2110.05679, Eq. 3), (B,)."""
+        left_BTP, right_BTQ = wide(self.left_BTP), wide(self.right_BTQ)
+        if left_BTP.size(1) == 1:
+            return left_BTP.square().sum(dim=(1, 2)) * right_BTQ.square().sum(dim=(1, 2))
+        gram_BTT = torch.bmm(left_BTP, left_BTP.mT).mul_(torch.bmm(right_BTQ, right_BTQ.mT))
+        squares_B = gram_BTT.sum(dim=(1, 2))
+        energy_B = gram_BTT.diagonal(dim1=1, dim2=2).sum(dim=1)
+        for b in (squares_B < self.cancellation * energy_B).nonzero().flatten().tolist():
+            squares_B[b] = (left_BTP[b].mT @ right_BTQ[b]).square().sum()
+        return squares_B
+
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
+        left_BTP, right_BTQ = self.left_BTP, self.right_BTQ
+        if left_BTP.size(2) <= right_BTQ.size(2):  # scale the narrower operand
+            left_BTP, right_BTQ = _scale(left_BTP, factors_B), wide(right_BTQ)
+        else:
+            left_BTP, right_BTQ = wide(left_BTP), _scale(right_BTQ, factors_B)
+        total.addmm_(left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype))
+
+    def select(self, keep_B: torch.Tensor) -> Outer:
+        return Outer(self.left_BTP[keep_B], self.right_BTQ[keep_B])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """``sum_t e_{id_t} g_t^T``: an embedding lookup. ids (B, T), gradients (B, T, D), table of V rows."""
+
+    ids_BT: torch.Tensor
+    grad_BTD: torch.Tensor
+    num_rows: int
+
+    def squared_norm(self) -> torch.Tensor:
+        """Tokens of one record that share a row add up before the square; (B,), in O(B T D)."""
+        num_records, grad_BTD = self.ids_BT.size(0), wide(self.grad_BTD)
+        record_B1 = torch.arange(num_records, device=self.ids_BT.device).unsqueeze(1)
+        keys_U, inverse = torch.unique(record_B1 * self.num_rows + self.ids_BT, return_inverse=True)
+        rows_UD = grad_BTD.new_zeros(keys_U.numel(), grad_BTD.size(-1))
+        rows_UD.index_add_(0, inverse.flatten(), grad_BTD.flatten(0, 1))
+        squares_B = grad_BTD.new_zeros(num_records)
+        return squares_B.index_add_(0, keys_U // self.num_rows, rows_UD.square().sum(dim=1))
+
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
+        grad_BTD = _scale(self.grad_BTD, factors_B).to(total.dtype)
+        total.index_add_(0, self.ids_BT.flatten(), grad_BTD.flatten(0, 1))
+
+    def select(self, keep_B: torch.Tensor) -> Rows:
+        return Rows(self.ids_BT[keep_B], self.grad_BTD[keep_B], self.num_rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """The per-record gradients themselves, (B, *parameter shape): only where they are small."""
+
+    grad_B: torch.Tensor
+
+    def squared_norm(self) -> torch.Tensor:
+        return wide(self.grad_B).flatten(1).square().sum(dim=1)
+
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
+        total.view(-1).addmv_(self.grad_B.flatten(1).mT.to(total.dtype), factors_B.to(total.dtype))
+
+    def select(self, keep_B: torch.Tensor) -> Dense:
+        return Dense(self.grad_B[keep_B])
+
+
+Contribution = Outer | Rows | Dense
+
+
+def _inner_outer_outer(x: Outer, y: Outer) -> torch.Tensor:
+    left_BST = wide(x.left_BTP) @ wide(y.left_BTP).mT
+    return (left_BST * (wide(x.right_BTQ) @ wide(y.right_BTQ).mT)).sum(dim=(1, 2))
+
+
+def _inner_rows_rows(x: Rows, y: Rows) -> torch.Tensor:
+    same_BST = x.ids_BT.unsqueeze(2) == y.ids_BT.unsqueeze(1)
+    return (same_BST * (wide(x.grad_BTD) @ wide(y.grad_BTD).mT)).sum(dim=(1, 2))
+
+
+def _inner_dense_dense(x: Dense, y: Dense) -> torch.Tensor:
+    return (wide(x.grad_B) * wide(y.grad_B)).flatten(1).sum(dim=1)
+
+
+def _inner_outer_rows(x: Outer, y: Rows) -> torch.Tensor:
+    # sum_{s,t} left[s, id_t] <right_s, g_t>: gathers T columns, never a (V, D) table per record
+    num_positions = x.left_BTP.size(1)
+    columns_BST = wide(x.left_BTP).gather(2, y.ids_BT.unsqueeze(1).expand(-1, num_positions, -1))
+    return (columns_BST * (wide(x.right_BTQ) @ wide(y.grad_BTD).mT)).sum(dim=(1, 2))
+
+
+def _inner_outer_dense(x: Outer, y: Dense) -> torch.Tensor:
+    return (torch.bmm(wide(x.left_BTP), wide(y.grad_B)) * wide(x.right_BTQ)).sum(dim=(1, 2))
+
+
+def _inner_rows_dense(x: Rows, y: Dense) -> torch.Tensor:
+    index_BTD = x.ids_BT.unsqueeze(2).expand(-1, -1, x.grad_BTD.size(-1))
+    return (wide(y.grad_B).gather(1, index_BTD) * wide(x.grad_BTD)).sum(dim=(1, 2))
+
+
+_INNER = {
+    (Outer, Outer): _inner_outer_outer,
+    (Rows, Rows): _inner_rows_rows,
+    (Dense, Dense): _inner_dense_dense,
+    (Outer, Rows): _inner_outer_rows,
+    (Outer, Dense): _inner_outer_dense,
+    (Rows, Dense): _inner_rows_dense,
+}
+
+
+def inner(x: Contribution, y: Contribution) -> torch.Tensor:
+    """Per-record inner products of two contributions to the same parameter, (B,)."""
+    if (type(x), type(y)) not in _INNER:
+        x, y = y, x
+    return _INNER[type(x), type(y)](x, y)  # type: ignore[operator]
+
+
+def squared_norm(contributions: list[Contribution]) -> torch.Tensor:
+    """``||sum_i c_i||^2`` per record, (B,): own squares and, for a parameter used more than once, the cross terms."""
+    squares_B = torch.stack([c.squared_norm() for c in contributions]).sum(dim=0)
+    for i, x in enumerate(contributions):
+        for y in contributions[:i]:
+            squares_B = squares_B + 2 * inner(x, y)
+    return squares_B

@@ -1,0 +1,53 @@
+"""Normalisation layers: per-record gradients are only (B, D), so they are formed. B = records, T = tokens, D = width."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_dpopt.grads.contributions import Dense, wide
+
+if TYPE_CHECKING:
+    from hf_dpopt.grads.capture import Site
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
+    ) -> torch.Tensor:
+        module = site.module
+        # autocast runs layer norms in float32
+        x = x.float() if torch.is_autocast_enabled(x.device.type) else x
+        out, mean, rstd = torch.native_layer_norm(x, module.normalized_shape, weight, bias, module.eps)
+        ctx.save_for_backward(x, weight, bias, mean, rstd)
+        ctx.site = site
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+        (grad_output,) = grad_outputs
+        x, weight, bias, mean, rstd = ctx.saved_tensors
+        site, shape = ctx.site, site_shape(ctx.site)
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input, _, _ = torch.ops.aten.native_layer_norm_backward(
+                grad_output, x, shape, mean, rstd, weight, bias, [True, False, False]
+            )
+        dims = tuple(range(1, x.dim() - len(shape)))  # the token dimensions between record and features
+        grad = wide(grad_output)
+        if site.trains("weight"):
+            scaled = grad * ((wide(x) - wide(mean)) * wide(rstd))
+            site.add("weight", Dense(scaled.sum(dim=dims) if dims else scaled))
+        if site.trains("bias"):
+            site.add("bias", Dense(grad.sum(dim=dims) if dims else grad))
+        return grad_input, None, None, None
+
+
+def site_shape(site: Site) -> list[int]:
+    return list(site.module.normalized_shape)
+
+
+def layer_norm(site: Site, input: torch.Tensor) -> torch.Tensor:
+    return _LayerNorm.apply(input, site.module.weight, site.module.bias, site)

@@ -1,0 +1,182 @@
+"""One loss per record: the record's own-token mean, never a mean over the batch.
+
+Hugging Face's losses average over all tokens of a batch, so the gradient of a record depends on the lengths of the
+others and a clip no longer bounds what it changes. B = records, T = tokens, V = vocabulary, K = labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from hf_dpopt.errors import DPConfigError
+
+RecordLoss = Callable[[Any, torch.Tensor], torch.Tensor]
+IGNORED = -100
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
+    """Mean cross entropy over the record's own target tokens; exactly 0, with zero gradient, if it has none. (B,)"""
+    losses_BT = F.cross_entropy(
+        _wide_logits(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none",
+        label_smoothing=label_smoothing,
+    ).view(labels_BT.shape)  # fmt: skip
+    num_targets_B = (labels_BT != IGNORED).sum(dim=1)
+    return losses_BT.sum(dim=1) / num_targets_B.clamp(min=1)
+
+
+def _wide_logits(logits: torch.Tensor) -> torch.Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _causal(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    targets_BT = F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+    return token_mean(outputs.logits, targets_BT, label_smoothing=label_smoothing)
+
+
+def _tokens(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    return token_mean(outputs.logits, labels_BT, label_smoothing=label_smoothing)
+
+
+def _sequence_classification(problem: str) -> Callable[[Any, torch.Tensor, float], torch.Tensor]:
+    def regression(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        logits_BK = _wide_logits(outputs.logits)
+        return (logits_BK - labels_B.view(logits_BK.shape).to(logits_BK.dtype)).square().mean(dim=1)
+
+    def single(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        return F.cross_entropy(
+            _wide_logits(outputs.logits), labels_B.view(-1), reduction="none", label_smoothing=label_smoothing
+        )
+
+    def multi(outputs: Any, labels_BK: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+        logits_BK = _wide_logits(outputs.logits)
+        return F.binary_cross_entropy_with_logits(logits_BK, labels_BK.to(logits_BK.dtype), reduction="none").mean(1)
+
+    return {
+        "regression": regression,
+        "single_label_classification": single,
+        "multi_label_classification": multi,
+    }[problem]
+
+
+def problem_type(model: nn.Module, labels: torch.Tensor) -> str:
+    """`config.problem_type`, inferred as transformers infers it where the config is silent."""
+    config = base_model(model).config
+    if getattr(config, "problem_type", None):
+        return config.problem_type
+    if config.num_labels == 1:
+        return "regression"
+    return "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+
+
+def _question_answering(outputs: Any, labels: Mapping[str, torch.Tensor], label_smoothing: float) -> torch.Tensor:
+    ends = []
+    for logits_BT, positions_B in (
+        (outputs.start_logits, labels["start_positions"]),
+        (outputs.end_logits, labels["end_positions"]),
+    ):
+        ignored = logits_BT.size(1)  # positions behind the truncated text carry no target, as in transformers
+        ends.append(
+            F.cross_entropy(
+                _wide_logits(logits_BT), positions_B.view(-1).clamp(0, ignored), ignore_index=ignored, reduction="none"
+            )
+        )
+    return (ends[0] + ends[1]) / 2
+
+
+_BY_LOSS_TYPE: dict[str, Callable[[Any, Any, float], torch.Tensor]] = {
+    "ForCausalLM": _causal,
+    "ForMaskedLM": _tokens,
+    "ForTokenClassification": _tokens,
+    "ForConditionalGeneration": _tokens,
+    "ForQuestionAnswering": _question_answering,
+}
+LABEL_NAMES = ("labels", "start_positions", "end_positions")
+
+
+def _loss_type(model: nn.Module) -> str:
+    """The kind of head: transformers' `loss_type`, which follows the class name."""
+    base = base_model(model)
+    if getattr(getattr(base, "config", None), "is_encoder_decoder", False) and hasattr(base, "lm_head"):
+        return "ForConditionalGeneration"  # their labels are aligned with the logits: no shift
+    name = type(base).__name__
+    known = ("ForSequenceClassification", *_BY_LOSS_TYPE)
+    kind = next((k for k in known if name.endswith(k)), None) or getattr(base, "loss_type", None)
+    if name.endswith("LMHeadModel"):
+        kind = "ForCausalLM"
+    if kind not in known:
+        raise DPConfigError(
+            f"No per-record loss is known for {name}. Known heads: {', '.join(known)}. Pass "
+            "per_example_loss_func=f with f(outputs, labels) -> tensor of shape (batch,), one loss per record."
+        )
+    return kind
+
+
+class RecordLosses:
+    """Runs a model on a collated batch and returns one loss per record.
+
+    Args:
+        model: a transformers model or a PEFT wrapper of one.
+        loss: "auto", or a function of (outputs, labels) that returns (B,).
+        label_smoothing: as in `TrainingArguments.label_smoothing_factor`, applied within each record.
+    """
+
+    def __init__(self, model: nn.Module, loss: str | RecordLoss = "auto", *, label_smoothing: float = 0.0):
+        if isinstance(loss, str) and loss != "auto":
+            raise DPConfigError(f"loss={loss!r} is not known. Use 'auto' or a function (outputs, labels) -> (batch,).")
+        self.model, self.loss, self.label_smoothing = model, loss, label_smoothing
+        self.kind = _loss_type(model) if loss == "auto" else "custom"
+
+    def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The losses of the records of `batch`, (B,), float32 or wider, attached to the graph."""
+        inputs = {k: v for k, v in batch.items() if k not in LABEL_NAMES}
+        labels = self._labels(batch)
+        if self.kind == "ForConditionalGeneration" and "decoder_input_ids" not in inputs:
+            inputs["decoder_input_ids"] = base_model(self.model).prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
+        if not callable(self.loss):
+            inputs.setdefault("return_dict", True)
+        outputs = self.model(**inputs)
+        if callable(self.loss):
+            return self.loss(outputs, labels)
+        if self.kind == "ForSequenceClassification":
+            return _sequence_classification(problem_type(self.model, labels))(outputs, labels, self.label_smoothing)
+        return _BY_LOSS_TYPE[self.kind](outputs, labels, self.label_smoothing)
+
+    def _labels(self, batch: Mapping[str, Any]) -> Any:
+        if self.kind == "ForQuestionAnswering":
+            return {name: batch[name] for name in LABEL_NAMES[1:]}
+        if "labels" not in batch and self.kind != "custom":
+            raise DPConfigError(
+                f"The batch has no 'labels' (it has: {', '.join(batch)}), so there is no loss to privatise. Name the "
+                "label column 'label' or 'labels', or use a data collator that adds it."
+            )
+        return batch.get("labels")
+
+
+def num_records(batch: Mapping[str, Any]) -> int:
+    """Records of a collated batch: the common first dimension of its tensors.
+
+    Raises:
+        DPConfigError: if the tensors disagree, or if the batch is packed (several records in one row).
+    """
+    packed = [k for k in batch if k.startswith(("cu_seq_lens", "cu_seqlens", "max_length_", "seq_idx"))]
+    if packed:
+        raise DPConfigError(
+            f"The batch is packed ({', '.join(packed)}): several records share one row, so they would be clipped as one. "
+            "Use a padding collator (DataCollatorWithPadding, DataCollatorForLanguageModeling)."
+        )
+    sizes = {k: v.size(0) for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    if len(set(sizes.values())) != 1:
+        raise DPConfigError(
+            f"The first dimensions of the batch disagree: {sizes}. Every tensor must have one row per record."
+        )
+    return next(iter(sizes.values()))
