@@ -42,12 +42,13 @@ def _values(x: UnprivatizedStatistics) -> tuple[float, ...]:
 
 
 @contextlib.contextmanager
-def full_precision_matmul() -> Iterator[None]:
-    """TF32 and bfloat16 reductions off: a norm that is rounded down is a record that goes unclipped."""
+def full_precision(device: str) -> Iterator[None]:
+    """Autocast, TF32 and bfloat16 reductions off: a norm that is rounded down is a record that goes unclipped."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast(device, enabled=False):
+            yield
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -96,9 +97,11 @@ class ClippingEngine:
                     "A loss that mixes records cannot be made private: return the per-record losses."
                 )
             if losses_B.requires_grad:
-                losses_B.sum().backward()
+                # an ambient autocast would reach the products that the backward forms for the engine
+                with torch.autocast(losses_B.device.type, enabled=False):
+                    losses_B.sum().backward()
             self._check_nothing_escaped()
-            with torch.no_grad(), full_precision_matmul():
+            with torch.no_grad(), full_precision(losses_B.device.type):
                 factors, keep_B = self._clip_factors(contributions, losses_B)
                 self._accumulate(sums, contributions, factors, keep_B)
         return UnprivatizedStatistics(

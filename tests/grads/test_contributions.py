@@ -1,0 +1,71 @@
+"""Norms, inner products and sums of contributions against the materialised gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hf_dpopt.grads.contributions import Dense, Outer, Rows, inner, squared_norm
+
+B, T, P, Q = 4, 6, 5, 3
+
+
+def _materialise(c) -> torch.Tensor:  # (B, P, Q), by the definition of each form
+    if isinstance(c, Outer):
+        return torch.stack([left.double().T @ right.double() for left, right in zip(c.left_BTP, c.right_BTQ)])
+    if isinstance(c, Dense):
+        return c.grad_B.double()
+    out = torch.zeros(B, c.num_rows, c.grad_BTD.size(-1), dtype=torch.float64)
+    for b, t in itertools.product(range(B), range(c.ids_BT.size(1))):
+        out[b, c.ids_BT[b, t]] += c.grad_BTD[b, t].double()
+    return out
+
+
+def _make(kind: str):
+    if kind == "outer":
+        return Outer(torch.randn(B, T, P, dtype=torch.float64), torch.randn(B, T, Q, dtype=torch.float64))
+    if kind == "one-token":
+        return Outer(torch.randn(B, 1, P, dtype=torch.float64), torch.randn(B, 1, Q, dtype=torch.float64))
+    if kind == "rows":  # repeated ids: their gradients add up before the square
+        return Rows(torch.randint(0, P, (B, T + 2)), torch.randn(B, T + 2, Q, dtype=torch.float64), P)
+    return Dense(torch.randn(B, P, Q, dtype=torch.float64))
+
+
+KINDS = ["outer", "one-token", "rows", "dense"]
+
+
+@pytest.mark.parametrize("kinds", [(k,) for k in KINDS] + list(itertools.combinations_with_replacement(KINDS, 2)))
+def test_norms_of_sums(kinds):
+    uses = [_make(k) for k in kinds]
+    want = sum(_materialise(c) for c in uses).square().sum(dim=(1, 2))
+    torch.testing.assert_close(squared_norm(uses), want, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("x, y", list(itertools.product(KINDS, KINDS)))
+def test_inner_products(x, y):
+    a, b = _make(x), _make(y)
+    torch.testing.assert_close(inner(a, b), (_materialise(a) * _materialise(b)).sum(dim=(1, 2)), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weighted_sums_and_selection(kind):
+    c, factors = _make(kind), torch.rand(B, dtype=torch.float64)
+    start = torch.randn(P, Q, dtype=torch.float64)
+    total = start.clone()
+    c.add_weighted_sum_(total, factors)
+    torch.testing.assert_close(total, start + torch.einsum("b,bpq->pq", factors, _materialise(c)))
+    keep = torch.tensor([True, False, True, False])
+    total = torch.zeros(P, Q, dtype=torch.float64)
+    c.select(keep).add_weighted_sum_(total, factors[keep])
+    torch.testing.assert_close(total, torch.einsum("b,bpq->pq", factors[keep], _materialise(c)[keep]))
+
+
+def test_cancelling_tokens_in_bfloat16_keep_their_norm():
+    """Almost equal activations, output gradients that sum to almost zero: a bfloat16 Gram matrix goes negative here."""
+    left = torch.randn(1, 64, 32)
+    left = (left - left.mean(dim=1, keepdim=True)).bfloat16()
+    right = (torch.randn(1, 1, 32) + 1e-3 * torch.randn(1, 64, 32)).bfloat16()
+    want = (left[0].double().T @ right[0].double()).square().sum().item()
+    assert Outer(left, right).squared_norm().item() == pytest.approx(want, rel=1e-4)
