@@ -1,0 +1,196 @@
+"""From an event to epsilon: every accountant that is valid for the event and the adjacency runs, the smallest wins.
+
+All of them give upper bounds, so the minimum is one. Which pairs are valid is decided here and not by dp_accounting
+alone: its RDP accountant accepts plain Gaussian events under ``replace_one`` and forgets the factor 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator
+
+from dp_accounting import DpEvent
+from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+
+from hf_dpopt.accounting import events
+from hf_dpopt.accounting.events import Composition
+from hf_dpopt.clipping import SENSITIVITY_FACTOR
+from hf_dpopt.errors import DPConfigError
+
+FINE = 2e-4  # relative discretisation error of a reported epsilon
+MIN_GRID_EPSILON = 1e-4  # grids are not refined further below this epsilon
+MAX_GRID_POINTS = 2_000_000  # of one step's privacy loss: tens of seconds and 1 GB
+MIN_PLD_DELTA = 1e-10  # below, rounding in the FFT (about 1e-12 after 1e5 steps) is no longer small beside delta
+MAX_PLD_EPSILON = 1000.0  # above, the losses overflow and the number means nothing
+MAX_TRUNCATION_SHARE = 0.01  # of delta, that `events.split_truncation` may use up; beyond, the exact analysis runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """An upper bound on epsilon, and the accountant that proved it."""
+
+    epsilon: float
+    accountant: str
+
+
+def epsilon(event: DpEvent, delta: float, adjacency: str, *, relative_error: float = FINE) -> Spent:
+    """Smallest proven epsilon of an event.
+
+    Formal guarantee: everything that ``event`` describes, together, is (epsilon, delta)-differentially private under
+    ``adjacency``, for any ``relative_error``: a coarser grid is faster and only ever gives a larger epsilon.
+
+    Args:
+        event: what ran, in dp_accounting's convention (noise stddev / bound on one record).
+        delta: in (0, 1).
+        adjacency: a key of `events.RELATIONS`.
+        relative_error: tolerated excess of epsilon due to discretisation.
+
+    Returns:
+        Epsilon >= 0 (infinite if nothing is protected) and the name of the accountant that gave it.
+
+    Raises:
+        DPConfigError: for an event of another kind, or if no accountant is valid for it; never a number without proof.
+    """
+    if not 0 < delta < 1:
+        raise DPConfigError(f"delta={delta} is outside (0, 1). Use at most 1 / number of records.")
+    events.relation(adjacency)
+    return _epsilon(events.flatten(event), delta, adjacency, relative_error)
+
+
+@functools.lru_cache(maxsize=4096)
+def _epsilon(composition: Composition, delta: float, adjacency: str, relative_error: float) -> Spent:
+    if not composition:
+        return Spent(0.0, "none")
+    if any(events.noise_of(leaf) == 0 for leaf, _ in composition):
+        return Spent(math.inf, "none")
+    poisson, cost = events.split_truncation(composition)
+    if poisson != composition and cost <= MAX_TRUNCATION_SHARE * delta:
+        return _epsilon(poisson, delta - cost, adjacency, relative_error)
+    results = [
+        Spent(max(0.0, float(value)), name)
+        for name, accountant in ACCOUNTANTS.items()
+        if (value := accountant(composition, delta, adjacency, relative_error)) is not None
+    ]
+    if not results:
+        raise DPConfigError(
+            f"no accountant has a proof for this event at delta={delta} under adjacency={adjacency!r}. Use delta >= "
+            f"{MIN_PLD_DELTA}, or sampling='poisson' with adjacency='add_or_remove_one'. Event: {composition}"
+        )
+    return min(results, key=lambda spent: spent.epsilon)
+
+
+def gaussian_epsilon(
+    composition: Composition, delta: float, adjacency: str, relative_error: float = FINE
+) -> float | None:
+    """Exact epsilon where every step is a plain Gaussian mechanism (fixed order, full batch).
+
+    References:
+        Balle and Wang (2018), arXiv:1805.06530, Thm. 8 (analytic Gaussian mechanism).
+    """
+    precision = events.gaussian_precision(composition)
+    if precision is None:
+        return None
+    value = exact_gaussian_epsilon(precision**-0.5 / SENSITIVITY_FACTOR[adjacency], delta)
+    # The root finder stops within 1e-12 on either side; this keeps the value an upper bound.
+    return value * (1 + 1e-9) + 1e-11 if value > 0 else 0.0
+
+
+def pld_epsilon(composition: Composition, delta: float, adjacency: str, relative_error: float = FINE) -> float | None:
+    """Privacy loss distribution, discretised pessimistically: tight up to the grid.
+
+    References:
+        Doroshenko et al. (2022), arXiv:2207.04380 (connect the dots).
+    """
+    empty = PLDAccountant(events.relation(adjacency))
+    if delta < MIN_PLD_DELTA or not all(empty.supports(leaf) for leaf, _ in composition):
+        return None
+    if events.gaussian_precision(composition) is not None:
+        return None  # `gaussian_epsilon` is exact
+    guess = _guess(composition, delta, adjacency)
+    if guess > MAX_PLD_EPSILON:
+        return math.inf
+    floor = _smallest_grid(composition)
+    while True:
+        grid = max(floor, grid_interval(guess, events.num_compositions(composition), relative_error))
+        accountant = PLDAccountant(events.relation(adjacency), grid)
+        for leaf, count in composition:
+            accountant.compose(leaf, count)
+        result = accountant.get_epsilon(delta)
+        needed = grid_interval(result, events.num_compositions(composition), relative_error)
+        if grid <= max(floor, 1.5 * needed):
+            return result
+        guess = 0.8 * min(guess, result)  # the guess was too large, and so the grid too coarse
+
+
+def rdp_epsilon(composition: Composition, delta: float, adjacency: str, relative_error: float = FINE) -> float | None:
+    """Renyi differential privacy: fast, loose by 10 to 20%, and valid at any delta.
+
+    Not for ``replace_one``: dp_accounting's accountant has the analysis of one clip moved, not of two.
+
+    References:
+        Mironov, Talwar and Zhang (2019), arXiv:1908.10530 (sampled Gaussian mechanism).
+    """
+    return None if adjacency == "replace_one" else _rdp(composition, delta)
+
+
+ACCOUNTANTS: dict[str, Callable[[Composition, float, str, float], float | None]] = {
+    "gaussian": gaussian_epsilon,
+    "pld": pld_epsilon,
+    "rdp": rdp_epsilon,
+}
+
+
+@functools.lru_cache(maxsize=64)
+def _rdp(composition: Composition, delta: float) -> float | None:
+    accountant = RdpAccountant()  # zero_out has the same analysis as add_or_remove_one
+    if not all(accountant.supports(leaf) for leaf, _ in composition):
+        return None
+    with _quiet_absl():
+        for leaf, count in composition:
+            accountant.compose(leaf, count)
+        return float(accountant.get_epsilon(delta))
+
+
+@contextlib.contextmanager
+def _quiet_absl() -> Iterator[None]:
+    """Hides "failed to converge ... Excluding this order": orders left out make RDP looser, not wrong."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def grid_interval(epsilon: float, num_compositions: int, relative_error: float) -> float:
+    r"""Discretisation interval of the privacy loss that makes epsilon too large by at most about ``relative_error``.
+
+    Rounding the loss of one step to a grid g adds variance of about g^2 / 4, hence T steps a stddev of g sqrt(T) / 2
+    to a distribution whose width is of the order of epsilon. Measured on 900 random settings (q in [1e-4, 0.6], T up
+    to 1e5, epsilon in [0.01, 80], delta in [1e-9, 1e-3], add_or_remove_one and replace_one), the relative excess stays
+    below ``(4 + 0.12 epsilon) g^2 T / epsilon^2``. A grid that does not depend on T is slow or loose: 1e-4 gives
+    0.060 instead of 0.046 at T = 1e5, q = 0.0152, noise 300.
+    """
+    epsilon = max(epsilon, MIN_GRID_EPSILON)
+    factor = (4 + 0.12 * epsilon) * max(num_compositions, 1)
+    return min(epsilon * math.sqrt(relative_error / factor), epsilon / 200)
+
+
+def _smallest_grid(composition: Composition) -> float:
+    """The interval at which the loss of one step takes at most `MAX_GRID_POINTS` values."""
+    noise = min(events.noise_of(leaf) for leaf, _ in composition)
+    widest = 40 / noise + 4 / noise**2  # both tails at 10 stddev; truncated batches count as half the noise, swapped
+    return widest / MAX_GRID_POINTS
+
+
+def _guess(composition: Composition, delta: float, adjacency: str) -> float:
+    """Rough size of epsilon, to choose the grid; never reported."""
+    rough = events.scale_noise(events.split_truncation(composition)[0], 1 / SENSITIVITY_FACTOR[adjacency])
+    return 0.7 * (_rdp(rough, delta) or 1.0)

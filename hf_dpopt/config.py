@@ -1,0 +1,171 @@
+"""What the user asks for: public values only, checked once, never changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any, Literal, get_args
+
+from hf_dpopt.clipping import CLIPPINGS, Adjacency
+from hf_dpopt.errors import DPConfigError
+
+ClippingName = Literal["flat", "per_layer", "automatic"]
+NoiseRng = Literal["secure", "fast"]
+PrivacyUnit = Literal["example"]
+Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order"]
+
+NOISE_KEY_BYTES = 32
+
+
+class PrivacyWarning(UserWarning):
+    """A privacy setting that is allowed but weaker than it looks."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivacyConfig:
+    """The privacy side of a run. Holds public values only: nothing here depends on the data or is secret.
+
+    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given; `make_plan` computes the other.
+
+    Args:
+        target_epsilon: budget for the whole run; > 0. The noise is calibrated so that the planned run stays within it.
+        target_delta: in (0, 1). None takes the largest power of ten that is <= 1 / number of records, which tells
+            the reader of the privacy statement the order of magnitude of the dataset.
+        noise_multiplier: noise stddev / sensitivity (unitless), >= 0. 0.0 adds no noise at all: NOT PRIVATE, and
+            epsilon is infinite; it is there for comparisons.
+        clipping_norm: bound C on the L2 norm of one record's gradient (gradient units); positive and finite.
+        clipping: how one record's gradient is bounded: ``flat`` (one norm over all parameters), ``per_layer`` or
+            ``automatic`` (normalised instead of clipped).
+        expected_batch_size: records per logical batch on average, over all devices and accumulation steps; >= 1.
+            The noisy sum is divided by this public number, never by the realised size.
+        sampling: how logical batches are formed. ``auto`` is ``truncated_poisson``: Poisson sampling with a cap on the
+            batch size that costs next to nothing. ``fixed_order`` fixes the order once and claims no amplification.
+        adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
+            size public) or ``replace_one`` (one record swapped, sensitivity 2C).
+        privacy_unit: what one record is. Only ``example`` for now.
+        noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`.
+        noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
+        unsafe_fixed_noise_key: 64 hexadecimal digits that replace the operating system's randomness. For tests only:
+            the run is stamped NOT PRIVATE and its epsilon is infinite.
+
+    Raises:
+        DPConfigError: for a value outside the ranges above; the message says what is allowed.
+    """
+
+    target_epsilon: float | None = None
+    target_delta: float | None = None
+    noise_multiplier: float | None = None
+    clipping_norm: float = 1.0
+    clipping: ClippingName = "flat"
+    expected_batch_size: int
+    sampling: Sampling = "auto"
+    adjacency: Adjacency = "add_or_remove_one"
+    privacy_unit: PrivacyUnit = "example"
+    noise_mechanism: str = "gaussian"
+    noise_rng: NoiseRng = "secure"
+    unsafe_fixed_noise_key: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_noise()
+        self._check_numbers()
+        self._check_choices()
+        if self.unsafe_fixed_noise_key is not None:
+            check_noise_key(self.unsafe_fixed_noise_key)
+
+    @property
+    def is_private(self) -> bool:
+        """False when the noise is absent or can be recomputed; epsilon is then infinite."""
+        return self.noise_multiplier != 0 and self.unsafe_fixed_noise_key is None
+
+    def _check_noise(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            given = "neither" if self.target_epsilon is None else "both"
+            raise DPConfigError(
+                f"{given} of target_epsilon and noise_multiplier given. Give exactly one: target_epsilon=8.0 "
+                "calibrates the noise to a budget, noise_multiplier=1.0 fixes it and epsilon is what comes out."
+            )
+        if self.target_epsilon is not None:
+            _check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
+            if self.target_epsilon <= 0:
+                raise DPConfigError(
+                    f"target_epsilon={self.target_epsilon} is not a budget. Use a finite number > 0; 1 to 8 is usual "
+                    "for finetuning. To train without privacy use the stock Trainer."
+                )
+        if self.noise_multiplier is not None:
+            check_noise_multiplier(self.noise_multiplier)
+
+    def _check_numbers(self) -> None:
+        _check_real("clipping_norm", self.clipping_norm, "a finite number > 0, in gradient units; 0.1 to 1 is usual")
+        if self.clipping_norm <= 0:
+            raise DPConfigError(
+                f"clipping_norm={self.clipping_norm} lets no gradient through. Use a finite number > 0, in gradient "
+                "units; 0.1 to 1 is usual."
+            )
+        check_count(
+            "expected_batch_size",
+            self.expected_batch_size,
+            "an integer >= 1: the records of one optimizer step on average, over all devices and accumulation steps",
+        )
+        if self.target_delta is not None:
+            _check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
+            if not 0 < self.target_delta < 1:
+                raise DPConfigError(
+                    f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / number of records, or leave "
+                    "it out to get the largest power of ten below that."
+                )
+
+    def _check_choices(self) -> None:
+        from hf_dpopt.mechanisms import MECHANISMS  # not at the top: mechanisms check their numbers with this module
+        from hf_dpopt.sampling import SAMPLERS
+
+        unit: str = self.privacy_unit
+        if unit == "user":
+            raise DPConfigError("privacy_unit='user' is not there yet (user level comes later). Use 'example'.")
+        choices: dict[str, tuple[str, ...]] = {
+            "clipping": tuple(CLIPPINGS),
+            "sampling": ("auto", *SAMPLERS),
+            "adjacency": get_args(Adjacency),
+            "privacy_unit": get_args(PrivacyUnit),
+            "noise_mechanism": tuple(MECHANISMS),
+            "noise_rng": get_args(NoiseRng),
+        }
+        for field, allowed in choices.items():
+            value = getattr(self, field)
+            if value not in allowed:
+                raise DPConfigError(f"{field}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
+
+
+def check_noise_multiplier(value: float) -> None:
+    """Refuses what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
+    _check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
+    if value < 0:
+        raise DPConfigError(
+            f"noise_multiplier={value} is negative. Use a finite number > 0; 0.0 switches the noise off, and epsilon "
+            "is then infinite (NOT PRIVATE)."
+        )
+
+
+def check_count(name: str, value: Any, allowed: str = "an integer >= 1") -> None:
+    """Refuses what is not a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+        raise DPConfigError(f"{name}={value!r} is not a positive count. Use {allowed}.")
+
+
+def check_noise_key(value: str) -> None:
+    """Refuses a test key that is not 32 bytes in hexadecimal."""
+    try:
+        num_bytes = len(bytes.fromhex(value))
+    except (TypeError, ValueError):
+        num_bytes = 0
+    if num_bytes != NOISE_KEY_BYTES:
+        raise DPConfigError(
+            f"unsafe_fixed_noise_key is not {2 * NOISE_KEY_BYTES} hexadecimal digits. Use '00' * {NOISE_KEY_BYTES} in "
+            "a test; leave it out in a real run, which takes its keys from the operating system."
+        )
+
+
+def _check_real(name: str, value: Any, allowed: str) -> None:
+    """Refuses text, None, NaN and infinity with one message."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise DPConfigError(f"{name}={value!r} is not a finite number. Use {allowed}.")

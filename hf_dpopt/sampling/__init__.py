@@ -1,0 +1,17 @@
+"""How logical batches are formed. A new sampler is one file and one line here."""
+
+from __future__ import annotations
+
+from hf_dpopt.sampling.base import Sampler
+from hf_dpopt.sampling.fixed_order import FixedOrderSampler
+from hf_dpopt.sampling.poisson import PoissonSampler
+from hf_dpopt.sampling.truncated_poisson import TruncatedPoissonSampler
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    "poisson": PoissonSampler,
+    "truncated_poisson": TruncatedPoissonSampler,
+    "fixed_order": FixedOrderSampler,
+}
+DEFAULT_SAMPLER = "truncated_poisson"  # what sampling="auto" means
+
+__all__ = ["DEFAULT_SAMPLER", "SAMPLERS", "FixedOrderSampler", "PoissonSampler", "Sampler", "TruncatedPoissonSampler"]

@@ -1,0 +1,102 @@
+"""`PrivacyConfig`: every value out of range is refused with the way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from hf_dpopt.clipping import CLIPPINGS
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.sampling import SAMPLERS
+
+VALID = {"target_epsilon": 8.0, "expected_batch_size": 64}
+
+
+def config(**changes):
+    return PrivacyConfig(**{**VALID, **changes})
+
+
+def test_is_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config().target_epsilon = 1.0
+    with pytest.raises(TypeError):
+        PrivacyConfig(8.0)
+
+
+@pytest.mark.parametrize(
+    "changes, mend",
+    [
+        ({"target_epsilon": None}, "neither of target_epsilon and noise_multiplier.*Give exactly one"),
+        ({"noise_multiplier": 1.0}, "both of target_epsilon and noise_multiplier.*Give exactly one"),
+        ({"target_epsilon": 0.0}, "Use a finite number > 0; 1 to 8 is usual"),
+        ({"target_epsilon": -1.0}, "Use a finite number > 0; 1 to 8 is usual"),
+        ({"target_epsilon": math.inf}, "target_epsilon=inf.*Use a finite number > 0"),
+        ({"target_epsilon": math.nan}, "target_epsilon=nan.*Use a finite number > 0"),
+        ({"target_epsilon": "8"}, "target_epsilon='8'.*Use a finite number > 0"),
+        ({"target_epsilon": None, "noise_multiplier": -0.1}, "negative. Use a finite number > 0.*NOT PRIVATE"),
+        ({"target_epsilon": None, "noise_multiplier": math.inf}, "noise_multiplier=inf.*Use a finite number > 0"),
+        ({"target_epsilon": None, "noise_multiplier": math.nan}, "noise_multiplier=nan.*Use a finite number > 0"),
+        ({"clipping_norm": 0.0}, "clipping_norm=0.0.*Use a finite number > 0"),
+        ({"clipping_norm": -1.0}, "clipping_norm=-1.0.*Use a finite number > 0"),
+        ({"clipping_norm": math.inf}, "clipping_norm=inf.*Use a finite number > 0"),
+        ({"clipping_norm": math.nan}, "clipping_norm=nan.*Use a finite number > 0"),
+        ({"clipping_norm": None}, "clipping_norm=None.*Use a finite number > 0"),
+        ({"expected_batch_size": 0}, "Use an integer >= 1: the records of one optimizer step"),
+        ({"expected_batch_size": -8}, "Use an integer >= 1"),
+        ({"expected_batch_size": 8.0}, "expected_batch_size=8.0.*Use an integer >= 1"),
+        ({"expected_batch_size": True}, "expected_batch_size=True.*Use an integer >= 1"),
+        ({"target_delta": 0.0}, "outside \\(0, 1\\). Use at most 1 / number of records"),
+        ({"target_delta": 1.0}, "outside \\(0, 1\\). Use at most 1 / number of records"),
+        ({"target_delta": math.nan}, "target_delta=nan.*Use a number in \\(0, 1\\)"),
+        ({"clipping": "global"}, "clipping='global'.*'flat', 'per_layer', 'automatic'"),
+        ({"sampling": "shuffle"}, "sampling='shuffle'.*'auto', 'poisson', 'truncated_poisson', 'fixed_order'"),
+        ({"adjacency": "replace"}, "adjacency='replace'.*'add_or_remove_one', 'zero_out', 'replace_one'"),
+        ({"privacy_unit": "user"}, "user level comes later.*Use 'example'"),
+        ({"privacy_unit": "token"}, "privacy_unit='token'.*'example'"),
+        ({"noise_mechanism": "laplace"}, "noise_mechanism='laplace'.*'gaussian'"),
+        ({"noise_rng": "numpy"}, "noise_rng='numpy'.*'secure', 'fast'"),
+        ({"unsafe_fixed_noise_key": "secret"}, "not 64 hexadecimal digits. Use '00' \\* 32 in a test"),
+        ({"unsafe_fixed_noise_key": "ab" * 31}, "not 64 hexadecimal digits"),
+        ({"unsafe_fixed_noise_key": ""}, "not 64 hexadecimal digits"),
+        ({"unsafe_fixed_noise_key": b"\0" * 32}, "not 64 hexadecimal digits"),
+    ],
+)
+def test_refuses(changes, mend):
+    with pytest.raises(DPConfigError, match=mend):
+        config(**changes)
+
+
+def test_the_refused_key_is_not_printed():
+    with pytest.raises(DPConfigError) as caught:
+        config(unsafe_fixed_noise_key="c0ffee")
+    assert "c0ffee" not in str(caught.value)
+
+
+def test_every_registered_choice_is_accepted():
+    for field, choices in {
+        "clipping": CLIPPINGS,
+        "sampling": ("auto", *SAMPLERS),
+        "noise_mechanism": MECHANISMS,
+        "adjacency": ("add_or_remove_one", "zero_out", "replace_one"),
+        "noise_rng": ("secure", "fast"),
+    }.items():
+        for choice in choices:
+            assert getattr(config(**{field: choice}), field) == choice
+
+
+@pytest.mark.parametrize(
+    "changes, private",
+    [
+        ({}, True),
+        ({"target_epsilon": None, "noise_multiplier": 1e-9}, True),
+        ({"target_epsilon": None, "noise_multiplier": 0.0}, False),
+        ({"target_epsilon": None, "noise_multiplier": 0}, False),
+        ({"unsafe_fixed_noise_key": "00" * 32}, False),
+    ],
+)
+def test_is_private(changes, private):
+    assert config(**changes).is_private is private
