@@ -1,0 +1,256 @@
+"""The secrets of a run: one key per chain of steps, from the operating system, outside everything that is published.
+
+Whoever has a key can recompute the noise and subtract it, so keys live in a directory of their own (mode 0700, never
+inside ``output_dir``) and only for as long as a run may have to be continued. Optimizer steps that follow each other
+under one key are a *chain*; `continue_or_branch` decides when a resumed run may stay on its chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import secrets
+import stat
+from pathlib import Path
+
+from hf_dpopt.accounting.ledger import ChainRecord, Ledger
+from hf_dpopt.config import check_noise_key
+from hf_dpopt.durable import fsync_directory, write_durably
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.randomness import KEY_BYTES, derive_key
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A chain of steps and its root key; prints only what is public.
+
+    Attributes:
+        chain_id: public name.
+        root: 32 secret bytes.
+        unsafe: the key was fixed by the user, so nothing made with it is private.
+    """
+
+    chain_id: str
+    root: bytes = dataclasses.field(repr=False)
+    unsafe: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.root) == KEY_BYTES
+
+    @functools.cached_property
+    def key_id(self) -> str:
+        """Public commitment to the key, 32 hexadecimal digits: tells two keys apart and reveals neither."""
+        return hashlib.blake2b(key=self.root, digest_size=16, person=b"hf_dpopt key id").hexdigest()
+
+    # The three streams never share a word: one learned or badly used tells nothing about the others.
+
+    @functools.cached_property
+    def noise_key(self) -> bytes:
+        """For the noise source; secret."""
+        return derive_key(self.root, "noise")
+
+    @functools.cached_property
+    def sampling_key(self) -> bytes:
+        """For the sampler's coins; secret, for amplification by sampling holds against who does not know them."""
+        return derive_key(self.root, "sampling")
+
+    @functools.cached_property
+    def dropout_key(self) -> bytes:
+        """For dropout and augmentation; secret."""
+        return derive_key(self.root, "dropout")
+
+
+def fixed_chain(key_hex: str) -> Chain:
+    """A chain under a key that the user chose, marked unsafe; for tests of equivalence, never for a private run.
+
+    Raises:
+        DPConfigError: if ``key_hex`` is not 64 hexadecimal digits.
+    """
+    check_noise_key(key_hex)
+    return Chain(f"unsafe{secrets.token_hex(8)}", bytes.fromhex(key_hex), unsafe=True)
+
+
+def default_private_dir(output_dir: str | os.PathLike[str]) -> Path:
+    """Where the keys of the runs in ``output_dir`` live: one folder per real path, in the user's state directory.
+
+    Below ``$HF_DPOPT_PRIVATE_DIR`` if it is set, else ``$XDG_STATE_HOME/hf_dpopt``, else ``~/.local/state/hf_dpopt``.
+    """
+    real = os.path.realpath(Path(output_dir).expanduser())
+    name = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
+    if base := os.environ.get("HF_DPOPT_PRIVATE_DIR"):
+        return Path(base).expanduser() / name
+    state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state_home) / "hf_dpopt" / name
+
+
+class PrivateState:
+    """The directory of keys of one ``output_dir``: ``chains/<chain_id>.key``.
+
+    Formal guarantee: nobody but the owner (and root) can list or read it, and it is not inside ``forbidden``, so
+    saving or pushing that directory publishes no key. A key is on the disk before its chain is returned.
+
+    Args:
+        directory: created with mode 0700 if it does not exist; see `default_private_dir`.
+        forbidden: the run's ``output_dir``; neither may lie inside the other.
+
+    Raises:
+        DPConfigError: if the directories overlap, or if others have access to ``directory`` or own it.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, forbidden: str | os.PathLike[str]):
+        self.directory = Path(directory).expanduser()
+        _refuse_overlap(self.directory, forbidden)
+        _refuse_foreign_link(self.directory)
+        self._chains_dir = self.directory / "chains"
+        for folder in (self.directory, self._chains_dir):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_shared(folder)
+        self._known: dict[str, Chain] = {}
+
+    def __repr__(self) -> str:
+        return f"PrivateState({str(self.directory)!r})"
+
+    def new_chain(self) -> Chain:
+        """A chain with a fresh 256-bit key, which is written first."""
+        chain = Chain(secrets.token_hex(8), os.urandom(KEY_BYTES))
+        write_durably(self._key_file(chain.chain_id), chain.root, mode=0o600)
+        self._known[chain.chain_id] = chain
+        return chain
+
+    def load_chain(self, chain_id: str) -> Chain | None:
+        """The chain whose key is kept here, or None.
+
+        Raises:
+            DPConfigError: if others have access to the key file, or it does not hold a key.
+        """
+        path = self._key_file(chain_id)
+        if not path.exists():
+            return None
+        _refuse_shared(path)
+        root = path.read_bytes()
+        if len(root) != KEY_BYTES:
+            raise DPConfigError(
+                f"{path} holds {len(root)} bytes instead of a key of {KEY_BYTES}; it was damaged. Delete it: the next "
+                "run then starts a new chain with a fresh key."
+            )
+        return self._known.setdefault(chain_id, Chain(chain_id, root))
+
+    def secrets(self) -> list[bytes]:
+        """Every key a release may not contain: root and derived, of the chains kept here or used by this object.
+
+        Each as its raw bytes; spelling them out (hexadecimal, base64) is the release scan's part.
+        """
+        for path in self._chains_dir.glob("*.key"):
+            self.load_chain(path.stem)
+        chains = self._known.values()
+        return [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key)]
+
+    def forget(self) -> None:
+        """Deletes all keys, for a run that will not be continued. `secrets` still knows those used by this object."""
+        for path in self._chains_dir.iterdir():  # also what a crash left half-written
+            path.unlink()
+        fsync_directory(self._chains_dir)
+
+    def _key_file(self, chain_id: str) -> Path:
+        assert chain_id.isalnum(), f"{chain_id!r} is no name of a chain with a stored key"
+        return self._chains_dir / f"{chain_id}.key"
+
+
+def continue_or_branch(
+    ledger: Ledger, state: PrivateState, resume_step: int | None, *, unsafe_fixed_noise_key: str | None = None
+) -> Chain:
+    """The chain that the next steps of a run belong to; a new one is recorded in the ledger.
+
+    The run stays on its last chain if that was charged up to exactly ``resume_step`` and its key is here: then no
+    noise of a later step was ever drawn. Otherwise (steps beyond the checkpoint were charged and may have been seen;
+    training starts over; the key is gone) the next steps get a fresh key, and what they cost comes on top.
+
+    Args:
+        ledger: open for writing.
+        state: the keys that belong to it.
+        resume_step: optimizer step of the checkpoint the run continues from, or None when it starts at step 0.
+        unsafe_fixed_noise_key: 64 hexadecimal digits; always a new chain, marked unsafe in the ledger.
+
+    Raises:
+        DPConfigError: if the ledger has charged no run that reached ``resume_step``.
+    """
+    start_step = resume_step or 0
+    if start_step and not any(c.start_step <= start_step <= _reached(ledger, c) for c in ledger.chains):
+        reached = max((_reached(ledger, c) for c in ledger.chains), default=0)
+        raise DPConfigError(
+            f"The checkpoint is at step {start_step}, but {ledger.path} has charged no run that reached it (it ends "
+            f"at step {reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote "
+            "the checkpoint; to start from a model that was trained elsewhere, load it as the initial model."
+        )
+    last = ledger.last_chain
+    if unsafe_fixed_noise_key is not None:
+        chain, note = fixed_chain(unsafe_fixed_noise_key), "NOT PRIVATE: unsafe_fixed_noise_key"
+    else:
+        kept = state.load_chain(last.chain_id) if last is not None else None
+        note = _why_branch(ledger, last, kept, resume_step)
+        if not note:
+            assert kept is not None
+            return kept
+        chain = state.new_chain()
+    ledger.start_chain(
+        chain_id=chain.chain_id,
+        key_id=chain.key_id,
+        start_step=start_step,
+        parent=last.chain_id if last is not None else None,
+        note=note,
+        unsafe=chain.unsafe,
+    )
+    return chain
+
+
+def _why_branch(ledger: Ledger, last: ChainRecord | None, kept: Chain | None, resume_step: int | None) -> str:
+    """Why the last chain cannot go on (the note of the new one), or an empty string if it can."""
+    if last is None:
+        return "first run"
+    if resume_step is None:
+        return "training started over"
+    if _reached(ledger, last) != resume_step:
+        return f"resumed at step {resume_step}; step {_reached(ledger, last)} of the chain before was charged"
+    if kept is None or kept.key_id != last.key_id:
+        return f"resumed at step {resume_step}; the key of the chain before is not here"
+    return ""
+
+
+def _reached(ledger: Ledger, chain: ChainRecord) -> int:
+    """The last step charged to a chain, or where it starts."""
+    return ledger.last_step(chain.chain_id) or chain.start_step
+
+
+def _refuse_overlap(directory: Path, forbidden: str | os.PathLike[str]) -> None:
+    inner, outer = Path(os.path.realpath(directory)), Path(os.path.realpath(Path(forbidden).expanduser()))
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise DPConfigError(
+            f"The private directory {inner} and the output directory {outer} overlap, so saving or pushing the output "
+            "would publish noise keys. Use two directories side by side, or leave the private one out: the default is "
+            "in your home directory."
+        )
+
+
+def _refuse_foreign_link(directory: Path) -> None:
+    if directory.is_symlink() and directory.lstat().st_uid != os.geteuid():
+        raise DPConfigError(
+            f"The private directory {directory} is a link owned by user {directory.lstat().st_uid}, who could point "
+            "it somewhere else. Remove the link, or choose another private directory."
+        )
+
+
+def _refuse_shared(path: Path) -> None:
+    """Keys that others could read, replace or have placed there are no secrets."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise DPConfigError(
+            f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}), who could read the noise keys. "
+            "Choose a private directory of your own."
+        )
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise DPConfigError(
+            f"{path} has permissions {stat.S_IMODE(status.st_mode):04o}, so other users may have access to the noise "
+            f"keys. Run `chmod go= {path}`; if somebody may have read keys, delete them: the next run takes new ones."
+        )
