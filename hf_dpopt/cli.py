@@ -1,0 +1,163 @@
+"""The command line: what a run would cost, what a run did, and whether its folder may be published."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.plan import PrivacyPlan, make_plan, make_sampler
+from hf_dpopt.private_state import PrivateState, default_private_dir
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.release_scan import scan_for_secrets
+from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, read_report
+from hf_dpopt.report.statement import render_statement, round_up
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Differentially private finetuning.",
+)
+
+OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.")]
+
+
+def main() -> None:
+    """Entry point of `hf-dpopt`; a wrong setting ends it with one line on stderr and exit code 2."""
+    try:
+        app()
+    except DPConfigError as error:
+        sys.stderr.write(f"hf-dpopt: {' '.join(str(error).split())}\n")
+        sys.exit(2)
+
+
+@app.command()
+def plan(
+    num_examples: Annotated[int, typer.Option("--num-examples", "-n", help="Records in the training set.")],
+    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Expected records per optimizer step.")],
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Or passes over the data, counted as the Trainer does.")] = None,
+    epsilon: Annotated[float | None, typer.Option(help="Budget: the noise is computed.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="Or the noise: epsilon is computed.")] = None,
+    delta: Annotated[float | None, typer.Option(help="Default: the largest power of ten <= 1/n.")] = None,
+    sampling: Annotated[str, typer.Option(help="auto, poisson, truncated_poisson or fixed_order.")] = "auto",
+    adjacency: Annotated[str, typer.Option(help="add_or_remove_one, zero_out or replace_one.")] = "add_or_remove_one",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+) -> None:
+    """Noise and epsilon of a run, before it is started. Nothing is trained and no data is read."""
+    config = PrivacyConfig(
+        target_epsilon=epsilon,
+        noise_multiplier=noise_multiplier,
+        target_delta=delta,
+        expected_batch_size=batch_size,
+        sampling=sampling,  # type: ignore[arg-type]  # PrivacyConfig says which names there are
+        adjacency=adjacency,  # type: ignore[arg-type]
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make_plan(config, num_examples=num_examples, num_steps=_num_steps(config, num_examples, steps, epochs))
+    for warning in caught:
+        sys.stderr.write(f"hf-dpopt: warning: {warning.message}\n")
+    if as_json:
+        typer.echo(json.dumps(made.public_dict(), indent=2, sort_keys=True))
+    else:
+        Console().print(_table(made))
+
+
+@app.command()
+def report(output_dir: OutputDir) -> None:
+    """Print the privacy statement of a run, and check it against the ledger. Exit code 1 if they disagree."""
+    facts = read_report(output_dir)
+    text = render_statement(facts)
+    typer.echo(text)
+    problems = _disagreements(output_dir, facts, text)
+    for problem in problems:
+        sys.stderr.write(f"hf-dpopt: {problem}\n")
+    if problems:
+        raise typer.Exit(1)
+    typer.echo(f"The ledger agrees: {facts.steps_charged} steps, digest {facts.ledger_digest}.")
+
+
+@app.command()
+def scan(
+    output_dir: OutputDir,
+    private_state_dir: Annotated[
+        Path | None, typer.Option(help="Where the run kept its keys, if that was not the default.")
+    ] = None,
+) -> None:
+    """Look for keys, generator states, un-noised values and credentials in a folder; exit code 1 on a finding."""
+    directory = private_state_dir or default_private_dir(output_dir)
+    secrets = PrivateState(directory, forbidden=output_dir).secrets() if directory.is_dir() else []
+    findings = scan_for_secrets(output_dir, secrets)
+    for finding in findings:
+        typer.echo(str(finding))
+    known = f"{len(secrets)} keys of {directory}" if secrets else f"no keys (there are none left in {directory})"
+    typer.echo(f"{len(findings)} finding(s) in {output_dir}; looked for {known} and for un-noised values.")
+    if findings:
+        raise typer.Exit(1)
+
+
+def _num_steps(config: PrivacyConfig, num_examples: int, steps: int | None, epochs: float | None) -> int:
+    """Optimizer steps of the run; epochs are converted as `Trainer` does."""
+    if (steps is None) == (epochs is None):
+        given = "neither" if steps is None else "both"
+        raise DPConfigError(f"{given} of --steps and --epochs given. Give exactly one, such as --epochs 3.")
+    if steps is not None:
+        return steps
+    assert epochs is not None
+    if not 0 < epochs < math.inf:
+        raise DPConfigError(f"--epochs {epochs} is not a number of passes. Use a finite number > 0, such as 3.")
+    return math.ceil(epochs * make_sampler(config, num_examples).steps_per_epoch)
+
+
+def _table(made: PrivacyPlan) -> Table:
+    """The plan for people."""
+    table = Table(title="Private run", show_header=False)
+    replaced = made.epsilon_replace_one()
+    rows: dict[str, Any] = {
+        "epsilon": f"{round_up(made.epsilon())} ({made.adjacency})",
+        "epsilon if one record is swapped": "no analysis is known" if replaced is None else round_up(replaced),
+        "delta": f"{made.delta:g}",
+        "noise multiplier": f"{made.noise_multiplier:.6g}",
+        "sampling": made.sampler.describe(),
+        "optimizer steps": made.num_steps,
+        "accountant": made.public_dict()["accountant"],
+    }
+    for name, value in rows.items():
+        table.add_row(name, str(value))
+    return table
+
+
+def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:
+    """What in a run's folder contradicts its report."""
+    folder = output_dir / FOLDER
+    problems = []
+    statement = folder / STATEMENT
+    if not statement.is_file() or statement.read_text(encoding="utf-8") != text:
+        problems.append(f"{statement} is missing, was edited, or was written by another release than this one.")
+    ledger = Ledger.read(folder / LEDGER)
+    if ledger.digest() != facts.ledger_digest:
+        went_on = ledger.num_charged > facts.steps_charged and facts.ledger_digest in ledger.path.read_text()
+        problems.append(
+            f"the ledger went on after the report: {ledger.num_charged} steps charged now, {facts.steps_charged} then."
+            if went_on
+            else f"the ledger's digest is {ledger.digest()}, the report names {facts.ledger_digest}: one was replaced."
+        )
+    elif ledger.num_charged != facts.steps_charged:
+        problems.append(f"the ledger has charged {ledger.num_charged} steps, the report says {facts.steps_charged}.")
+    return problems
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a privacy report states, as one frozen object of public values."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import math
+import platform
+from typing import Any
+
+from hf_dpopt.errors import DPConfigError
+
+REPORT_VERSION = 1
+
+# Everything that computes, draws, accounts or stores something the statement speaks of.
+_DISTRIBUTIONS = (
+    "hf_dpopt",
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "dp-accounting",
+    "cryptography",
+    "numpy",
+    "scipy",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """All that the statement, the report and the model card print. Public values only: every field may be published.
+
+    Args:
+        plan: `PrivacyPlan.public_dict()`.
+        epsilon_spent: epsilon of the charged steps, under the plan's adjacency; infinite if nothing is guaranteed.
+        epsilon_replace_one: the planned steps under ``replace_one``; None where no analysis of the sampler is known.
+        delta: the delta of both.
+        steps_charged: steps in the ledger, over all resumes, branches and crashes.
+        steps_planned: steps the noise was calibrated for.
+        noise_generator: class name of the generator of the noise.
+        secure: that generator is cryptographic.
+        chains: noise keys used, one for each uninterrupted sequence of steps.
+        world_size: processes of the last launch.
+        ledger_digest: SHA-256 of the last ledger record.
+        self_check: outcome of the check at the start, such as ``passed`` or ``skipped by the user``.
+        unsafe: a noise key was fixed by the user, so whoever knows it can remove the noise.
+        non_private_outputs: what left the run without noise, one description each.
+        callbacks: class names of the callbacks the user added.
+        eval_data_privacy: what the user declared about the evaluation data; None if nothing.
+        data_dependent_preprocessing: the same for tokenizer, vocabulary, label set, filters and so on.
+        model_class: class name of the model.
+        num_trainable: coordinates that are trained, clipped and noised.
+        versions: distribution name -> version; see `collect_versions`.
+    """
+
+    plan: dict[str, Any]
+    epsilon_spent: float
+    epsilon_replace_one: float | None = None
+    delta: float
+    steps_charged: int
+    steps_planned: int
+    noise_generator: str
+    secure: bool
+    chains: int
+    world_size: int
+    ledger_digest: str
+    self_check: str
+    unsafe: bool
+    non_private_outputs: tuple[str, ...] = ()
+    callbacks: tuple[str, ...] = ()
+    eval_data_privacy: str | None = None
+    data_dependent_preprocessing: str | None = None
+    model_class: str
+    num_trainable: int
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def not_private_reasons(self) -> tuple[str, ...]:
+        """Why the run guarantees nothing; empty for a run that does."""
+        reasons = []
+        if self.unsafe:
+            reasons.append("a noise key was fixed by hand, so the noise can be computed and taken off again")
+        if not self.plan["noise_multiplier"] > 0:
+            reasons.append("the noise multiplier is 0, so no noise was added")
+        if not reasons and not (self.plan["is_private"] and max(self.epsilon_planned, self.epsilon_spent) < math.inf):
+            reasons.append("no finite epsilon is known for what was run")
+        return tuple(reasons)
+
+    @property
+    def epsilon_planned(self) -> float:
+        """Epsilon of the steps the noise was calibrated for."""
+        return float(self.plan["epsilon"])  # infinity is spelt "inf" there
+
+    @property
+    def epsilon(self) -> float:
+        """What the run may claim: that of the plan, or of the steps charged if they cost more; infinity if unsafe.
+
+        Never the smaller one: a run that stopped early may have done so because of what the data showed.
+        """
+        return math.inf if self.not_private_reasons else max(self.epsilon_planned, self.epsilon_spent)
+
+    def to_json(self) -> str:
+        """The facts as strict JSON; infinity is the string ``"inf"``."""
+        content = {"report_version": REPORT_VERSION, "private": not self.not_private_reasons} | dataclasses.asdict(
+            self
+        )
+        return json.dumps(_spell_infinity(content), indent=2, sort_keys=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> RunFacts:
+        """The facts that `to_json` wrote.
+
+        Raises:
+            DPConfigError: if the text is no report, or one of another version.
+        """
+        try:
+            content = json.loads(text)
+            version = content.pop("report_version")
+            content.pop("private")
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise DPConfigError("this is no report of hf_dpopt. Give the output_dir of a private run.") from None
+        if version != REPORT_VERSION or set(content) != {field.name for field in dataclasses.fields(cls)}:
+            raise DPConfigError(
+                f"the report has version {version!r} or unknown fields; this release reads version {REPORT_VERSION}. "
+                "Use the release of hf_dpopt that wrote it (versions.hf_dpopt in report.json)."
+            )
+        for name in ("epsilon_spent", "epsilon_replace_one"):
+            content[name] = content[name] if content[name] is None else float(content[name])
+        for name in ("non_private_outputs", "callbacks"):
+            content[name] = tuple(content[name])
+        return cls(**content)
+
+
+def collect_versions() -> dict[str, str]:
+    """Versions of Python, of the package and of the libraries its statements rest on, as far as they are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"  # peft is optional; hf_dpopt itself may run from a checkout
+    return versions
+
+
+def _spell_infinity(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spell_infinity(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_spell_infinity(item) for item in value]
+    return "inf" if value == math.inf else value

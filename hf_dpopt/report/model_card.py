@@ -1,0 +1,67 @@
+"""The model card: one privacy section in, the un-noised training values of the Trainer's own card out."""
+
+from __future__ import annotations
+
+import re
+
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.statement import render_statement
+
+START = "<!-- hf_dpopt privacy statement: start (generated, edits are lost) -->"
+END = "<!-- hf_dpopt privacy statement: end -->"
+NOT_RELEASED = "not released"
+NO_LOG = "No log"  # the Trainer's own word for a loss it never logged
+
+_SECTION = re.compile(r"\n*" + re.escape(START) + r".*?" + re.escape(END) + r"\n*", re.DOTALL)
+# The section stands before these headings of the Trainer's card, else at the end.
+_BEFORE = ("## Training procedure", "### Framework versions")
+
+# `TrainingSummary.to_model_card` turns a log key into a column ("num_input_tokens_seen" loses its first word there)
+# and into a line of the results list (where it keeps it). "Loss" and "Validation Loss" come from the evaluation.
+_COLUMNS = ("Training Loss", "Input Tokens Seen", "Tokens Per Second", "Flos", "Train Loss")
+_LINES = ("Num Input Tokens Seen", "Train Tokens Per Second", "Train Samples Per Second", "Total Flos", "Train Loss")
+_LINE = re.compile(r"^- (?:" + "|".join(_LINES) + r"): .*\n?", re.MULTILINE)
+
+
+def add_privacy_section(card_text: str, facts: RunFacts) -> str:
+    """The card with exactly one privacy section, before the training procedure if the card has one.
+
+    Calling it again, with the same or with newer facts, replaces the section: it never appears twice.
+
+    Args:
+        card_text: a model card in Markdown, YAML front matter included; may be empty.
+        facts: what the section says.
+    """
+    # The statement's own headings move one level down: the card's title stays its only first-level heading.
+    statement = re.sub(r"^(#+ )", r"#\1", render_statement(facts), flags=re.MULTILINE).strip()
+    section = f"{START}\n{statement}\n{END}"
+    card = _SECTION.sub("\n\n", card_text)
+    for heading in _BEFORE:
+        match = re.search(rf"^{re.escape(heading)}", card, flags=re.MULTILINE)
+        if match:
+            return f"{card[: match.start()].rstrip()}\n\n{section}\n\n{card[match.start() :]}".lstrip("\n")
+    return f"{card.rstrip()}\n\n{section}\n".lstrip("\n")
+
+
+def strip_training_losses(card_text: str) -> str:
+    """The card without the values that the stock Trainer computes from un-noised training batches.
+
+    Blanks, in every Markdown table, the columns that hold the training loss and the token counts, and removes such
+    values from the results list. Evaluation results, hyperparameters and versions stay. Idempotent.
+    """
+    lines = _LINE.sub("", card_text).split("\n")
+    blanked: list[int] = []  # cells to blank in the table that the current line belongs to
+    for number, line in enumerate(lines):
+        if not line.lstrip().startswith("|"):
+            blanked = []
+            continue
+        cells = line.split("|")
+        names = [cell.strip() for cell in cells]
+        if any(name in _COLUMNS for name in names):
+            blanked = [index for index, name in enumerate(names) if name in _COLUMNS]
+        elif not re.fullmatch(r"[\s|:-]+", line):
+            for index in blanked:
+                if index < len(cells) and names[index] not in (NO_LOG, NOT_RELEASED):
+                    cells[index] = f" {NOT_RELEASED} ".ljust(len(cells[index]))
+            lines[number] = "|".join(cells)
+    return "\n".join(lines)

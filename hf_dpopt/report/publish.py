@@ -1,0 +1,112 @@
+"""Between a trainer and the world: what is written to `output_dir/privacy`, and what may not leave it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hf_dpopt import aggregate
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.mechanisms.randomness import SecureGaussian
+from hf_dpopt.report.facts import RunFacts, collect_versions
+from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
+from hf_dpopt.report.release_scan import refuse_release, scan_for_secrets
+from hf_dpopt.report.report import write_report
+from hf_dpopt.run import LEDGER
+
+SCRUBBED = ("hub_token", "unsafe_fixed_noise_key", "private_state_dir")
+
+
+class ReleaseGuard:
+    """Report, model card and release scan of one trainer."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def num_charged(self) -> int:
+        """Charged steps: of the run in progress, else of the ledger on disk, else none."""
+        ledger = self._ledger()
+        if self.trainer._run is not None:
+            return self.trainer._run.num_charged
+        return ledger.num_charged if ledger else 0
+
+    def _ledger(self) -> Ledger | None:
+        path = Path(self.trainer.args.output_dir) / LEDGER
+        return Ledger.read(path) if path.exists() else None
+
+    def facts(self) -> RunFacts:
+        """What the report states now."""
+        trainer, plan = self.trainer, self.trainer._planned()
+        ledger = self._ledger()
+        spent = trainer.privacy_spent()
+        extras = (
+            ["training loss, clip fraction and batch sizes, on the console"] if trainer.args.log_unprivatized else []
+        )
+        return RunFacts(
+            plan=plan.public_dict(),
+            epsilon_spent=spent.epsilon,
+            epsilon_replace_one=self._replace_one(spent.num_steps),
+            delta=plan.delta,
+            steps_charged=spent.num_steps,
+            steps_planned=plan.num_steps,
+            noise_generator=trainer._run.noise_generator_class if trainer._run else "none yet",
+            secure=plan.config.noise_rng == SecureGaussian.name,
+            chains=len(ledger.chains) if ledger else 0,
+            world_size=aggregate.world_size(),
+            ledger_digest=ledger.digest() if ledger else "",
+            self_check=trainer._self_check,
+            unsafe=plan.config.unsafe_fixed_noise_key is not None,
+            non_private_outputs=tuple(extras),
+            callbacks=trainer.user_callbacks(),
+            eval_data_privacy=trainer.args.eval_data_privacy,
+            data_dependent_preprocessing=trainer.args.data_dependent_preprocessing,
+            model_class=type(trainer.model).__name__,
+            num_trainable=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            versions=collect_versions(),
+        )
+
+    def _replace_one(self, num_steps: int) -> float | None:
+        plan = self.trainer._planned()
+        if not plan.config.is_private:
+            return math.inf
+        return plan.epsilon_replace_one() if num_steps <= plan.num_steps else None
+
+    def write_report(self) -> None:
+        """Writes `privacy/statement.md` and `privacy/report.json`; rank 0 only."""
+        if self.trainer.args.should_save:
+            write_report(self.trainer.args.output_dir, self.facts())
+
+    @contextlib.contextmanager
+    def scrubbed_arguments(self) -> Iterator[None]:
+        """`training_args.bin` pickles the arguments: without tokens, keys and the place of the keys."""
+        args = self.trainer.args
+        saved = {name: getattr(args, name) for name in SCRUBBED}
+        for name in SCRUBBED:
+            setattr(args, name, None)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(args, name, value)
+
+    def check(self, folder: Path) -> None:
+        """Refuses to go on if a secret is in the folder.
+
+        Raises:
+            DPConfigError: naming the files and what is in them.
+        """
+        if not self.trainer.args.should_save:
+            return
+        state = self.trainer._run.state if self.trainer._run is not None else None
+        refuse_release(scan_for_secrets(folder, state.secrets() if state is not None else []))
+
+    def complete_model_card(self) -> None:
+        """Takes the un-noised values out of the Trainer's card and puts the privacy section in."""
+        path = Path(self.trainer.args.output_dir) / "README.md"
+        if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.exists():
+            return
+        card = strip_training_losses(path.read_text(encoding="utf-8"))
+        path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")

@@ -1,0 +1,45 @@
+"""The two files of `output_dir/privacy`: `report.json` for programs, `statement.md` for people."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hf_dpopt.durable import write_durably
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.statement import render_statement
+
+FOLDER = "privacy"
+REPORT = "report.json"
+STATEMENT = "statement.md"
+LEDGER = "ledger.jsonl"
+
+
+def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:
+    """Writes both files, each whole or not at all, over those of an earlier report.
+
+    Args:
+        output_dir: the run's; the folder `privacy` is made in it.
+        facts: what both say.
+
+    Returns:
+        The folder they are in.
+    """
+    folder = Path(output_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    write_durably(folder / STATEMENT, render_statement(facts).encode(), mode=0o644)
+    write_durably(folder / REPORT, facts.to_json().encode(), mode=0o644)
+    return folder
+
+
+def read_report(output_dir: str | os.PathLike[str]) -> RunFacts:
+    """The facts of a run that has written its report.
+
+    Raises:
+        DPConfigError: if there is none, or it was written by another version.
+    """
+    path = Path(output_dir) / FOLDER / REPORT
+    if not path.is_file():
+        raise DPConfigError(f"there is no {path}. Give the output_dir of a private run that has saved its model.")
+    return RunFacts.from_json(path.read_text(encoding="utf-8"))

@@ -1,0 +1,238 @@
+"""The privacy statement in plain words: what is promised, about what, and what would make it false."""
+
+from __future__ import annotations
+
+import decimal
+import math
+from collections.abc import Iterable
+
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.sampling import SAMPLERS
+
+STAMP = "NOT PRIVATE"
+
+_ADJACENCY = {
+    "add_or_remove_one": "one of them has one {unit} more than the other (`add_or_remove_one`)",
+    "zero_out": "one {unit} of one of them is replaced by an empty one that contributes nothing (`zero_out`)",
+    "replace_one": "one {unit} is swapped for any other (`replace_one`)",
+}
+
+_UNIT = {
+    "example": (
+        "One *example* is protected: one row of the training set, one list index after all preprocessing. A person "
+        "with several rows, or a text cut into several rows, is not protected as a whole."
+    ),
+}
+
+_SEEN = (
+    "The guarantee holds against somebody who sees everything that was released, at every step, and who knows this "
+    "code, the public seeds and all other records. Treated as public, and so not protected: the number of records, "
+    "the batch size, the number of steps, the noise multiplier, the clipping norm, the architecture, the tokenizer "
+    "and all hyperparameters."
+)
+
+_COVERED = (
+    "All weights at every step, and so every checkpoint and adapter; the state of the optimizer and of filters behind "
+    "the noise; the learning rate; the norm of the noisy gradient; the ledger and this report. All of it may be "
+    "published: it was computed from noised gradients only."
+)
+
+_NOT_RELEASED = (
+    "The training data; the keys of the noise and of the sampling; noise buffers; the losses and gradient norms of "
+    "single records; which records made up a batch, and how many. They must stay secret. The run writes none of them "
+    "below its output folder, and a scan looks for them before anything is saved or pushed."
+)
+
+_NOT_COVERED = (
+    "The values listed below as released without noise.",
+    "The evaluation data: metrics on it are exact. Declared about it: {evaluation}.",
+    "What was chosen by looking at the data: preprocessing, tokenizer, vocabulary, label set, class weights, maximum "
+    "length, architecture, hyperparameters, removal of duplicates. Declared about it: {preprocessing}.",
+    "Other runs on the same people that do not share this ledger; their epsilons add up.",
+    "The data the base model was trained on before.",
+    "Prompts and predictions when the model is used.",
+    "Side channels: time, memory, power, and the rounding of floating-point numbers. The proof is about real numbers "
+    "and an ideal random generator.",
+    "A compromised machine.",
+)
+
+_INVALIDATES = (
+    "user code that changes parameters, buffers or gradients outside the optimizer;",
+    "a noise key that is fixed by hand, known to somebody, or used twice;",
+    "publishing what is named under *What is not released*;",
+    "deleting, editing or rolling back the ledger;",
+    "records whose loss or gradient depends on other records of the batch (shared normalisers, batch statistics, "
+    "in-batch negatives, packed rows that hold several units);",
+    "a trained tensor that is not clipped and noised;",
+    "reading this statement for another unit or relation than the one it names;",
+    "one of the configurations that the software refuses, forced in spite of the refusal.",
+)
+
+
+def render_statement(facts: RunFacts) -> str:
+    """The statement as Markdown. Its first line is stamped NOT PRIVATE if the run guarantees nothing.
+
+    Epsilons are rounded up, so the text never claims more than the accountant proved.
+    """
+    unit = facts.plan["privacy_unit"]
+    parts = [
+        _stamp(facts),
+        "# Privacy statement",
+        _promise(facts),
+        _numbers(facts),
+        "## What is protected",
+        f"{_UNIT.get(unit, f'One *{unit}* is protected.')} {_SEEN}",
+        "## What is covered",
+        _COVERED,
+        "## What is not released",
+        _NOT_RELEASED,
+        "## What is not covered",
+        _bullets(_NOT_COVERED).format(
+            evaluation=_declared(facts.eval_data_privacy),
+            preprocessing=_declared(facts.data_dependent_preprocessing),
+        ),
+        "## What left the run without noise",
+        _unnoised(facts),
+        "## How the numbers were computed",
+        _accounting(facts),
+        "## What makes this statement false",
+        f"Epsilon is then infinite, whatever the table says:\n\n{_bullets(_INVALIDATES)}",
+        "## What ran",
+        _software(facts),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def round_up(value: float, digits: int = 5) -> str:
+    """The value with that many significant digits, never smaller than it is; ``infinity`` for infinity."""
+    if math.isinf(value):
+        return "infinity"
+    context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    return f"{float(context.create_decimal_from_float(value)):.{digits}g}"
+
+
+def _stamp(facts: RunFacts) -> str:
+    if not facts.not_private_reasons:
+        return ""
+    return f"**{STAMP}:** {'; '.join(facts.not_private_reasons)}. Epsilon is infinite. Nothing below is a guarantee."
+
+
+def _promise(facts: RunFacts) -> str:
+    if facts.not_private_reasons:
+        return (
+            "This run promises nothing. What follows says what it did, so that it can be compared with a private run."
+        )
+    unit, epsilon = facts.plan["privacy_unit"], facts.epsilon
+    relation = _ADJACENCY[facts.plan["adjacency"]].format(unit=unit)
+    factor = f" (about {math.exp(epsilon):.3g})" if epsilon < 50 else ""
+    return (
+        "This model was trained with differential privacy: "
+        f"**epsilon = {round_up(epsilon)}, delta = {facts.delta:g}**. "
+        f"Take any two training sets of which {relation}. Then whatever somebody looks for in all that this run "
+        f"released, its probability under one of the sets is at most e^epsilon{factor} times that under the other, "
+        f"plus delta. The smaller epsilon is, the less anybody can find out about whether a given {unit} was in the "
+        f"training set, even knowing all the others. {_planned_or_spent(facts)}"
+    )
+
+
+def _planned_or_spent(facts: RunFacts) -> str:
+    charged, planned = facts.steps_charged, facts.steps_planned
+    if charged == planned:
+        return f"All {planned} planned steps were charged."
+    if charged > planned:
+        return (
+            f"{charged} steps were charged, more than the {planned} planned, because steps were run again after an "
+            "interruption, on a branch or in a second call to train; epsilon covers all of them."
+        )
+    return (
+        f"Epsilon is that of the whole plan of {planned} steps. {charged} of them were charged so far (epsilon "
+        f"{round_up(facts.epsilon_spent)} so far); as the moment of stopping may depend on the data, the smaller "
+        "number is information and no guarantee."
+    )
+
+
+def _numbers(facts: RunFacts) -> str:
+    plan, target = facts.plan, facts.plan["target_epsilon"]
+    sample_rate = plan["expected_batch_size"] / plan["num_examples"]
+    planned, spent, swapped = facts.epsilon_planned, facts.epsilon_spent, facts.epsilon_replace_one
+    if facts.not_private_reasons:
+        planned = spent = swapped = math.inf
+    rows = {
+        f"epsilon claimed (`{plan['adjacency']}`)": round_up(facts.epsilon),
+        "epsilon of the plan / of the steps charged": f"{round_up(planned)} / {round_up(spent)}",
+        "epsilon asked for (`target_epsilon`)": "none, the noise was given" if target is None else f"{target:g}",
+        "epsilon of the plan if one record is swapped (`replace_one`)": (
+            "no analysis is known for this sampler" if swapped is None else round_up(swapped)
+        ),
+        "delta": f"{facts.delta:g}",
+        "noise multiplier (noise standard deviation / sensitivity)": f"{plan['noise_multiplier']:.6g}",
+        "noise mechanism": f"`{plan['noise_mechanism']}`",
+        "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
+        "sampler": f"`{plan['sampler']['name']}`",
+        "records n, expected batch size, sampling rate q": (
+            f"{plan['num_examples']}, {plan['expected_batch_size']}, {sample_rate:.6g}"
+        ),
+        "steps planned / charged": f"{facts.steps_planned} / {facts.steps_charged}",
+        "trained coordinates, all clipped and noised": f"{facts.num_trainable}",
+    }
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _unnoised(facts: RunFacts) -> str:
+    outputs = "No value computed from training data was released without noise."
+    if facts.non_private_outputs:
+        outputs = (
+            "These values were computed from training data and released **without noise**. They are NON-PRIVATE and "
+            f"outside the guarantee:\n\n{_bullets(map(_quoted, facts.non_private_outputs))}"
+        )
+    callbacks = "The user added no callbacks."
+    if facts.callbacks:
+        names = ", ".join(map(_quoted, facts.callbacks))
+        callbacks = f"Callbacks added by the user, which may release more than is known here: {names}."
+    return f"{outputs}\n\n{callbacks}"
+
+
+def _accounting(facts: RunFacts) -> str:
+    plan = facts.plan
+    law = dict(plan["sampler"])
+    sampler = SAMPLERS[law.pop("name")](**law)
+    kind = (
+        "cryptographic"
+        if facts.secure
+        else "statistical and **not** cryptographic: the guarantee assumes that nobody predicts its stream"
+    )
+    return (
+        "Epsilon is computed from the mechanism that ran, for the planned number of steps, as the smallest upper "
+        f"bound that applies (here from the accountant `{_plain(plan['accountant'])}`). {sampler.describe()} The "
+        "coins of the sampling are secret. A step is charged in the ledger before it runs, and an empty batch is a "
+        "step too. Charges add up over resumed, branched, crashed and repeated runs; a run stops before it exceeds "
+        "`target_epsilon`.\n\n"
+        f"The noise generator, `{_plain(facts.noise_generator)}`, is {kind}. Keys used: {facts.chains}, from "
+        f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{_plain(facts.ledger_digest)}`."
+    )
+
+
+def _software(facts: RunFacts) -> str:
+    versions = ", ".join(f"{_plain(name)} {_plain(version)}" for name, version in sorted(facts.versions.items()))
+    return (
+        f"Model `{_plain(facts.model_class)}` on {facts.world_size} process(es). Self-check before the first step, "
+        "which compares clipped sums with gradients of single records: "
+        f"{_plain(facts.self_check)}. Versions: {versions}."
+    )
+
+
+def _declared(text: str | None) -> str:
+    return _quoted(text) if text else "nothing, so assume that it is not protected"
+
+
+def _bullets(items: Iterable[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)
+
+
+def _plain(text: str) -> str:
+    """The user's text on one line, unable to open an HTML comment (they mark the section of a model card) or code."""
+    return " ".join(text.replace("`", "'").replace("<", "(").replace(">", ")").replace("|", "/").split())
+
+
+def _quoted(text: str) -> str:
+    return f"`{_plain(text)}`"

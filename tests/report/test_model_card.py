@@ -1,0 +1,129 @@
+"""The card of the stock Trainer, with the privacy section in and un-noised values out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+from transformers.modelcard import TrainingSummary, parse_log_history
+
+from hf_dpopt.report import add_privacy_section, strip_training_losses
+from hf_dpopt.report.model_card import NOT_RELEASED
+from tests.report.conftest import MakeFacts
+
+SECRET_LOSSES = (0.69314, 0.41421)
+SECRET_TOKENS = (48128, 96256)
+
+# What `Trainer` with include_num_input_tokens_seen="all" leaves in its log history.
+LOG = [
+    {"loss": SECRET_LOSSES[0], "grad_norm": 1.5, "epoch": 1.0, "step": 10},
+    {
+        "eval_loss": 0.5001,
+        "eval_accuracy": 0.8125,
+        "num_input_tokens_seen": SECRET_TOKENS[0],
+        "epoch": 1.0,
+        "step": 10,
+    },
+    {"loss": SECRET_LOSSES[1], "grad_norm": 1.2, "epoch": 2.0, "step": 20},
+    {
+        "eval_loss": 0.4003,
+        "eval_accuracy": 0.8751,
+        "num_input_tokens_seen": SECRET_TOKENS[1],
+        "epoch": 2.0,
+        "step": 20,
+    },
+    {"train_runtime": 3.0, "train_loss": 0.55, "total_flos": 1e9, "epoch": 2.0, "step": 20},
+]
+
+
+def stock_card(log: list[dict]) -> str:
+    """A card made by the installed transformers from a log history."""
+    _, lines, results = parse_log_history(log)
+    summary = TrainingSummary(
+        model_name="private-model",
+        license="apache-2.0",
+        finetuned_from="roberta-base",
+        eval_lines=lines,
+        eval_results=results,
+        hyperparameters={"learning_rate": 0.0005, "seed": 42},
+    )
+    return summary.to_model_card()
+
+
+def test_the_stock_card_holds_what_must_go() -> None:
+    """Without this the next test could pass because transformers changed its card."""
+    card = stock_card(LOG)
+    for value in ("0.6931", "0.4142", "48128", "96256", "Num Input Tokens Seen"):
+        assert value in card
+
+
+def test_training_values_go_and_evaluation_stays() -> None:
+    card = stock_card(LOG)
+    stripped = strip_training_losses(card)
+    for value in ("0.6931", "0.4142", "48128", "96256", "Num Input Tokens Seen"):
+        assert value not in stripped
+    for value in (
+        "0.5001",
+        "0.4003",
+        "0.8125",
+        "0.8751",
+        "- Accuracy: 0.8751",
+        "- Loss: 0.4003",
+        "0.0005",
+        "seed: 42",
+    ):
+        assert value in stripped
+    assert stripped.count(NOT_RELEASED) == 4
+    widths = {line.count("|") for line in stripped.splitlines() if line.startswith("|")}
+    assert len(widths) == 1, "the table lost or won a column"
+    assert strip_training_losses(stripped) == stripped
+
+
+def test_a_card_without_training_values_is_left_alone() -> None:
+    kept = ("epoch", "step", "train_runtime")
+    log = [{key: value for key, value in entry.items() if key.startswith("eval") or key in kept} for entry in LOG]
+    clean = stock_card(log)
+    assert "No log" in clean
+    assert strip_training_losses(clean) == clean
+    other = "# A card\n\n| Training Loss Function | Loss |\n|---|---|\n| hinge | 0.3 |\n"
+    assert strip_training_losses(other) == other
+
+
+def test_only_the_table_with_the_column_is_touched() -> None:
+    text = "| Training Loss | A |\n|---|---|\n| 0.25 | 1 |\n\n| B | C |\n|---|---|\n| 0.75 | 2 |\n"
+    stripped = strip_training_losses(text)
+    assert "0.25" not in stripped and "| 0.75 | 2 |" in stripped and "| 1 |" in stripped
+
+
+def test_the_section_appears_once_and_is_replaced(make_facts: MakeFacts) -> None:
+    card = stock_card(LOG)
+    once = add_privacy_section(card, make_facts())
+    assert add_privacy_section(once, make_facts()) == once
+    later = add_privacy_section(once, make_facts(steps_charged=17))
+    assert later.count("## Privacy statement") == 1 and "40 / 17" in later and "40 / 40" not in later
+    assert add_privacy_section(later, make_facts()) == once
+    before, after = once.index("## Privacy statement"), once.index("## Training procedure")
+    assert once.index("## Intended uses") < before < after
+
+
+def test_nothing_else_of_the_card_changes(make_facts: MakeFacts) -> None:
+    card = stock_card(LOG)
+    with_section = add_privacy_section(card, make_facts())
+    remaining = re.sub(r"<!-- hf_dpopt.*?start.*?-->.*?<!-- hf_dpopt.*?end -->\n\n", "", with_section, flags=re.DOTALL)
+    assert remaining == card
+    front = with_section.split("---\n")[1]
+    assert yaml.safe_load(front)["base_model"] == "roberta-base"
+    assert len(re.findall("^# ", with_section, re.MULTILINE)) == 1, "the statement's title is no second title"
+
+
+@pytest.mark.parametrize("card", ["", "# Mine\n\nText.", "---\ntags:\n- x\n---\n# Mine\n"])
+def test_any_card_can_take_the_section(make_facts: MakeFacts, card: str) -> None:
+    once = add_privacy_section(card, make_facts())
+    assert once.startswith(card.rstrip()) and "## Privacy statement" in once
+    assert add_privacy_section(once, make_facts()) == once
+
+
+def test_an_unsafe_run_is_stamped_in_the_card(make_facts: MakeFacts) -> None:
+    section = add_privacy_section("", make_facts(unsafe=True)).split("\n", 1)[1]
+    assert section.startswith("**NOT PRIVATE:**")

@@ -1,0 +1,180 @@
+"""The commands: what they print is the plan's, and whatever is wrong ends them with one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hf_dpopt import cli
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.plan import make_plan
+from hf_dpopt.private_state import Chain, PrivateState, default_private_dir
+from hf_dpopt.report import RunFacts, write_report
+
+Run = Callable[..., tuple[int, str, str]]
+
+SST2 = ["-n", "67349", "-b", "1024", "--delta", "7.424e-6"]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `hf-dpopt` with these arguments: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str | Path) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["hf-dpopt", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        code = stopped.value.code
+        assert isinstance(code, int)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_plan_computes_epsilon_from_the_noise(run: Run) -> None:
+    code, out, _ = run("plan", *SST2, "--epochs", "3", "--noise-multiplier", "0.7")
+    assert code == 0
+    assert re.search(r"epsilon\s.*\b3\.877", out) and re.search(r"optimizer steps\s.*\b198\b", out)
+
+
+def test_parts_of_epochs_are_rounded_up_as_the_trainer_does(run: Run) -> None:
+    content = json.loads(run("plan", *SST2, "--epochs", "0.51", "--noise-multiplier", "1", "--json")[1])
+    assert content["num_steps"] == 34  # 66 per epoch
+
+
+def test_plan_computes_the_noise_from_epsilon(run: Run) -> None:
+    code, out, _ = run("plan", *SST2, "--steps", "198", "--epsilon", "3", "--json")
+    content = json.loads(out)
+    assert code == 0 and content["target_epsilon"] == 3.0 and 2.9 < content["epsilon"] <= 3.0
+    assert content["noise_multiplier"] == pytest.approx(0.7649, rel=2e-3)  # dp_accounting's own calibration
+
+
+def test_plan_takes_the_relation_and_the_sampler(run: Run) -> None:
+    arguments = [*SST2, "--steps", "198", "--noise-multiplier", "0.7", "--json"]
+    content = json.loads(run("plan", *arguments, "--sampling", "fixed_order", "--adjacency", "zero_out")[1])
+    assert content["sampler"]["name"] == "fixed_order" and content["adjacency"] == "zero_out"
+    assert content["epsilon"] == pytest.approx(13.20, abs=0.01)  # any order, zero-out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mend"),
+    [
+        (["--steps", "10"], "Give exactly one: target_epsilon"),
+        (["--steps", "10", "--epsilon", "3", "--noise-multiplier", "1"], "Give exactly one: target_epsilon"),
+        (["--epsilon", "3"], "neither of --steps and --epochs given. Give exactly one"),
+        (["--epsilon", "3", "--steps", "10", "--epochs", "1"], "both of --steps and --epochs given"),
+        (["--epsilon", "3", "--epochs", "-1"], "Use a finite number > 0"),
+        (["--epsilon", "-3", "--steps", "10"], "Use a finite number > 0"),
+        (["--epsilon", "3", "--steps", "0"], "Use an integer >= 1"),
+        (["--epsilon", "3", "--steps", "10", "--sampling", "shuffle"], "Use one of: 'auto'"),
+        (["--epsilon", "3", "--steps", "10", "--sampling", "fixed_order"], "Use adjacency="),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_code_2(run: Run, arguments: list[str], mend: str) -> None:
+    code, out, err = run("plan", "-n", "1000", "-b", "100", *arguments)
+    assert code == 2 and out == "" and mend in err
+    assert err.startswith("hf-dpopt: ") and err.count("\n") == 1
+
+
+def test_a_weak_delta_is_a_warning(run: Run) -> None:
+    code, _, err = run("plan", "-n", "100", "-b", "10", "--steps", "5", "--noise-multiplier", "2", "--delta", "0.5")
+    assert code == 0 and "warning" in err and "Use target_delta <= " in err
+
+
+@pytest.fixture
+def output_dir(tmp_path: Path) -> Path:
+    """The folder of a run of five steps: ledger and report that agree, and keys in the private directory."""
+    folder = tmp_path / "out"
+    plan = make_plan(PrivacyConfig(noise_multiplier=1.0, expected_batch_size=10), num_examples=100, num_steps=5)
+    with Ledger.open(folder / "privacy" / "ledger.jsonl") as ledger:
+        ledger.record_plan(plan.public_dict(), must_match=())
+        chain = PrivateState(default_private_dir(folder), forbidden=folder).new_chain()
+        ledger.start_chain(chain_id=chain.chain_id, key_id=chain.key_id, start_step=0)
+        for step in range(1, 6):
+            ledger.charge(chain.chain_id, step)
+        digest = ledger.digest()
+    facts = RunFacts(
+        plan=plan.public_dict(),
+        epsilon_spent=plan.epsilon(),
+        delta=plan.delta,
+        steps_charged=5,
+        steps_planned=5,
+        noise_generator="SecureGaussian",
+        secure=True,
+        chains=1,
+        world_size=1,
+        ledger_digest=digest,
+        self_check="passed",
+        unsafe=False,
+        model_class="Model",
+        num_trainable=10,
+    )
+    write_report(folder, facts)
+    return folder
+
+
+def key_of(folder: Path) -> bytes:
+    return PrivateState(default_private_dir(folder), forbidden=folder).secrets()[0]
+
+
+def test_report_prints_the_statement_and_verifies_the_ledger(run: Run, output_dir: Path) -> None:
+    code, out, err = run("report", output_dir)
+    assert (code, err) == (0, "")
+    assert out.startswith((output_dir / "privacy" / "statement.md").read_text())
+    assert "The ledger agrees: 5 steps" in out
+
+
+def test_report_notices_that_the_ledger_went_on(run: Run, output_dir: Path) -> None:
+    with Ledger.open(output_dir / "privacy" / "ledger.jsonl") as ledger:
+        ledger.charge(ledger.chains[0].chain_id, 6)
+    code, _, err = run("report", output_dir)
+    assert code == 1 and "the ledger went on after the report: 6 steps charged now, 5 then" in err
+
+
+def test_report_notices_another_ledger(run: Run, output_dir: Path) -> None:
+    path = output_dir / "privacy" / "ledger.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:-1]))  # the last step removed: a valid ledger, but not this report's
+    code, _, err = run("report", output_dir)
+    assert code == 1 and "one was replaced" in err
+
+
+def test_report_notices_an_edited_ledger(run: Run, output_dir: Path) -> None:
+    path = output_dir / "privacy" / "ledger.jsonl"
+    path.write_text(path.read_text().replace('"step":5', '"step":7'))
+    code, _, err = run("report", output_dir)
+    assert code == 2 and "edited" in err
+
+
+def test_report_notices_an_edited_statement(run: Run, output_dir: Path) -> None:
+    path = output_dir / "privacy" / "statement.md"
+    path.write_text(path.read_text().replace("epsilon", "EPSILON"))
+    code, _, err = run("report", output_dir)
+    assert code == 1 and "was edited" in err
+
+
+def test_report_and_scan_need_a_run(run: Run, tmp_path: Path) -> None:
+    assert run("report", tmp_path)[0] == 2
+    code, _, err = run("scan", tmp_path / "missing")
+    assert code == 2 and "Give the output_dir of a run" in err
+
+
+def test_scan_passes_a_clean_folder_and_finds_the_runs_own_keys(run: Run, output_dir: Path) -> None:
+    code, out, _ = run("scan", output_dir)
+    assert code == 0 and "0 finding(s)" in out and "looked for 4 keys" in out
+    (output_dir / "notes.txt").write_text(key_of(output_dir).hex())
+    code, out, _ = run("scan", output_dir)
+    assert code == 1 and "notes.txt" in out and key_of(output_dir).hex() not in out
+
+
+def test_scan_takes_another_private_directory(run: Run, output_dir: Path, tmp_path: Path) -> None:
+    chain: Chain = PrivateState(tmp_path / "elsewhere", forbidden=output_dir).new_chain()
+    (output_dir / "notes.bin").write_bytes(os.urandom(8) + chain.sampling_key)
+    assert run("scan", output_dir)[0] == 0  # the default directory does not hold this key
+    assert run("scan", output_dir, "--private-state-dir", tmp_path / "elsewhere")[0] == 1
