@@ -1,0 +1,124 @@
+"""`DPTrainingArguments`: `TrainingArguments` plus what a private run needs to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.errors import DPConfigError
+
+
+@dataclass
+class DPTrainingArguments(TrainingArguments):
+    """`TrainingArguments` with a privacy budget.
+
+    Everything of `TrainingArguments` keeps its meaning, except:
+
+    * `per_device_train_batch_size` is the physical batch: it changes memory and speed, never the result. The logical
+      batch is `expected_batch_size`; where that is absent it is `per_device_train_batch_size *
+      gradient_accumulation_steps * world_size`, so command lines keep their effective batch.
+    * `max_grad_norm` clips the *noisy mean* gradient and is 0 (off) by default. The clip that privacy needs is
+      `clipping_norm`.
+
+    Raises:
+        DPConfigError: when a `DPTrainer` is made from values that cannot be private; see `hf_dpopt.refusals`.
+    """
+
+    max_grad_norm: float = field(
+        default=0.0, metadata={"help": "Clip of the noisy mean gradient; 0 is off. Not the privacy clip (clipping_norm)."}
+    )
+    target_epsilon: float | None = field(
+        default=None, metadata={"help": "Privacy budget of the whole run; the noise is calibrated to it. Usual: 1 to 8."}
+    )
+    target_delta: float | None = field(
+        default=None,
+        metadata={
+            "help": "Delta. Default: the largest power of ten <= 1/n, which tells the order of magnitude of the dataset."
+        },
+    )
+    noise_multiplier: float | None = field(
+        default=None, metadata={"help": "Noise stddev / sensitivity, instead of target_epsilon; epsilon is what results."}
+    )
+    clipping_norm: float = field(default=1.0, metadata={"help": "Bound on the L2 norm of one record's gradient."})
+    clipping: str = field(
+        default="flat",
+        metadata={"help": "How a record is bounded.", "choices": ["flat", "per_layer", "automatic"]},
+    )
+    expected_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Records per optimizer step on average, over all devices. Default: per_device_train_batch_size * "
+            "gradient_accumulation_steps * world size."
+        },
+    )
+    sampling: str = field(
+        default="auto",
+        metadata={
+            "help": "How logical batches are formed; auto is truncated_poisson.",
+            "choices": ["auto", "poisson", "truncated_poisson", "fixed_order"],
+        },
+    )
+    adjacency: str = field(
+        default="add_or_remove_one",
+        metadata={
+            "help": "Which datasets the guarantee compares.",
+            "choices": ["add_or_remove_one", "zero_out", "replace_one"],
+        },
+    )
+    privacy_unit: str = field(default="example", metadata={"help": "What one record is.", "choices": ["example"]})
+    noise_mechanism: str = field(default="gaussian", metadata={"help": "How noise is correlated over steps: gaussian."})
+    noise_rng: str = field(
+        default="secure",
+        metadata={"help": "secure: AES-CTR. fast: a statistical generator, labelled.", "choices": ["secure", "fast"]},
+    )
+    private_state_dir: str | None = field(
+        default=None,
+        metadata={"help": "Secret noise and sampling keys, never inside output_dir. Default: the user's state directory."},
+    )
+    log_unprivatized: bool = field(
+        default=False,
+        metadata={"help": "Print the exact training loss, clip fraction and batch size to the console, marked. NOT PRIVATE."},
+    )
+    eval_data_privacy: str = field(
+        default="undeclared",
+        metadata={
+            "help": "Whose data the evaluation set is; repeated in the privacy statement, evaluation data is not protected.",
+            "choices": ["undeclared", "public", "not_protected"],
+        },
+    )
+    data_dependent_preprocessing: str = field(
+        default="not declared",
+        metadata={"help": "What was fitted on the training data before training (vocabulary, filters); for the report."},
+    )
+    skip_self_check: bool = field(
+        default=False, metadata={"help": "Do not compare the clipped sum with a naive loop at start-up; the report says so."}
+    )
+    unsafe_fixed_noise_key: str | None = field(
+        default=None, metadata={"help": "64 hex digits. For tests only: the run is stamped NOT PRIVATE, epsilon is inf."}
+    )
+
+    def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
+        """The privacy side of these arguments, checked."""
+        names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size"}
+        if self.target_epsilon is None and self.noise_multiplier is None:
+            raise DPConfigError(
+                "Neither target_epsilon nor noise_multiplier is set, so there is no privacy to train with. Add "
+                "--target_epsilon 8 (or a smaller number); to train without privacy use the stock Trainer."
+            )
+        return PrivacyConfig(expected_batch_size=expected_batch_size, **{name: getattr(self, name) for name in names})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `TrainingArguments.to_dict`, without what must not reach logs: the test key and the place of the keys."""
+        values = super().to_dict()
+        for secret in ("unsafe_fixed_noise_key", "private_state_dir"):
+            values[secret] = None if getattr(self, secret) is None else f"<{secret.upper()}>"
+        return values
+
+
+@dataclass
+class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
+    """`Seq2SeqTrainingArguments` with the fields of `DPTrainingArguments`."""

@@ -1,0 +1,104 @@
+"""One loader item = one logical batch = one optimizer step, whatever its size.
+
+The Trainer groups a fixed number of loader items per update, and accelerate deals items round-robin to ranks and pads
+the last round with repeated records. Neither is compatible with sampled batches, so each item is the whole logical
+batch (this rank's share of it), it may be empty, and it is cut into physical batches only inside the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hf_dpopt import aggregate
+from hf_dpopt.run import PrivateRun
+
+
+class StepIndices(list):
+    """Record indices of one step on this rank, and the number of the step."""
+
+    def __init__(self, indices: Sequence[int], step: int):
+        super().__init__(indices)
+        self.step = step
+
+    def __reduce__(self) -> tuple:  # a list subclass loses its attributes on the way to a loader worker otherwise
+        return StepIndices, (list(self), self.step)
+
+
+class LogicalBatch:
+    """The records of one step on this rank, not yet collated. Not a Mapping: `pin_memory` would rebuild it."""
+
+    def __init__(self, records: list[Any], step: int):
+        self.records, self.step = records, step
+
+    def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
+        """Collated batches of at most `size` records, of similar length: the sum does not care about the order."""
+        ordered = sorted(self.records, key=_length)
+        for start in range(0, len(ordered), size):
+            yield collate(ordered[start : start + size])
+
+
+def _length(record: Any) -> int:
+    try:
+        return len(record["input_ids"])
+    except (KeyError, TypeError, IndexError):
+        return 0
+
+
+class Records(torch.utils.data.Dataset):
+    """A map-style dataset that hands out logical batches, the empty one included."""
+
+    def __init__(self, dataset: Any):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def head(self, num_records: int) -> list[Any]:
+        """The first records, for the shape of what the collator makes of them."""
+        return [self.dataset[i] for i in range(min(num_records, len(self.dataset)))]
+
+    def __getitems__(self, indices: StepIndices) -> LogicalBatch:
+        if not indices:
+            return LogicalBatch([], indices.step)
+        many = getattr(self.dataset, "__getitems__", None)
+        records = many(list(indices)) if many else [self.dataset[i] for i in indices]
+        return LogicalBatch(list(records), indices.step)
+
+
+class LogicalBatchSampler:
+    """This rank's share of each step's indices: a pure function of (key, step), so resuming skips ahead exactly.
+
+    Args:
+        steps_per_epoch: items per epoch; only bookkeeping of the Trainer (epochs, warm-up, progress bar) depends on it.
+        run: gives the run in progress; called when iteration starts, for the key is not known earlier.
+    """
+
+    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun]):
+        self.steps_per_epoch, self.run, self.epoch = steps_per_epoch, run, 0
+
+    @property
+    def batch_sampler(self) -> LogicalBatchSampler:
+        # Trainer calls `loader.batch_sampler.batch_sampler.set_epoch`: directly on a fresh loader, and through
+        # accelerate's SkipBatchSampler after a resume; both paths end here.
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[StepIndices]:
+        run = self.run()
+        first = self.epoch * self.steps_per_epoch + 1
+        for step in range(first, min(first + self.steps_per_epoch, run.plan.num_steps + 1)):
+            drawn = run.draw(step)
+            yield StepIndices(drawn[aggregate.rank() :: aggregate.world_size()].tolist(), step)
+
+
+def as_is(batch: LogicalBatch) -> LogicalBatch:
+    """The loader's collate function: collation happens inside the step, physical batch by physical batch."""
+    return batch

@@ -1,0 +1,191 @@
+"""The life of a private run: what was charged, under which key, and what is left of the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_dpopt import aggregate
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.mechanisms.randomness import make_noise_source
+from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.private_state import Chain, PrivateState, continue_or_branch, default_private_dir
+
+LEDGER = Path("privacy") / "ledger.jsonl"
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacySpent:
+    """What a run has spent so far; `epsilon` is for `num_steps` charged steps, over all resumes and branches."""
+
+    epsilon: float
+    delta: float
+    adjacency: str
+    unit: str
+    num_steps: int
+    planned_epsilon: float
+    planned_steps: int
+    noise_multiplier: float
+    sampling: str
+    accountant: str
+
+
+class PrivateRun:
+    """Keys, ledger and noise of one call to `train`, on every rank.
+
+    Rank 0 alone touches the ledger and the key files; the others get the key in memory.
+
+    Formal guarantee: `charge` returns only after the step is on the disk of the ledger, never lets (key, step) be used
+    twice, and never lets the charged steps exceed `target_epsilon`.
+
+    Args:
+        plan: what is executed.
+        output_dir: the ledger lives in its `privacy` folder.
+        private_state_dir: secret keys; never inside `output_dir`. None takes the user's state directory.
+        resume_step: optimizer step of the checkpoint that training continues from; None for a fresh call to `train`.
+
+    Raises:
+        DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint.
+        DPBudgetExceeded: if the steps still to run would spend more than `target_epsilon`.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        *,
+        output_dir: str | Path,
+        private_state_dir: str | Path | None = None,
+        resume_step: int | None = None,
+    ):
+        self.plan = plan
+        self.output_dir = Path(output_dir)
+        self.ledger: Ledger | None = None
+        self.state: PrivateState | None = None
+        opened: Any = None
+        if aggregate.rank() == 0:
+            opened = self._open(private_state_dir, resume_step)
+        opened = aggregate.from_main(opened)  # an error on rank 0 stops every rank, with the same message
+        if isinstance(opened, Exception):
+            raise opened
+        self.chain: Chain = opened[0]
+        self.num_charged: int = opened[1]
+        source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
+        self.noise = plan.mechanism.stream(source, plan.clipper.sensitivity(plan.adjacency))
+        self.noise_generator = source.name
+        self.noise_generator_class = type(source).__name__
+
+    def _open(self, private_state_dir: str | Path | None, resume_step: int | None) -> tuple[Chain, int] | Exception:
+        try:
+            directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
+            self.state = PrivateState(directory, forbidden=self.output_dir)
+            self.ledger = Ledger.open(self.output_dir / LEDGER)
+            try:
+                self._check_checkpoint_is_known(resume_step)
+                self._check_budget(resume_step or 0)
+                self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
+                fixed = self.plan.config.unsafe_fixed_noise_key
+                chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
+            except BaseException:
+                self.ledger.close()
+                raise
+        except (DPConfigError, DPBudgetExceeded, OSError) as error:
+            return error
+        return chain, self.ledger.num_charged
+
+    @property
+    def _target(self) -> float | None:
+        # without privacy (a fixed key in a test) there is no budget to keep
+        return self.plan.config.target_epsilon if self.plan.config.is_private else None
+
+    def _check_checkpoint_is_known(self, resume_step: int | None) -> None:
+        assert self.ledger is not None
+        if resume_step and self.ledger.num_charged < resume_step:
+            raise DPConfigError(
+                f"The checkpoint has {resume_step} steps behind it, but {self.ledger.path} has charged "
+                f"{self.ledger.num_charged}: what those steps spent would be forgotten. Resume with the output_dir of "
+                "the run that wrote the checkpoint, or copy its privacy/ledger.jsonl here first."
+            )
+
+    def _check_budget(self, resume_step: int) -> None:
+        """Before anything runs: are all steps of this call still affordable?"""
+        assert self.ledger is not None
+        target, charged = self._target, self.ledger.num_charged
+        needed = self.plan.num_steps - resume_step
+        if target is None or needed <= 0 or self.plan.epsilon(charged + needed) <= target:
+            return
+        affordable = self.plan.max_steps_within(target) - charged
+        after = (
+            f"The next {affordable} are affordable: --max_steps {resume_step + affordable} ends there. "
+            if affordable > 0
+            else ""
+        )
+        raise DPBudgetExceeded(
+            f"{charged} steps of this run are already charged in {self.ledger.path}; the {needed} steps still to run "
+            f"would bring epsilon to {self.plan.epsilon(charged + needed):.4g}, above target_epsilon={target:g}. {after}"
+            f"Raise --target_epsilon to accept the higher value (the noise stays as it is), or start over in another "
+            "output_dir (what was spent here stays spent)."
+        )
+
+    def charge(self, step: int) -> None:
+        """Writes the step to the ledger, on disk, before any record of its batch is looked at.
+
+        Raises:
+            DPBudgetExceeded: if the step would spend more than `target_epsilon`.
+        """
+        target = self._target
+        if target is not None and self.num_charged >= self.plan.num_steps:  # within the plan it was checked at the start
+            spent = self.plan.epsilon(self.num_charged + 1)
+            if spent > target:
+                raise DPBudgetExceeded(
+                    f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not run. "
+                    "Raise --target_epsilon, or stop here: the model so far is within the budget."
+                )
+        if self.ledger is not None:
+            self.ledger.charge(self.chain.chain_id, step)
+        self.num_charged += 1
+
+    def draw(self, step: int) -> np.ndarray:
+        """Indices of the logical batch of a step, over all ranks; int64, possibly empty. A function of (key, step)."""
+        return self.plan.sampler.draw(self.chain.sampling_key, step)
+
+    def spent(self) -> PrivacySpent:
+        """What has been charged so far."""
+        return spent_for(self.plan, self.num_charged)
+
+    def close(self) -> None:
+        """Releases the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
+        if self.ledger is not None:
+            last = self.ledger.last_step(self.chain.chain_id)
+            self.ledger.close()
+            if self.state is not None and last is not None and last >= self.plan.num_steps:
+                self.state.forget()
+        self.ledger = None
+
+
+def spent_for(plan: PrivacyPlan, num_steps: int) -> PrivacySpent:
+    """The statement in numbers after `num_steps` charged steps of `plan`."""
+    return PrivacySpent(
+        epsilon=plan.epsilon(num_steps),
+        delta=plan.delta,
+        adjacency=plan.adjacency,
+        unit=plan.unit,
+        num_steps=num_steps,
+        planned_epsilon=plan.epsilon(),
+        planned_steps=plan.num_steps,
+        noise_multiplier=plan.noise_multiplier,
+        sampling=plan.sampler.name,
+        accountant=plan.public_dict()["accountant"],
+    )
+
+
+def recorded_noise_multiplier(output_dir: str | Path) -> float | None:
+    """The noise multiplier that an earlier run in this folder was charged at, or None. Rank 0's file counts."""
+    path = Path(output_dir) / LEDGER
+    if aggregate.rank() != 0 or not path.exists():
+        return None
+    plan = Ledger.read(path).plan
+    return None if plan is None else plan["noise_multiplier"]

@@ -1,0 +1,61 @@
+"""The private step on one page: charge, clip, sum, noise, release. Nothing else may stand between the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_dpopt import aggregate, postprocess
+from hf_dpopt.grads.engine import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.losses import RecordLosses, num_records
+from hf_dpopt.postprocess import Postprocess
+from hf_dpopt.run import PrivateRun
+
+
+def private_step(
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    physical_batches: Iterable[Mapping[str, Any]],
+    *,
+    run: PrivateRun,
+    step: int,
+    chain: Sequence[Postprocess] = (),
+) -> UnprivatizedStatistics:
+    r"""Leaves ``(sum_b clip(g_b) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
+
+    Call it once per optimizer step, also when the logical batch is empty, then `optimizer.step()`.
+
+    Formal guarantee: if `physical_batches` of all ranks together hold each record drawn by `run.draw(step)` once, the
+    gradients left in the model are one release of `run.plan`'s mechanism, and it was charged before any record was
+    looked at. Every trainable coordinate is noised.
+
+    Args:
+        engine: made once for the model, with the clipping rule of the plan.
+        losses: the model's per-record losses.
+        physical_batches: this rank's share of the logical batch, collated, on the device; may be empty. Consumed lazily.
+        run: keys, ledger and plan of the run.
+        step: optimizer step, 1-based; every step of a run once, in order.
+        chain: maps of the released mean gradient.
+
+    Returns:
+        What the step saw before the noise, on this rank. Secret.
+
+    Raises:
+        DPBudgetExceeded: before the step runs, if it would spend more than the target.
+    """
+    run.charge(step)
+    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in engine.parameters.items()}
+    seen = UnprivatizedStatistics()
+    for batch in physical_batches:
+        seen += engine.add_clipped_sum(sums, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]
+    aggregate.sum_over_ranks(sums)
+    # private from here
+    run.noise.add_(sums, step)
+    # released from here
+    released = postprocess.mean_over_expected_batch(sums, run.plan.config.expected_batch_size)
+    released = postprocess.apply(chain, released)
+    for name, p in engine.parameters.items():
+        p.grad = released[name].to(p.dtype)
+    return seen

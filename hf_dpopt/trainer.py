@@ -1,0 +1,359 @@
+"""`DPTrainer`: the stock Trainer with a private step. Hook points only; the mathematics is in the stages."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput, seed_worker
+from transformers.utils import logging
+
+from hf_dpopt import aggregate, refusals
+from hf_dpopt.args import DPTrainingArguments
+from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.framework_rng import secret_randomness
+from hf_dpopt.grads.capture import Capture
+from hf_dpopt.grads.engine import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.grads.self_check import self_check
+from hf_dpopt.losses import RecordLosses
+from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt.report.publish import ReleaseGuard
+from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_noise_multiplier, spent_for
+from hf_dpopt.step import private_step
+
+logger = logging.get_logger(__name__)
+
+STEPS_BETWEEN_REPLICA_CHECKS = 50
+UNPRIVATIZED_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
+
+
+class DPTrainerMixin:
+    """Mix in front of a `Trainer` subclass: `class DPMyTrainer(DPTrainerMixin, MyTrainer)`.
+
+    Formal guarantee: see the privacy statement written to `output_dir/privacy/statement.md`. What the methods below
+    release (parameters, optimizer state, logs, checkpoints) depends on the training records only through `private_step`.
+
+    Args:
+        per_example_loss_func: (outputs, labels) -> one loss per record, (B,); replaces `compute_loss_func`.
+        *args, **kwargs: as for the Trainer; `args` must be `DPTrainingArguments`.
+
+    Raises:
+        DPConfigError: before anything is touched, for every option that cannot be private.
+        UnsupportedModuleError: for a model whose records cannot be told apart, or a layer that is not covered.
+    """
+
+    def __init__(
+        self, model: Any = None, args: Any = None, *positional: Any, per_example_loss_func: Any = None, **kwargs: Any
+    ):
+        if not isinstance(args, DPTrainingArguments):
+            raise DPConfigError(
+                f"{type(self).__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace TrainingArguments by "
+                "hf_dpopt.DPTrainingArguments and set target_epsilon."
+            )
+        given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
+        refusals.check_loss(
+            type(self), (Trainer.compute_loss, Seq2SeqTrainer.compute_loss), given.get("compute_loss_func")
+        )
+        refusals.check_arguments(args)
+        if model is not None:
+            refusals.check_model(model)
+            Capture(model)
+        self._take_over_batching(args)
+        self.plan: PrivacyPlan | None = self._make_plan(args, given)
+        self._per_example_loss_func = per_example_loss_func
+        self._run: PrivateRun | None = None
+        self._self_check = "not run"
+        self._unprivatized = UnprivatizedStatistics()
+        super().__init__(model, args, *positional, **kwargs)
+        refusals.check_accelerator(self.accelerator)
+        self._release = ReleaseGuard(self)
+
+    # --- plan --------------------------------------------------------------------------------------------------------
+
+    def _take_over_batching(self, args: DPTrainingArguments) -> None:
+        """One loader item is one logical batch: the user's accumulation becomes part of its expected size."""
+        if args.expected_batch_size is None:
+            args.expected_batch_size = (
+                args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+            )
+        args.gradient_accumulation_steps = 1
+        args.average_tokens_across_devices = False  # a token count over the batch would couple the records
+
+    def _make_plan(self, args: DPTrainingArguments, given: dict[str, Any]) -> PrivacyPlan | None:
+        train_dataset = given.get("train_dataset")
+        if train_dataset is None:  # evaluation only
+            return None
+        refusals.check_data(train_dataset, given.get("eval_dataset"), given.get("data_collator"))
+        assert args.expected_batch_size is not None
+        config = args.privacy_config(args.expected_batch_size)
+        num_examples = len(train_dataset)
+        per_epoch = -(-num_examples // args.expected_batch_size)
+        num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
+        recorded = aggregate.from_main(recorded_noise_multiplier(args.output_dir)) if config.target_epsilon else None
+        return make_plan(config, num_examples=num_examples, num_steps=num_steps, noise_multiplier=recorded)
+
+    def privacy_spent(self) -> PrivacySpent:
+        """What this output_dir's ledger has charged so far, over all resumes, branches and calls to `train`."""
+        return spent_for(self._planned(), self._release.num_charged())
+
+    def _planned(self) -> PrivacyPlan:
+        if self.plan is None:
+            raise DPConfigError("There is no privacy plan without a train_dataset. Pass train_dataset to train.")
+        return self.plan
+
+    # --- life of a run -----------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        # Placement and autocast as usual, but no DistributedDataParallel: its reducer would average un-noised
+        # gradients. The step does one SUM of clipped sums instead.
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._planned()
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            if self._run is not None:
+                self._release.write_report()
+                self._run.close()
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
+        values = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        if values[-1] != self._planned().num_steps:
+            raise DPConfigError(
+                f"Training would take {values[-1]} steps, but the plan was made for {self._planned().num_steps}: arguments "
+                "were changed after the trainer was made. Make a new trainer."
+            )
+        return values
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        # Only now do parameters have their final identity.
+        refusals.check_model(model)
+        aggregate.broadcast_parameters(model)
+        self._engine = ClippingEngine(model, self._planned().clipper)
+        self._losses = RecordLosses(
+            model, self._per_example_loss_func or "auto", label_smoothing=self.args.label_smoothing_factor
+        )
+        self._check_optimizer()
+        self._run_self_check()
+        self._run = PrivateRun(
+            self._planned(),
+            output_dir=self.args.output_dir,
+            private_state_dir=self.args.private_state_dir,
+            resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
+        )
+        torch.manual_seed(secrets.randbits(63))  # args.seed is public: nothing drawn from here on may depend on it
+        self._release.write_report()
+        self._announce()
+        return model, loader
+
+    def _check_optimizer(self) -> None:
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        private = {id(p) for p in self._engine.parameters.values()}
+        if not stepped <= private:
+            raise DPConfigError(
+                f"The optimizer updates {len(stepped - private)} tensors that are not parameters of the model, so their "
+                "gradients would not be noised. Build the optimizer from model.parameters()."
+            )
+
+    def _run_self_check(self) -> None:
+        if self.args.skip_self_check:
+            self._self_check = "skipped by the user"
+            logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
+            return
+        like = self._prepare_inputs(self._record_collator(Records(self._record_dataset).head(2)))
+        padding = getattr(self.processing_class, "pad_token_id", None)
+        done = self_check(self._engine, self._losses, like, padding_id=padding)
+        self._self_check = f"passed (largest relative error {done.relative_error:.1e})"
+        logger.info(f"Self-check passed in {done.seconds:.2f} s: largest relative error {done.relative_error:.1e}.")
+
+    def _announce(self) -> None:
+        plan, run = self._planned(), self._run
+        assert run is not None
+        logger.info(
+            f"***** Private training *****\n  {plan.sampler.describe()}\n  Clipping: {plan.config.clipping} to "
+            f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator})\n  "
+            f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
+            f"{run.num_charged} already charged"
+        )
+        if not plan.config.is_private:
+            logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")
+        if self.args.max_grad_norm:
+            logger.warning(f"max_grad_norm={self.args.max_grad_norm} clips the noisy mean gradient, after the noise.")
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        plan = self._planned()
+        dataset, self._record_collator = self.train_dataset, self.data_collator
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            self._record_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        self._record_dataset = dataset
+        workers = self.args.dataloader_num_workers
+        # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
+        return DataLoader(
+            Records(dataset),
+            batch_sampler=LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run),  # type: ignore[arg-type]
+            collate_fn=as_is,
+            num_workers=workers,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            worker_init_fn=(lambda i: seed_worker(i, workers, self.args.process_index)) if workers else None,
+        )
+
+    def _current_run(self) -> PrivateRun:
+        assert self._run is not None
+        return self._run
+
+    def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
+        for inputs in batch.physical(self.args.per_device_train_batch_size, self._record_collator):
+            yield self._prepare_inputs(inputs)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return args.expected_batch_size or super().get_total_train_batch_size(args)  # type: ignore[misc]
+
+    # --- step --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+        """One private step. Returns 0, not the loss: the exact training loss is data."""
+        run, step = self._current_run(), inputs.step
+        assert step == self.state.global_step + 1, (step, self.state.global_step)
+        self._check_unchanged()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        device = self.args.device
+        with (
+            self.compute_loss_context_manager(),
+            secret_randomness(run.chain.dropout_key, step, aggregate.rank(), device),
+        ):
+            self._unprivatized += private_step(
+                self._engine, self._losses, self._physical_batches(inputs), run=run, step=step
+            )
+        if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
+            aggregate.check_replicas_agree(model)
+        return torch.zeros((), device=device)
+
+    def _check_unchanged(self) -> None:
+        now = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if now != {id(p) for p in self._engine.parameters.values()}:
+            raise DPConfigError(
+                "Trainable parameters changed during training (a callback froze, unfroze or replaced some), so the clip "
+                "no longer covers them. Decide what to train before train(), or train in two runs."
+            )
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        return None  # a token count over the batch is data, and no loss here is scaled by it
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # counted from the sampled batches, so it would reveal their sizes
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        return None
+
+    # --- release -----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Un-noised training values never reach the log; `epsilon` so far joins every line."""
+        logs = {key: value for key, value in logs.items() if key not in UNPRIVATIZED_LOGS}
+        if self.plan is not None and self._run is not None:
+            if self.args.log_unprivatized and "grad_norm" in logs:
+                self._print_unprivatized()
+            logs["epsilon"] = self.plan.epsilon(self._run.num_charged)
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    def _print_unprivatized(self) -> None:
+        seen, self._unprivatized = self._unprivatized, UnprivatizedStatistics()
+        if seen.num_records:
+            logger.warning(
+                f"UNPRIVATIZED (exact values of private data, this console only): loss "
+                f"{seen.loss_sum / seen.num_records:.4f}, clipped {seen.num_clipped / seen.num_records:.1%}, records "
+                f"{seen.num_records} since the last line, dropped {seen.num_dropped}"
+            )
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
+        output = super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
+        metrics = {k: v for k, v in output.metrics.items() if k not in UNPRIVATIZED_LOGS}
+        spent = self.privacy_spent()
+        metrics |= {"epsilon": spent.epsilon, "delta": spent.delta}
+        return TrainOutput(output.global_step, float("nan"), metrics)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        os.makedirs(output_dir, exist_ok=True)  # the generators' states are secret; a resume derives them from the key
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        return None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with self._release.scrubbed_arguments():
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        if self.args.should_save:
+            self._release.check(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        self._release.complete_model_card()
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        self._release.write_report()
+        self._release.check(Path(self.args.output_dir))
+        return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._release.write_report()
+        self._release.check(Path(self.args.output_dir))
+        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._refuse_training_data(eval_dataset)
+        return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        self._refuse_training_data(test_dataset)
+        return super().predict(test_dataset, *args, **kwargs)  # type: ignore[misc]
+
+    def _refuse_training_data(self, dataset: Any) -> None:
+        if dataset is not None and dataset is self.train_dataset:
+            raise DPConfigError(
+                "Metrics on the training dataset are exact values of private data. Evaluate on held-out records."
+            )
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise DPConfigError(
+            "hyperparameter_search spends a budget per trial, and picking the best is a release of its own. Search on "
+            "public data, or train each setting as a run of its own and add up their epsilons."
+        )
+
+    def user_callbacks(self) -> tuple[str, ...]:
+        """Callbacks beyond the Trainer's own: they see the model between steps, so the report names them."""
+        stock = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
+        return tuple(
+            type(c).__name__ for c in self.callback_handler.callbacks if not type(c) in stock
+        )  # fmt: skip
+
+
+class DPTrainer(DPTrainerMixin, Trainer):
+    """`transformers.Trainer` with differential privacy; see `DPTrainerMixin`."""
+
+
+class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with differential privacy; use it with `DPSeq2SeqTrainingArguments`."""

@@ -1,0 +1,77 @@
+"""D10: two gloo processes release what one does: the same clipped sum, the noise once, the same epsilon, equal replicas."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.reference import clipping as reference
+
+pytestmark = pytest.mark.two_process
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, request):
+    repo = request.config.rootpath
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo)}
+    script = str(repo / "tests" / "two_process_run.py")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port", "0"]  # fmt: skip
+    for command in ([*launch, script, str(two)], [sys.executable, script, str(one)]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+    return one, two
+
+
+def _load(folder, name, rank):
+    return json.loads((folder / f"{name}-{rank}.json").read_text()), torch.load(folder / f"{name}-{rank}.pt")
+
+
+def test_the_clipped_sum_equals_that_of_one_process(folders):
+    one, two = folders
+    facts, alone = _load(one, "sum", 0)
+    facts0, rank0 = _load(two, "sum", 0)
+    assert facts0["world"] == 2 and facts["world"] == 1
+    assert facts0["drawn"] == facts["drawn"]
+    for got, want in zip(rank0["grads"], alone["grads"], strict=True):
+        assert reference.relative_error(got, want) < 1e-5
+
+
+def test_noise_is_added_once(folders):
+    one, two = folders
+    _, alone = _load(one, "noise", 0)
+    _, rank0 = _load(two, "noise", 0)
+    for got, want in zip(rank0["grads"], alone["grads"], strict=True):
+        assert reference.relative_error(got, want) < 1e-5  # the same key gives the same noise, not twice or half of it
+
+
+@pytest.mark.parametrize("name", ["sum", "noise", "empty", "private"])
+def test_replicas_are_bit_equal(folders, name):
+    (_, rank0), (_, rank1) = _load(folders[1], name, 0), _load(folders[1], name, 1)
+    assert all(torch.equal(p, rank1["weights"][n]) for n, p in rank0["weights"].items())
+
+
+@pytest.mark.parametrize("name", ["noise", "private"])
+def test_each_record_is_served_once(folders, name):
+    (facts0, _), (facts1, _) = _load(folders[1], name, 0), _load(folders[1], name, 1)
+    assert facts0["drawn"] == facts1["drawn"]
+    for step, drawn in enumerate(facts0["drawn"]):
+        assert sorted(facts0["served"][step] + facts1["served"][step]) == drawn
+
+
+def test_empty_shares_make_noise_only_steps(folders):
+    facts, tensors = _load(folders[1], "empty", 0)
+    assert len(tensors["grads"]) == 5
+    assert any(len(drawn) < 2 for drawn in facts["drawn"])
+    assert all((g != 0).all() for step in tensors["grads"] for g in step.values())
+
+
+def test_epsilon_and_wrapping(folders):
+    (one, _), (two, _) = _load(folders[0], "private", 0), _load(folders[1], "private", 0)
+    assert one["epsilon"] == two["epsilon"] == two["planned"]
+    assert two["wrapped"] == "BertForSequenceClassification"  # no DistributedDataParallel

@@ -1,0 +1,66 @@
+"""A tiny private run: a two-layer BERT on a list of records with uneven lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+from hf_dpopt import DPTrainer, DPTrainingArguments
+
+VOCABULARY = 40
+
+
+def model(dropout: float = 0.1, **changes: Any) -> BertForSequenceClassification:
+    torch.manual_seed(0)
+    config = dict(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=600, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
+    )  # fmt: skip
+    return BertForSequenceClassification(BertConfig(**config | changes))
+
+
+def records(num: int = 64) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 12, (num,), generator=generator).tolist()
+    return [
+        {"input_ids": torch.randint(3, VOCABULARY, (n,), generator=generator).tolist(), "label": i % 2}
+        for i, n in enumerate(lengths)
+    ]
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    width = max(len(r["input_ids"]) for r in rows)
+    pad = [[0] * (width - len(r["input_ids"])) for r in rows]
+    return {
+        "input_ids": torch.tensor([r["input_ids"] + p for r, p in zip(rows, pad, strict=True)]),
+        "attention_mask": torch.tensor([[1] * len(r["input_ids"]) + p for r, p in zip(rows, pad, strict=True)]),
+        "labels": torch.tensor([r["label"] for r in rows]),
+    }
+
+
+def arguments(output_dir: Path | str, **changes: Any) -> DPTrainingArguments:
+    values = dict(
+        output_dir=str(output_dir), use_cpu=True, report_to="none", disable_tqdm=True, remove_unused_columns=False,
+        per_device_train_batch_size=4, expected_batch_size=16, max_steps=6, logging_steps=1, save_strategy="no",
+        learning_rate=0.05, lr_scheduler_type="constant", noise_multiplier=1.0, target_delta=1e-3,
+    )  # fmt: skip
+    return DPTrainingArguments(**values | changes)
+
+
+def trainer(output_dir: Path | str, *, cls: type = DPTrainer, **changes: Any) -> DPTrainer:
+    """`changes` go to the trainer where it knows the name, else to the arguments."""
+    own = ("model", "train_dataset", "eval_dataset", "data_collator", "callbacks", "optimizers", "compute_metrics",
+           "per_example_loss_func", "compute_loss_func", "model_init", "processing_class")  # fmt: skip
+    for_trainer = {k: changes.pop(k) for k in own if k in changes}
+    if "model_init" not in for_trainer:
+        for_trainer.setdefault("model", model())
+    for_trainer.setdefault("train_dataset", records())
+    for_trainer.setdefault("data_collator", collate)
+    return cls(args=arguments(output_dir, **changes), **for_trainer)
+
+
+def weights(m: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in m.named_parameters()}

@@ -1,0 +1,59 @@
+"""Started by `accelerate launch --num_processes 2 --cpu`, and alone: writes what each rank saw and released."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt import aggregate
+from tests import tiny
+
+FIXED = "22" * 32
+
+
+class Gradients(TrainerCallback):
+    def __init__(self):
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters()})
+
+
+def run(folder: Path, name: str, **changes) -> None:
+    records = [r | {"index": i} for i, r in enumerate(tiny.records())]
+    served: list[list[int]] = []
+
+    def collate(rows):
+        if served is not None and rows and "index" in rows[0]:
+            served.append(sorted(r["index"] for r in rows))
+        return tiny.collate(rows)
+
+    trainer = tiny.trainer(
+        folder / name, model=tiny.model(dropout=0.0), train_dataset=records, data_collator=collate,
+        callbacks=[seen := Gradients()], private_state_dir=str(folder / f"{name}-keys"), skip_self_check=True,
+        per_device_train_batch_size=64, max_steps=5, learning_rate=1e-2, **changes,
+    )  # fmt: skip
+    output = trainer.train()
+    rank = aggregate.rank()
+    torch.save({"grads": seen.steps, "weights": tiny.weights(trainer.model)}, folder / f"{name}-{rank}.pt")
+    facts = {
+        "world": aggregate.world_size(),
+        "served": served,
+        "epsilon": output.metrics["epsilon"],
+        "planned": trainer.plan.epsilon(),
+        "drawn": [trainer._run.draw(s).tolist() for s in range(1, 6)],
+        "wrapped": type(trainer.model_wrapped).__name__,
+    }
+    (folder / f"{name}-{rank}.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    run(folder, "sum", noise_multiplier=0.0, unsafe_fixed_noise_key=FIXED)
+    run(folder, "noise", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED)
+    run(folder, "empty", noise_multiplier=1.0, expected_batch_size=1)
+    run(folder, "private", noise_multiplier=1.0, dataloader_num_workers=0)
