@@ -1,4 +1,4 @@
-"""Sums over ranks, and agreement between them. One process is the trivial case: every function is then the identity."""
+"""Sums over ranks, and agreement between them. With one process, every function is the identity."""
 
 from __future__ import annotations
 

@@ -29,19 +29,23 @@ class DPTrainingArguments(TrainingArguments):
     """
 
     max_grad_norm: float = field(
-        default=0.0, metadata={"help": "Clip of the noisy mean gradient; 0 is off. Not the privacy clip (clipping_norm)."}
+        default=0.0,
+        metadata={"help": "Clip of the noisy mean gradient; 0 is off. Not the privacy clip (clipping_norm)."},
     )
     target_epsilon: float | None = field(
-        default=None, metadata={"help": "Privacy budget of the whole run; the noise is calibrated to it. Usual: 1 to 8."}
+        default=None,
+        metadata={"help": "Privacy budget of the whole run; the noise is calibrated to it. Usual: 1 to 8."},
     )
     target_delta: float | None = field(
         default=None,
         metadata={
-            "help": "Delta. Default: the largest power of ten <= 1/n, which tells the order of magnitude of the dataset."
+            "help": "Delta. Default: the largest power of ten <= 1/n, which tells the order of magnitude of the "
+            "dataset."
         },
     )
     noise_multiplier: float | None = field(
-        default=None, metadata={"help": "Noise stddev / sensitivity, instead of target_epsilon; epsilon is what results."}
+        default=None,
+        metadata={"help": "Noise stddev / sensitivity, instead of target_epsilon; epsilon is what results."},
     )
     clipping_norm: float = field(default=1.0, metadata={"help": "Bound on the L2 norm of one record's gradient."})
     clipping: str = field(
@@ -70,35 +74,46 @@ class DPTrainingArguments(TrainingArguments):
         },
     )
     privacy_unit: str = field(default="example", metadata={"help": "What one record is.", "choices": ["example"]})
-    noise_mechanism: str = field(default="gaussian", metadata={"help": "How noise is correlated over steps: gaussian."})
+    noise_mechanism: str = field(
+        default="gaussian", metadata={"help": "How noise is correlated over steps: gaussian."}
+    )
     noise_rng: str = field(
         default="secure",
         metadata={"help": "secure: AES-CTR. fast: a statistical generator, labelled.", "choices": ["secure", "fast"]},
     )
     private_state_dir: str | None = field(
         default=None,
-        metadata={"help": "Secret noise and sampling keys, never inside output_dir. Default: the user's state directory."},
+        metadata={
+            "help": "Secret noise and sampling keys, never inside output_dir. Default: the user's state directory."
+        },
     )
     log_unprivatized: bool = field(
         default=False,
-        metadata={"help": "Print the exact training loss, clip fraction and batch size to the console, marked. NOT PRIVATE."},
+        metadata={
+            "help": "Print the exact training loss, clip fraction and batch size to the console, marked. NOT PRIVATE."
+        },
     )
     eval_data_privacy: str = field(
         default="undeclared",
         metadata={
-            "help": "Whose data the evaluation set is; repeated in the privacy statement, evaluation data is not protected.",
+            "help": "Whose data the evaluation set is; repeated in the privacy statement, evaluation data is not "
+            "protected.",
             "choices": ["undeclared", "public", "not_protected"],
         },
     )
     data_dependent_preprocessing: str = field(
         default="not declared",
-        metadata={"help": "What was fitted on the training data before training (vocabulary, filters); for the report."},
+        metadata={
+            "help": "What was fitted on the training data before training (vocabulary, filters); for the report."
+        },
     )
     skip_self_check: bool = field(
-        default=False, metadata={"help": "Do not compare the clipped sum with a naive loop at start-up; the report says so."}
+        default=False,
+        metadata={"help": "Do not compare the clipped sum with a naive loop at start-up; the report says so."},
     )
     unsafe_fixed_noise_key: str | None = field(
-        default=None, metadata={"help": "64 hex digits. For tests only: the run is stamped NOT PRIVATE, epsilon is inf."}
+        default=None,
+        metadata={"help": "64 hex digits. For tests only: the run is stamped NOT PRIVATE, epsilon is inf."},
     )
 
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
@@ -118,7 +133,14 @@ class DPTrainingArguments(TrainingArguments):
             values[secret] = None if getattr(self, secret) is None else f"<{secret.upper()}>"
         return values
 
+    def __str__(self) -> str:
+        """The values of `to_dict`: scripts print their arguments, and the generated one would show the secrets."""
+        lines = "".join(f"{name}={value},\n" for name, value in sorted(self.to_dict().items()))
+        return f"{type(self).__name__}(\n{lines})"
 
-@dataclass
+    __repr__ = __str__
+
+
+@dataclass(repr=False)
 class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
     """`Seq2SeqTrainingArguments` with the fields of `DPTrainingArguments`."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from hf_dpopt import aggregate
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.losses import num_records
 from hf_dpopt.run import PrivateRun
 
 
@@ -34,10 +36,22 @@ class LogicalBatch:
         self.records, self.step = records, step
 
     def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-        """Collated batches of at most `size` records, of similar length: the sum does not care about the order."""
+        """Collated batches of at most `size` records, of similar length: the sum does not care about the order.
+
+        Raises:
+            DPConfigError: if the collator does not make one row of each record; a row is what the clip bounds.
+        """
         ordered = sorted(self.records, key=_length)
         for start in range(0, len(ordered), size):
-            yield collate(ordered[start : start + size])
+            records = ordered[start : start + size]
+            batch = collate(records)
+            if num_records(batch) != len(records):
+                raise DPConfigError(
+                    f"The collator made {num_records(batch)} rows of {len(records)} records, so the clip would not "
+                    "bound what one record adds. Use a collator that makes one row per record "
+                    "(DataCollatorWithPadding); cut long texts into records, or pack short ones, before training."
+                )
+            yield batch
 
 
 def _length(record: Any) -> int:
@@ -72,7 +86,7 @@ class LogicalBatchSampler:
     """This rank's share of each step's indices: a pure function of (key, step), so resuming skips ahead exactly.
 
     Args:
-        steps_per_epoch: items per epoch; only bookkeeping of the Trainer (epochs, warm-up, progress bar) depends on it.
+        steps_per_epoch: items per epoch; only the Trainer's bookkeeping (epochs, warm-up, progress bar) depends on it.
         run: gives the run in progress; called when iteration starts, for the key is not known earlier.
     """
 

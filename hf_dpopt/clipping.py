@@ -79,7 +79,7 @@ class _Clipping:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlatClipping(_Clipping):
-    r"""One bound on the whole gradient of a record: ``g * min(1, C / ||g||)`` (Abadi et al. 2016, arXiv:1607.00133)."""
+    r"""One bound on a record's whole gradient: ``g * min(1, C / ||g||)`` (Abadi et al. 2016, 1607.00133)."""
 
     name: ClassVar[str] = "flat"
 
@@ -115,9 +115,7 @@ class AutomaticClipping(_Clipping):
         return bound / (norms_B + self.gamma)
 
 
-CLIPPINGS: dict[str, type[_Clipping]] = {
-    cls.name: cls for cls in (FlatClipping, PerLayerClipping, AutomaticClipping)
-}
+CLIPPINGS: dict[str, type[_Clipping]] = {cls.name: cls for cls in (FlatClipping, PerLayerClipping, AutomaticClipping)}
 Clipping = _Clipping
 
 

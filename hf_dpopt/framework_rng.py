@@ -1,8 +1,8 @@
 """Dropout masks and collator coins: secret, fresh in every step, and the same after a resume.
 
-The Trainer seeds every generator with `args.seed`, which is public and the same on all ranks. Inside a private step the
-generators are re-seeded from the run's secret key instead, and put back afterwards, so nothing a step drew is left in a
-state that a checkpoint could save.
+The Trainer seeds every generator with `args.seed`, which is public and the same on all ranks. Inside a private step
+the generators are re-seeded from the run's secret key instead, and put back afterwards, so nothing a step drew is left
+in a state that a checkpoint could save.
 """
 
 from __future__ import annotations

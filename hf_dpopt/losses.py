@@ -19,7 +19,7 @@ RecordLoss = Callable[[Any, torch.Tensor], torch.Tensor]
 IGNORED = -100
 
 
-def base_model(model: nn.Module) -> nn.Module:
+def base_model(model: nn.Module) -> Any:
     """The transformers model inside a PEFT wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
@@ -36,6 +36,20 @@ def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoot
 
 def _wide_logits(logits: torch.Tensor) -> torch.Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def without_padding(labels_BT: torch.Tensor, mask_BT: torch.Tensor | None, *, shifted: bool) -> torch.Tensor:
+    """Targets that are padding, or are predicted from it, do not count: the other records' lengths make them. (B, T)
+
+    Collators that pad labels with -100 on the right leave none. Copies of the input ids have the first kind; padding
+    on the left makes one of the second kind for a causal model.
+    """
+    if mask_BT is None or mask_BT.shape != labels_BT.shape:
+        return labels_BT
+    counts_BT = mask_BT != 0
+    if shifted:
+        counts_BT = counts_BT & F.pad(counts_BT, (1, 0), value=True)[:, :-1]
+    return labels_BT.masked_fill(~counts_BT, IGNORED)
 
 
 def _causal(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> torch.Tensor:
@@ -85,11 +99,13 @@ def _question_answering(outputs: Any, labels: Mapping[str, torch.Tensor], label_
         (outputs.end_logits, labels["end_positions"]),
     ):
         ignored = logits_BT.size(1)  # positions behind the truncated text carry no target, as in transformers
-        ends.append(
-            F.cross_entropy(
-                _wide_logits(logits_BT), positions_B.view(-1).clamp(0, ignored), ignore_index=ignored, reduction="none"
-            )
-        )
+        logits_BT, positions_B = _wide_logits(logits_BT), positions_B.view(-1).clamp(0, ignored)
+        if labels["attention_mask"] is not None:  # padding is no answer: how much of it there is depends on the others
+            padding_BT = labels["attention_mask"] == 0
+            logits_BT = logits_BT.masked_fill(padding_BT, torch.finfo(logits_BT.dtype).min)
+            at_padding_B = F.pad(padding_BT, (0, 1)).gather(1, positions_B.unsqueeze(1)).squeeze(1)
+            positions_B = positions_B.masked_fill(at_padding_B, ignored)
+        ends.append(F.cross_entropy(logits_BT, positions_B, ignore_index=ignored, reduction="none"))
     return (ends[0] + ends[1]) / 2
 
 
@@ -111,8 +127,8 @@ def _loss_type(model: nn.Module) -> str:
     name = type(base).__name__
     known = ("ForSequenceClassification", *_BY_LOSS_TYPE)
     kind = next((k for k in known if name.endswith(k)), None) or getattr(base, "loss_type", None)
-    if name.endswith("LMHeadModel"):
-        kind = "ForCausalLM"
+    if name.endswith("LMHeadModel") or (kind == "ForConditionalGeneration" and not base.config.is_encoder_decoder):
+        kind = "ForCausalLM"  # the second: a language model behind a picture or sound encoder
     if kind not in known:
         raise DPConfigError(
             f"No per-record loss is known for {name}. Known heads: {', '.join(known)}. Pass "
@@ -140,6 +156,8 @@ class RecordLosses:
         """The losses of the records of `batch`, (B,), float32 or wider, attached to the graph."""
         inputs = {k: v for k, v in batch.items() if k not in LABEL_NAMES}
         labels = self._labels(batch)
+        if self.kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification"):
+            labels = without_padding(labels, batch.get("attention_mask"), shifted=self.kind == "ForCausalLM")
         if self.kind == "ForConditionalGeneration" and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = base_model(self.model).prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
         if not callable(self.loss):
@@ -153,7 +171,7 @@ class RecordLosses:
 
     def _labels(self, batch: Mapping[str, Any]) -> Any:
         if self.kind == "ForQuestionAnswering":
-            return {name: batch[name] for name in LABEL_NAMES[1:]}
+            return {**{name: batch[name] for name in LABEL_NAMES[1:]}, "attention_mask": batch.get("attention_mask")}
         if "labels" not in batch and self.kind != "custom":
             raise DPConfigError(
                 f"The batch has no 'labels' (it has: {', '.join(batch)}), so there is no loss to privatise. Name the "
@@ -171,8 +189,8 @@ def num_records(batch: Mapping[str, Any]) -> int:
     packed = [k for k in batch if k.startswith(("cu_seq_lens", "cu_seqlens", "max_length_", "seq_idx"))]
     if packed:
         raise DPConfigError(
-            f"The batch is packed ({', '.join(packed)}): several records share one row, so they would be clipped as one. "
-            "Use a padding collator (DataCollatorWithPadding, DataCollatorForLanguageModeling)."
+            f"The batch is packed ({', '.join(packed)}): several records share one row, so they would be clipped as "
+            "one. Use a padding collator (DataCollatorWithPadding, DataCollatorForLanguageModeling)."
         )
     sizes = {k: v.size(0) for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     if len(set(sizes.values())) != 1:

@@ -24,7 +24,7 @@ from hf_dpopt.sampling import DEFAULT_SAMPLER, SAMPLERS, Sampler
 from hf_dpopt.sampling.base import Steps
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
-MAX_STEPS = 10**8
+MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_accounting computes huge integers
 
 # Entries of `public_dict` that a resumed run must share with the run it continues.
 RESUME_KEYS = (
@@ -70,13 +70,18 @@ class PrivacyPlan:
         return self.config.privacy_unit
 
     @property
+    def is_private(self) -> bool:
+        """False without noise or with a key that the user fixed; epsilon is then infinite."""
+        return self.config.is_private and self.noise_multiplier > 0
+
+    @property
     def event(self) -> dp_accounting.DpEvent:
         """What the planned run releases."""
         return self.event_after(self.num_steps)
 
     def event_after(self, num_steps: Steps) -> dp_accounting.DpEvent:
         """What that many steps release; a sequence gives the steps of each chain of a run that branched."""
-        if not self.config.is_private and self.sampler.max_participations(num_steps) > 0:
+        if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
         return self.sampler.event(events.noise_stddev_over_clip(self.noise_multiplier, self.adjacency), num_steps)
 
@@ -93,11 +98,11 @@ class PrivacyPlan:
         planned = self._spent.epsilon
         if num_steps is None or num_steps == self.num_steps:
             return planned
-        event = self.event_after(num_steps)
-        rough = accountants.epsilon(event, self.delta, self.adjacency, relative_error=LOG_RELATIVE_ERROR).epsilon
         excess = self.sampler.max_participations(num_steps) - self.sampler.max_participations(self.num_steps)
         if excess == 0:
             return planned
+        event = self.event_after(num_steps)
+        rough = accountants.epsilon(event, self.delta, self.adjacency, relative_error=LOG_RELATIVE_ERROR).epsilon
         return max(rough, planned) if excess > 0 else min(rough, planned)
 
     def epsilon_replace_one(self) -> float | None:
@@ -133,7 +138,7 @@ class PrivacyPlan:
         """The plan as plain JSON values: the entries of `RESUME_KEYS`, and what the run is expected to spend."""
         return {
             "num_examples": self.num_examples,
-            "expected_batch_size": self.config.expected_batch_size,
+            "expected_batch_size": self.sampler.expected_batch_size,
             "sampler": self.sampler.parameters(),
             "clipping": self.config.clipping,
             "clipping_norm": self.config.clipping_norm,
@@ -142,7 +147,7 @@ class PrivacyPlan:
             "delta": self.delta,
             "noise_multiplier": self.noise_multiplier,
             "noise_mechanism": self.config.noise_mechanism,
-            "is_private": self.config.is_private,
+            "is_private": self.is_private,
             "noise_rng": self.config.noise_rng,
             "num_steps": self.num_steps,
             "target_epsilon": self.config.target_epsilon,
@@ -193,8 +198,8 @@ def make_plan(
     check_noise_multiplier(noise_multiplier)
     return PrivacyPlan(
         config=config,
-        num_examples=num_examples,
-        num_steps=num_steps,
+        num_examples=int(num_examples),
+        num_steps=int(num_steps),
         delta=delta,
         noise_multiplier=noise_multiplier,
         sampler=sampler,
@@ -206,7 +211,7 @@ def make_plan(
 def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
     """The sampler a config names."""
     name = DEFAULT_SAMPLER if config.sampling == "auto" else config.sampling
-    return SAMPLERS[name](num_examples=num_examples, expected_batch_size=config.expected_batch_size)
+    return SAMPLERS[name](num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size))
 
 
 def default_delta(num_examples: int) -> float:

@@ -176,14 +176,8 @@ def continue_or_branch(
     Raises:
         DPConfigError: if the ledger has charged no run that reached ``resume_step``.
     """
+    check_resumable(ledger, resume_step)
     start_step = resume_step or 0
-    if start_step and not any(c.start_step <= start_step <= _reached(ledger, c) for c in ledger.chains):
-        reached = max((_reached(ledger, c) for c in ledger.chains), default=0)
-        raise DPConfigError(
-            f"The checkpoint is at step {start_step}, but {ledger.path} has charged no run that reached it (it ends "
-            f"at step {reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote "
-            "the checkpoint; to start from a model that was trained elsewhere, load it as the initial model."
-        )
     last = ledger.last_chain
     if unsafe_fixed_noise_key is not None:
         chain, note = fixed_chain(unsafe_fixed_noise_key), "NOT PRIVATE: unsafe_fixed_noise_key"
@@ -203,6 +197,22 @@ def continue_or_branch(
         unsafe=chain.unsafe,
     )
     return chain
+
+
+def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
+    """Refuses a checkpoint whose cost the ledger does not know.
+
+    Raises:
+        DPConfigError: if the ledger has charged no run that reached ``resume_step``.
+    """
+    start_step = resume_step or 0
+    if start_step and not any(c.start_step <= start_step <= _reached(ledger, c) for c in ledger.chains):
+        reached = max((_reached(ledger, c) for c in ledger.chains), default=0)
+        raise DPConfigError(
+            f"The checkpoint is at step {start_step}, but {ledger.path} has charged no run that reached it (it ends "
+            f"at step {reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote "
+            "the checkpoint; to start from a model that was trained elsewhere, load it as the initial model."
+        )
 
 
 def _why_branch(ledger: Ledger, last: ChainRecord | None, kept: Chain | None, resume_step: int | None) -> str:

@@ -13,7 +13,7 @@ from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
-from hf_dpopt.private_state import Chain, PrivateState, continue_or_branch, default_private_dir
+from hf_dpopt.private_state import Chain, PrivateState, check_resumable, continue_or_branch, default_private_dir
 
 LEDGER = Path("privacy") / "ledger.jsonl"
 
@@ -84,7 +84,7 @@ class PrivateRun:
             self.state = PrivateState(directory, forbidden=self.output_dir)
             self.ledger = Ledger.open(self.output_dir / LEDGER)
             try:
-                self._check_checkpoint_is_known(resume_step)
+                check_resumable(self.ledger, resume_step)
                 self._check_budget(resume_step or 0)
                 self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
                 fixed = self.plan.config.unsafe_fixed_noise_key
@@ -101,15 +101,6 @@ class PrivateRun:
         # without privacy (a fixed key in a test) there is no budget to keep
         return self.plan.config.target_epsilon if self.plan.config.is_private else None
 
-    def _check_checkpoint_is_known(self, resume_step: int | None) -> None:
-        assert self.ledger is not None
-        if resume_step and self.ledger.num_charged < resume_step:
-            raise DPConfigError(
-                f"The checkpoint has {resume_step} steps behind it, but {self.ledger.path} has charged "
-                f"{self.ledger.num_charged}: what those steps spent would be forgotten. Resume with the output_dir of "
-                "the run that wrote the checkpoint, or copy its privacy/ledger.jsonl here first."
-            )
-
     def _check_budget(self, resume_step: int) -> None:
         """Before anything runs: are all steps of this call still affordable?"""
         assert self.ledger is not None
@@ -125,9 +116,9 @@ class PrivateRun:
         )
         raise DPBudgetExceeded(
             f"{charged} steps of this run are already charged in {self.ledger.path}; the {needed} steps still to run "
-            f"would bring epsilon to {self.plan.epsilon(charged + needed):.4g}, above target_epsilon={target:g}. {after}"
-            f"Raise --target_epsilon to accept the higher value (the noise stays as it is), or start over in another "
-            "output_dir (what was spent here stays spent)."
+            f"would bring epsilon to {self.plan.epsilon(charged + needed):.4g}, above target_epsilon={target:g}. "
+            f"{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or start over in "
+            "another output_dir (what was spent here stays spent)."
         )
 
     def charge(self, step: int) -> None:
@@ -137,12 +128,13 @@ class PrivateRun:
             DPBudgetExceeded: if the step would spend more than `target_epsilon`.
         """
         target = self._target
-        if target is not None and self.num_charged >= self.plan.num_steps:  # within the plan it was checked at the start
+        # within the planned steps the budget was checked at the start
+        if target is not None and self.num_charged >= self.plan.num_steps:
             spent = self.plan.epsilon(self.num_charged + 1)
             if spent > target:
                 raise DPBudgetExceeded(
-                    f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not run. "
-                    "Raise --target_epsilon, or stop here: the model so far is within the budget."
+                    f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not "
+                    "run. Raise --target_epsilon, or stop here: the model so far is within the budget."
                 )
         if self.ledger is not None:
             self.ledger.charge(self.chain.chain_id, step)

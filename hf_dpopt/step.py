@@ -34,7 +34,7 @@ def private_step(
     Args:
         engine: made once for the model, with the clipping rule of the plan.
         losses: the model's per-record losses.
-        physical_batches: this rank's share of the logical batch, collated, on the device; may be empty. Consumed lazily.
+        physical_batches: this rank's share of the logical batch, collated, on the device; may be empty.
         run: keys, ledger and plan of the run.
         step: optimizer step, 1-based; every step of a run once, in order.
         chain: maps of the released mean gradient.

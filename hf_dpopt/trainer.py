@@ -8,7 +8,7 @@ import os
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, seed_worker
-from transformers.utils import logging
 
-from hf_dpopt import aggregate, refusals
+from hf_dpopt import aggregate, console, refusals
 from hf_dpopt.args import DPTrainingArguments
 from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is
+from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import secret_randomness
 from hf_dpopt.grads.capture import Capture
@@ -32,17 +32,21 @@ from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_noise_multiplier, spent_for
 from hf_dpopt.step import private_step
 
-logger = logging.get_logger(__name__)
-
 STEPS_BETWEEN_REPLICA_CHECKS = 50
 UNPRIVATIZED_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 
 
-class DPTrainerMixin:
+if TYPE_CHECKING:  # the mixin stands in front of a Trainer; the class itself has no base
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class DPTrainerMixin(_Trainer):
     """Mix in front of a `Trainer` subclass: `class DPMyTrainer(DPTrainerMixin, MyTrainer)`.
 
     Formal guarantee: see the privacy statement written to `output_dir/privacy/statement.md`. What the methods below
-    release (parameters, optimizer state, logs, checkpoints) depends on the training records only through `private_step`.
+    release (parameters, optimizer state, logs, checkpoints) depends on the records only through `private_step`.
 
     Args:
         per_example_loss_func: (outputs, labels) -> one loss per record, (B,); replaces `compute_loss_func`.
@@ -53,14 +57,19 @@ class DPTrainerMixin:
         UnsupportedModuleError: for a model whose records cannot be told apart, or a layer that is not covered.
     """
 
+    args: Any  # DPTrainingArguments; the Trainer's own type does not know the fields
+    model: Any
+    optimizer: Any
+
     def __init__(
         self, model: Any = None, args: Any = None, *positional: Any, per_example_loss_func: Any = None, **kwargs: Any
     ):
         if not isinstance(args, DPTrainingArguments):
             raise DPConfigError(
-                f"{type(self).__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace TrainingArguments by "
-                "hf_dpopt.DPTrainingArguments and set target_epsilon."
+                f"{type(self).__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace "
+                "TrainingArguments by hf_dpopt.DPTrainingArguments and set target_epsilon."
             )
+        console.show(args.process_index == 0)
         given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
         refusals.check_loss(
             type(self), (Trainer.compute_loss, Seq2SeqTrainer.compute_loss), given.get("compute_loss_func")
@@ -69,6 +78,8 @@ class DPTrainerMixin:
         if model is not None:
             refusals.check_model(model)
             Capture(model)
+        if model is not None and given.get("train_dataset") is not None:
+            RecordLosses(model, per_example_loss_func or "auto")  # an unknown head is found here, not after an epoch
         self._take_over_batching(args)
         self.plan: PrivacyPlan | None = self._make_plan(args, given)
         self._per_example_loss_func = per_example_loss_func
@@ -101,7 +112,9 @@ class DPTrainerMixin:
         per_epoch = -(-num_examples // args.expected_batch_size)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
-        recorded = aggregate.from_main(recorded_noise_multiplier(args.output_dir)) if config.target_epsilon else None
+        recorded = (
+            aggregate.from_main(recorded_noise_multiplier(str(args.output_dir))) if config.target_epsilon else None
+        )
         return make_plan(config, num_examples=num_examples, num_steps=num_steps, noise_multiplier=recorded)
 
     def privacy_spent(self) -> PrivacySpent:
@@ -116,7 +129,7 @@ class DPTrainerMixin:
     # --- life of a run -----------------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         # Placement and autocast as usual, but no DistributedDataParallel: its reducer would average un-noised
         # gradients. The step does one SUM of clipped sums instead.
         prepare = self.accelerator.prepare_model
@@ -127,23 +140,23 @@ class DPTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self._planned()
         try:
-            return super().train(*args, **kwargs)  # type: ignore[misc]
+            return super().train(*args, **kwargs)
         finally:
             if self._run is not None:
                 self._release.write_report()
                 self._run.close()
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
-        values = super().set_initial_training_values(args, dataloader)  # type: ignore[misc]
+        values = super().set_initial_training_values(args, dataloader)
         if values[-1] != self._planned().num_steps:
             raise DPConfigError(
-                f"Training would take {values[-1]} steps, but the plan was made for {self._planned().num_steps}: arguments "
-                "were changed after the trainer was made. Make a new trainer."
+                f"Training would take {values[-1]} steps, but the plan was made for {self._planned().num_steps}: "
+                "arguments were changed after the trainer was made. Make a new trainer."
             )
         return values
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
-        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)  # type: ignore[misc]
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         # Only now do parameters have their final identity.
         refusals.check_model(model)
         aggregate.broadcast_parameters(model)
@@ -169,8 +182,8 @@ class DPTrainerMixin:
         private = {id(p) for p in self._engine.parameters.values()}
         if not stepped <= private:
             raise DPConfigError(
-                f"The optimizer updates {len(stepped - private)} tensors that are not parameters of the model, so their "
-                "gradients would not be noised. Build the optimizer from model.parameters()."
+                f"The optimizer updates {len(stepped - private)} tensors that are not parameters of the model, so "
+                "their gradients would not be noised. Build the optimizer from model.parameters()."
             )
 
     def _run_self_check(self) -> None:
@@ -188,8 +201,8 @@ class DPTrainerMixin:
         plan, run = self._planned(), self._run
         assert run is not None
         logger.info(
-            f"***** Private training *****\n  {plan.sampler.describe()}\n  Clipping: {plan.config.clipping} to "
-            f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator})\n  "
+            f"Private training: {plan.sampler.describe()} Clipping: {plan.config.clipping} to "
+            f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{run.num_charged} already charged"
         )
@@ -209,11 +222,12 @@ class DPTrainerMixin:
             self._record_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
         self._record_dataset = dataset
         workers = self.args.dataloader_num_workers
+        batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run)
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
             Records(dataset),
-            batch_sampler=LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run),  # type: ignore[arg-type]
-            collate_fn=as_is,
+            batch_sampler=batches,  # type: ignore[arg-type]
+            collate_fn=as_is,  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
@@ -229,12 +243,13 @@ class DPTrainerMixin:
             yield self._prepare_inputs(inputs)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        return args.expected_batch_size or super().get_total_train_batch_size(args)  # type: ignore[misc]
+        return args.expected_batch_size or super().get_total_train_batch_size(args)
 
     # --- step --------------------------------------------------------------------------------------------------------
 
-    def training_step(self, model: nn.Module, inputs: LogicalBatch, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """One private step. Returns 0, not the loss: the exact training loss is data."""
+        assert isinstance(inputs, LogicalBatch), type(inputs)
         run, step = self._current_run(), inputs.step
         assert step == self.state.global_step + 1, (step, self.state.global_step)
         self._check_unchanged()
@@ -257,8 +272,8 @@ class DPTrainerMixin:
         now = {id(p) for p in self.model.parameters() if p.requires_grad}
         if now != {id(p) for p in self._engine.parameters.values()}:
             raise DPConfigError(
-                "Trainable parameters changed during training (a callback froze, unfroze or replaced some), so the clip "
-                "no longer covers them. Decide what to train before train(), or train in two runs."
+                "Trainable parameters changed during training (a callback froze, unfroze or replaced some), so the "
+                "clip no longer covers them. Decide what to train before train(), or train in two runs."
             )
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
@@ -279,7 +294,7 @@ class DPTrainerMixin:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
             logs["epsilon"] = self.plan.epsilon(self._run.num_charged)
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)
 
     def _print_unprivatized(self) -> None:
         seen, self._unprivatized = self._unprivatized, UnprivatizedStatistics()
@@ -291,7 +306,7 @@ class DPTrainerMixin:
             )
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
-        output = super()._finalize_training(trial, num_train_samples, start_time)  # type: ignore[misc]
+        output = super()._finalize_training(trial, num_train_samples, start_time)
         metrics = {k: v for k, v in output.metrics.items() if k not in UNPRIVATIZED_LOGS}
         spent = self.privacy_spent()
         metrics |= {"epsilon": spent.epsilon, "delta": spent.delta}
@@ -305,31 +320,31 @@ class DPTrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with self._release.scrubbed_arguments():
-            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+            super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
             self._release.check(Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+        super().create_model_card(*args, **kwargs)
         self._release.complete_model_card()
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         self._release.write_report()
         self._release.check(Path(self.args.output_dir))
-        return super().push_to_hub(*args, **kwargs)  # type: ignore[misc]
+        return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         self._release.write_report()
         self._release.check(Path(self.args.output_dir))
-        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._refuse_training_data(eval_dataset)
-        return super().evaluate(eval_dataset, *args, **kwargs)  # type: ignore[misc]
+        return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         self._refuse_training_data(test_dataset)
-        return super().predict(test_dataset, *args, **kwargs)  # type: ignore[misc]
+        return super().predict(test_dataset, *args, **kwargs)
 
     def _refuse_training_data(self, dataset: Any) -> None:
         if dataset is not None and dataset is self.train_dataset:
@@ -346,9 +361,7 @@ class DPTrainerMixin:
     def user_callbacks(self) -> tuple[str, ...]:
         """Callbacks beyond the Trainer's own: they see the model between steps, so the report names them."""
         stock = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
-        return tuple(
-            type(c).__name__ for c in self.callback_handler.callbacks if not type(c) in stock
-        )  # fmt: skip
+        return tuple(type(c).__name__ for c in self.callback_handler.callbacks if type(c) not in stock)
 
 
 class DPTrainer(DPTrainerMixin, Trainer):

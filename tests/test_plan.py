@@ -61,7 +61,7 @@ def test_any_order(adjacency, noise_multiplier, epsilon):
 
 @pytest.mark.parametrize("sampling", ["poisson", "truncated_poisson"])
 def test_replace_one_has_the_same_noise_in_both_notations(sampling):
-    """0.7 clips of noise: 4.389 under replace_one, whether that is the plan's adjacency or the report's second line."""
+    """0.7 clips of noise: 4.389 under replace_one, as the plan's adjacency or as the report's second line."""
     assert plan_for(sampling=sampling).epsilon_replace_one() == pytest.approx(4.3888, rel=5e-4)
     direct = plan_for(sampling=sampling, adjacency="replace_one", noise_multiplier=0.35)
     assert direct.epsilon() == pytest.approx(4.3888, rel=5e-4)
@@ -85,10 +85,8 @@ def test_calibration_spends_the_budget_and_not_more(target, noise):
 @pytest.mark.parametrize("sampling", SAMPLERS)
 @pytest.mark.parametrize("adjacency", ["add_or_remove_one", "zero_out", "replace_one"])
 def test_every_pair_calibrates_or_is_refused(sampling, adjacency):
-    arguments = dict(
-        target_epsilon=2.0, sampling=sampling, adjacency=adjacency, num_examples=300, num_steps=40,
-        expected_batch_size=20, target_delta=1e-4,
-    )  # fmt: skip
+    arguments = {"target_epsilon": 2.0, "sampling": sampling, "adjacency": adjacency, "target_delta": 1e-4}
+    arguments |= {"num_examples": 300, "num_steps": 40, "expected_batch_size": 20}
     if adjacency not in SAMPLERS[sampling].adjacencies:
         with pytest.raises(DPConfigError, match="Use adjacency='zero_out' or adjacency='replace_one'"):
             plan_for(**arguments)
@@ -154,7 +152,7 @@ def test_max_steps_within(arguments):
 
 
 def test_max_steps_has_an_end():
-    plan = plan_for(num_examples=10**6, expected_batch_size=1, noise_multiplier=50.0, num_steps=10)
+    plan = plan_for(num_examples=10**6, expected_batch_size=1, noise_multiplier=50.0, num_steps=10, target_delta=1e-6)
     assert plan.max_steps_within(10.0) == MAX_STEPS
 
 
@@ -203,6 +201,7 @@ def test_noise_of_a_resumed_run_is_kept():
     assert plan.max_steps_within(3.0) < NUM_STEPS
     with pytest.raises(DPConfigError, match="Use a finite number > 0"):
         plan_for(target_epsilon=3.0, noise_of_record=-1.0)
+    assert plan_for(target_epsilon=3.0, noise_of_record=0.0).public_dict()["is_private"] is False
 
 
 def test_public_dict_is_json_and_names_what_a_resume_must_share():
@@ -218,10 +217,16 @@ def test_public_dict_is_json_and_names_what_a_resume_must_share():
     longer = plan_for(target_epsilon=9.0, num_steps=500, noise_of_record=plan.noise_multiplier).public_dict()
     assert {key: longer[key] for key in RESUME_KEYS} == {key: public[key] for key in RESUME_KEYS}
     for changes in (
-        {"expected_batch_size": 1023}, {"num_examples": NUM_EXAMPLES - 1}, {"clipping_norm": 0.9}, {"clipping": "automatic"},
-        {"adjacency": "zero_out"}, {"target_delta": 1e-6}, {"sampling": "poisson"}, {"noise_of_record": 0.9},
+        {"expected_batch_size": 1023},
+        {"num_examples": NUM_EXAMPLES - 1},
+        {"clipping_norm": 0.9},
+        {"clipping": "automatic"},
+        {"adjacency": "zero_out"},
+        {"target_delta": 1e-6},
+        {"sampling": "poisson"},
+        {"noise_of_record": 0.9},
         {"unsafe_fixed_noise_key": "00" * 32},
-    ):  # fmt: skip
+    ):
         other = plan_for(**{"target_epsilon": 8.0, "noise_of_record": plan.noise_multiplier, **changes}).public_dict()
         assert any(other[key] != public[key] for key in RESUME_KEYS), changes
 

@@ -115,7 +115,12 @@ def test_a_noise_only_step_noises_every_coordinate(tmp_path):
     """
     seen = Gradients()
     trainer = tiny.trainer(
-        tmp_path / "out", callbacks=[seen], expected_batch_size=1, max_steps=30, noise_multiplier=2.0, clipping_norm=0.25
+        tmp_path / "out",
+        callbacks=[seen],
+        expected_batch_size=1,
+        max_steps=30,
+        noise_multiplier=2.0,
+        clipping_norm=0.25,
     )
     trainer.train()
     empty = [step for step in range(1, 31) if not _drawn(trainer, step)]
@@ -262,7 +267,9 @@ def test_second_train_adds_up_and_stops_at_the_budget(tmp_path):
     trainer.train()
     twice = trainer.privacy_spent()
     assert (once.num_steps, twice.num_steps) == (3, 6) and twice.epsilon > once.epsilon
-    assert twice.epsilon == pytest.approx(make_plan(trainer.plan.config, num_examples=64, num_steps=6).epsilon(), rel=0.02)
+    assert twice.epsilon == pytest.approx(
+        make_plan(trainer.plan.config, num_examples=64, num_steps=6).epsilon(), rel=0.02
+    )
     budget = tiny.trainer(tmp_path / "b", max_steps=3, target_epsilon=2.0, noise_multiplier=None)
     budget.train()
     before = tiny.weights(budget.model)

@@ -97,9 +97,9 @@ class Capture:
         size = next(iter(vars(contribution).values())).size(0)
         if size != self.num_records:
             raise UnsupportedModuleError(
-                f"The gradient at {site.name} ({type(site.module).__name__}) has first dimension {size}, but the batch "
-                f"has {self.num_records} records: the layer mixes, flattens or reorders records, so one record's "
-                "gradient cannot be told from another's. Freeze its parameters, or finetune other layers with LoRA."
+                f"The gradient at {site.name} ({type(site.module).__name__}) has first dimension {size}, but the "
+                f"batch has {self.num_records} records: the layer mixes, flattens or reorders records, so one "
+                "record's gradient cannot be told from another's. Freeze its parameters, or train other layers with LoRA."
             )
         self.contributions.setdefault(name, []).append(contribution)
 

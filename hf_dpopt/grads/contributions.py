@@ -3,7 +3,7 @@
 The gradient of record b with respect to a parameter is the *sum* of its contributions. A parameter used once has one;
 a tied or reused parameter has several, and its norm needs their inner products.
 
-Shape legend: B = records, T = S = tokens, P / Q = rows / columns of a weight, V = rows of an embedding table, D = width.
+Shape legend: B = records, T = S = tokens, P / Q = rows / columns of a weight, V = rows of a table, D = width.
 All products are computed in float32 (float64 for float64 models): a Gram matrix rounded to bfloat16 can make a squared
 norm negative, and the record would go unclipped.
 """
@@ -26,7 +26,10 @@ def _scale(x: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Outer:
-    """``left_b^T right_b``: a matmul layer whose per-record gradients are larger than its inputs. (B, T, P), (B, T, Q)."""
+    """``left_b^T right_b``: a matmul layer whose per-record gradients are larger than its inputs.
+
+    Shapes: (B, T, P) and (B, T, Q).
+    """
 
     left_BTP: torch.Tensor
     right_BTQ: torch.Tensor

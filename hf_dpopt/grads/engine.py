@@ -1,8 +1,9 @@
 """Book-keeping ghost clipping: one forward, one backward, exact clipped sums.
 
-The backward leaves, per parameter, what each record contributes (`contributions`); norms, factors and weighted sums are
-formed from that, so the batch of per-record gradients never exists. Bu et al. (2023), arXiv:2210.00038 (book-keeping);
-Li et al. (2022), arXiv:2110.05679 (ghost norms).
+The backward leaves, per parameter, what each record contributes (`contributions`); norms, factors and weighted sums
+are formed from that, so the batch of per-record gradients never exists.
+
+Bu et al. (2023), arXiv:2210.00038 (book-keeping); Li et al. (2022), arXiv:2110.05679 (ghost norms).
 
 Shape legend: B = records of the physical batch.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +36,10 @@ class UnprivatizedStatistics:
     num_dropped: int = 0
 
     def __add__(self, other: UnprivatizedStatistics) -> UnprivatizedStatistics:
-        return UnprivatizedStatistics(*[a + b for a, b in zip(_values(self), _values(other), strict=True)])
+        return UnprivatizedStatistics(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
 
 
-def _values(x: UnprivatizedStatistics) -> tuple[float, ...]:
+def _values(x: UnprivatizedStatistics) -> tuple[Any, ...]:
     return dataclasses.astuple(x)
 
 

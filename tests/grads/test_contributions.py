@@ -14,7 +14,9 @@ B, T, P, Q = 4, 6, 5, 3
 
 def _materialise(c) -> torch.Tensor:  # (B, P, Q), by the definition of each form
     if isinstance(c, Outer):
-        return torch.stack([left.double().T @ right.double() for left, right in zip(c.left_BTP, c.right_BTQ)])
+        return torch.stack(
+            [left.double().T @ right.double() for left, right in zip(c.left_BTP, c.right_BTQ, strict=True)]
+        )
     if isinstance(c, Dense):
         return c.grad_B.double()
     out = torch.zeros(B, c.num_rows, c.grad_BTD.size(-1), dtype=torch.float64)

@@ -237,6 +237,13 @@ def test_a_tight_cap_is_charged():
     assert spent[2] > 1.05 * spent[0]
 
 
+def test_truncation_is_accounted_on_the_larger_neighbour():
+    """One record more makes truncation likelier; under add_or_remove_one that dataset is a neighbour of this one."""
+    sampler = TruncatedPoissonSampler(num_examples=60, expected_batch_size=20, cap=30)
+    step = sampler.event(1.0, 5).event
+    assert (step.dataset_size, step.sampling_probability, step.truncated_batch_size) == (61, 20 / 60, 30)
+
+
 def test_refuses_a_cap_below_the_mean():
     with pytest.raises(DPConfigError, match="Use a larger cap, or None"):
         TruncatedPoissonSampler(num_examples=100, expected_batch_size=10, cap=9)

@@ -37,8 +37,8 @@ class _PerRecord(torch.autograd.Function):
         out = site.original(*args, **kwargs)
         if not isinstance(out, torch.Tensor):
             raise UnsupportedModuleError(
-                f"{site.name} ({type(site.module).__name__}) returns {type(out).__name__}, not a tensor, and has no rule "
-                "of its own. Freeze its parameters (requires_grad_(False)) or add a rule under hf_dpopt/grads/rules."
+                f"{site.name} ({type(site.module).__name__}) returns {type(out).__name__}, not a tensor, and has no "
+                "rule of its own. Freeze it (requires_grad_(False)) or add a rule under hf_dpopt/grads/rules."
             )
         return out
 
@@ -47,7 +47,7 @@ class _PerRecord(torch.autograd.Function):
         (grad_output,) = grad_outputs
         site, saved = ctx.site, iter(ctx.saved_tensors)
         leaves = [next(saved) if t else c for t, c in zip(ctx.is_tensor, ctx.constants, strict=True)]
-        parameters = {name: p for name, p in site.module.named_parameters(recurse=False)}
+        parameters = dict(site.module.named_parameters(recurse=False))
         with site.original_forward(), torch.enable_grad(), _Autocast(ctx.autocast):
             grads_B = _record_gradients(site, parameters, leaves, ctx.spec, grad_output)
             grad_leaves = _input_gradients(site, parameters, leaves, ctx.spec, grad_output)
@@ -75,7 +75,9 @@ def _input_gradients(site: Site, parameters: dict, leaves: list, spec: Any, grad
     wanted = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.requires_grad]
     if not wanted:
         return [None] * len(leaves)
-    fresh = [x.detach().requires_grad_(i in wanted) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)]
+    fresh = [
+        x.detach().requires_grad_(i in wanted) if isinstance(x, torch.Tensor) else x for i, x in enumerate(leaves)
+    ]
     args, kwargs = pytree.tree_unflatten(fresh, spec)
     out = _call(site.module, {n: p.detach() for n, p in parameters.items()}, args, kwargs)
     grads = iter(torch.autograd.grad(out, [fresh[i] for i in wanted], grad_output, allow_unused=True))
@@ -93,7 +95,7 @@ def _record_gradients(
     def record(b: int) -> dict[str, torch.Tensor]:
         one = [x[b : b + 1].detach() if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)]
         args, kwargs = pytree.tree_unflatten(one, spec)
-        _, vjp = torch.func.vjp(lambda p: _call(site.module, {**frozen, **p}, args, kwargs), trained)
+        out, vjp, *_ = torch.func.vjp(lambda p: _call(site.module, {**frozen, **p}, args, kwargs), trained)
         return vjp(grad_output[b : b + 1])[0]
 
     # a loop, not vmap: it runs whatever a forward may contain (data-dependent branches, in-place operations)
@@ -105,7 +107,9 @@ def forward(site: Site, *args: Any, **kwargs: Any) -> torch.Tensor:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if not any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         # autograd runs a Function's backward only if an input wants a gradient; this one wants the capture
-        floating = next((i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()), None)
+        floating = next(
+            (i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.is_floating_point()), None
+        )
         if floating is not None:
             leaves[floating] = leaves[floating].detach().requires_grad_()
     out = _PerRecord.apply(site, spec, *leaves)

@@ -40,7 +40,9 @@ class _Linear(torch.autograd.Function):
     """Returns the input gradient only; the weight gradient is formed by the engine once the clip factors are known."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
+    ) -> torch.Tensor:
         dtype = autocast_to(x)
         x = x.to(dtype)
         ctx.save_for_backward(x, weight)

@@ -1,4 +1,7 @@
-"""Normalisation layers: per-record gradients are only (B, D), so they are formed. B = records, T = tokens, D = width."""
+"""Normalisation layers: per-record gradients are only (B, D), so they are formed.
+
+B = records, T = tokens, D = width.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
     ) -> torch.Tensor:
-        module = site.module
+        module: Any = site.module
         # autocast runs layer norms in float32
         x = x.float() if torch.is_autocast_enabled(x.device.type) else x
         out, mean, rstd = torch.native_layer_norm(x, module.normalized_shape, weight, bias, module.eps)
@@ -46,7 +49,7 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def site_shape(site: Site) -> list[int]:
-    return list(site.module.normalized_shape)
+    return list(site.module.normalized_shape)  # type: ignore[arg-type]
 
 
 def layer_norm(site: Site, input: torch.Tensor) -> torch.Tensor:

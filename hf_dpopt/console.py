@@ -1,0 +1,16 @@
+"""The package's own log: the plan, the self-check and the budget are worth a line even where the Trainer is quiet."""
+
+from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger("hf_dpopt")
+
+
+def show(is_main_process: bool) -> None:
+    """Makes the log visible on the main process, unless the application has set up logging itself."""
+    logger.setLevel(logging.INFO if is_main_process else logging.ERROR)
+    if not logger.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("[hf_dpopt] %(message)s"))
+        logger.addHandler(handler)

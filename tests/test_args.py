@@ -1,0 +1,157 @@
+"""`DPTrainingArguments` on a command line, in a config file, and in what is logged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+
+from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments, PrivacyConfig
+
+KEY = "ab" * 32
+CLASSES = [DPTrainingArguments, DPSeq2SeqTrainingArguments]
+
+# Every field of ours with a value that is not its default, as it stands on a command line and in the program.
+FIELDS: dict[str, tuple[str, Any]] = {
+    "max_grad_norm": ("2.5", 2.5),
+    "target_epsilon": ("3", 3.0),
+    "target_delta": ("1e-7", 1e-7),
+    "noise_multiplier": ("0.75", 0.75),
+    "clipping_norm": ("0.1", 0.1),
+    "clipping": ("per_layer", "per_layer"),
+    "expected_batch_size": ("2048", 2048),
+    "sampling": ("fixed_order", "fixed_order"),
+    "adjacency": ("replace_one", "replace_one"),
+    "privacy_unit": ("example", "example"),
+    "noise_mechanism": ("gaussian", "gaussian"),
+    "noise_rng": ("fast", "fast"),
+    "private_state_dir": ("/secret/place", "/secret/place"),
+    "log_unprivatized": ("True", True),
+    "eval_data_privacy": ("public", "public"),
+    "data_dependent_preprocessing": ("vocabulary of 8000", "vocabulary of 8000"),
+    "skip_self_check": ("True", True),
+    "unsafe_fixed_noise_key": (KEY, KEY),
+}
+
+
+def own_fields() -> set[str]:
+    inherited = {f.name for f in dataclasses.fields(TrainingArguments)} - {"max_grad_norm"}
+    return {f.name for f in dataclasses.fields(DPTrainingArguments)} - inherited
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def run(cls: type, *flags: str) -> DPTrainingArguments:
+        line = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "True", "--report_to", "none", *flags]
+        return HfArgumentParser(cls).parse_args_into_dataclasses(line)[0]
+
+    return run
+
+
+def test_the_table_above_has_every_field():
+    assert FIELDS.keys() == own_fields()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_a_flag(parse, cls, name):
+    text, value = FIELDS[name]
+    got = getattr(parse(cls, f"--{name}", text), name)
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_all_flags_at_once_and_back_from_a_file(parse, cls, tmp_path):
+    args = parse(cls, *(word for name, (text, _) in FIELDS.items() for word in (f"--{name}", text)))
+    assert {name: getattr(args, name) for name in FIELDS} == {name: value for name, (_, value) in FIELDS.items()}
+    values = {name: getattr(args, name) for name in FIELDS}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**values, "output_dir": str(tmp_path / "out"), "use_cpu": True}))
+    again = HfArgumentParser(cls).parse_json_file(str(path))[0]
+    assert {name: getattr(again, name) for name in FIELDS} == values
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_switches_need_no_value(parse, cls):
+    args = parse(cls, "--log_unprivatized", "--skip_self_check")
+    assert args.log_unprivatized is True and args.skip_self_check is True
+
+
+@pytest.mark.parametrize(
+    "name", ["clipping", "sampling", "adjacency", "privacy_unit", "noise_rng", "eval_data_privacy"]
+)
+def test_closed_choices_are_refused_on_the_command_line(parse, name, capsys):
+    with pytest.raises(SystemExit):
+        parse(DPTrainingArguments, f"--{name}", "nonsense")
+    assert "invalid choice: 'nonsense'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_choices_offered_are_those_that_are_accepted(parse, cls):
+    for field in dataclasses.fields(cls):
+        for choice in field.metadata.get("choices", ()) if field.name in FIELDS else ():
+            args = parse(cls, "--noise_multiplier", "1", f"--{field.name}", choice)
+            args.privacy_config(expected_batch_size=8)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_defaults(parse, cls):
+    """`max_grad_norm` is 1 in the Trainer, where it clips the only gradient there is; here it would clip the noise."""
+    args = parse(cls)
+    assert args.max_grad_norm == 0.0
+    assert (args.target_epsilon, args.noise_multiplier, args.expected_batch_size) == (None, None, None)
+    assert not args.log_unprivatized and not args.skip_self_check and args.eval_data_privacy == "undeclared"
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_field_says_what_it_does(cls):
+    assert all(f.metadata.get("help") for f in dataclasses.fields(cls) if f.name in FIELDS)
+
+
+# --- what is logged --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize(
+    "show",
+    [lambda a: a.to_json_string(), lambda a: json.dumps(a.to_sanitized_dict()), lambda a: str(a.to_dict()), str, repr],
+)
+def test_secrets_do_not_reach_a_log(cls, show, parse):
+    """Scripts print their arguments, and trackers store them."""
+    args = parse(cls, "--unsafe_fixed_noise_key", KEY, "--private_state_dir", "/secret/place", "--hub_token", "hf_abc")
+    shown = show(args)
+    assert KEY not in shown and "/secret/place" not in shown and "hf_abc" not in shown
+    assert "clipping_norm" in shown
+    assert args.unsafe_fixed_noise_key == KEY and args.private_state_dir == "/secret/place"
+
+
+def test_what_was_not_given_stays_none(parse):
+    values = parse(DPTrainingArguments).to_dict()
+    assert values["unsafe_fixed_noise_key"] is None and values["private_state_dir"] is None
+
+
+# --- the privacy side ------------------------------------------------------------------------------------------------
+
+
+def test_privacy_config_takes_every_field_over(parse):
+    ours = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size"}
+    words = {name: text for name, (text, _) in FIELDS.items() if name in ours and name != "noise_multiplier"}
+    config = parse(DPTrainingArguments, *(w for name, text in words.items() for w in (f"--{name}", text)))
+    config = config.privacy_config(expected_batch_size=77)
+    assert config.expected_batch_size == 77 and config.noise_multiplier is None
+    assert {name: getattr(config, name) for name in words} == {name: FIELDS[name][1] for name in words}
+
+
+def test_no_budget_is_refused(parse):
+    with pytest.raises(DPConfigError, match="Neither target_epsilon nor noise_multiplier.*Add --target_epsilon 8"):
+        parse(DPTrainingArguments).privacy_config(expected_batch_size=8)
+
+
+def test_values_are_checked(parse):
+    with pytest.raises(DPConfigError, match="clipping_norm=-1.0.*finite number > 0"):
+        parse(DPTrainingArguments, "--noise_multiplier", "1", "--clipping_norm", "-1").privacy_config(8)
+    with pytest.raises(DPConfigError, match="Give exactly one"):
+        parse(DPTrainingArguments, "--noise_multiplier", "1", "--target_epsilon", "8").privacy_config(8)

@@ -1,0 +1,270 @@
+"""The loader's path: each step's records once, on one rank, in one physical batch, with and without workers."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from accelerate.data_loader import skip_first_batches
+from torch.utils.data import DataLoader
+
+from hf_dpopt import PrivacyConfig, PrivateRun, aggregate, make_plan
+from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, as_is
+from hf_dpopt.errors import DPConfigError
+
+NUM_RECORDS, NUM_STEPS = 50, 12
+SAMPLINGS = ["poisson", "truncated_poisson", "fixed_order"]
+
+
+def records(num_records: int = NUM_RECORDS) -> list[dict[str, Any]]:
+    return [{"input_ids": list(range(1 + (7 * i) % 11)), "labels": i} for i in range(num_records)]
+
+
+class _Plain(torch.utils.data.Dataset):
+    """Only what a map-style dataset must have."""
+
+    def __init__(self, rows: list[Any]):
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        assert isinstance(i, int)  # not a list of them, not a numpy scalar
+        return self.rows[i]
+
+
+DATASETS: dict[str, Callable[[list[Any]], Any]] = {
+    "list": list,
+    "map-style": _Plain,
+    "datasets": datasets.Dataset.from_list,
+    "subset": lambda rows: torch.utils.data.Subset(_Plain(rows), range(len(rows))),
+}
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    runs = []
+
+    def make(
+        sampling: str = "truncated_poisson", expected: int = 8, num_steps: int = NUM_STEPS, num_examples=NUM_RECORDS
+    ) -> PrivateRun:
+        config = PrivacyConfig(
+            noise_multiplier=1.0, expected_batch_size=expected, sampling=sampling, adjacency="zero_out"
+        )
+        plan = make_plan(config, num_examples=num_examples, num_steps=num_steps)
+        folder = tmp_path / str(len(runs))
+        runs.append(PrivateRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys"))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.close()
+
+
+def loader(run: PrivateRun, dataset: Any, num_workers: int = 0) -> DataLoader:
+    sampler = LogicalBatchSampler(run.plan.sampler.steps_per_epoch, lambda: run)
+    return DataLoader(Records(dataset), batch_sampler=sampler, collate_fn=as_is, num_workers=num_workers)
+
+
+def served(batches: Any) -> dict[int, list[int]]:
+    """Step -> which records, by the label that numbers them."""
+    batches = list(batches)
+    assert all(type(batch) is LogicalBatch for batch in batches)
+    assert len({batch.step for batch in batches}) == len(batches)
+    return {batch.step: sorted(record["labels"] for record in batch.records) for batch in batches}
+
+
+def drawn(run: PrivateRun, steps: Any) -> dict[int, list[int]]:
+    return {step: sorted(run.draw(step).tolist()) for step in steps}
+
+
+# --- the loader ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("kind", DATASETS)
+def test_an_item_is_a_step(kind, num_workers, make_run):
+    run = make_run()
+    steps = range(1, run.plan.sampler.steps_per_epoch + 1)
+    items = loader(run, DATASETS[kind](records()), num_workers)
+    assert len(items) == len(steps)
+    assert served(items) == drawn(run, steps)
+
+
+def test_records_arrive_as_they_are(make_run):
+    rows = records()
+    for batch in loader(make_run(), rows):
+        assert all(record == rows[record["labels"]] for record in batch.records)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("num_steps", [1, 7, 12, 20])
+def test_epochs_together_serve_every_step_once(sampling, num_steps, make_run):
+    """Seven steps make an epoch here: less than one, exactly one, more, and with a rest."""
+    run = make_run(sampling, num_steps=num_steps)
+    items, seen = loader(run, records()), {}
+    for epoch in range(-(-num_steps // len(items))):
+        items.batch_sampler.batch_sampler.set_epoch(epoch)  # as the Trainer does
+        part = served(items)
+        assert not part.keys() & seen.keys()
+        seen |= part
+    assert seen == drawn(run, range(1, num_steps + 1))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_empty_batches_are_items_too(num_workers, make_run):
+    """At rate 1/20, 36% of the batches are empty: none among 60 has probability 3e-12, and none full likewise."""
+    run = make_run("poisson", expected=1, num_steps=60, num_examples=20)
+    seen: dict[int, list[int]] = {}
+    items = loader(run, records(20), num_workers)
+    for epoch in range(3):
+        items.batch_sampler.set_epoch(epoch)
+        seen |= served(items)
+    assert seen == drawn(run, range(1, 61))
+    assert [] in seen.values() and any(seen.values())
+
+
+def test_nothing_is_looked_up_for_an_empty_batch():
+    class Untouchable:
+        def __getitem__(self, i):
+            raise AssertionError
+
+        __getitems__ = __getitem__
+
+    batch = Records(Untouchable()).__getitems__(StepIndices([], 4))
+    assert batch.records == [] and batch.step == 4
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("skip", [0, 1, 3, 6])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_skipping_ahead_reaches_the_same_batches(epoch, skip, num_workers, make_run):
+    """What the Trainer does on a resume: skip first, then set the epoch through accelerate's wrapper."""
+    run = make_run(num_steps=14)
+    items = skip_first_batches(loader(run, records(), num_workers), skip)
+    items.batch_sampler.batch_sampler.set_epoch(epoch)
+    assert served(items) == drawn(run, range(7 * epoch + skip + 1, 7 * epoch + 8))
+
+
+def test_a_key_is_needed_only_when_iteration_starts(make_run):
+    """The Trainer makes the loader, and asks for its length, before the run is opened."""
+    box: list[PrivateRun] = []
+    sampler = LogicalBatchSampler(7, lambda: box[0])
+    items = DataLoader(Records(records()), batch_sampler=sampler, collate_fn=as_is)
+    assert len(items) == 7
+    box.append(make_run())
+    assert served(items) == drawn(box[0], range(1, 8))
+
+
+# --- ranks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run, monkeypatch):
+    """Every record of a step on exactly one rank; with 64 ranks most shares are empty, and are items all the same."""
+    run = make_run(sampling)
+    monkeypatch.setattr(aggregate, "world_size", lambda: world_size)
+    shares = []
+    for rank in range(world_size):
+        monkeypatch.setattr(aggregate, "rank", lambda rank=rank: rank)
+        shares.append(served(loader(run, records())))
+    want = drawn(run, range(1, 8))
+    assert all(share.keys() == want.keys() for share in shares)
+    for step, indices in want.items():
+        dealt = [i for share in shares for i in share[step]]
+        assert sorted(dealt) == indices and len(set(dealt)) == len(dealt)
+        sizes = [len(share[step]) for share in shares]
+        assert max(sizes) - min(sizes) <= 1
+
+
+# --- what travels to workers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("indices", [[], [3], [5, 1, 4]])
+@pytest.mark.parametrize("travel", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])
+def test_indices_keep_their_step(indices, travel):
+    """A subclass of list loses its attributes on the way unless it says how it is made."""
+    there = travel(StepIndices(indices, 17))
+    assert type(there) is StepIndices and there.step == 17 and there == indices
+
+
+def test_indices_are_plain_integers(make_run):
+    """numpy scalars are refused by some datasets, and equal to their neighbours by none."""
+    run = make_run()
+    for indices in LogicalBatchSampler(7, lambda: run):
+        assert all(type(i) is int for i in indices)
+
+
+# --- physical batches ------------------------------------------------------------------------------------------------
+
+
+def _collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [-1] * (width - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "labels": torch.tensor([row["labels"] for row in rows])}
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 49, 50, 1000])
+def test_no_record_is_lost_or_doubled(size):
+    rows = records()
+    batches = list(LogicalBatch(rows, 1).physical(size, _collate))
+    assert Counter(i for b in batches for i in b["labels"].tolist()) == Counter(range(NUM_RECORDS))
+    sizes = [len(b["labels"]) for b in batches]
+    assert all(s == size for s in sizes[:-1]) and 0 < sizes[-1] <= size
+
+
+def test_physical_batches_are_ordered_by_length():
+    """Ten of fifty records each: no batch is padded further than the next one begins."""
+    rows = records()
+    shapes = [b["input_ids"] for b in LogicalBatch(rows, 1).physical(10, _collate)]
+    lengths = [(ids >= 0).sum(dim=1).tolist() for ids in shapes]
+    flat = [n for batch in lengths for n in batch]
+    assert flat == sorted(len(row["input_ids"]) for row in rows)
+    assert all(ids.size(1) == max(batch) for ids, batch in zip(shapes, lengths, strict=True))
+
+
+def test_records_without_tokens_keep_their_order():
+    for rows in ([(i,) for i in range(9)], [{"pixels": i} for i in range(9)], list(range(9))):
+        batches = LogicalBatch(rows, 1).physical(4, lambda part: {"x": torch.zeros(len(part)), "rows": part})
+        assert [row for b in batches for row in b["rows"]] == rows
+
+
+def test_the_logical_batch_is_left_as_it_was():
+    rows = records()
+    batch = LogicalBatch(rows, 1)
+    first = [b["labels"].tolist() for b in batch.physical(7, _collate)]
+    assert batch.records is rows and rows == records()
+    assert [b["labels"].tolist() for b in batch.physical(7, _collate)] == first
+
+
+def test_an_empty_batch_has_no_physical_batch():
+    """No collator takes an empty list."""
+    assert list(LogicalBatch([], 1).physical(4, _collate)) == []
+
+
+@pytest.mark.parametrize(
+    "collate, rows",
+    [
+        (lambda part: {"input_ids": torch.ones(1, sum(len(r["input_ids"]) for r in part))}, 1),
+        (lambda part: {name: x.repeat_interleave(2, dim=0) for name, x in _collate(part).items()}, 8),
+        (lambda part: _collate(part[1:]), 3),
+    ],
+    ids=["several records in a row", "several rows of a record", "a record left out"],
+)
+def test_a_row_is_a_record(collate, rows):
+    """The clip bounds rows: a record in two of them would count twice."""
+    with pytest.raises(DPConfigError, match=f"made {rows} rows of 4 records.*Use a collator that makes one row per"):
+        list(LogicalBatch(records(4), 1).physical(4, collate))
+
+
+def test_the_head_is_what_there_is():
+    assert Records(records()).head(2) == records()[:2]
+    assert Records(records(1)).head(2) == records(1)

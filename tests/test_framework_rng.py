@@ -1,0 +1,117 @@
+"""Inside: every generator is a function of (key, step, rank). Outside: nobody notices."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.framework_rng import secret_randomness
+
+KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
+CPU = torch.device("cpu")
+
+
+def draws() -> dict[str, tuple]:
+    """64 bits and more of each generator that collators and dropout use."""
+    return {
+        "python": tuple(random.getrandbits(64) for _ in range(4)),
+        "numpy": tuple(np.random.randint(0, 2**63, size=4).tolist()),
+        "torch": tuple(torch.randint(0, 2**62, (4,)).tolist()),
+        "dropout": tuple(torch.nn.functional.dropout(torch.ones(256), 0.5).tolist()),
+    }
+
+
+def inside(key: bytes = KEY, step: int = 1, rank: int = 0) -> dict[str, tuple]:
+    with secret_randomness(key, step, rank, CPU):
+        return draws()
+
+
+def states() -> tuple:
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, tuple(keys.tolist()), tuple(rest), tuple(torch.get_rng_state().tolist())
+
+
+def test_it_is_a_function_of_key_step_and_rank():
+    first = inside()
+    torch.manual_seed(7), random.seed(7), np.random.seed(7)  # what was there before does not matter
+    assert inside() == first
+
+
+@pytest.mark.parametrize(
+    "other", [{"key": OTHER}, {"key": KEY[:-1] + b"\0"}, {"step": 2}, {"rank": 1}, {"step": 10, "rank": 1}]
+)
+def test_another_key_step_or_rank_is_another_stream(other):
+    """Two streams agree in a generator's draws with probability at most 2^-250, in a seed of torch with 2^-32."""
+    one, two = inside(), inside(**other)
+    assert all(one[name] != two[name] for name in one)
+
+
+def test_step_and_rank_are_told_apart():
+    """(step 1, rank 11) and (step 11, rank 1) would agree if the digits were only put side by side."""
+    pairs = [(1, 11), (11, 1), (111, 0), (1, 1), (12, 3), (1, 23)]
+    seen = [inside(step=step, rank=rank)["python"] for step, rank in pairs]
+    assert len(set(seen)) == len(pairs)
+
+
+def test_the_generators_of_one_step_do_not_repeat_each_other():
+    one = inside()
+    assert not set(one["python"]) & set(one["numpy"]) and not set(one["numpy"]) & set(one["torch"])
+
+
+def test_nothing_is_left_outside():
+    before = states()
+    with secret_randomness(KEY, 1, 0, CPU):
+        draws()
+        assert states() != before
+    assert states() == before
+
+
+def test_nothing_is_left_outside_after_an_exception():
+    before = states()
+    with pytest.raises(RuntimeError, match="out of memory"), secret_randomness(KEY, 1, 0, CPU):
+        draws()
+        raise RuntimeError("out of memory")
+    assert states() == before
+
+
+def test_what_is_drawn_outside_does_not_depend_on_the_steps_between():
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    want = draws()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    inside()
+    assert draws() == want
+
+
+def test_it_nests():
+    with secret_randomness(KEY, 1, 0, CPU):
+        inside(OTHER)
+        assert draws() == inside(KEY)
+
+
+def test_masks_are_not_those_of_the_public_seed():
+    """The Trainer seeds everything with args.seed, 42 by default: those masks anybody can compute."""
+    torch.manual_seed(42), random.seed(42), np.random.seed(42)
+    public = draws()
+    torch.manual_seed(42), random.seed(42), np.random.seed(42)
+    secret = inside()
+    assert all(secret[name] != public[name] for name in public)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_generator_of_the_gpu_too():
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.get_rng_state(device)
+
+    def mask() -> list[float]:
+        with secret_randomness(KEY, 1, 0, device):
+            return torch.nn.functional.dropout(torch.ones(256, device=device), 0.5).tolist()
+
+    first = mask()
+    torch.cuda.manual_seed(7)
+    assert mask() == first
+    torch.cuda.set_rng_state(before, device)
+    mask()
+    assert torch.equal(torch.cuda.get_rng_state(device), before)

