@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,13 +73,15 @@ class PrivateRun:
         if isinstance(opened, Exception):
             raise opened
         self.chain: Chain = opened[0]
-        self.num_charged: int = opened[1]
+        self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
         self.noise = plan.mechanism.stream(source, plan.clipper.sensitivity(plan.adjacency))
         self.noise_generator = source.name
         self.noise_generator_class = type(source).__name__
 
-    def _open(self, private_state_dir: str | Path | None, resume_step: int | None) -> tuple[Chain, int] | Exception:
+    def _open(
+        self, private_state_dir: str | Path | None, resume_step: int | None
+    ) -> tuple[Chain, list[int]] | Exception:
         try:
             directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
             self.state = PrivateState(directory, forbidden=self.output_dir)
@@ -94,29 +97,40 @@ class PrivateRun:
                 raise
         except (DPConfigError, DPBudgetExceeded, OSError) as error:
             return error
-        return chain, self.ledger.num_charged
+        charged = list(self.ledger.charged)
+        position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
+        charged.append(charged.pop(position))  # the chain in progress comes last
+        return chain, charged
 
     @property
     def _target(self) -> float | None:
         # without privacy (a fixed key in a test) there is no budget to keep
-        return self.plan.config.target_epsilon if self.plan.config.is_private else None
+        return self.plan.config.target_epsilon if self.plan.is_private else None
 
     def _check_budget(self, resume_step: int) -> None:
         """Before anything runs: are all steps of this call still affordable?"""
         assert self.ledger is not None
-        target, charged = self._target, self.ledger.num_charged
+        target, charged = self._target, self.ledger.charged
         needed = self.plan.num_steps - resume_step
-        if target is None or needed <= 0 or self.plan.epsilon(charged + needed) <= target:
+        if target is None or needed <= 0:
             return
-        affordable = self.plan.max_steps_within(target) - charged
+        last = self.ledger.last_chain
+        if last is not None and (self.ledger.last_step(last.chain_id) or last.start_step) == resume_step > 0:
+            before, same_chain = charged[:-1], charged[-1]  # the run stays on its chain
+        else:
+            before, same_chain = charged, 0
+        spent = self.plan.epsilon((*before, same_chain + needed))
+        if spent <= target:
+            return
+        affordable = self.plan.max_steps_within(target, after=before) - same_chain
         after = (
             f"The next {affordable} are affordable: --max_steps {resume_step + affordable} ends there. "
             if affordable > 0
             else ""
         )
         raise DPBudgetExceeded(
-            f"{charged} steps of this run are already charged in {self.ledger.path}; the {needed} steps still to run "
-            f"would bring epsilon to {self.plan.epsilon(charged + needed):.4g}, above target_epsilon={target:g}. "
+            f"{sum(charged)} steps of this run are already charged in {self.ledger.path}; the {needed} steps still "
+            f"to run would bring epsilon to {spent:.4g}, above target_epsilon={target:g}. "
             f"{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or start over in "
             "another output_dir (what was spent here stays spent)."
         )
@@ -127,10 +141,11 @@ class PrivateRun:
         Raises:
             DPBudgetExceeded: if the step would spend more than `target_epsilon`.
         """
-        target = self._target
-        # within the planned steps the budget was checked at the start
-        if target is not None and self.num_charged >= self.plan.num_steps:
-            spent = self.plan.epsilon(self.num_charged + 1)
+        target, next_charged = self._target, (*self.charged[:-1], self.charged[-1] + 1)
+        participations = self.plan.sampler.max_participations
+        # a step that costs no more than the plan was checked at the start
+        if target is not None and participations(next_charged) > participations(self.plan.num_steps):
+            spent = self.plan.epsilon(next_charged)
             if spent > target:
                 raise DPBudgetExceeded(
                     f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not "
@@ -138,7 +153,7 @@ class PrivateRun:
                 )
         if self.ledger is not None:
             self.ledger.charge(self.chain.chain_id, step)
-        self.num_charged += 1
+        self.charged[-1] += 1
 
     def draw(self, step: int) -> np.ndarray:
         """Indices of the logical batch of a step, over all ranks; int64, possibly empty. A function of (key, step)."""
@@ -146,7 +161,7 @@ class PrivateRun:
 
     def spent(self) -> PrivacySpent:
         """What has been charged so far."""
-        return spent_for(self.plan, self.num_charged)
+        return spent_for(self.plan, self.charged)
 
     def close(self) -> None:
         """Releases the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
@@ -158,14 +173,14 @@ class PrivateRun:
         self.ledger = None
 
 
-def spent_for(plan: PrivacyPlan, num_steps: int) -> PrivacySpent:
-    """The statement in numbers after `num_steps` charged steps of `plan`."""
+def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
+    """The statement in numbers after the charged steps of each chain."""
     return PrivacySpent(
-        epsilon=plan.epsilon(num_steps),
+        epsilon=plan.epsilon(tuple(charged)),
         delta=plan.delta,
         adjacency=plan.adjacency,
         unit=plan.unit,
-        num_steps=num_steps,
+        num_steps=sum(charged),
         planned_epsilon=plan.epsilon(),
         planned_steps=plan.num_steps,
         noise_multiplier=plan.noise_multiplier,

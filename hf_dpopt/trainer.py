@@ -119,7 +119,7 @@ class DPTrainerMixin(_Trainer):
 
     def privacy_spent(self) -> PrivacySpent:
         """What this output_dir's ledger has charged so far, over all resumes, branches and calls to `train`."""
-        return spent_for(self._planned(), self._release.num_charged())
+        return spent_for(self._planned(), self._release.charged())
 
     def _planned(self) -> PrivacyPlan:
         if self.plan is None:
@@ -204,9 +204,9 @@ class DPTrainerMixin(_Trainer):
             f"Private training: {plan.sampler.describe()} Clipping: {plan.config.clipping} to "
             f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
-            f"{run.num_charged} already charged"
+            f"{sum(run.charged)} already charged"
         )
-        if not plan.config.is_private:
+        if not plan.is_private:
             logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")
         if self.args.max_grad_norm:
             logger.warning(f"max_grad_norm={self.args.max_grad_norm} clips the noisy mean gradient, after the noise.")
@@ -293,7 +293,7 @@ class DPTrainerMixin(_Trainer):
         if self.plan is not None and self._run is not None:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
-            logs["epsilon"] = self.plan.epsilon(self._run.num_charged)
+            logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged))
         super().log(logs, start_time)
 
     def _print_unprivatized(self) -> None:

@@ -94,9 +94,7 @@ def test_killed_at_twenty_random_points(tmp_path):
         else:
             kills += 1
         path = folder / "out/privacy/ledger.jsonl"
-        charged = Ledger.open(path).num_charged if path.exists() else 0
-        if path.exists():
-            Ledger.open(path).close()
+        charged = Ledger.read(path).num_charged if path.exists() else 0
         lines = (folder / "executed.txt").read_text().splitlines() if (folder / "executed.txt").exists() else []
         counts.append((charged, len(lines)))
         assert charged >= len(lines)
@@ -192,3 +190,18 @@ def test_a_branch_over_the_budget_is_refused_and_mended(tmp_path):
     more.train(resume_from_checkpoint=checkpoint)
     assert 3.0 < more.privacy_spent().epsilon <= 6.0
     assert more.plan.noise_multiplier == json.loads((tmp_path / "out/privacy/report.json").read_text())["plan"]["noise_multiplier"]  # fmt: skip
+
+
+def test_each_chain_of_a_fixed_order_has_participations_of_its_own(tmp_path):
+    """Two chains of half an epoch each can both show the same record: the cost is that of two epochs, not of one."""
+    options = {"sampling": "fixed_order", "adjacency": "zero_out", "expected_batch_size": 4, "max_steps": 6}
+    first = tiny.trainer(tmp_path, **options)
+    first.train()
+    once = first.privacy_spent().epsilon
+    first.train()
+    twice = first.privacy_spent()
+    assert twice.num_steps == 12 < first.plan.sampler.steps_per_epoch
+    assert twice.epsilon == pytest.approx(first.plan.epsilon((6, 6))) > once
+    with pytest.raises(DPBudgetExceeded):
+        over = tiny.trainer(tmp_path, **options | {"noise_multiplier": None, "target_epsilon": once * 1.1})
+        over.train()

@@ -159,7 +159,7 @@ def test_planned_epsilon_is_reported_and_logged(tmp_path):
     assert len(running) == 6 and running == sorted(running) and running[-1] == planned
     report = json.loads((tmp_path / "out/privacy/report.json").read_text())
     assert report["epsilon_spent"] == planned and report["steps_charged"] == 6
-    assert f"{planned:.2f}"[:3] in (tmp_path / "out/privacy/statement.md").read_text()
+    assert f"epsilon = {str(planned)[:4]}" in (tmp_path / "out/privacy/statement.md").read_text()
 
 
 def test_nothing_unprivatized_is_logged_or_saved(tmp_path):

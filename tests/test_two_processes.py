@@ -21,7 +21,8 @@ def folders(tmp_path_factory, request):
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo)}
     script = str(repo / "tests" / "two_process_run.py")
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--cpu", "--main_process_port", "0"]  # fmt: skip
+    # `--cpu` alone starts one process (accelerate 1.15, no MPI hostfile); without a GPU --multi_gpu starts gloo processes
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]  # fmt: skip
     for command in ([*launch, script, str(two)], [sys.executable, script, str(one)]):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr[-3000:]

@@ -158,8 +158,13 @@ class Ledger:
 
     @property
     def num_charged(self) -> int:
-        """Steps charged over all chains: what the accountant composes."""
-        return sum(len(steps) for steps in self._steps.values())
+        """Steps charged over all chains."""
+        return sum(self.charged)
+
+    @property
+    def charged(self) -> tuple[int, ...]:
+        """Steps charged to each chain, oldest first. Chains draw apart, so their sum may not tell the cost."""
+        return tuple(len(steps) for steps in self._steps.values())
 
     def last_step(self, chain_id: str) -> int | None:
         """The last step charged to a chain, or None if none was."""

@@ -99,7 +99,7 @@ class Capture:
             raise UnsupportedModuleError(
                 f"The gradient at {site.name} ({type(site.module).__name__}) has first dimension {size}, but the "
                 f"batch has {self.num_records} records: the layer mixes, flattens or reorders records, so one "
-                "record's gradient cannot be told from another's. Freeze its parameters, or train other layers with LoRA."
+                "record's gradient cannot be told from another's. Freeze its parameters, or train others with LoRA."
             )
         self.contributions.setdefault(name, []).append(contribution)
 

@@ -59,17 +59,13 @@ def _is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
 class _MadeUp:
     """Values for the columns of a batch. The generator is seeded: nothing is secret, and failures can be repeated."""
 
-    def __init__(self, model: nn.Module, padding_id: int | None, padding_side: str):
-        self.padding_id, self.padding_side = padding_id, padding_side
+    def __init__(self, model: nn.Module, padding_id: int | None, padding_side: str, is_masked: bool):
+        self.padding_id, self.padding_side, self.is_masked = padding_id, padding_side, is_masked
         self.generator = torch.Generator().manual_seed(0)
         base = base_model(model)
         self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
-        inputs, outputs = (
-            getattr(base, f"get_{side}_embeddings", lambda: None)() if hasattr(base, "config") else None
-            for side in ("input", "output")
-        )
-        self.vocabulary = getattr(inputs, "num_embeddings", 2)
-        self.num_classes = self.vocabulary if outputs is not None else self.num_labels  # of a label per token
+        self.vocabulary = getattr(getattr(base, "get_input_embeddings", lambda: None)(), "num_embeddings", 2)
+        self.predicts_tokens = getattr(base, "get_output_embeddings", lambda: None)() is not None
 
     def below(self, high: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=self.generator)
@@ -85,14 +81,13 @@ class _MadeUp:
         if self.padding_id is None:
             return ids_BT
         ids_BT[ids_BT == self.padding_id] = (self.padding_id + 1) % self.vocabulary
-        return ids_BT.masked_fill(self.padding(shape), self.padding_id)
+        return ids_BT.masked_fill(self.padding(shape), self.padding_id) if self.is_masked else ids_BT
 
     def labels(self, shape: tuple[int, ...], is_per_token: bool) -> torch.Tensor:
-        if len(shape) == 1:
+        if len(shape) == 1 or not (is_per_token or self.predicts_tokens):
             return self.below(self.num_labels, shape)
-        is_sequence = is_per_token or self.num_classes == self.vocabulary
-        labels_BT = self.below(self.num_classes, shape)
-        return labels_BT.masked_fill(self.padding(shape), IGNORED) if is_sequence else labels_BT
+        labels_BT = self.below(self.vocabulary if self.predicts_tokens else self.num_labels, shape)
+        return labels_BT.masked_fill(self.padding(shape), IGNORED)
 
 
 def synthetic_batch(
@@ -103,7 +98,7 @@ def synthetic_batch(
     No value of `like` survives, except in tensors of a kind not known here, where its first row is repeated.
     """
     device = next(model.parameters()).device
-    made_up = _MadeUp(model, padding_id if "attention_mask" in like else None, padding_side)
+    made_up = _MadeUp(model, padding_id, padding_side, "attention_mask" in like)
     num_tokens = min([MAX_TOKENS, *(v.size(1) for v in like.values() if _is_per_token(v, like))])
     batch: dict[str, Any] = {}
     for key, value in like.items():

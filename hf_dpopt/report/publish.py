@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +26,12 @@ class ReleaseGuard:
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
-    def num_charged(self) -> int:
-        """Charged steps: of the run in progress, else of the ledger on disk, else none."""
+    def charged(self) -> Sequence[int]:
+        """Charged steps of each chain: of the run in progress, else of the ledger on disk, else none."""
         ledger = self._ledger()
         if self.trainer._run is not None:
-            return self.trainer._run.num_charged
-        return ledger.num_charged if ledger else 0
+            return self.trainer._run.charged
+        return ledger.charged if ledger else ()
 
     def _ledger(self) -> Ledger | None:
         path = Path(self.trainer.args.output_dir) / LEDGER
@@ -70,7 +70,7 @@ class ReleaseGuard:
 
     def _replace_one(self, num_steps: int) -> float | None:
         plan = self.trainer._planned()
-        if not plan.config.is_private:
+        if not plan.is_private:
             return math.inf
         return plan.epsilon_replace_one() if num_steps <= plan.num_steps else None
 

@@ -195,6 +195,16 @@ def test_the_short_cut_for_truncation_is_a_bound(adjacency, noise):
     )
 
 
+def test_the_cost_of_truncation_is_taken_from_delta():
+    event = TruncatedPoissonSampler(num_examples=1000, expected_batch_size=50, cap=92).event(0.8, 100)
+    poisson = PoissonSampler(num_examples=1000, expected_batch_size=50).event(0.8, 100)
+    _, cost = events.split_truncation(events.flatten(event))
+    delta = 200 * cost
+    assert 1e-7 < delta < 1e-3
+    assert epsilon(event, delta, "zero_out") == epsilon(poisson, delta - cost, "zero_out")
+    assert epsilon(event, delta, "zero_out").epsilon > epsilon(poisson, delta, "zero_out").epsilon
+
+
 def test_the_cost_of_truncation_is_the_probability_of_being_kept_in_a_cut_batch():
     """Counted over all batches of six records: the sum of cut batches that hold the first record."""
     rate, cap, size = 0.4, 2, 6

@@ -17,6 +17,7 @@ from torch import nn
 from hf_dpopt.clipping import make_clipping
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads import contributions
+from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.rules import embedding, linear, norms
 from hf_dpopt.grads.self_check import SelfCheck, self_check, synthetic_batch
@@ -170,6 +171,8 @@ def test_made_up_records_hold_nothing_of_the_data():
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     assert len(set(lengths)) == len(lengths) == 3  # uneven lengths, so that padding is there to leak
     assert torch.equal(batch["input_ids"] == PAD, batch["attention_mask"] == 0)
+    left = synthetic_batch(like, models.bert(), PAD, padding_side="left")
+    assert torch.equal(left["attention_mask"], batch["attention_mask"].flip(1))
 
 
 # --- what is not goes red --------------------------------------------------------------------------------------------
@@ -338,9 +341,9 @@ def test_a_head_whose_own_loss_is_another_one():
 
 
 def _scaled(contribution: contributions.Contribution) -> contributions.Contribution:
-    """2% too much."""
+    """A tenth too much: what a wrong factor (the batch size, the scale of an adapter) does, or less."""
     field = "left_BTP" if isinstance(contribution, contributions.Outer) else "grad_B"
-    return dataclasses.replace(contribution, **{field: getattr(contribution, field) * 1.02})
+    return dataclasses.replace(contribution, **{field: getattr(contribution, field) * 1.1})
 
 
 def _break_linear(monkeypatch) -> None:
@@ -349,7 +352,7 @@ def _break_linear(monkeypatch) -> None:
 
 
 def _break_layer_norm(monkeypatch) -> None:
-    monkeypatch.setattr(norms, "Dense", lambda grad: contributions.Dense(grad * 1.02))
+    monkeypatch.setattr(norms, "Dense", lambda grad: contributions.Dense(grad * 1.1))
 
 
 def _break_embedding(monkeypatch) -> None:
@@ -385,6 +388,23 @@ DEFECTS = {
     "norms": (_break_norms, r"[\w.]+"),
     "a tensor left out": (_forget_a_tensor, r"classifier\.weight"),
 }
+
+
+def test_a_fresh_lora_hides_nothing(monkeypatch):
+    """While B is 0, the gradient of A is 0 as well, and would match any wrong one."""
+    right = Capture.add
+
+    def add(self, site, name, contribution):
+        right(self, site, name, _scaled(contribution) if "lora_A" in name else contribution)
+
+    monkeypatch.setattr(Capture, "add", add)
+    model = peft.get_peft_model(models.bert(), peft.LoraConfig(r=4, target_modules=["query"]))
+    before = state_of(model)
+    with pytest.raises(
+        UnsupportedModuleError, match=r"differs from a loop.*Worst tensor: [\w.]*lora_A[\w.]*, relative"
+    ):
+        check(model)
+    assert_untouched(model, before)
 
 
 @pytest.mark.parametrize("clipping_norm", [1e-3, 0.1, 1e3], ids=["all clipped", "some", "none clipped"])

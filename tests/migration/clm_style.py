@@ -4,7 +4,8 @@ import math
 import sys
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser
+from transformers import Trainer, TrainingArguments
 
 
 def pad(rows):

@@ -4,14 +4,8 @@ import sys
 from dataclasses import dataclass, field
 
 import numpy as np
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    HfArgumentParser,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import BertConfig, BertForSequenceClassification, HfArgumentParser, default_data_collator
+from transformers import Trainer, TrainingArguments
 
 
 @dataclass

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,11 @@ PRIVATE = "from hf_dpopt import DPTrainer as Trainer, DPTrainingArguments as Tra
 
 def _run(script: str, argv: list[str], *, private: bool):
     source = (Path(__file__).parent / script).read_text()
-    assert source.count(STOCK) == 1
-    namespace = {"__name__": "script"}
-    exec(compile(source.replace(STOCK, PRIVATE) if private else source, script, "exec"), namespace)
-    return namespace["main"](argv)
+    assert source.count(STOCK) == 1, "the formatter must leave the line of the names alone"
+    module = types.ModuleType(f"migration_{script.removesuffix('.py')}_{private}")
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    exec(compile(source.replace(STOCK, PRIVATE) if private else source, script, "exec"), module.__dict__)
+    return module.main(argv)
 
 
 @pytest.mark.parametrize("script", ["glue_style.py", "clm_style.py"])
