@@ -201,7 +201,8 @@ def test_each_chain_of_a_fixed_order_has_participations_of_its_own(tmp_path):
     first.train()
     twice = first.privacy_spent()
     assert twice.num_steps == 12 < first.plan.sampler.steps_per_epoch
-    assert twice.epsilon == pytest.approx(first.plan.epsilon((6, 6))) > once
+    assert twice.epsilon == pytest.approx(first.plan.epsilon((6, 6)))
+    assert twice.epsilon > 1.2 * once
     with pytest.raises(DPBudgetExceeded):
         over = tiny.trainer(tmp_path, **options | {"noise_multiplier": None, "target_epsilon": once * 1.1})
         over.train()

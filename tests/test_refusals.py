@@ -282,13 +282,13 @@ def _embedding_with(**values: Any) -> Callable[[], nn.Module]:
     return _bert_with(change)
 
 
-class _BatchNormed(tf.BertForSequenceClassification):
+class _BatchNormedForSequenceClassification(tf.BertForSequenceClassification):
     def __init__(self, config, norm=nn.BatchNorm1d):
         super().__init__(config)
         self.extra_norm = norm(config.hidden_size)
 
 
-class _Scaled(tf.BertForSequenceClassification):
+class _ScaledForSequenceClassification(tf.BertForSequenceClassification):
     """Owns a tensor of its own beside its children, as vision models own their class token."""
 
     def __init__(self, config):
@@ -361,9 +361,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _bert_with(lambda m: m.gradient_checkpointing_enable({"preserve_rng_state": True})),
         "reentrant.*'use_reentrant': False",
     ),
-    "batch norm": (lambda: _BatchNormed(tf.BertConfig(**_BERT)), "extra_norm .BatchNorm1d.*Replace it by GroupNorm"),
+    "batch norm": (
+        lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**_BERT)),
+        "extra_norm .BatchNorm1d.*Replace it by GroupNorm",
+    ),
     "synchronised batch norm": (
-        lambda: _BatchNormed(tf.BertConfig(**_BERT), nn.SyncBatchNorm),
+        lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**_BERT), nn.SyncBatchNorm),
         "extra_norm .SyncBatchNorm.*Replace it by GroupNorm",
     ),
     "mixtral": (mixtral, "mixture of experts.*Freeze experts and routers"),
@@ -387,7 +390,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "max_norm": (_embedding_with(max_norm=1.0), "word_embeddings renormalises.*Set max_norm=None"),
     "scale_grad_by_freq": (_embedding_with(scale_grad_by_freq=True), "word_embeddings.*Set scale_grad_by_freq=False"),
     "sparse": (_embedding_with(sparse=True), "word_embeddings.*Set sparse=False"),
-    "uncovered tensor": (lambda: _Scaled(tf.BertConfig(**_BERT)), "own_scale.*Freeze them.*LoRA"),
+    "uncovered tensor": (
+        lambda: _ScaledForSequenceClassification(tf.BertConfig(**_BERT)),
+        "own_scale.*Freeze them.*LoRA",
+    ),
     "gradient hook": (
         _bert_with(lambda m: m.classifier.weight.register_hook(lambda grad: grad)),
         "classifier.weight.*Remove the hook",
@@ -416,7 +422,7 @@ ALLOWED_MODELS: dict[str, Callable[[], nn.Module]] = {
         lambda m: (m.gradient_checkpointing_enable({"use_reentrant": True}), m.gradient_checkpointing_disable())
     ),
     "one device": _bert_with(lambda m: setattr(m, "hf_device_map", {"bert": "cpu", "classifier": "cpu"})),
-    "frozen tensor of its own": _only(lambda: _Scaled(tf.BertConfig(**_BERT)), "classifier"),
+    "frozen tensor of its own": _only(lambda: _ScaledForSequenceClassification(tf.BertConfig(**_BERT)), "classifier"),
     "frozen scaled embedding": lambda: _only(_embedding_with(scale_grad_by_freq=True), "classifier")(),
 }
 
@@ -428,7 +434,10 @@ def test_neighbours_of_refused_models_are_allowed(case, arguments):
 
 def test_a_model_made_by_model_init_is_checked_when_it_is_there(arguments, refused_in_training):
     trainer = DPTrainer(
-        None, arguments(), model_init=lambda: _BatchNormed(tf.BertConfig(**_BERT)), train_dataset=records()
+        None,
+        arguments(),
+        model_init=lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**_BERT)),
+        train_dataset=records(),
     )
     with refused_in_training("extra_norm.*Replace it by GroupNorm", trainer.model, error=UnsupportedModuleError):
         trainer.train()
@@ -516,11 +525,10 @@ def test_an_overridden_loss(arguments, refused):
         Own(model, args, train_dataset=dataset)
 
 
-def test_a_head_without_known_loss(arguments, refused_in_training):
-    model = tf.BertForNextSentencePrediction(tf.BertConfig(**_BERT))
-    trainer = DPTrainer(model, arguments(), train_dataset=records())
-    with refused_in_training("BertForNextSentencePrediction.*Pass per_example_loss_func=f", model):
-        trainer.train()
+def test_a_head_without_known_loss(arguments, refused):
+    args, model, dataset = arguments(), tf.BertForNextSentencePrediction(tf.BertConfig(**_BERT)), records()
+    with refused("BertForNextSentencePrediction.*Pass per_example_loss_func=f"):
+        DPTrainer(model, args, train_dataset=dataset)
 
 
 def test_a_loss_of_the_whole_batch(arguments, refused_in_training):

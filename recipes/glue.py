@@ -1,0 +1,281 @@
+#!/usr/bin/env python
+"""Finetune a model for sequence classification with differential privacy: GLUE, or your own csv, tsv, json files.
+
+The flags are those of Hugging Face's `run_glue.py` and of `DPTrainingArguments`, plus LoRA. The body is that script's,
+too, with two names changed: `DPTrainer` and `DPTrainingArguments`.
+
+    accelerate launch recipes/glue.py                     # no arguments: the embedded job, offline, a few minutes
+    accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8
+    accelerate launch recipes/glue.py --model_name_or_path <dir> --train_file train.tsv --validation_file dev.tsv \
+        --target_epsilon 8
+
+A wrong setting or file ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1
+shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.py`, `tables.py` and `glue_data.py`
+(records), `glue_model.py`, `glue_metrics.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import transformers
+from transformers import (
+    DataCollatorWithPadding,
+    PreTrainedTokenizerBase,
+    Trainer,
+    default_data_collator,
+    set_seed,
+)
+
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+from recipes import processes
+from recipes.glue_data import ClassificationData
+from recipes.glue_metrics import compute_metrics_with, load_metric
+from recipes.glue_model import add_lora, load_model
+from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
+from recipes.glue_sources import load_data
+
+logger = logging.getLogger("recipes.glue")
+
+USAGE_ERROR = 2
+# Wall-clock values depend on how many records were drawn. They are shown, not stored.
+TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def main(argv: list[str]) -> None:
+    """The whole run, in the order of run_glue.py."""
+    start = time.monotonic()
+    model_args, data_args, training_args = parse(argv)
+    set_up_logging(training_args)
+    set_seed(training_args.seed)
+
+    data = load_data(model_args, data_args, training_args)
+    tokenizer, model = load_model(model_args, data)
+    if model_args.lora_r:
+        model = add_lora(model, model_args)
+    splits = tokenize(data, tokenizer, model, data_args, training_args)
+    metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
+
+    trainer_class = Trainer if data_args.non_private else DPTrainer
+    trainer = trainer_class(
+        model=model,
+        args=training_args,
+        train_dataset=splits["train"] if training_args.do_train else None,
+        eval_dataset=next(iter(evaluation_splits(splits).values()), None) if training_args.do_eval else None,
+        compute_metrics=compute_metrics_with(metric, is_regression=data.labels is None),
+        processing_class=tokenizer,
+        data_collator=default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer),
+    )
+    if training_args.do_train:
+        train(trainer, training_args)
+    results = evaluate(trainer, splits) if training_args.do_eval else {}
+    if training_args.do_predict:
+        predict(trainer, splits, data, training_args)
+    publish(trainer, model_args, data_args, training_args)
+    if trainer.is_world_process_zero():
+        print(summary(trainer, data, splits, results, model_args, data_args, seconds=time.monotonic() - start))
+
+
+def set_up_logging(training_args: DPTrainingArguments) -> None:
+    """One line per event on the main process; the libraries stay at the level of --log_level."""
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        datefmt="%m/%d/%Y %H:%M:%S",
+        handlers=[logging.StreamHandler(sys.stdout)],
+    )
+    logging.getLogger("recipes").setLevel(logging.INFO if training_args.should_log else logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # the accountant's notes on orders it does not need
+    transformers.utils.logging.set_verbosity(training_args.get_process_log_level())
+
+
+def tokenize(
+    data: ClassificationData,
+    tokenizer: PreTrainedTokenizerBase,
+    model: Any,
+    data_args: DataTrainingArguments,
+    training_args: DPTrainingArguments,
+) -> dict[str, Any]:
+    """Splits of token ids and label ids. Each record is treated alone, whatever the others are."""
+    max_length = data_args.max_seq_length
+    if max_length > tokenizer.model_max_length:
+        logger.warning(
+            f"max_seq_length={max_length} is more than the model takes; using {tokenizer.model_max_length}."
+        )
+        max_length = tokenizer.model_max_length
+    padding = "max_length" if data_args.pad_to_max_length else False
+    ids = None if data.labels is None else [model.config.label2id[label] for label in data.labels]
+
+    def preprocess(rows: dict[str, list]) -> dict[str, Any]:
+        texts = (rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)
+        result = tokenizer(*texts, padding=padding, max_length=max_length, truncation=True)
+        if "label" in rows:
+            result["label"] = rows["label"] if ids is None else [ids[label] for label in rows["label"]]
+        return result
+
+    limits = {"train": data_args.max_train_samples, "test": data_args.max_predict_samples}
+    tokenized = {}
+    for split, dataset in data.splits.items():
+        limit = limits.get(split.split("_")[0], data_args.max_eval_samples)
+        dataset = dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
+        with training_args.main_process_first(desc=f"tokenizing {split}"):
+            tokenized[split] = dataset.map(
+                preprocess,
+                batched=True,
+                remove_columns=[column for column in ("text", "pair") if column in dataset.column_names],
+                load_from_cache_file=not data_args.overwrite_cache,
+                desc=f"Tokenizing {split}",
+            )
+    return tokenized
+
+
+def evaluation_splits(splits: dict[str, Any]) -> dict[str, Any]:
+    """The validation split; mnli has two."""
+    return {name: split for name, split in splits.items() if name.startswith("validation")}
+
+
+def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
+    """Training, and what of its numbers may be kept."""
+    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
+    trainer.save_model()
+    trainer.log_metrics("train", {k: v for k, v in metrics.items() if k != "delta"})  # it would round to 0.0
+    hidden = TIMINGS if isinstance(trainer, DPTrainer) else ()
+    trainer.save_metrics("train", {k: v for k, v in metrics.items() if k not in hidden})
+    trainer.save_state()
+
+
+def evaluate(trainer: Trainer, splits: dict[str, Any]) -> dict[str, float]:
+    """Metrics of every validation split; those of mnli's second one get the ending _mm."""
+    combined: dict[str, float] = {}
+    for name, split in evaluation_splits(splits).items():
+        metrics = trainer.evaluate(eval_dataset=split)
+        if name.endswith("_mismatched"):
+            metrics = {f"{key}_mm": value for key, value in metrics.items()}
+        metrics["eval_samples" + ("_mm" if name.endswith("_mismatched") else "")] = len(split)
+        trainer.log_metrics("eval", metrics)
+        combined |= metrics
+    trainer.save_metrics("eval", combined)
+    return combined
+
+
+def predict(trainer: Trainer, splits: dict[str, Any], data: ClassificationData, training_args: Any) -> None:
+    """Writes index and label (or score) of every test record to predict_results_<split>.txt."""
+    for name, split in splits.items():
+        if not name.startswith("test"):
+            continue
+        unlabelled = split.remove_columns([c for c in ("label",) if c in split.column_names])
+        logits = trainer.predict(unlabelled, metric_key_prefix="predict").predictions
+        logits = logits[0] if isinstance(logits, tuple) else logits
+        if data.labels is None:
+            answers = [f"{value:3.3f}" for value in np.squeeze(logits, axis=-1)]
+        else:
+            answers = [trainer.model.config.id2label[i] for i in np.argmax(logits, axis=-1).tolist()]
+        if trainer.is_world_process_zero():
+            path = Path(training_args.output_dir) / f"predict_results_{name}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("index\tprediction\n" + "".join(f"{i}\t{a}\n" for i, a in enumerate(answers)))
+            logger.info(f"Predictions for {len(answers)} records: {path}")
+
+
+def publish(
+    trainer: Trainer, model_args: ModelArguments, data_args: DataTrainingArguments, training_args: DPTrainingArguments
+) -> None:
+    """Model card, or push to the hub."""
+    if not training_args.do_train:
+        return
+    kwargs: dict[str, Any] = {"finetuned_from": model_args.model_name_or_path, "tasks": "text-classification"}
+    if data_args.embedded:
+        kwargs["finetuned_from"] = None
+    if data_args.task_name is not None:
+        kwargs |= {
+            "language": "en",
+            "dataset_tags": "glue",
+            "dataset_args": data_args.task_name,
+            "dataset": f"GLUE {data_args.task_name.upper()}",
+        }
+    if training_args.push_to_hub:
+        trainer.push_to_hub(**kwargs)
+    else:
+        trainer.create_model_card(**kwargs)
+
+
+def summary(
+    trainer: Trainer,
+    data: ClassificationData,
+    splits: dict[str, Any],
+    results: dict[str, float],
+    model_args: ModelArguments,
+    data_args: DataTrainingArguments,
+    *,
+    seconds: float,
+) -> str:
+    """The last lines of a run: what was run, what came out, what it cost."""
+    num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    start = " from random weights" if data_args.embedded else ""
+    what = f"{model_args.model_name_or_path}{start} ({num_parameters:,} trained parameters) on {data.description}"
+    lines = [("what was run", what)]
+    validation = next(iter(evaluation_splits(splits).values()), None)
+    if results and validation is not None and data.labels is not None:
+        majority = np.bincount(validation["label"]).max() / len(validation)
+        lines.append(("majority class", f"{majority:.1%} accuracy"))
+    shown = [f"{k.removeprefix('eval_')} {v:.4f}" for k, v in results.items() if is_score(k)]
+    if shown:
+        lines.append(("evaluation", ", ".join(shown)))
+    lines.append(("privacy", privacy_line(trainer)))
+    lines.append(("wall time", f"{seconds:.0f} s"))
+    lines.append(("output", str(Path(trainer.args.output_dir).resolve())))
+    text = "\n".join(f"  {name:<15} {value}" for name, value in lines)
+    return f"\n***** Result *****\n{text}" + (f"\n{NEXT_STEPS}" if data_args.embedded else "")
+
+
+NEXT_STEPS = """
+  The task: is this line of Python's standard library code, a comment or documentation? Every sentence or line is one
+  record. Each run spends its own budget on the same records; epsilons of several runs add up. The real thing:
+    accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8
+    accelerate launch recipes/glue.py --model_name_or_path <dir> --train_file train.tsv --validation_file dev.tsv \\
+        --target_epsilon 8"""
+
+
+def is_score(key: str) -> bool:
+    """Whether an entry of the evaluation metrics says something about quality."""
+    return not any(word in key for word in ("runtime", "per_second", "samples", "epoch", "epsilon", "preparation"))
+
+
+def privacy_line(trainer: Trainer) -> str:
+    if not isinstance(trainer, DPTrainer):
+        return "NONE (--non_private): trained with the stock Trainer, epsilon is infinite"
+    if trainer.plan is None:
+        return "nothing was trained, nothing was spent"
+    spent = trainer.privacy_spent()
+    return (
+        f"epsilon {spent.epsilon:.3f} at delta {spent.delta:g} after {spent.num_steps} steps, unit: {spent.unit}, "
+        f"adjacency: {spent.adjacency} (statement: {Path(trainer.args.output_dir) / 'privacy' / 'statement.md'})"
+    )
+
+
+def run(argv: list[str], entry: Callable[[list[str]], None] = main) -> int:
+    """Exit status of a run: 0, or 2 with one line on stderr for what the user can mend."""
+    try:
+        entry(argv)
+    except (DPConfigError, DPBudgetExceeded, ValueError) as error:
+        if os.environ.get("HF_DPOPT_DEBUG"):
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"error{'' if rank == '0' else f' (rank {rank})'}: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    processes.start_requested(sys.argv[1:])
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""Tables from files: csv, tsv, json and jsonl, each also gzipped. An error names the file and the line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from hf_dpopt import DPConfigError
+
+EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
+COLA_HEADER = ["source", "label", "mark", "sentence"]
+MAX_FIELD = 2**31 - 1  # the csv module stops at 131,072 characters otherwise
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of equal length, and where each row came from.
+
+    Args:
+        name: file or dataset, for messages.
+        columns: column name -> values, one per row.
+        lines: line of the file in which each row starts; None where rows have no line.
+    """
+
+    name: str
+    columns: dict[str, Sequence[Any]]
+    lines: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values()), ()))
+
+    def where(self, row: int) -> str:
+        """Place of a row in words."""
+        return f"{self.name}, " + (f"row {row + 1}" if self.lines is None else f"line {self.lines[row]}")
+
+
+def read_table(path: str | Path) -> Table:
+    """Reads one file into memory. The extension decides: .csv, .tsv, .json, .jsonl, each optionally followed by .gz.
+
+    * csv: comma-separated, quoted with double quotes, first line is the header.
+    * tsv: as GLUE ships it: tab-separated, a quote is an ordinary character, first line is the header. CoLA's four
+      columns without a header are recognised.
+    * jsonl, and json: one object per line; a .json file may also be one list of objects, or {"data": [...]}.
+
+    Raises:
+        DPConfigError: if the file is missing, unreadable, damaged, empty or of another kind.
+    """
+    path = Path(path)
+    suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
+    kind = suffixes[-1] if suffixes else ""
+    if kind not in EXTENSIONS:
+        raise DPConfigError(
+            f"{path} is neither of {', '.join(EXTENSIONS)} nor one of these with .gz behind. Convert or rename it."
+        )
+    reader = {".csv": _read_csv, ".tsv": _read_tsv, ".json": _read_json, ".jsonl": _read_jsonl}[kind]
+    try:
+        with _open(path) as file:
+            table = reader(path, file)
+    except FileNotFoundError:
+        raise DPConfigError(f"{path} does not exist. Check the path (it is relative to {Path.cwd()}).") from None
+    except UnicodeDecodeError as error:
+        raise DPConfigError(
+            f"{path} is not UTF-8 text ({error.reason}). Convert it, e.g. with iconv -t utf-8."
+        ) from None
+    except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+        raise DPConfigError(f"{path} is not a complete gzip file ({error}). Fetch or compress it again.") from None
+    except OSError as error:
+        raise DPConfigError(f"{path} cannot be read: {error.strerror or error}. Name a readable file.") from None
+    if len(table) == 0:
+        raise DPConfigError(f"{path} holds no rows. Name a file with at least one record.")
+    return table
+
+
+def _open(path: Path) -> TextIO:
+    # newline="": the csv module wants the line ends as they are; utf-8-sig drops the mark some editors put first
+    if path.suffix.lower() == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8-sig", newline="")
+    return open(path, encoding="utf-8-sig", newline="")
+
+
+def _read_csv(path: Path, file: TextIO) -> Table:
+    csv.field_size_limit(MAX_FIELD)
+    reader = csv.reader(file, strict=True)
+
+    def rows() -> Iterator[tuple[int, list[str]]]:
+        start = 1
+        try:
+            for row in reader:
+                if row:
+                    yield start, row
+                start = reader.line_num + 1
+        except csv.Error as error:
+            raise DPConfigError(
+                f"{path}, line {start}: not valid csv ({error}). Mend the quotes of that row."
+            ) from None
+
+    return _from_rows(path, rows())
+
+
+def _read_tsv(path: Path, file: TextIO) -> Table:
+    stripped = ((number, line.rstrip("\r\n")) for number, line in enumerate(_lines(file), start=1))
+    return _from_rows(path, ((number, line.split("\t")) for number, line in stripped if line))
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """Lines that end in \\n only: with newline="" a lone carriage return inside a sentence would end one, too."""
+    kept = ""
+    for piece in file:
+        kept += piece
+        if kept.endswith("\n"):
+            yield kept
+            kept = ""
+    if kept:
+        yield kept
+
+
+def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Table:
+    first_line, header = next(rows, (1, []))
+    columns: list[list[str]] = [[] for _ in header]
+    lines: list[int] = []
+
+    def add(line: int, row: list[str]) -> None:
+        if len(row) != len(header):
+            raise DPConfigError(
+                f"{path}, line {line}: {len(row)} fields where the first line has {len(header)}. "
+                "Remove stray separators from that row, or add what is missing."
+            )
+        lines.append(line)
+        for column, value in zip(columns, row, strict=True):
+            column.append(value)
+
+    if len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*"):
+        first_row, header = header, COLA_HEADER
+        add(first_line, first_row)
+    duplicate = next((name for name in header if header.count(name) > 1), None)
+    if duplicate is not None:
+        raise DPConfigError(
+            f"{path}: two columns are called {duplicate!r}. Give each a name of its own in the first line."
+        )
+    for line, row in rows:
+        add(line, row)
+    return Table(str(path), dict(zip(header, columns, strict=True)), lines)
+
+
+def _read_jsonl(path: Path, file: TextIO) -> Table:
+    records, lines = [], []
+    for number, line in enumerate(_lines(file), start=1):
+        if not line.strip():
+            continue
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise DPConfigError(
+                f"{path}, line {number}: not valid JSON ({error.msg}). Mend or remove that line."
+            ) from None
+        lines.append(number)
+    return _from_records(path, records, lines)
+
+
+def _read_json(path: Path, file: TextIO) -> Table:
+    text = file.read()
+    try:
+        whole = json.loads(text)
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data" or text.lstrip().startswith("{"):  # one object per line under the name .json
+            file.seek(0)
+            return _read_jsonl(path, file)
+        raise DPConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}). Mend that line.") from None
+    if isinstance(whole, dict):
+        whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
+    if not isinstance(whole, list):
+        raise DPConfigError(
+            f"{path} holds one {type(whole).__name__}. Write a list of objects, or one object per line."
+        )
+    return _from_records(path, whole, None)
+
+
+def _from_records(path: Path, records: list[Any], lines: list[int] | None) -> Table:
+    columns: dict[str, list[Any]] = {}
+    for row, record in enumerate(records):
+        where = Table(str(path), {}, lines).where(row)
+        if not isinstance(record, dict):
+            raise DPConfigError(
+                f'{where}: a {type(record).__name__}, not an object. Write {{"sentence": ..., "label": ...}}.'
+            )
+        if row == 0:
+            columns = {name: [] for name in record}
+        if record.keys() != columns.keys():
+            odd = sorted(record.keys() ^ columns.keys())
+            raise DPConfigError(
+                f"{where}: keys differ from the first record's in {', '.join(map(repr, odd))}. Give all records the "
+                "same keys."
+            )
+        for name, column in columns.items():
+            column.append(record[name])
+    return Table(str(path), columns, lines)

@@ -1,0 +1,316 @@
+"""`recipes/glue.py` as a user meets it: flags, one-line errors with exit status 2, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+from hf_dpopt import DPConfigError
+from recipes import glue, glue_sources, hub
+from recipes.embedded.build import make_tokenizer
+from recipes.glue_model import label_order, set_dropout
+from recipes.glue_options import parse
+
+TEXTS = [f"{good} film number {i}" for i, good in enumerate(["a fine", "no good"] * 20)]
+LABELS = [str(1 - i % 2) for i in range(40)]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A two-layer RoBERTa with dropout, finetuned on the labels of SST-2 in reversed order, as it claims."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = make_tokenizer(TEXTS * 3)
+    tokenizer.save_pretrained(folder)
+    config = RobertaConfig(
+        vocab_size=1024, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=42, id2label={0: "POSITIVE", 1: "NEGATIVE"}, label2id={"POSITIVE": 0, "NEGATIVE": 1},
+    )  # fmt: skip
+    RobertaForSequenceClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with train.tsv, dev.tsv and test.tsv."""
+    rows = [f"{text}\t{label}" for text, label in zip(TEXTS, LABELS, strict=True)]
+    for name, part in (("train", rows), ("dev", rows[:10])):
+        (tmp_path / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(part) + "\n")
+    (tmp_path / "test.tsv").write_text("index\tsentence\n" + "".join(f"{i}\t{t}\n" for i, t in enumerate(TEXTS[:5])))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TINY = {"--max_steps": "2", "--expected_batch_size": "8", "--use_cpu": "true", "--disable_tqdm": "true",
+        "--report_to": "none", "--target_delta": "1e-3", "--max_seq_length": "32", "--output_dir": "out"}  # fmt: skip
+
+
+def arguments(model: str, **changes: str | None) -> list[str]:
+    flags = {"--model_name_or_path": model, "--train_file": "train.tsv", "--validation_file": "dev.tsv",
+             "--target_epsilon": "8", **TINY}  # fmt: skip
+    flags |= {f"--{name}": value for name, value in changes.items()}
+    return [part for name, value in flags.items() if value is not None for part in (name, value)]
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_arguments_are_the_embedded_job(files: Path) -> None:
+    model_args, data_args, training_args = parse([])
+    assert data_args.embedded and model_args.model_name_or_path is None
+    assert (training_args.target_epsilon, training_args.target_delta) == (8.0, 1e-5)
+    assert training_args.do_train and training_args.do_eval and not training_args.do_predict
+    assert training_args.eval_data_privacy == "public"
+    assert training_args.output_dir.startswith("runs/embedded-")
+    assert list(files.glob("runs")) == []
+
+
+def test_embedded_settings_can_be_changed_one_by_one() -> None:
+    _, data_args, training_args = parse(["--noise_multiplier", "1.5", "--learning-rate=0.5"])
+    assert data_args.embedded and training_args.target_epsilon is None
+    assert (training_args.noise_multiplier, training_args.learning_rate) == (1.5, 0.5)
+
+
+def test_run_glue_defaults_hold_with_data_of_ones_own(model_dir: str) -> None:
+    _, data_args, training_args = parse(
+        ["--model_name_or_path", model_dir, "--task_name", "SST-2", "--target_epsilon", "3"]
+    )
+    assert data_args.task_name == "sst2" and data_args.max_seq_length == 128
+    assert (training_args.learning_rate, training_args.num_train_epochs) == (5e-5, 3)
+    assert training_args.do_train and training_args.do_eval
+
+
+def test_only_what_is_asked_for_is_done(model_dir: str) -> None:
+    base = ["--model_name_or_path", model_dir, "--target_epsilon", "3"]
+    only_train = parse([*base, "--train_file", "train.tsv"])[2]
+    assert only_train.do_train and not only_train.do_eval
+    only_eval = parse([*base, "--task_name", "rte", "--do_eval"])[2]
+    assert only_eval.do_eval and not only_eval.do_train
+
+
+def test_a_json_file_may_hold_the_flags(tmp_path: Path, model_dir: str) -> None:
+    path = tmp_path / "flags.json"
+    path.write_text(
+        json.dumps({"model_name_or_path": model_dir, "task_name": "mrpc", "target_epsilon": 2.0, "lora_r": 4})
+    )
+    model_args, data_args, training_args = parse([str(path)])
+    assert (model_args.lora_r, data_args.task_name, training_args.target_epsilon) == (4, "mrpc", 2.0)
+
+
+def test_non_private_reaches_the_same_batch_by_accumulation() -> None:
+    training_args = parse(["--non_private", "--expected_batch_size", "512"])[2]
+    assert training_args.gradient_accumulation_steps * training_args.per_device_train_batch_size == 512
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, str | None], str]] = {
+    "unknown task": ({"task_name": "sst3"}, "task_name='sst3' is unknown. Use one of: cola, mnli"),
+    "no validation file": ({"validation_file": None, "do_eval": "true"}, "do_eval .* Add --validation_file"),
+    "eval strategy alone": ({"validation_file": None, "eval_strategy": "epoch", "do_train": "true"}, "Add --validation_file"),
+    "no train file": ({"train_file": None}, "Add --train_file"),
+    "no test file": ({"do_predict": "true"}, "Add --test_file"),
+    "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
+    "no data": ({"train_file": None, "validation_file": None}, "Add --task_name <GLUE task>"),
+    "files and hub": ({"dataset_name": "imdb"}, "Both dataset_name and files are given. Keep one"),
+    "model folder": ({"model_name_or_path": "./nowhere"}, "'./nowhere' is not a folder. Name a model's folder"),
+    "missing file": ({"train_file": "nowhere.tsv"}, "nowhere.tsv does not exist. Check the path"),
+    "extension": ({"train_file": "train.parquet"}, "Convert or rename it"),
+    "empty": ({"train_file": "empty.tsv"}, "empty.tsv holds no rows. Name a file"),
+    "broken gzip": ({"train_file": "cut.tsv.gz"}, "cut.tsv.gz is not a complete gzip file .* Fetch or compress it again"),
+    "broken json": ({"train_file": "broken.jsonl"}, "broken.jsonl, line 2: not valid JSON .* Mend or remove"),
+    "missing column": ({"text_column": "nope"}, "no column 'nope' .* It has: 'sentence', 'label'"),
+    "unknown label": ({"validation_file": "odd.tsv"}, "odd.tsv, line 2: label '7' is not one of '0', '1'. Correct it"),
+    "label range": ({"task_name": "sst2", "validation_file": "odd.tsv"}, "label '7' is not one of 'negative', 'positive'"),
+    "label list": ({"label_list": "one"}, "Write e.g. negative,positive"),
+    "samples": ({"max_train_samples": "0"}, "max_train_samples=0 is not a positive count. Use 1 or more"),
+    "rank": ({"lora_r": "-1"}, "lora_r=-1 is negative. Use 4 to 64"),
+    "dropout": ({"dropout": "1.5"}, "dropout=1.5 is not a rate. Use 0 to 1"),
+    "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
+    "epsilon": ({"target_epsilon": "0"}, "target_epsilon=0.0 is not a budget. Use a finite number > 0"),
+    "no privacy": ({"target_epsilon": None}, "Neither target_epsilon nor noise_multiplier .* Add --target_epsilon 8"),
+    "batch": ({"expected_batch_size": "41"}, "expected_batch_size=41 is outside .* Use a smaller batch"),
+    "fp16": ({"fp16": "true"}, "fp16 .* Use --bf16"),
+    "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
+    "unknown flag": ({"train_fiel": "x"}, "not used .*--train_fiel"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    case: str, model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "empty.tsv").write_text("sentence\tlabel\n")
+    (files / "cut.tsv.gz").write_bytes(gzip.compress((files / "train.tsv").read_bytes())[:-9])
+    (files / "broken.jsonl").write_text('{"sentence": "x", "label": "0"}\n{"sentence":\n')
+    (files / "odd.tsv").write_text("sentence\tlabel\nx\t7\n")
+    (files / "train.parquet").write_text("")
+    before = sorted(files.iterdir())
+    changes, mend = BAD[case]
+    assert glue.run(arguments(model_dir, **changes)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    with pytest.raises(DPConfigError, match=mend):
+        raise DPConfigError(errors[0])
+    assert sorted(files.iterdir()) == before, "something was written"
+
+
+def test_the_traceback_is_there_for_those_who_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DPOPT_DEBUG", "1")
+    with pytest.raises(DPConfigError, match="Add --model_name_or_path"):
+        glue.run(["--task_name", "sst2"])
+
+
+def test_without_the_hub_there_is_one_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
+    """HF_HUB_OFFLINE=1 in these tests; the command is the one of the README."""
+    command = "--model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8"
+    assert glue.run(command.split()) == 2
+    error = capsys.readouterr().err
+    assert "The hub cannot be reached" in error and "--train_file train.tsv" in error and "Traceback" not in error
+    assert not (files / "runs").exists()
+
+
+def test_the_probe_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any answer but a proxy's refusal or a server error means that the hub is there."""
+    import requests
+
+    class Answer:
+        def __init__(self, status: int):
+            self.status_code = status
+
+    def unreachable(*args: Any, **kwargs: Any) -> Answer:
+        raise requests.ConnectionError("no route")
+
+    answers: list[tuple[Callable[..., Answer], bool]] = [
+        (lambda *a, **k: Answer(200), True), (lambda *a, **k: Answer(404), True),
+        (lambda *a, **k: Answer(403), False), (lambda *a, **k: Answer(503), False), (unreachable, False),
+    ]  # fmt: skip
+    for module, name in (
+        (hub.huggingface_hub.constants, "HF_HUB_OFFLINE"),
+        (hub.datasets.config, "HF_HUB_OFFLINE"),
+        (hub.evaluate.config, "HF_EVALUATE_OFFLINE"),
+    ):
+        monkeypatch.setattr(module, name, False)  # is_reachable may switch it on; monkeypatch puts it back
+    for answer, expected in answers:
+        monkeypatch.setattr(hub.huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(requests, "head", answer)
+        hub.is_reachable.cache_clear()
+        assert hub.is_reachable() is expected
+        assert hub.huggingface_hub.constants.HF_HUB_OFFLINE is not expected
+    hub.is_reachable.cache_clear()
+
+
+# --- model -----------------------------------------------------------------------------------------------------------
+
+
+def test_label_order_of_a_finetuned_model_is_kept() -> None:
+    assert label_order({"POSITIVE": 0, "NEGATIVE": 1}, ["negative", "positive"]) == [1, 0]
+    assert label_order({"LABEL_0": 0, "LABEL_1": 1}, ["negative", "positive"]) == [0, 1]
+    assert label_order({"a": 0, "b": 1}, ["a", "b", "c"]) == [0, 1, 2]
+
+
+def test_dropout_is_switched_off_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = RobertaConfig(hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.2, classifier_dropout=None)
+    with caplog.at_level(logging.INFO, logger="recipes"):
+        set_dropout(config, 0.0)
+    assert (config.hidden_dropout_prob, config.attention_probs_dropout_prob, config.classifier_dropout) == (0, 0, None)
+    assert "--dropout -1 keeps the model's own" in caplog.text
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+UNPRIVATIZED = (
+    "loss",
+    "train_loss",
+    "total_flos",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+)
+
+
+def test_train_evaluate_predict(model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = arguments(model_dir, task_name="sst2", test_file="test.tsv", do_train="true", do_eval="true",
+                      do_predict="true", lora_r="2", eval_data_privacy="public")  # fmt: skip
+    assert glue.run(flags) == 0
+    shown = capsys.readouterr().out
+    out = files / "out"
+    results = json.loads((out / "all_results.json").read_text())
+    assert 0 <= results["eval_accuracy"] <= 1 and results["eval_samples"] == 10 and results["train_samples"] == 40
+    assert 0 < results["epsilon"] <= 8
+    for name in ("all_results.json", "train_results.json"):
+        assert not set(json.loads((out / name).read_text())) & set(UNPRIVATIZED)
+    assert "majority class  50.0% accuracy" in shown and f"epsilon {results['epsilon']:.3f} at delta 0.001" in shown
+    lines = (out / "predict_results_test.txt").read_text().splitlines()
+    assert lines[0] == "index\tprediction" and len(lines) == 6
+    assert {line.split("\t")[1] for line in lines[1:]} <= {"positive", "negative"}
+    assert (out / "README.md").exists() and (out / "privacy" / "statement.md").exists()
+    assert (out / "adapter_model.safetensors").exists()
+    report = (out / "privacy" / "report.json").read_text()
+    assert "the labels are declared" in report
+
+
+def test_pairs_and_regression(model_dir: str, files: Path) -> None:
+    rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(TEXTS)]
+    (files / "train.json").write_text(json.dumps(rows))
+    (files / "dev.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:12]))
+    flags = arguments(model_dir, task_name="stsb", train_file="train.json", validation_file="dev.jsonl",
+                      ignore_mismatched_sizes="true")  # fmt: skip
+    assert glue.run(flags) == 0
+    results = json.loads((files / "out" / "all_results.json").read_text())
+    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(results)
+
+
+def test_mnli_from_the_hub(
+    model_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in for the download, with the hub's columns, label names and two validation splits."""
+    names = ["entailment", "neutral", "contradiction"]
+    features = Features(
+        {
+            "premise": Value("string"),
+            "hypothesis": Value("string"),
+            "label": ClassLabel(names=names),
+            "idx": Value("int32"),
+        }
+    )
+
+    def split(size: int, labelled: bool = True) -> Dataset:
+        rows = {"premise": TEXTS[:size], "hypothesis": TEXTS[1 : size + 1], "idx": list(range(size))}
+        labels = [i % 3 if labelled else -1 for i in range(size)]
+        return Dataset.from_dict({**rows, "label": labels}, features=features)
+
+    asked: list[Any] = []
+
+    def download(*args: Any, **kwargs: Any) -> DatasetDict:
+        asked.append(args)
+        return DatasetDict(
+            train=split(39), validation_matched=split(9), validation_mismatched=split(6),
+            test_matched=split(4, labelled=False), test_mismatched=split(5, labelled=False),
+        )  # fmt: skip
+
+    monkeypatch.setattr(glue_sources, "load_dataset", download)
+    flags = arguments(model_dir, task_name="mnli", train_file=None, validation_file=None, do_train="true",
+                      do_eval="true", do_predict="true", ignore_mismatched_sizes="true")  # fmt: skip
+    assert glue.run(flags) == 0, capsys.readouterr().err
+    assert asked == [("nyu-mll/glue", "mnli")]
+    results = json.loads((files / "out" / "all_results.json").read_text())
+    assert (results["eval_samples"], results["eval_samples_mm"]) == (9, 6)
+    assert {"eval_accuracy", "eval_accuracy_mm"} <= set(results)
+    for name, size in (("test_matched", 4), ("test_mismatched", 5)):
+        lines = (files / "out" / f"predict_results_{name}.txt").read_text().splitlines()[1:]
+        assert len(lines) == size and {line.split("\t")[1] for line in lines} <= set(names)
+    assert json.loads((files / "out" / "privacy" / "report.json").read_text())["eval_data_privacy"] == "public"
+
+
+def test_non_private_says_so(model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert glue.run(arguments(model_dir, non_private="true", target_epsilon=None)) == 0
+    assert "NONE (--non_private)" in capsys.readouterr().out
+    assert not (files / "out" / "privacy").exists()
