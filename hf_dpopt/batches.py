@@ -51,6 +51,12 @@ class LogicalBatch:
                     "bound what one record adds. Use a collator that makes one row per record "
                     "(DataCollatorWithPadding); cut long texts into records, or pack short ones, before training."
                 )
+            if "attention_mask" not in batch and len({_length(record) for record in records}) > 1:
+                raise DPConfigError(
+                    "Records of different lengths were padded, and the batch has no attention_mask: a record's "
+                    "gradient would depend on how long the others are. Use a collator that adds the mask "
+                    "(DataCollatorWithPadding), or pad every record to one length before training."
+                )
             yield batch
 
 

@@ -25,6 +25,15 @@ def _safety(dtype: torch.dtype) -> float:
     return 1.0 - 8.0 * torch.finfo(dtype).eps
 
 
+def usable(squared_norms: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Records whose squared norms are finite and not negative in every group, (B,); the others are dropped.
+
+    A negative square is a rounding error as large as the norm itself: nothing could be clipped by it.
+    """
+    squares = torch.stack(list(squared_norms.values()))
+    return (squares.isfinite() & (squares >= 0)).all(dim=0)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Clipping:
     clipping_norm: float
@@ -53,7 +62,7 @@ class _Clipping:
     def factors(self, squared_norms: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Clip factors of every record.
 
-        A record with a non-finite norm in any group is dropped: its factor is exactly 0 in all groups. Callers must
+        A record without a usable norm in any group is dropped: its factor is exactly 0 in all groups. Callers must
         *select* such records out, never multiply (0 * inf is NaN).
 
         Args:
@@ -62,10 +71,10 @@ class _Clipping:
         Returns:
             group -> factors in [0, 1] times the shape of the rule, (B,).
         """
-        finite_B = torch.stack(list(squared_norms.values())).isfinite().all(dim=0)
+        keep_B = usable(squared_norms)
         bound = self._group_bound(len(squared_norms))
         return {
-            group: torch.where(finite_B, self._factor(squares_B.sqrt(), bound) * _safety(squares_B.dtype), 0.0)
+            group: torch.where(keep_B, self._factor(squares_B.sqrt(), bound) * _safety(squares_B.dtype), 0.0)
             for group, squares_B in squared_norms.items()
         }
 

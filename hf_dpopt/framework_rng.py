@@ -8,6 +8,7 @@ in a state that a checkpoint could save.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 from collections.abc import Iterator
 
@@ -15,6 +16,14 @@ import numpy as np
 import torch
 
 from hf_dpopt.mechanisms.randomness import derive_key
+
+
+def reseed_from_the_system() -> None:
+    """Fresh seeds of the operating system for Python's, numpy's and torch's generators, for good."""
+    seed = os.urandom(32)
+    random.seed(seed)
+    np.random.seed(np.frombuffer(seed, dtype=np.uint32))
+    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
 
 
 @contextlib.contextmanager

@@ -160,6 +160,9 @@ class RecordLosses:
             labels = without_padding(labels, batch.get("attention_mask"), shifted=self.kind == "ForCausalLM")
         if self.kind == "ForConditionalGeneration" and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = base_model(self.model).prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
+        if self.kind == "ForConditionalGeneration":  # some collators pad labels with the pad token, which is no target
+            padding = getattr(base_model(self.model).config, "pad_token_id", None)
+            labels = labels if padding is None else labels.masked_fill(labels == padding, IGNORED)
         if not callable(self.loss):
             inputs.setdefault("return_dict", True)
         outputs = self.model(**inputs)

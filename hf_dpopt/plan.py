@@ -184,7 +184,7 @@ def make_plan(
     sampler = make_sampler(config, num_examples)
     sampler.check_adjacency(config.adjacency)
     delta = config.target_delta if config.target_delta is not None else default_delta(num_examples)
-    if delta > 1 / num_examples:
+    if config.target_delta is not None and delta >= 1 / num_examples:
         warnings.warn(
             f"delta={delta} is >= 1/n = {1 / num_examples:.3g}: publishing one record outright would satisfy it. "
             f"Use target_delta <= {default_delta(num_examples)}.",

@@ -216,6 +216,17 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
     )
     for name, module in model.named_modules():
         yield from _on_module(name, module)
+    yield (
+        any(p.dtype == torch.float16 for p in trained.values()),
+        "Trainable parameters are float16, in which a clipped gradient underflows or overflows.",
+        "Load the model in float32 or bfloat16 (dtype=...).",
+    )
+    rotary = {kind for kind in _rope_types(getattr(model, "config", None)) if kind == "longrope" or "dynamic" in kind}
+    yield (
+        bool(rotary),
+        f"rope_type {', '.join(sorted(rotary))} depends on the longest record of the batch.",
+        "Use a model with another rope_type (default, linear, yarn, llama3).",
+    )
     yield from _on_experts(model, trained)
     for name, p in trained.items():
         yield (
@@ -224,6 +235,19 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
             "Remove the hook (an optimizer that steps inside the backward may have set it).",
         )
     yield from _on_adapters(model)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embedding a config names, in whatever depth."""
+    found: set[str] = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        values = [getattr(config, name, None)]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                found |= {str(value[key]) for key in ("rope_type", "type") if isinstance(value.get(key), str)}
+                values += list(value.values())
+    return found
 
 
 def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
@@ -319,6 +343,36 @@ def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Itera
         "DataCollatorWithFlattening packs records into one row, so they would be clipped as one.",
         "Use DataCollatorWithPadding.",
     )
+    yield (
+        getattr(data_collator, "seed", None) is not None,
+        "The collator has a seed of its own: its coins are public, and one record more shifts those of the others.",
+        "Leave seed=None; masks are then drawn from a secret key.",
+    )
+
+
+def check_labels(train_dataset: Any, model: nn.Module) -> None:
+    """Refuses labels out of range, which would end the run in the step that samples them and tell that they are there.
+
+    Looks at classification labels only: one integer per record, in a column named label or labels.
+    """
+    config = getattr(model, "config", None)
+    num_labels = getattr(config, "num_labels", 0)
+    single = getattr(config, "problem_type", None) in (None, "single_label_classification")
+    if num_labels < 2 or not single or not type(model).__name__.endswith("ForSequenceClassification"):
+        return
+    columns = getattr(train_dataset, "column_names", None)
+    if isinstance(columns, list):
+        labels: Any = next((train_dataset[name] for name in ("label", "labels") if name in columns), [])
+    elif isinstance(train_dataset, list):
+        labels = [row.get("label", row.get("labels")) for row in train_dataset if isinstance(row, dict)]
+    else:
+        return
+    wrong = next((i for i, x in enumerate(labels) if isinstance(x, int) and not 0 <= x < num_labels), None)
+    if wrong is not None:
+        raise DPConfigError(
+            f"The label of training record {wrong} is outside 0 to {num_labels - 1}, the labels of the model. Correct "
+            "it, or load the model with num_labels=<number of labels>."
+        )
 
 
 # --- trainer ---------------------------------------------------------------------------------------------------------
@@ -333,4 +387,20 @@ def check_loss(trainer_class: type, stock_compute_loss: tuple[Any, ...], compute
         raise DPConfigError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for the batch and would not "
             f"be used. {mend}"
+        )
+
+
+HOOK_POINTS = (
+    "create_accelerator_and_postprocess", "get_train_dataloader", "set_initial_training_values", "training_step",
+    "_prepare_for_training", "_finalize_training", "_save_rng_state",
+)  # fmt: skip
+
+
+def check_hooks(trainer_class: type, mixin: type) -> None:
+    """Refuses trainers in which another class stands in front of the private step."""
+    replaced = [n for n in HOOK_POINTS if getattr(trainer_class, n) is not getattr(mixin, n)]
+    if replaced:
+        raise DPConfigError(
+            f"{trainer_class.__name__} replaces {', '.join(replaced)}, through which gradients are clipped, noised "
+            "and charged. Name DPTrainerMixin first among its bases and leave these methods out; use callbacks."
         )

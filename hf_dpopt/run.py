@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.private_state import Chain, PrivateState, check_resumable, continue_or_branch, default_private_dir
 
 LEDGER = Path("privacy") / "ledger.jsonl"
+CHECKPOINT_MARK = "privacy_ledger.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class PrivateRun:
         output_dir: the ledger lives in its `privacy` folder.
         private_state_dir: secret keys; never inside `output_dir`. None takes the user's state directory.
         resume_step: optimizer step of the checkpoint that training continues from; None for a fresh call to `train`.
+        checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
 
     Raises:
         DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint.
@@ -61,6 +64,7 @@ class PrivateRun:
         output_dir: str | Path,
         private_state_dir: str | Path | None = None,
         resume_step: int | None = None,
+        checkpoint: str | Path | None = None,
     ):
         self.plan = plan
         self.output_dir = Path(output_dir)
@@ -68,7 +72,7 @@ class PrivateRun:
         self.state: PrivateState | None = None
         opened: Any = None
         if aggregate.rank() == 0:
-            opened = self._open(private_state_dir, resume_step)
+            opened = self._open(private_state_dir, resume_step, checkpoint)
         opened = aggregate.from_main(opened)  # an error on rank 0 stops every rank, with the same message
         if isinstance(opened, Exception):
             raise opened
@@ -80,7 +84,7 @@ class PrivateRun:
         self.noise_generator_class = type(source).__name__
 
     def _open(
-        self, private_state_dir: str | Path | None, resume_step: int | None
+        self, private_state_dir: str | Path | None, resume_step: int | None, checkpoint: str | Path | None
     ) -> tuple[Chain, list[int]] | Exception:
         try:
             directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
@@ -88,6 +92,7 @@ class PrivateRun:
             self.ledger = Ledger.open(self.output_dir / LEDGER)
             try:
                 check_resumable(self.ledger, resume_step)
+                self._check_checkpoint(resume_step, checkpoint)
                 self._check_budget(resume_step or 0)
                 self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
                 fixed = self.plan.config.unsafe_fixed_noise_key
@@ -101,6 +106,25 @@ class PrivateRun:
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
         charged.append(charged.pop(position))  # the chain in progress comes last
         return chain, charged
+
+    def mark_checkpoint(self, folder: str | Path) -> None:
+        """Notes in a checkpoint which record of the ledger it stands at; rank 0 only."""
+        if self.ledger is not None:
+            (Path(folder) / CHECKPOINT_MARK).write_text(json.dumps({"ledger_digest": self.ledger.digest()}) + "\n")
+
+    def _check_checkpoint(self, resume_step: int | None, checkpoint: str | Path | None) -> None:
+        """A checkpoint of another run, or of none, has a cost that this ledger does not know."""
+        if not resume_step or checkpoint is None:
+            return
+        assert self.ledger is not None
+        mark = Path(checkpoint) / CHECKPOINT_MARK
+        digest = json.loads(mark.read_text())["ledger_digest"] if mark.exists() else None
+        if digest is None or not self.ledger.contains(digest):
+            raise DPConfigError(
+                f"{checkpoint} was not written by a run of {self.ledger.path}, so what its weights cost is unknown. "
+                "Resume from a checkpoint of this output_dir; to start from a model that was trained elsewhere, load "
+                "it as the initial model (its own privacy cost, if any, adds up)."
+            )
 
     @property
     def _target(self) -> float | None:
@@ -195,4 +219,9 @@ def recorded_noise_multiplier(output_dir: str | Path) -> float | None:
     if aggregate.rank() != 0 or not path.exists():
         return None
     plan = Ledger.read(path).plan
+    if plan is not None and plan["noise_multiplier"] == 0:
+        raise DPConfigError(
+            f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "
+            "Choose another output_dir."
+        )
     return None if plan is None else plan["noise_multiplier"]

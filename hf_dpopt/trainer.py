@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +21,11 @@ from hf_dpopt.args import DPTrainingArguments
 from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.framework_rng import secret_randomness
+from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.engine import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.self_check import self_check
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_noise_multiplier, spent_for
@@ -74,42 +73,42 @@ class DPTrainerMixin(_Trainer):
         refusals.check_loss(
             type(self), (Trainer.compute_loss, Seq2SeqTrainer.compute_loss), given.get("compute_loss_func")
         )
+        refusals.check_hooks(type(self), DPTrainerMixin)
         refusals.check_arguments(args)
         if model is not None:
             refusals.check_model(model)
             Capture(model)
         if model is not None and given.get("train_dataset") is not None:
+            refusals.check_labels(given["train_dataset"], base_model(model))
             RecordLosses(model, per_example_loss_func or "auto")  # an unknown head is found here, not after an epoch
-        self._take_over_batching(args)
-        self.plan: PrivacyPlan | None = self._make_plan(args, given)
+        expected = args.expected_batch_size
+        if expected is None:
+            expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
+        self._take_over_batching(args, expected)
         self._per_example_loss_func = per_example_loss_func
         self._run: PrivateRun | None = None
         self._self_check = "not run"
         self._unprivatized = UnprivatizedStatistics()
         super().__init__(model, args, *positional, **kwargs)
-        refusals.check_accelerator(self.accelerator)
         self._release = ReleaseGuard(self)
 
     # --- plan --------------------------------------------------------------------------------------------------------
 
-    def _take_over_batching(self, args: DPTrainingArguments) -> None:
-        """One loader item is one logical batch: the user's accumulation becomes part of its expected size."""
-        if args.expected_batch_size is None:
-            args.expected_batch_size = (
-                args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-            )
+    def _take_over_batching(self, args: DPTrainingArguments, expected_batch_size: int) -> None:
+        """One loader item is one logical batch: the user's accumulation became part of its expected size."""
+        args.expected_batch_size = expected_batch_size
         args.gradient_accumulation_steps = 1
         args.average_tokens_across_devices = False  # a token count over the batch would couple the records
 
-    def _make_plan(self, args: DPTrainingArguments, given: dict[str, Any]) -> PrivacyPlan | None:
+    def _make_plan(self, args: DPTrainingArguments, given: dict[str, Any], expected: int) -> PrivacyPlan | None:
         train_dataset = given.get("train_dataset")
         if train_dataset is None:  # evaluation only
             return None
         refusals.check_data(train_dataset, given.get("eval_dataset"), given.get("data_collator"))
-        assert args.expected_batch_size is not None
-        config = args.privacy_config(args.expected_batch_size)
+        config = args.privacy_config(expected)
         num_examples = len(train_dataset)
-        per_epoch = -(-num_examples // args.expected_batch_size)
+        per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
         recorded = (
@@ -130,6 +129,7 @@ class DPTrainerMixin(_Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
+        refusals.check_accelerator(self.accelerator)
         # Placement and autocast as usual, but no DistributedDataParallel: its reducer would average un-noised
         # gradients. The step does one SUM of clipped sums instead.
         prepare = self.accelerator.prepare_model
@@ -143,8 +143,10 @@ class DPTrainerMixin(_Trainer):
             return super().train(*args, **kwargs)
         finally:
             if self._run is not None:
-                self._release.write_report()
-                self._run.close()
+                try:
+                    self._release.write_report()
+                finally:
+                    self._run.close()
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
         values = super().set_initial_training_values(args, dataloader)
@@ -166,13 +168,15 @@ class DPTrainerMixin(_Trainer):
         )
         self._check_optimizer()
         self._run_self_check()
+        self._release.check(Path(self.args.output_dir))  # what could not be saved at the end is found now
         self._run = PrivateRun(
             self._planned(),
             output_dir=self.args.output_dir,
             private_state_dir=self.args.private_state_dir,
             resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
+            checkpoint=resume_from_checkpoint,
         )
-        torch.manual_seed(secrets.randbits(63))  # args.seed is public: nothing drawn from here on may depend on it
+        reseed_from_the_system()  # args.seed is public: nothing drawn from here on may depend on it
         self._release.write_report()
         self._announce()
         return model, loader
@@ -191,11 +195,17 @@ class DPTrainerMixin(_Trainer):
             self._self_check = "skipped by the user"
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return
-        like = self._prepare_inputs(self._record_collator(Records(self._record_dataset).head(2)))
-        padding = getattr(self.processing_class, "pad_token_id", None)
-        done = self_check(self._engine, self._losses, like, padding_id=padding)
-        self._self_check = f"passed (largest relative error {done.relative_error:.1e})"
-        logger.info(f"Self-check passed in {done.seconds:.2f} s: largest relative error {done.relative_error:.1e}.")
+        head = LogicalBatch(Records(self._record_dataset).head(2), step=0)
+        tokenizer = self.processing_class
+        done = self_check(
+            self._engine,
+            self._losses,
+            next(self._physical_batches(head)),
+            padding_id=getattr(tokenizer, "pad_token_id", None),
+            padding_side=getattr(tokenizer, "padding_side", None),
+        )
+        self._self_check = "passed"  # the error itself depends on how long the first records are
+        logger.info(f"Self-check passed in {done.seconds:.2f} s.")
 
     def _announce(self) -> None:
         plan, run = self._planned(), self._run
@@ -313,7 +323,10 @@ class DPTrainerMixin(_Trainer):
         return TrainOutput(output.global_step, float("nan"), metrics)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        os.makedirs(output_dir, exist_ok=True)  # the generators' states are secret; a resume derives them from the key
+        # The generators' states are secret, and a resume derives them from the key. What a checkpoint needs instead is
+        # a proof of its cost: which record of which ledger it stands at.
+        os.makedirs(output_dir, exist_ok=True)
+        self._current_run().mark_checkpoint(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         return None
@@ -347,7 +360,11 @@ class DPTrainerMixin(_Trainer):
         return super().predict(test_dataset, *args, **kwargs)
 
     def _refuse_training_data(self, dataset: Any) -> None:
-        if dataset is not None and dataset is self.train_dataset:
+        dataset = self.eval_dataset if dataset is None else dataset
+        if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
+            dataset = self.eval_dataset[dataset]
+        several = dataset.values() if isinstance(dataset, dict) else [dataset]
+        if self.train_dataset is not None and any(one is self.train_dataset for one in several):
             raise DPConfigError(
                 "Metrics on the training dataset are exact values of private data. Evaluate on held-out records."
             )

@@ -106,12 +106,10 @@ def tokenize(
     training_args: DPTrainingArguments,
 ) -> dict[str, Any]:
     """Splits of token ids and label ids. Each record is treated alone, whatever the others are."""
-    max_length = data_args.max_seq_length
-    if max_length > tokenizer.model_max_length:
-        logger.warning(
-            f"max_seq_length={max_length} is more than the model takes; using {tokenizer.model_max_length}."
-        )
-        max_length = tokenizer.model_max_length
+    most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
+    max_length = min(data_args.max_seq_length, most)
+    if max_length < data_args.max_seq_length:
+        logger.warning(f"max_seq_length={data_args.max_seq_length} is more than the model takes; using {most}.")
     padding = "max_length" if data_args.pad_to_max_length else False
     ids = None if data.labels is None else [model.config.label2id[label] for label in data.labels]
 
@@ -267,7 +265,7 @@ def run(argv: list[str], entry: Callable[[list[str]], None] = main) -> int:
     """Exit status of a run: 0, or 2 with one line on stderr for what the user can mend."""
     try:
         entry(argv)
-    except (DPConfigError, DPBudgetExceeded, ValueError) as error:
+    except (DPConfigError, DPBudgetExceeded, ValueError, OSError) as error:
         if os.environ.get("HF_DPOPT_DEBUG"):
             raise
         rank = os.environ.get("RANK", "0")

@@ -84,7 +84,7 @@ def set_dropout(config: Any, dropout: float) -> None:
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
             set_dropout(value, dropout)
-        elif ("drop" in name or name.endswith("_pdrop")) and isinstance(value, (int, float)) and value != dropout:
+        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool) and value != dropout:
             setattr(config, name, dropout)
             changed.append(f"{name} {value:g}")
     if changed:

@@ -120,7 +120,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     Raises:
         DPConfigError: for values that are wrong or do not fit together.
     """
-    parser = _Parser((ModelArguments, DataTrainingArguments, DPTrainingArguments))
+    parser = _Parser((ModelArguments, DataTrainingArguments, DPTrainingArguments), allow_abbrev=False)
     from_file = _json_flags(Path(argv[0])) if len(argv) == 1 and argv[0].endswith(".json") else None
     flags = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
     given = flags if from_file is None else set(from_file)
@@ -194,6 +194,11 @@ def _check(model_args: Any, data_args: Any, training_args: Any, embedded: bool) 
     if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
         raise DPConfigError(f"dropout={model_args.dropout} is not a rate. Use 0 to 1, or -1 to keep the model's own.")
     if data_args.non_private:
+        if (Path(training_args.output_dir) / "privacy").exists():
+            raise DPConfigError(
+                f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a model "
+                "trained without privacy. Choose another --output_dir."
+            )
         _accumulate(training_args)
     elif training_args.do_train:
         # wrong values end here, not after loading

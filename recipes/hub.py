@@ -48,7 +48,10 @@ def load(what: str, loader: Callable[..., T], *args: Any, mend: str, **kwargs: A
     reachable = Path(str(args[0])).is_dir() or is_reachable()
     try:
         return loader(*args, **kwargs)
-    except (OSError, ValueError) as error:  # what both libraries raise for names, files, connections and formats
+    except Exception as error:
+        # OSError, ValueError for names, files, connections; safetensors has an error class of its own for broken weights
+        if not isinstance(error, (OSError, ValueError)) and "Safetensor" not in type(error).__name__:
+            raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         state = "" if reachable else " The hub cannot be reached (or HF_HUB_OFFLINE=1 is set), nor is it in the cache."
         raise DPConfigError(f"{what} cannot be loaded: {reason}.{state} {mend}") from error

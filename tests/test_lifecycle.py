@@ -206,3 +206,18 @@ def test_each_chain_of_a_fixed_order_has_participations_of_its_own(tmp_path):
     with pytest.raises(DPBudgetExceeded):
         over = tiny.trainer(tmp_path, **options | {"noise_multiplier": None, "target_epsilon": once * 1.1})
         over.train()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    """Its step number fits, its weights were never paid for here."""
+    for name, sigma in (("mine", 1.0), ("other", 0.0)):
+        (tmp_path / name).mkdir()
+        _trainer(tmp_path / name, noise_multiplier=sigma).train()
+    with pytest.raises(DPConfigError, match="was not written by a run of.*initial model"):
+        _trainer(tmp_path / "mine").train(resume_from_checkpoint=str(tmp_path / "other/out/checkpoint-10"))
+
+
+def test_a_budget_is_not_kept_on_top_of_a_run_without_noise(tmp_path):
+    _trainer(tmp_path, noise_multiplier=0.0).train()
+    with pytest.raises(DPConfigError, match="another output_dir"):
+        _trainer(tmp_path, noise_multiplier=None, target_epsilon=8.0)

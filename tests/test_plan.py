@@ -246,10 +246,12 @@ def test_default_delta_is_used_and_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert plan_for(target_delta=None).delta == 1e-5
-        assert plan_for(target_delta=1 / NUM_EXAMPLES).delta == 1 / NUM_EXAMPLES
+        assert plan_for(target_delta=0.9 / NUM_EXAMPLES).delta == 0.9 / NUM_EXAMPLES
 
 
-def test_a_delta_above_one_over_n_warns():
+def test_a_delta_of_one_over_n_or_more_warns():
+    with pytest.warns(PrivacyWarning, match=">= 1/n"):
+        plan_for(target_delta=1 / NUM_EXAMPLES)
     with pytest.warns(PrivacyWarning, match="delta=0.0001 is >= 1/n.*Use target_delta <= 1e-05"):
         plan_for(target_delta=1e-4)
 

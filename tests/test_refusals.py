@@ -561,8 +561,8 @@ def _repeated(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     "collate, mend, charged",
     [
         (_packed, "batch is packed.*padding collator", 0),
-        (_flattened, "collator.*one row per record", 1),
-        (_repeated, "collator.*one row per record", 1),
+        (_flattened, "collator.*one row per record", 0),
+        (_repeated, "collator.*one row per record", 0),
     ],
 )
 def test_collators_whose_rows_are_not_the_records(collate, mend, charged, arguments, refused_in_training):
@@ -678,3 +678,29 @@ def test_more_steps_than_the_budget_covers(arguments, tmp_path):
     with pytest.raises(DPBudgetExceeded, match="Raise --target_epsilon"):
         DPTrainer(bert(), arguments(**budget), train_dataset=records()).train()
     assert num_charged(tmp_path / "out") == 2
+
+
+def test_labels_out_of_range(arguments):
+    wrong = [*records(), {**records()[0], "labels": 7}]
+    with pytest.raises(DPConfigError, match="outside 0 to 1.*num_labels"):
+        DPTrainer(bert(), arguments(), train_dataset=wrong)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_depend_on_the_batch(arguments, kind):
+    model = bert()
+    model.config.rope_parameters = {"full_attention": {"rope_type": kind}}
+    with pytest.raises(UnsupportedModuleError, match="longest record.*another rope_type"):
+        DPTrainer(model, arguments(), train_dataset=records())
+
+
+def test_float16_parameters(arguments):
+    with pytest.raises(UnsupportedModuleError, match="float32 or bfloat16"):
+        DPTrainer(bert().half(), arguments(), train_dataset=records())
+
+
+def test_collators_with_public_coins(arguments):
+    collator = tf.default_data_collator
+    seeded = type("Seeded", (), {"seed": 3, "__call__": lambda self, rows: collator(rows)})()
+    with pytest.raises(DPConfigError, match="seed=None"):
+        DPTrainer(bert(), arguments(), train_dataset=records(), data_collator=seeded)

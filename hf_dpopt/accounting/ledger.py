@@ -76,6 +76,7 @@ class Ledger:
         """Use `Ledger.open` or `Ledger.read`."""
         self.path = path
         self._digest = GENESIS
+        self._digests: set[str] = set()
         self._plan: dict[str, Any] | None = None
         self._chains: dict[str, ChainRecord] = {}
         self._steps: dict[str, list[int]] = {}
@@ -174,6 +175,10 @@ class Ledger:
     def digest(self) -> str:
         """SHA-256 of the last record, and through it of all: quote it, and no record can be changed or removed."""
         return self._digest
+
+    def contains(self, digest: str) -> bool:
+        """Whether the ledger had that digest at some moment."""
+        return digest in self._digests
 
     # --- adding to it ---
 
@@ -316,6 +321,7 @@ class Ledger:
             case kind:
                 raise DPConfigError(f"{self.path} has a record of kind {kind!r}. Use the hf_dpopt that wrote it.")
         self._digest = digest
+        self._digests.add(digest)
 
     def _mend_tail(self, end: int) -> None:
         """Settles what follows the last newline, which a kill in mid-write leaves.

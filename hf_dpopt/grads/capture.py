@@ -81,6 +81,11 @@ class Capture:
         for path, module in model.named_modules(remove_duplicate=True):
             if next(module.children(), None) is not None:
                 continue
+            if path.endswith("relative_attention_bias") and module.weight.requires_grad:
+                raise UnsupportedModuleError(
+                    f"{path} is looked up once for all records of a batch, so its per-record gradient cannot be told. "
+                    "Freeze it: model.get_submodule(name).requires_grad_(False); the rest of the model can be trained."
+                )
             own = {a: names[id(p)] for a, p in module.named_parameters(recurse=False) if id(p) in names}
             if own:
                 self.sites.append(Site(path, module, own, self))

@@ -14,6 +14,10 @@ import dataclasses
 
 import torch
 
+# A record whose tokens or uses cancel loses digits in the Gram form; below this share of the un-cancelled energy its
+# norm is taken from the materialised gradient instead. At 0.05, float32 rounding stays near 1e-6 of the norm.
+CANCELLATION = 0.05
+
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """`x` in the accumulation dtype: float64 stays, everything narrower becomes float32."""
@@ -34,10 +38,6 @@ class Outer:
     left_BTP: torch.Tensor
     right_BTQ: torch.Tensor
 
-    # A record whose tokens cancel loses digits in the Gram form; below this share of the un-cancelled energy its norm
-    # is taken from the materialised gradient instead. At 0.05, float32 rounding stays near 1e-6 of the norm.
-    cancellation = 0.05
-
     def squared_norm(self) -> torch.Tensor:
         r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>`` (Li et al. 2022, arXiv:2110.05679, Eq. 3), (B,)."""
         left_BTP, right_BTQ = wide(self.left_BTP), wide(self.right_BTQ)
@@ -46,8 +46,8 @@ class Outer:
         gram_BTT = torch.bmm(left_BTP, left_BTP.mT).mul_(torch.bmm(right_BTQ, right_BTQ.mT))
         squares_B = gram_BTT.sum(dim=(1, 2))
         energy_B = gram_BTT.diagonal(dim1=1, dim2=2).sum(dim=1)
-        for b in (squares_B < self.cancellation * energy_B).nonzero().flatten().tolist():
-            squares_B[b] = (left_BTP[b].mT @ right_BTQ[b]).square().sum()
+        for b in (squares_B < CANCELLATION * energy_B).nonzero().flatten().tolist():
+            squares_B[b] = self.of_record(b).square().sum()
         return squares_B
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
@@ -57,6 +57,9 @@ class Outer:
         else:
             left_BTP, right_BTQ = wide(left_BTP), _scale(right_BTQ, factors_B)
         total.addmm_(left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype))
+
+    def of_record(self, b: int) -> torch.Tensor:
+        return wide(self.left_BTP[b]).mT @ wide(self.right_BTQ[b])
 
     def select(self, keep_B: torch.Tensor) -> Outer:
         return Outer(self.left_BTP[keep_B], self.right_BTQ[keep_B])
@@ -84,6 +87,10 @@ class Rows:
         grad_BTD = _scale(self.grad_BTD, factors_B).to(total.dtype)
         total.index_add_(0, self.ids_BT.flatten(), grad_BTD.flatten(0, 1))
 
+    def of_record(self, b: int) -> torch.Tensor:
+        grad_TD = wide(self.grad_BTD[b])
+        return grad_TD.new_zeros(self.num_rows, grad_TD.size(-1)).index_add_(0, self.ids_BT[b], grad_TD)
+
     def select(self, keep_B: torch.Tensor) -> Rows:
         return Rows(self.ids_BT[keep_B], self.grad_BTD[keep_B], self.num_rows)
 
@@ -99,6 +106,9 @@ class Dense:
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
         total.view(-1).addmv_(self.grad_B.flatten(1).mT.to(total.dtype), factors_B.to(total.dtype))
+
+    def of_record(self, b: int) -> torch.Tensor:
+        return wide(self.grad_B[b])
 
     def select(self, keep_B: torch.Tensor) -> Dense:
         return Dense(self.grad_B[keep_B])
@@ -156,8 +166,12 @@ def inner(x: Contribution, y: Contribution) -> torch.Tensor:
 
 def squared_norm(contributions: list[Contribution]) -> torch.Tensor:
     """``||sum_i c_i||^2`` per record, (B,): own squares and, for a parameter used more than once, the cross terms."""
-    squares_B = torch.stack([c.squared_norm() for c in contributions]).sum(dim=0)
+    own_B = torch.stack([c.squared_norm() for c in contributions]).sum(dim=0)
+    squares_B = own_B.clone()
     for i, x in enumerate(contributions):
         for y in contributions[:i]:
-            squares_B = squares_B + 2 * inner(x, y)
+            squares_B += 2 * inner(x, y)
+    if len(contributions) > 1:  # uses that cancel each other lose digits, as tokens do
+        for b in (squares_B < CANCELLATION * own_B).nonzero().flatten().tolist():
+            squares_B[b] = torch.stack([c.of_record(b) for c in contributions]).sum(dim=0).square().sum()
     return squares_B

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dpopt.clipping import Clipping
+from hf_dpopt.clipping import Clipping, usable
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.contributions import Contribution, squared_norm, wide
@@ -133,8 +133,7 @@ class ClippingEngine:
             group = self.clipping.group(name)
             squares[group] = squares[group] + squared_norm(uses)
         factors = self.clipping.factors(squares)
-        keep_B = torch.stack(list(squares.values())).isfinite().all(dim=0)
-        return factors, keep_B
+        return factors, usable(squares)
 
     def _accumulate(
         self,

@@ -87,6 +87,8 @@ class _MadeUp:
         if len(shape) == 1 or not (is_per_token or self.predicts_tokens):
             return self.below(self.num_labels, shape)
         labels_BT = self.below(self.vocabulary if self.predicts_tokens else self.num_labels, shape)
+        if self.predicts_tokens and self.padding_id is not None:  # the padding token is no target
+            labels_BT[labels_BT == self.padding_id] = (self.padding_id + 1) % self.vocabulary
         return labels_BT.masked_fill(self.padding(shape), IGNORED)
 
 

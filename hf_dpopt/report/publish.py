@@ -76,7 +76,7 @@ class ReleaseGuard:
 
     def write_report(self) -> None:
         """Writes `privacy/statement.md` and `privacy/report.json`; rank 0 only."""
-        if self.trainer.args.should_save:
+        if self.trainer.args.should_save and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class ReleaseGuard:
         Raises:
             DPConfigError: naming the files and what is in them.
         """
-        if not self.trainer.args.should_save:
+        if not self.trainer.args.should_save or not folder.exists():
             return
         state = self.trainer._run.state if self.trainer._run is not None else None
         refuse_release(scan_for_secrets(folder, state.secrets() if state is not None else []))

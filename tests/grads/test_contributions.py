@@ -71,3 +71,17 @@ def test_cancelling_tokens_in_bfloat16_keep_their_norm():
     right = (torch.randn(1, 1, 32) + 1e-3 * torch.randn(1, 64, 32)).bfloat16()
     want = (left[0].double().T @ right[0].double()).square().sum().item()
     assert Outer(left, right).squared_norm().item() == pytest.approx(want, rel=1e-4)
+
+
+def test_two_uses_that_almost_cancel_keep_their_norm():
+    """x and -x (1 + 1e-5) through one weight: own squares and cross term agree to ten digits, float32 has seven."""
+    left, right = torch.randn(50, 8, 16), torch.randn(50, 8, 12)
+    uses = [Outer(left, right), Outer(-left, right * (1 + 1e-5))]
+    want = sum(_by_definition(c) for c in uses).square().sum(dim=(1, 2))
+    got = squared_norm(uses)
+    assert (got >= 0).all()
+    assert (got.sqrt() / want.sqrt()).min() > 0.9
+
+
+def _by_definition(c: Outer) -> torch.Tensor:
+    return torch.einsum("btp,btq->bpq", c.left_BTP.double(), c.right_BTQ.double())
