@@ -196,8 +196,8 @@ def _check(model_args: Any, data_args: Any, training_args: Any, embedded: bool) 
     if data_args.non_private:
         if (Path(training_args.output_dir) / "privacy").exists():
             raise DPConfigError(
-                f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a model "
-                "trained without privacy. Choose another --output_dir."
+                f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a "
+                "model trained without privacy. Choose another --output_dir."
             )
         _accumulate(training_args)
     elif training_args.do_train:

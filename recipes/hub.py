@@ -49,7 +49,7 @@ def load(what: str, loader: Callable[..., T], *args: Any, mend: str, **kwargs: A
     try:
         return loader(*args, **kwargs)
     except Exception as error:
-        # OSError, ValueError for names, files, connections; safetensors has an error class of its own for broken weights
+        # OSError, ValueError: names, files, connections; safetensors has a class of its own for broken weights
         if not isinstance(error, (OSError, ValueError)) and "Safetensor" not in type(error).__name__:
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
