@@ -30,16 +30,8 @@ MIN_SECRET_BYTES = 16
 FORBIDDEN_NAMES = ("rng_state*.pth", "*.key", "*.dp_private", "noise_buffer*")
 
 # What the stock Trainer writes about the batches it saw. 0 and None are placeholders; any other number is data.
-UNNOISED_KEYS = frozenset(
-    {
-        "loss",
-        "train_loss",
-        "total_flos",
-        "num_input_tokens_seen",
-        "train_samples_per_second",
-        "train_tokens_per_second",
-    }
-)
+# `train_samples_per_second` is not among them: the private trainer counts expected, public numbers of samples.
+UNNOISED_KEYS = frozenset({"loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second"})
 UNNOISED_PREFIX = "unprivatized_"
 RESULT_FILES = ("trainer_state.json", "*_results.json")
 TOKEN_FIELDS = frozenset({"hub_token", "push_to_hub_token"})

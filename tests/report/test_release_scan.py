@@ -17,6 +17,7 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.report import Finding, add_privacy_section, refuse_release, release_scan, scan_for_secrets, write_report
+from tests import tiny
 from tests.report.conftest import MakeFacts
 
 
@@ -213,6 +214,18 @@ def test_losses_in_the_model_card_are_found(clean: Path) -> None:
     (clean / "README.md").write_text("| Training Loss | Epoch |\n|---|---|\n| 0.693 | 1 |\n")
     (finding,) = scan_for_secrets(clean)
     assert finding.path == "README.md"
+
+
+def test_what_a_stock_script_writes_after_training_can_be_released(tmp_path: Path) -> None:
+    """The end of run_glue.py: metrics and state lie beside the model, and everything is saved or pushed once more."""
+    trainer = tiny.trainer(tmp_path / "out", max_steps=2, save_strategy="steps", save_steps=1)
+    result = trainer.train()
+    trainer.save_metrics("train", result.metrics)
+    trainer.save_state()
+    trainer.save_model()
+    state = json.loads((tmp_path / "out" / "trainer_state.json").read_text())
+    assert any("train_runtime" in entry for entry in state["log_history"])  # the values of the end are in there
+    assert scan_for_secrets(tmp_path / "out") == []
 
 
 def test_a_release_with_findings_is_refused_with_all_of_them() -> None:
