@@ -11,6 +11,7 @@ from typing import Any
 from hf_dpopt import aggregate
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.mechanisms.randomness import SecureGaussian
+from hf_dpopt.private_state import PrivateState, default_private_dir
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
 from hf_dpopt.report.release_scan import refuse_release, scan_for_secrets
@@ -58,7 +59,8 @@ class ReleaseGuard:
             world_size=aggregate.world_size(),
             ledger_digest=ledger.digest() if ledger else "",
             self_check=trainer._self_check,
-            unsafe=plan.config.unsafe_fixed_noise_key is not None,
+            unsafe=plan.config.unsafe_fixed_noise_key is not None
+            or (ledger is not None and any(c.unsafe for c in ledger.chains)),
             non_private_outputs=tuple(extras),
             callbacks=trainer.user_callbacks(),
             eval_data_privacy=trainer.args.eval_data_privacy,
@@ -100,8 +102,13 @@ class ReleaseGuard:
         """
         if not self.trainer.args.should_save or not folder.exists():
             return
-        state = self.trainer._run.state if self.trainer._run is not None else None
-        refuse_release(scan_for_secrets(folder, state.secrets() if state is not None else []))
+        args, run = self.trainer.args, self.trainer._run
+        if run is not None:
+            keys = run.state.secrets() if run.state is not None else []
+        else:  # another process trained: the keys it left behind
+            directory = Path(args.private_state_dir or default_private_dir(args.output_dir))
+            keys = PrivateState(directory, forbidden=args.output_dir).secrets() if directory.exists() else []
+        refuse_release(scan_for_secrets(folder, keys))
 
     def complete_model_card(self) -> None:
         """Takes the un-noised values out of the Trainer's card and puts the privacy section in."""
