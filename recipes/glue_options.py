@@ -19,7 +19,7 @@ SOURCES = ("model_name_or_path", "task_name", "dataset_name", "train_file", "val
 ACTIONS = ("do_train", "do_eval", "do_predict")
 RUNS = Path("runs")
 
-# The embedded job: 12 seconds of reading and building, then two minutes of training on two cores.
+# The embedded job: some twenty seconds of reading, building and evaluating, the rest is training.
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-5,
