@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_dpopt import clipped_gradient_sum
 from tests.grads.models import FLOAT32_REFERENCE, MODELS, batch_for
@@ -26,6 +28,27 @@ def test_clipped_sum_equals_a_loop_over_records(name, dtype, clipping):
     got = clipped_gradient_sum(model, batch, clipping_norm=norm, clipping=clipping)
     exact = dtype == torch.float64 and name not in FLOAT32_REFERENCE
     assert reference.relative_error(got, want) <= (1e-10 if exact else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize("finetuning", ["full", "lora"])
+def test_a_real_pretrained_encoder_is_exact(minilm_path, finetuning, dtype):
+    """The encoder of docs/results.md, its own tokenizer and real sentences, in evaluation mode (no dropout)."""
+    tokenizer = AutoTokenizer.from_pretrained(minilm_path)
+    model = AutoModelForSequenceClassification.from_pretrained(minilm_path, num_labels=2)
+    if finetuning == "lora":
+        targets = ["query", "key", "value", "dense"]
+        model = get_peft_model(model, LoraConfig(task_type="SEQ_CLS", r=8, target_modules=targets))
+        for name, p in model.named_parameters():  # a fresh B is 0, and A would get no gradient
+            if "lora_B" in name:
+                torch.nn.init.normal_(p, std=0.02)
+    model.to(dtype).eval()
+    texts = ["a gorgeous, witty, seductive movie .", "dull", "it 's a charming and often affecting journey", "no ."]
+    batch = {**tokenizer(texts, padding=True, return_tensors="pt"), "labels": torch.tensor([1, 0, 1, 0])}
+    norm = _median_norm(model, batch)
+    got = clipped_gradient_sum(model, batch, clipping_norm=norm)
+    want = reference.clipped_sum(model, batch, norm)
+    assert reference.relative_error(got, want) <= (1e-10 if dtype == torch.float64 else 1e-5)
 
 
 @pytest.mark.parametrize("name", ["bert", "roberta-lora", "gpt2"])
@@ -52,7 +75,7 @@ def test_sum_does_not_depend_on_padding_order_or_physical_batch(name):
     for part in parts:
         piece = clipped_gradient_sum(model, {k: v[part] for k, v in batch.items()}, clipping_norm=norm)
         total = piece if total is None else {n: total[n] + piece[n] for n in total}
-    assert reference.relative_error(total, whole) < 1e-6 if name == "gpt2" else 1e-10
+    assert reference.relative_error(total, whole) < (1e-6 if name == "gpt2" else 1e-10)
     pad = {"input_ids": model.config.pad_token_id or 0, "attention_mask": 0, "labels": -100}
     padded = {
         k: torch.nn.functional.pad(v, (0, 9), value=pad[k]) if v.dim() == 2 else v for k, v in batch.items()
