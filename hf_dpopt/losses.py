@@ -53,7 +53,9 @@ def without_padding(labels_BT: torch.Tensor, mask_BT: torch.Tensor | None, *, sh
 
 
 def _causal(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    targets_BT = F.pad(labels_BT, (0, 1), value=IGNORED)[:, 1:]
+    # virtual tokens (prompt tuning) come first; the last of them predicts the first token of the record
+    num_virtual = outputs.logits.size(1) - labels_BT.size(1)
+    targets_BT = F.pad(labels_BT, (num_virtual, 1), value=IGNORED)[:, 1:]
     return token_mean(outputs.logits, targets_BT, label_smoothing=label_smoothing)
 
 

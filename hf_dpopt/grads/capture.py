@@ -1,4 +1,4 @@
-"""Where gradients are captured: the leaf modules that own trainable parameters, patched only inside a step.
+"""Where gradients are captured: the layers that own trainable parameters, patched only inside a step.
 
 A patched module computes its usual output through an autograd Function that hands its contribution to the engine in
 the backward and gives autograd no gradient for the parameters. Whatever else uses a managed parameter goes through
@@ -8,6 +8,7 @@ ordinary autograd and leaves a `.grad` behind, which the engine turns into an er
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,15 +17,34 @@ from torch import nn
 
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.contributions import Contribution
-from hf_dpopt.grads.rules import Rule, rule_for
+from hf_dpopt.grads.rules import COMPOSITES, Rule, flattening, rule_for
+
+MIXTURE = re.compile(r"Experts|Router|TopK|MoE|Moe|SparseM|Gate$")
 
 
 class Site:
-    """One module under capture: its rule, its parameters' names, and the way back to the engine."""
+    """One method under capture (a layer's forward, mostly): its rule, its parameters' names, the way to the engine.
 
-    def __init__(self, name: str, module: nn.Module, parameter_names: dict[str, str], sink: Capture):
+    Args:
+        name: path of the module in the model, for messages.
+        module: owner of the method and of the parameters.
+        parameter_names: path of a trained parameter below the module -> its name in the model.
+        rule: called with (site, *args) in place of the method.
+        sink: takes the contributions.
+        method: name of the method.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameter_names: dict[str, str],
+        rule: Rule,
+        sink: Capture,
+        method: str = "forward",
+    ):
         self.name, self.module, self.parameter_names, self.sink = name, module, parameter_names, sink
-        self.rule: Rule = rule_for(module)
+        self.rule, self.method = rule, method
         self.original: Any = None
 
     @property
@@ -43,15 +63,15 @@ class Site:
         return self.rule(self, *args, **kwargs)
 
     def install(self) -> None:
-        self.had_own_forward = "forward" in self.module.__dict__
-        self.original = self.module.forward
-        self.module.forward = self  # type: ignore[method-assign, assignment]
+        self.had_its_own = self.method in self.module.__dict__
+        self.original = getattr(self.module, self.method)
+        setattr(self.module, self.method, self)
 
     def remove(self) -> None:
-        if self.had_own_forward:
-            self.module.forward = self.original  # type: ignore[method-assign]
+        if self.had_its_own:
+            setattr(self.module, self.method, self.original)
         else:
-            del self.module.forward
+            delattr(self.module, self.method)
 
     @contextlib.contextmanager
     def original_forward(self) -> Iterator[None]:
@@ -66,29 +86,21 @@ class Capture:
     """The sites of a model and what they recorded during one forward and backward.
 
     Args:
-        model: any module; parameters that require a gradient must each be owned by a leaf module.
+        model: any module; parameters that require a gradient must each belong to a layer or to a known composite.
 
     Raises:
-        UnsupportedModuleError: if a trainable parameter is owned by no leaf module; names all of them.
+        UnsupportedModuleError: if a trainable parameter belongs to neither, or to experts of a mixture; names all.
     """
 
     def __init__(self, model: nn.Module):
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.contributions: dict[str, list[Contribution]] = {}
         self.num_records = 0
-        names = {id(p): name for name, p in self.parameters.items()}
-        self.sites: list[Site] = []
-        for path, module in model.named_modules(remove_duplicate=True):
-            if next(module.children(), None) is not None:
-                continue
-            if path.endswith("relative_attention_bias") and module.weight.requires_grad:
-                raise UnsupportedModuleError(
-                    f"{path} is looked up once for all records of a batch, so its per-record gradient cannot be told. "
-                    "Freeze it: model.get_submodule(name).requires_grad_(False); the rest of the model can be trained."
-                )
-            own = {a: names[id(p)] for a, p in module.named_parameters(recurse=False) if id(p) in names}
-            if own:
-                self.sites.append(Site(path, module, own, self))
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        self.sites = [*self._composites(model)]
+        self.sites += self._layers(
+            model, {id(s.module.get_parameter(a)) for s in self.sites for a in s.parameter_names}
+        )
         covered = {name for site in self.sites for name in site.parameter_names.values()}
         missing = [name for name in self.parameters if name not in covered]
         if missing:
@@ -98,8 +110,39 @@ class Capture:
                 "with LoRA, or add a rule under hf_dpopt/grads/rules."
             )
 
+    def _trained(self, module: nn.Module, *, below: bool) -> dict[str, str]:
+        own = module.named_parameters(recurse=below, remove_duplicate=False)
+        return {path: self._names[id(p)] for path, p in own if id(p) in self._names}
+
+    def _composites(self, model: nn.Module) -> Iterator[Site]:
+        for path, module in model.named_modules():
+            for composite in COMPOSITES:
+                if composite.matches(module):
+                    below = self._trained(module, below=True)
+                    own = {a: name for a, name in below.items() if a.startswith(composite.owns)}
+                    if own or not composite.owns:
+                        yield Site(path, module, own, composite.rule, self, composite.method)
+
+    def _layers(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
+        flattened: list[str] = []
+        for path, module in model.named_modules():
+            flattened += [f"{path}.{child}" for child in flattening.children(module)]
+            own = self._trained(module, below=False)
+            if own and MIXTURE.search(type(module).__name__):
+                raise UnsupportedModuleError(
+                    f"{path} ({type(module).__name__}) is part of a mixture of experts: which tokens an expert sees "
+                    "depends on the other records, so a record's gradient cannot be told. Freeze experts and routers: "
+                    f"model.get_submodule({path!r}).requires_grad_(False); train the rest, or LoRA on the attention."
+                )
+            is_layer = next(module.children(), None) is None and type(module).forward is not nn.Module.forward
+            own = {a: name for a, name in own.items() if id(module.get_parameter(a)) not in captured}
+            if own and is_layer:
+                rule = rule_for(module)
+                is_flattened = any(path == p or path.startswith(p + ".") for p in flattened)
+                yield Site(path, module, own, flattening.by_record(rule) if is_flattened else rule, self)
+
     def add(self, site: Site, name: str, contribution: Contribution) -> None:
-        size = next(iter(vars(contribution).values())).size(0)
+        size = contribution.num_records
         if size != self.num_records:
             raise UnsupportedModuleError(
                 f"The gradient at {site.name} ({type(site.module).__name__}) has first dimension {size}, but the "

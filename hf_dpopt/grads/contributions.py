@@ -38,6 +38,10 @@ class Outer:
     left_BTP: torch.Tensor
     right_BTQ: torch.Tensor
 
+    @property
+    def num_records(self) -> int:
+        return self.left_BTP.size(0)
+
     def squared_norm(self) -> torch.Tensor:
         r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>`` (Li et al. 2022, arXiv:2110.05679, Eq. 3), (B,)."""
         left_BTP, right_BTQ = wide(self.left_BTP), wide(self.right_BTQ)
@@ -73,6 +77,10 @@ class Rows:
     grad_BTD: torch.Tensor
     num_rows: int
 
+    @property
+    def num_records(self) -> int:
+        return self.ids_BT.size(0)
+
     def squared_norm(self) -> torch.Tensor:
         """Tokens of one record that share a row add up before the square; (B,), in O(B T D)."""
         num_records, grad_BTD = self.ids_BT.size(0), wide(self.grad_BTD)
@@ -101,6 +109,10 @@ class Dense:
 
     grad_B: torch.Tensor
 
+    @property
+    def num_records(self) -> int:
+        return self.grad_B.size(0)
+
     def squared_norm(self) -> torch.Tensor:
         return wide(self.grad_B).flatten(1).square().sum(dim=1)
 
@@ -114,7 +126,30 @@ class Dense:
         return Dense(self.grad_B[keep_B])
 
 
-Contribution = Outer | Rows | Dense
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """A contribution to the transpose of the parameter: a low-rank embedding keeps its table as (D, V)."""
+
+    of: Rows
+
+    @property
+    def num_records(self) -> int:
+        return self.of.num_records
+
+    def squared_norm(self) -> torch.Tensor:
+        return self.of.squared_norm()
+
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
+        self.of.add_weighted_sum_(total.mT, factors_B)
+
+    def of_record(self, b: int) -> torch.Tensor:
+        return self.of.of_record(b).mT
+
+    def select(self, keep_B: torch.Tensor) -> Transposed:
+        return Transposed(self.of.select(keep_B))
+
+
+Contribution = Outer | Rows | Dense | Transposed
 
 
 def _inner_outer_outer(x: Outer, y: Outer) -> torch.Tensor:
@@ -147,7 +182,12 @@ def _inner_rows_dense(x: Rows, y: Dense) -> torch.Tensor:
     return (wide(y.grad_B).gather(1, index_BTD) * wide(x.grad_BTD)).sum(dim=(1, 2))
 
 
+def _inner_transposed(x: Transposed, y: Transposed) -> torch.Tensor:
+    return _inner_rows_rows(x.of, y.of)
+
+
 _INNER = {
+    (Transposed, Transposed): _inner_transposed,
     (Outer, Outer): _inner_outer_outer,
     (Rows, Rows): _inner_rows_rows,
     (Dense, Dense): _inner_dense_dense,

@@ -66,6 +66,10 @@ class _MadeUp:
         self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
         self.vocabulary = getattr(getattr(base, "get_input_embeddings", lambda: None)(), "num_embeddings", 2)
         self.predicts_tokens = getattr(base, "get_output_embeddings", lambda: None)() is not None
+        config: Any = getattr(base, "config", None)
+        classifies = type(base).__name__.endswith("ForSequenceClassification")
+        # BART and T5 classify at the end token, and want one in every record
+        self.end_id = config.eos_token_id if classifies and getattr(config, "is_encoder_decoder", False) else None
 
     def below(self, high: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=self.generator)
@@ -78,10 +82,16 @@ class _MadeUp:
 
     def ids(self, shape: tuple[int, ...]) -> torch.Tensor:
         ids_BT = self.below(self.vocabulary, shape)
-        if self.padding_id is None:
-            return ids_BT
-        ids_BT[ids_BT == self.padding_id] = (self.padding_id + 1) % self.vocabulary
-        return ids_BT.masked_fill(self.padding(shape), self.padding_id) if self.is_masked else ids_BT
+        special = {self.padding_id, self.end_id} - {None}
+        ordinary = next(i for i in range(self.vocabulary) if i not in special)
+        for i in special:
+            ids_BT[ids_BT == i] = ordinary
+        padding_BT = self.padding(shape) if self.padding_id is not None and self.is_masked else None
+        if self.end_id is not None:
+            is_padded_right = padding_BT is not None and self.padding_side == "right"
+            last_B = (~padding_BT).sum(1) - 1 if is_padded_right else torch.full((shape[0],), shape[1] - 1)  # type: ignore[operator]
+            ids_BT[torch.arange(shape[0]), last_B] = self.end_id
+        return ids_BT if padding_BT is None else ids_BT.masked_fill(padding_BT, self.padding_id)  # type: ignore[arg-type]
 
     def labels(self, shape: tuple[int, ...], is_per_token: bool) -> torch.Tensor:
         if len(shape) == 1 or not (is_per_token or self.predicts_tokens):

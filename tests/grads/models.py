@@ -1,41 +1,56 @@
-"""Tiny models of the families people finetune, with batches that have uneven lengths."""
+"""Tiny models of the families and adapters people finetune, with batches that have uneven lengths.
+
+`FAMILIES` and `ADAPTERS` are the rows of docs/support.md (`python -m tests.grads.support_table` writes it).
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
+import peft
 import torch
 import transformers as tf
-from peft import LoraConfig, get_peft_model
+from peft import get_peft_model
 from torch import nn
 
 VOCABULARY, NUM_RECORDS, NUM_TOKENS = 60, 5, 12
-LENGTHS = [12, 7, 3, 9, 1]
-_BERT = dict(
+LENGTHS = [12, 7, 3, 9, 2]
+END = 2  # BART classifies at this token
+Make = Callable[[], nn.Module]
+
+_ENCODER: dict[str, Any] = dict(
     vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
     max_position_embeddings=80, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)  # fmt: skip
+_DECODER: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=8, pad_token_id=0,
+)  # fmt: skip
+_BART: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=80, dropout=0.0,
+    attention_dropout=0.0, activation_dropout=0.0, decoder_start_token_id=END,
 )  # fmt: skip
 
 
 def bert() -> nn.Module:
-    return tf.BertForSequenceClassification(tf.BertConfig(**_BERT))
+    return tf.BertForSequenceClassification(tf.BertConfig(**_ENCODER))
 
 
 def roberta() -> nn.Module:
-    return tf.RobertaForSequenceClassification(tf.RobertaConfig(**_BERT, pad_token_id=1))
+    return tf.RobertaForSequenceClassification(tf.RobertaConfig(**_ENCODER, pad_token_id=1))
 
 
-def roberta_mlm() -> nn.Module:  # tied embeddings and head
-    return tf.RobertaForMaskedLM(tf.RobertaConfig(**_BERT, pad_token_id=1))
+def roberta_mlm() -> nn.Module:
+    return tf.RobertaForMaskedLM(tf.RobertaConfig(**_ENCODER, pad_token_id=1))
 
 
-def albert() -> nn.Module:  # one layer used three times
+def albert() -> nn.Module:
     return tf.AlbertForSequenceClassification(
-        tf.AlbertConfig(
-            vocab_size=VOCABULARY, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=2,
-            intermediate_size=48, classifier_dropout_prob=0.0, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )
-    )  # fmt: skip
+        tf.AlbertConfig(**{**_ENCODER, "num_hidden_layers": 3}, embedding_size=16, classifier_dropout_prob=0.0)
+    )
 
 
 def distilbert() -> nn.Module:
@@ -47,7 +62,16 @@ def distilbert() -> nn.Module:
     )  # fmt: skip
 
 
-def gpt2() -> nn.Module:  # Conv1D, broadcast positions, tied head
+def deberta() -> nn.Module:
+    return tf.DebertaV2ForSequenceClassification(
+        tf.DebertaV2Config(
+            **_ENCODER, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], share_att_key=True,
+            norm_rel_ebd="layer_norm", position_biased_input=False, pooler_hidden_size=32, pooler_dropout=0.0,
+        )
+    )  # fmt: skip
+
+
+def gpt2() -> nn.Module:
     return tf.GPT2LMHeadModel(
         tf.GPT2Config(
             vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=80, resid_pdrop=0.0, embd_pdrop=0.0,
@@ -56,51 +80,191 @@ def gpt2() -> nn.Module:  # Conv1D, broadcast positions, tied head
     )  # fmt: skip
 
 
-def llama() -> nn.Module:  # RMSNorm has no rule: the fallback's case
-    return tf.LlamaForCausalLM(
-        tf.LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, tie_word_embeddings=True,
+def opt() -> nn.Module:
+    return tf.OPTForCausalLM(
+        tf.OPTConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=2,
+            max_position_embeddings=80, dropout=0.0, word_embed_proj_dim=16,
         )
     )  # fmt: skip
 
 
-def with_lora(make: Callable[[], nn.Module], targets: list[str]) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        model = get_peft_model(
-            make(), LoraConfig(r=4, lora_alpha=8, target_modules=targets, modules_to_save=["classifier"])
+def gpt_neox() -> nn.Module:
+    return tf.GPTNeoXForCausalLM(
+        tf.GPTNeoXConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=2
         )
-        for name, p in model.named_parameters():  # a fresh B is 0, and A would get no gradient
-            if "lora_B" in name:
-                nn.init.normal_(p, std=0.1)
-        return model
-
-    return build
+    )
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "bert": bert,
-    "bert-lora": with_lora(bert, ["query", "value"]),
-    "roberta": roberta,
-    "roberta-lora": with_lora(roberta, ["query", "value", "dense"]),
-    "roberta-mlm": roberta_mlm,
-    "albert": albert,
-    "distilbert": distilbert,
-    "distilbert-lora": with_lora(distilbert, ["q_lin", "v_lin"]),
-    "gpt2": gpt2,
-    "llama": llama,
+def decoder(model: type, config: type, **settings: Any) -> Make:
+    return lambda: model(config(**_DECODER, **settings))
+
+
+llama = decoder(tf.LlamaForCausalLM, tf.LlamaConfig, tie_word_embeddings=True)
+
+
+def t5() -> nn.Module:
+    return tf.T5ForConditionalGeneration(
+        tf.T5Config(
+            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
+    )  # fmt: skip
+
+
+def bart() -> nn.Module:
+    return tf.BartForConditionalGeneration(tf.BartConfig(**_BART))
+
+
+def bart_classifier() -> nn.Module:
+    return tf.BartForSequenceClassification(tf.BartConfig(**_BART))
+
+
+def _fill(model: nn.Module) -> nn.Module:
+    """A fresh LoRA B is 0 and fresh (IA)^3 scales are 1: values of which some gradients are 0 or special."""
+    special = ("lora_B", "lora_embedding_A", "lora_embedding_B", "ia3_l")
+    for name, p in model.named_parameters():
+        if p.requires_grad and any(kind in name for kind in special):
+            nn.init.normal_(p, std=0.1)
+    return model
+
+
+def with_adapter(make: Make, config: Callable[[], Any]) -> Make:
+    return lambda: _fill(get_peft_model(make(), config()))
+
+
+def lora(make: Make, targets: list[str], **settings: Any) -> Make:
+    return with_adapter(make, lambda: peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, **settings))
+
+
+def _only_biases() -> nn.Module:
+    model = roberta()
+    for name, p in model.named_parameters():
+        p.requires_grad_("bias" in name or "classifier" in name)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A row of the support table."""
+
+    label: str
+    full: Make
+    targets: list[str]
+    why: str = ""
+
+    @property
+    def with_lora(self) -> Make:
+        classifies = "Sequence" in type(self.full()).__name__
+        head = ["classification_head" if "bart" in self.label.lower() else "classifier"] if classifies else None
+        return lora(self.full, self.targets, modules_to_save=head)
+
+
+FAMILIES: dict[str, Family] = {
+    "bert": Family("BERT", bert, ["query", "value"]),
+    "roberta": Family("RoBERTa", roberta, ["query", "value", "dense"]),
+    "roberta-mlm": Family("RoBERTa, masked LM", roberta_mlm, ["query"], "tied head"),
+    "distilbert": Family("DistilBERT", distilbert, ["q_lin", "v_lin"]),
+    "albert": Family("ALBERT", albert, ["query"], "one layer used many times"),
+    "deberta-v2": Family("DeBERTa-v2 / v3", deberta, ["query_proj", "key_proj"], "relative embeddings of the batch"),
+    "gpt2": Family("GPT-2", gpt2, ["c_attn", "mlp.c_proj"], "Conv1D, tied head, broadcast positions"),
+    "opt": Family("OPT", opt, ["q_proj", "fc1", "fc2"], "flattened tokens, offset positions, projections"),
+    "gpt-neox": Family("GPT-NeoX, Pythia", gpt_neox, ["query_key_value"]),
+    "llama": Family("Llama", llama, ["q_proj", "down_proj"], "RMSNorm, grouped queries, tied head"),
+    "llama-untied": Family("Llama, untied", decoder(tf.LlamaForCausalLM, tf.LlamaConfig), ["q_proj"]),
+    "qwen2": Family("Qwen2", decoder(tf.Qwen2ForCausalLM, tf.Qwen2Config, tie_word_embeddings=True), ["q_proj"]),
+    "qwen3": Family("Qwen3", decoder(tf.Qwen3ForCausalLM, tf.Qwen3Config), ["q_proj"], "norms of queries and keys"),
+    "gemma": Family("Gemma", decoder(tf.GemmaForCausalLM, tf.GemmaConfig), ["q_proj"], "scaled words, 1 + weight"),
+    "gemma2": Family("Gemma 2", decoder(tf.Gemma2ForCausalLM, tf.Gemma2Config), ["q_proj"], "softcapped logits"),
+    "mistral": Family("Mistral", decoder(tf.MistralForCausalLM, tf.MistralConfig), ["q_proj"]),
+    "t5": Family("T5", t5, ["q", "v"], "relative bias of the batch, shared embeddings, cross-attention"),
+    "bart": Family("BART", bart, ["q_proj", "fc1"], "shared embeddings, cross-attention"),
+    "bart-classifier": Family("BART, classification", bart_classifier, ["q_proj"]),
 }
-# transformers' causal LM loss rounds float64 logits to float32, so these references are no better than that
-FLOAT32_REFERENCE = ("gpt2", "llama")
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A row of the table of adapters."""
+
+    label: str
+    make: Make
+
+
+_VIRTUAL: dict[str, Any] = dict(num_virtual_tokens=4)
+ADAPTERS: dict[str, Adapter] = {
+    "lora-embedding": Adapter("LoRA on embeddings", lora(gpt2, ["wte", "c_attn"], fan_in_fan_out=True)),
+    "lora-padded-embedding": Adapter(
+        "LoRA on embeddings with a padding row", lora(bert, ["word_embeddings"], modules_to_save=["classifier"])
+    ),
+    "modules-to-save": Adapter(
+        "`modules_to_save`, embeddings included", lora(bert, ["query"], modules_to_save=["classifier", "word_embeddings"])
+    ),
+    "rslora": Adapter("rank-stabilised LoRA", lora(llama, ["q_proj", "down_proj"], use_rslora=True)),
+    "lora-bias": Adapter("LoRA with biases", lora(bert, ["query"], bias="lora_only", lora_bias=True)),
+    "dora": Adapter("DoRA", lora(llama, ["q_proj", "down_proj"], use_dora=True)),
+    "dora-bias": Adapter("DoRA on layers with a bias", lora(bert, ["query", "dense"], use_dora=True)),
+    "dora-conv1d": Adapter("DoRA on Conv1D", lora(gpt2, ["c_attn"], use_dora=True, fan_in_fan_out=True)),
+    "ia3": Adapter(
+        "(IA)^3",
+        with_adapter(bert, lambda: peft.IA3Config(
+            target_modules=["key", "value", "output.dense"], feedforward_modules=["output.dense"], task_type="SEQ_CLS"
+        )),
+    ),
+    "ia3-conv1d": Adapter(
+        "(IA)^3 on Conv1D",
+        with_adapter(gpt2, lambda: peft.IA3Config(
+            target_modules=["c_attn", "mlp.c_proj"], feedforward_modules=["mlp.c_proj"], fan_in_fan_out=True
+        )),
+    ),
+    "prompt": Adapter(
+        "prompt tuning",
+        with_adapter(gpt2, lambda: peft.PromptTuningConfig(**_VIRTUAL, task_type="CAUSAL_LM")),
+    ),
+    "prompt-classifier": Adapter(
+        "prompt tuning, classification",
+        with_adapter(bert, lambda: peft.PromptTuningConfig(**_VIRTUAL, task_type="SEQ_CLS")),
+    ),
+    "p-tuning": Adapter(
+        "P-tuning",
+        with_adapter(gpt2, lambda: peft.PromptEncoderConfig(
+            **_VIRTUAL, task_type="CAUSAL_LM", encoder_hidden_size=16
+        )),
+    ),
+    "prefix": Adapter(
+        "prefix tuning", with_adapter(gpt2, lambda: peft.PrefixTuningConfig(**_VIRTUAL, task_type="CAUSAL_LM"))
+    ),
+    "prefix-projected": Adapter(
+        "prefix tuning with a projection",
+        with_adapter(llama, lambda: peft.PrefixTuningConfig(
+            **_VIRTUAL, task_type="CAUSAL_LM", prefix_projection=True, encoder_hidden_size=16
+        )),
+    ),
+    "bitfit": Adapter("BitFit (biases only)", _only_biases),
+}  # fmt: skip
+
+MODELS: dict[str, Make] = {
+    **{name: family.full for name, family in FAMILIES.items()},
+    **{f"{name}-lora": family.with_lora for name, family in FAMILIES.items()},
+    **{name: adapter.make for name, adapter in ADAPTERS.items()},
+}
+
+
+def base_of(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def batch_for(model: nn.Module, lengths: list[int] | None = None, width: int = NUM_TOKENS) -> dict[str, torch.Tensor]:
     """A padded batch: random tokens, uneven lengths, one label per record or per token."""
     lengths = LENGTHS if lengths is None else lengths
-    config = model.config
+    base = base_of(model)
     ids_BT = torch.randint(3, VOCABULARY, (len(lengths), width))
     mask_BT = (torch.arange(width) < torch.tensor(lengths).unsqueeze(1)).long()
-    ids_BT = ids_BT.masked_fill(mask_BT == 0, config.pad_token_id or 0)
-    name = type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__
-    labels = torch.randint(0, 2, (len(lengths),)) if "Sequence" in name else ids_BT.masked_fill(mask_BT == 0, -100)
-    return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels}
+    ids_BT = ids_BT.masked_fill(mask_BT == 0, base.config.pad_token_id or 0)
+    if "Sequence" not in type(base).__name__:
+        return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": ids_BT.masked_fill(mask_BT == 0, -100)}
+    if "Bart" in type(base).__name__:
+        ids_BT[torch.arange(len(lengths)), torch.tensor(lengths) - 1] = END
+    labels_B = torch.randint(0, 2, (len(lengths),))
+    return {"input_ids": ids_BT, "attention_mask": mask_BT, "labels": labels_B}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 
 def rows(batch: dict, b: int) -> dict:
@@ -10,10 +11,22 @@ def rows(batch: dict, b: int) -> dict:
 
 
 def own_token_mean_loss(model, row: dict) -> torch.Tensor | None:
-    """transformers' own loss on one record: with one record, its batch mean is the own-token mean."""
-    if (row["labels"] == -100).all():
+    """The loss of one record from its logits, in their own precision (transformers' losses round to float32)."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    labels = row["labels"]
+    if (labels == -100).all():
         return None
-    return model(**row).loss
+    if base.config.is_encoder_decoder and labels.dim() > 1:
+        logits = model(**row).logits
+    else:
+        logits = model(**{k: v for k, v in row.items() if k != "labels"}).logits
+    if labels.dim() == 1:
+        return F.cross_entropy(logits, labels)
+    virtual = labels.new_full((logits.size(1) - labels.size(1),), -100)  # prompt tuning: no targets, but they predict
+    logits, targets = logits[0], torch.cat([virtual, labels[0]])
+    if base.__class__.__name__.endswith(("CausalLM", "LMHeadModel")):
+        logits, targets = logits[:-1], targets[1:]
+    return F.cross_entropy(logits, targets) if (targets != -100).any() else None
 
 
 def record_gradients(model, batch: dict, loss=own_token_mean_loss) -> list[dict[str, torch.Tensor]]:
@@ -34,18 +47,21 @@ def norm(grads: dict[str, torch.Tensor]) -> torch.Tensor:
 def clipped_sum(model, batch: dict, clipping_norm: float, clipping: str = "flat", loss=own_token_mean_loss) -> dict:
     total: dict[str, torch.Tensor] = {}
     for grads in record_gradients(model, batch, loss):
-        layers = sorted({n.rpartition(".")[0] for n in grads})
+        whole = norm(grads)
+        if not torch.isfinite(whole):
+            continue
+        layers: dict[str, dict[str, torch.Tensor]] = {}
         for name, g in grads.items():
+            layers.setdefault(name.rpartition(".")[0], {})[name] = g
+        for layer in layers.values():
             if clipping == "flat":
-                factor = min(1.0, clipping_norm / max(norm(grads).item(), 1e-300))
+                factor = min(1.0, clipping_norm / max(whole.item(), 1e-300))
             elif clipping == "automatic":
-                factor = clipping_norm / (norm(grads).item() + 0.01)
+                factor = clipping_norm / (whole.item() + 0.01)
             else:
-                mine = {n: x for n, x in grads.items() if n.rpartition(".")[0] == name.rpartition(".")[0]}
-                factor = min(1.0, clipping_norm / len(layers) ** 0.5 / max(norm(mine).item(), 1e-300))
-            if not torch.isfinite(norm(grads)):
-                continue
-            total[name] = total.get(name, torch.zeros_like(g)) + g * factor
+                factor = min(1.0, clipping_norm / len(layers) ** 0.5 / max(norm(layer).item(), 1e-300))
+            for name, g in layer.items():
+                total[name] = total[name] + g * factor if name in total else g * factor
     return total
 
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
-from hf_dpopt.grads.contributions import Rows
+from hf_dpopt.grads.contributions import Rows, Transposed
 
 if TYPE_CHECKING:
     from hf_dpopt.grads.capture import Site
@@ -15,26 +16,58 @@ if TYPE_CHECKING:
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ids: torch.Tensor, weight: torch.Tensor, site: Site) -> torch.Tensor:
+    def forward(
+        ctx: Any, ids: torch.Tensor, weight: torch.Tensor, site: Site, attribute: str, padding: Any, transposed: bool
+    ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.site = site
+        ctx.site, ctx.attribute, ctx.padding, ctx.transposed = site, attribute, padding, transposed
+        ctx.num_rows = weight.size(0)
         return F.embedding(ids, weight)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, ...]:
         (grad_output,) = grad_outputs
         (ids,) = ctx.saved_tensors
         ids_BT, grad_BTD = ids.flatten(1), grad_output.reshape(ids.size(0), -1, grad_output.size(-1))
-        padding = ctx.site.module.padding_idx
-        if padding is not None:  # torch gives the padding row no gradient
-            grad_BTD = grad_BTD.masked_fill((ids_BT == padding).unsqueeze(-1), 0)
-        ctx.site.add("weight", Rows(ids_BT, grad_BTD, ctx.site.module.num_embeddings))
-        return None, None, None
+        if ctx.padding is not None:  # torch gives the padding row no gradient
+            grad_BTD = grad_BTD.masked_fill((ids_BT == ctx.padding).unsqueeze(-1), 0)
+        rows = Rows(ids_BT, grad_BTD, ctx.num_rows)
+        ctx.site.add(ctx.attribute, Transposed(rows) if ctx.transposed else rows)
+        return None, None, None, None, None, None
+
+
+def look_up(
+    site: Site, attribute: str, ids: torch.Tensor, padding: int | None = None, *, transposed: bool = False
+) -> Any:
+    """Rows of the parameter `attribute` of the site's module under capture; (D, V) tables are stored transposed."""
+    # Position ids come as (1, T) and are broadcast afterwards; autograd would hand back their gradient already summed
+    # over the records. One row of ids per record keeps it apart and leaves the model's arithmetic as it is.
+    if ids.size(0) == 1 and site.num_records != 1:
+        ids = ids.expand(site.num_records, *ids.shape[1:])
+    table = site.module.get_parameter(attribute)
+    return _Embedding.apply(ids, table.mT if transposed else table, site, attribute, padding, transposed)
 
 
 def forward(site: Site, input: torch.Tensor) -> torch.Tensor:
-    # Position ids come as (1, T) and are broadcast afterwards; autograd would hand back their gradient already summed
-    # over the records. One row of ids per record keeps it apart and leaves the model's arithmetic as it is.
-    if input.size(0) == 1 and site.num_records != 1:
-        input = input.expand(site.num_records, *input.shape[1:])
-    return _Embedding.apply(input, site.module.weight, site)
+    module: Any = site.module
+    return look_up(site, "weight", input, module.padding_idx)
+
+
+class _LookUps(TorchFunctionMode):
+    """Sends the look-ups in the site's own table to the capture; everything else runs as it is."""
+
+    def __init__(self, site: Site):
+        super().__init__()
+        self.site = site
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        module: Any = self.site.module
+        if function is F.embedding and args[1] is module.weight:
+            return look_up(self.site, "weight", args[0], module.padding_idx)
+        return function(*args, **(kwargs or {}))
+
+
+def subclass(site: Site, *args: Any, **kwargs: Any) -> Any:
+    """Embeddings with a forward of their own: offset positions (OPT, BART), scaled words (Gemma, BART)."""
+    with _LookUps(site):
+        return site.original(*args, **kwargs)

@@ -41,26 +41,31 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site, attribute: str
     ) -> torch.Tensor:
         dtype = autocast_to(x)
         x = x.to(dtype)
         ctx.save_for_backward(x, weight)
-        ctx.site = site
+        ctx.site, ctx.attribute = site, attribute
         return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
         (grad_output,) = grad_outputs
         x, weight = ctx.saved_tensors
         grad_BTO, site = tokens(grad_output), ctx.site
-        if site.trains("weight"):
-            site.add("weight", matmul_contribution(grad_BTO, tokens(x)))
+        if site.trains(ctx.attribute):
+            site.add(ctx.attribute, matmul_contribution(grad_BTO, tokens(x)))
         if site.trains("bias"):
             site.add("bias", Dense(grad_BTO.sum(dim=1, dtype=torch.promote_types(grad_BTO.dtype, torch.float32))))
         needs_input = ctx.needs_input_grad[0]
-        return (grad_output @ weight.to(grad_output.dtype) if needs_input else None), None, None, None
+        return (grad_output @ weight.to(grad_output.dtype) if needs_input else None), None, None, None, None
+
+
+def matmul(site: Site, x: torch.Tensor, attribute: str) -> torch.Tensor:
+    """``x W^T`` for the parameter `attribute` of the site's module, (O, I)."""
+    return _Linear.apply(x, site.module.get_parameter(attribute), None, site, attribute)
 
 
 def forward(site: Site, input: torch.Tensor) -> torch.Tensor:
-    return _Linear.apply(input, site.module.weight, site.module.bias, site)
+    return _Linear.apply(input, site.module.weight, site.module.bias, site, "weight")

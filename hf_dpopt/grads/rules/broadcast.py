@@ -1,0 +1,94 @@
+"""Parameters a layer multiplies or adds to every token: RMSNorm weights, learned scales.
+
+The forward is run as it is, with the parameter replaced by one copy per record, (B, 1, .., 1, D); autograd then sums
+over the tokens of a record and no further. Which layers are of this kind is found by trying, not by class name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from hf_dpopt.errors import UnsupportedModuleError
+from hf_dpopt.grads.contributions import Dense
+
+if TYPE_CHECKING:
+    from hf_dpopt.grads.capture import Site
+
+
+class _CopyPerRecord(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, site: Site, attribute: str, num_dims: int) -> torch.Tensor:
+        ctx.site, ctx.attribute, ctx.shape = site, attribute, parameter.shape
+        copies = parameter.detach().flatten().expand(site.num_records, -1)
+        return copies.view(site.num_records, *[1] * (num_dims - 2), -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[None, None, None, None]:
+        (grad_B1D,) = grad_outputs
+        ctx.site.add(ctx.attribute, Dense(grad_B1D.reshape(grad_B1D.size(0), *ctx.shape)))
+        return None, None, None, None
+
+
+def copy_per_record(site: Site, attribute: str, like: torch.Tensor) -> torch.Tensor:
+    """The vector `attribute` of the site's module as (B, 1, .., 1, D), to broadcast against `like`, (B, .., D)."""
+    parameter = site.module.get_parameter(attribute)
+    if not site.trains(attribute):
+        return parameter.flatten()
+    if like.dim() < 2 or like.size(0) != site.num_records:
+        raise UnsupportedModuleError(
+            f"{site.name} ({type(site.module).__name__}) sees an input of shape {tuple(like.shape)}, but the batch "
+            f"has {site.num_records} records: the layer mixes or flattens records. Freeze its parameters."
+        )
+    return _CopyPerRecord.apply(parameter, site, attribute, like.dim())
+
+
+def forward(site: Site, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    module, own = site.module, dict(site.module.named_parameters(recurse=False))
+    try:
+        for name in own:
+            module._parameters[name] = copy_per_record(site, name, x)  # type: ignore[assignment]
+        return site.original(x, *args, **kwargs)
+    finally:
+        module._parameters.update(own)
+
+
+def broadcasts(module: nn.Module) -> bool:
+    """Whether the layer uses all of its parameters by broadcasting them over (B, T, D): tried on made-up inputs.
+
+    A copy per record must give the same output, and the copy of one record must not reach another.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    sizes = {p.numel() for p in own.values() if p.dim() == 1}
+    if len(sizes) != 1 or any(p.dim() != 1 or p.is_meta for p in own.values()):
+        return False
+    if next(module.buffers(), None) is not None:  # a try must not leave traces in running statistics
+        return False
+    like = next(iter(own.values()))
+    generator = torch.Generator().manual_seed(0)
+    x_BTD = torch.randn(2, 3, sizes.pop(), generator=generator).to(device=like.device, dtype=like.dtype)
+    copies = {name: p.detach().repeat(2, 1, 1) for name, p in own.items()}
+    changed = {name: torch.cat([c[:1], c[1:] + 1]) for name, c in copies.items()}
+    try:
+        with torch.no_grad():
+            plain, per_record, other = (_run(module, parameters, x_BTD) for parameters in (own, copies, changed))
+    except Exception:  # a layer that cannot be run this way is not of this kind, whatever it raises
+        return False
+    if not (isinstance(plain, torch.Tensor) and plain.shape == x_BTD.shape == per_record.shape == other.shape):
+        return False
+    return bool(
+        torch.allclose(plain, per_record, rtol=1e-4, atol=1e-5)
+        and torch.equal(per_record[0], other[0])
+        and not torch.equal(per_record[1], other[1])
+    )
+
+
+def _run(module: nn.Module, parameters: dict[str, Any], x: torch.Tensor) -> Any:
+    before = dict(module._parameters)
+    try:
+        module._parameters.update(parameters)
+        return module.forward(x)
+    finally:
+        module._parameters.update(before)
