@@ -13,6 +13,7 @@ import hashlib
 import os
 import secrets
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 from hf_dpopt.accounting.ledger import ChainRecord, Ledger
@@ -147,10 +148,16 @@ class PrivateState:
         chains = self._known.values()
         return [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key)]
 
-    def forget(self) -> None:
-        """Deletes all keys, for a run that will not be continued. `secrets` still knows those used by this object."""
-        for path in self._chains_dir.iterdir():  # also what a crash left half-written
-            path.unlink()
+    def forget(self, chain_ids: Iterable[str] | None = None) -> None:
+        """Deletes keys of a run that will not be continued. `secrets` still knows those used by this object.
+
+        Args:
+            chain_ids: of the chains to forget, whether their keys are here or not; None: all that the directory holds.
+        """
+        mine = None if chain_ids is None else tuple(chain_ids)
+        for path in self._chains_dir.iterdir():  # also what a crash left half-written: .ID.key.PID.tmp
+            if mine is None or path.name.lstrip(".").startswith(mine):
+                path.unlink()
         fsync_directory(self._chains_dir)
 
     def _key_file(self, chain_id: str) -> Path:

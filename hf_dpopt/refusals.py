@@ -325,6 +325,14 @@ def check_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Non
     _raise_first(_on_data(train_dataset, eval_dataset, data_collator))
 
 
+def is_training_data(dataset: Any, training: Any) -> bool:
+    """The same object, a part of it, or a copy that `datasets` knows to hold the same rows."""
+    if isinstance(dataset, torch.utils.data.Subset):
+        return is_training_data(dataset.dataset, training)
+    fingerprint = getattr(dataset, "_fingerprint", None)
+    return dataset is training or (fingerprint is not None and fingerprint == getattr(training, "_fingerprint", None))
+
+
 def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Iterator[Refusal]:
     yield (
         isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
@@ -334,7 +342,7 @@ def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Itera
     yield len(train_dataset) == 0, "The training dataset is empty.", "Check the file and the preprocessing."
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     yield (
-        any(e is train_dataset for e in evaluated),
+        any(is_training_data(e, train_dataset) for e in evaluated),
         "The evaluation dataset is the training dataset: its metrics would be exact values of private data.",
         "Hold out records for evaluation.",
     )

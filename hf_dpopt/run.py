@@ -191,9 +191,10 @@ class PrivateRun:
         """Releases the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
+            mine = [chain.chain_id for chain in self.ledger.chains]  # other runs may keep their keys in the same place
             self.ledger.close()
             if self.state is not None and last is not None and last >= self.plan.num_steps:
-                self.state.forget()
+                self.state.forget(mine)
         self.ledger = None
 
 

@@ -364,7 +364,9 @@ class DPTrainerMixin(_Trainer):
         if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
             dataset = self.eval_dataset[dataset]
         several = dataset.values() if isinstance(dataset, dict) else [dataset]
-        if self.train_dataset is not None and any(one is self.train_dataset for one in several):
+        if self.train_dataset is not None and any(
+            refusals.is_training_data(one, self.train_dataset) for one in several
+        ):
             raise DPConfigError(
                 "Metrics on the training dataset are exact values of private data. Evaluate on held-out records."
             )

@@ -118,6 +118,13 @@ def test_forgotten_keys_are_gone_but_still_searched_for(state):
     assert chain.root in state.secrets()
 
 
+def test_a_run_forgets_its_own_keys_only(state):
+    mine, other = state.new_chain(), state.new_chain()
+    (state.directory / "chains" / f".{mine.chain_id}.key.1.tmp").write_bytes(b"half")
+    state.forget([mine.chain_id])
+    assert [path.stem for path in (state.directory / "chains").iterdir()] == [other.chain_id]
+
+
 def test_secrets_are_all_keys_also_of_earlier_processes(state, output_dir):
     chain = state.new_chain()
     secrets = PrivateState(state.directory, forbidden=output_dir).secrets()

@@ -16,6 +16,7 @@ import torch
 import transformers as tf
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
+from torch.utils.data import Subset
 
 from hf_dpopt import (
     DPBudgetExceeded,
@@ -503,7 +504,7 @@ def test_the_training_data_as_evaluation_data(wrap, arguments, refused):
         DPTrainer(model, args, train_dataset=train, eval_dataset=evaluation)
 
 
-@pytest.mark.parametrize("call", ["evaluate", "evaluate-dict", "predict"])
+@pytest.mark.parametrize("call", ["evaluate", "evaluate-dict", "evaluate-part", "predict"])
 def test_metrics_on_the_training_data(call, arguments):
     train = records()
     trainer = DPTrainer(bert(), arguments(), train_dataset=train, eval_dataset=records(4))
@@ -511,7 +512,8 @@ def test_metrics_on_the_training_data(call, arguments):
         if call == "predict":
             trainer.predict(train)
         else:
-            trainer.evaluate({"seen": train} if call == "evaluate-dict" else train)
+            seen = {"evaluate": train, "evaluate-dict": {"seen": train}, "evaluate-part": Subset(train, [0, 1])}
+            trainer.evaluate(seen[call])
     assert trainer.evaluate()["eval_loss"] > 0  # held-out records are not refused
 
 
