@@ -27,7 +27,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForSequenceClassification
 
 from hf_dpopt.clipping import FlatClipping
-from hf_dpopt.grads import ClippingEngine
+from hf_dpopt.grads import make_engine
 from hf_dpopt.losses import RecordLosses
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.mechanisms.randomness import make_noise_source
@@ -70,7 +70,7 @@ class Case:
         labels = ids if "gpt2" in name else torch.randint(0, 2, (batch_size,), device=device)
         self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
-        self.engine = ClippingEngine(self.model, FlatClipping(clipping_norm=0.1))
+        self.engine = make_engine(self.model, FlatClipping(clipping_norm=0.1))
         self.losses = RecordLosses(self.model)
         self.stream = MECHANISMS["gaussian"](1.0).stream(make_noise_source("secure", os.urandom(32)), 0.1)
         self.step = 0

@@ -52,6 +52,14 @@ class DPTrainingArguments(TrainingArguments):
         default="flat",
         metadata={"help": "How a record is bounded.", "choices": ["flat", "per_layer", "automatic"]},
     )
+    clipping_engine: str = field(
+        default="auto",
+        metadata={
+            "help": "How clipped sums are computed; the result is the same. book_keeping: one backward. two_pass: "
+            "two, for gradient checkpointing with full finetuning. auto chooses and says why.",
+            "choices": ["auto", "book_keeping", "two_pass"],
+        },
+    )
     expected_batch_size: int | None = field(
         default=None,
         metadata={

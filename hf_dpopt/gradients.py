@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads.engine import ClippingEngine
+from hf_dpopt.grads import make_engine
 from hf_dpopt.losses import RecordLoss, RecordLosses, num_records
 
 
@@ -20,6 +20,7 @@ def clipped_gradient_sum(
     clipping_norm: float,
     clipping: str = "flat",
     loss: str | RecordLoss = "auto",
+    engine: str = "auto",
 ) -> dict[str, torch.Tensor]:
     r"""``sum_b clip(grad L_b)`` over the records of a batch; nothing is added to it.
 
@@ -31,6 +32,7 @@ def clipped_gradient_sum(
         batch: collated inputs with labels, on the model's device; every tensor has one row per record.
         clipping_norm: bound on a record's gradient norm, gradient units, > 0.
         clipping: "flat", "per_layer" or "automatic".
+        engine: "book_keeping", "two_pass", or "auto" (the cheaper one); the result is the same.
         loss: "auto" (own-token mean of the model's task) or a function (outputs, labels) -> (B,).
 
     Returns:
@@ -43,8 +45,8 @@ def clipped_gradient_sum(
     References:
         Abadi et al. (2016), arXiv:1607.00133, Alg. 1; Bu et al. (2023), arXiv:2210.00038.
     """
-    engine = ClippingEngine(model, make_clipping(clipping, clipping_norm))
+    clipper = make_engine(model, make_clipping(clipping, clipping_norm), engine)
     losses = RecordLosses(model, loss)
-    sums = engine.zeros()
-    engine.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))
+    sums = clipper.zeros()
+    clipper.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))
     return sums

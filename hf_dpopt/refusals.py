@@ -17,6 +17,7 @@ from transformers import DataCollatorWithFlattening, TrainingArguments
 from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.grads import ENGINES
 
 Refusal = tuple[bool, str, str]  # (does it apply, what is wrong, how to mend it)
 
@@ -104,6 +105,11 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
 
 
 def _on_backward(args: Any) -> Iterator[Refusal]:
+    yield (
+        args.clipping_engine not in ("auto", *ENGINES),
+        f"clipping_engine={args.clipping_engine!r} is not known.",
+        f"Choose one of: auto, {', '.join(ENGINES)}.",
+    )
     optim = str(getattr(args.optim, "value", args.optim))
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
     yield (

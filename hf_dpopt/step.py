@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hf_dpopt import aggregate, postprocess
-from hf_dpopt.grads.engine import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.losses import RecordLosses, num_records
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.run import PrivateRun

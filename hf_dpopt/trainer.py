@@ -22,8 +22,8 @@ from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
+from hf_dpopt.grads import UnprivatizedStatistics, choose_engine, make_engine
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.engine import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.self_check import self_check
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.plan import PrivacyPlan, make_plan
@@ -162,7 +162,10 @@ class DPTrainerMixin(_Trainer):
         # Only now do parameters have their final identity.
         refusals.check_model(model)
         aggregate.broadcast_parameters(model)
-        self._engine = ClippingEngine(model, self._planned().clipper)
+        engine, self._engine_reason = self.args.clipping_engine, "as asked for"
+        if engine == "auto":
+            engine, self._engine_reason = choose_engine(model)
+        self._engine = make_engine(model, self._planned().clipper, engine)
         self._losses = RecordLosses(
             model, self._per_example_loss_func or "auto", label_smoothing=self.args.label_smoothing_factor
         )
@@ -216,6 +219,7 @@ class DPTrainerMixin(_Trainer):
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{sum(run.charged)} already charged"
         )
+        logger.info(f"Clipping engine: {self._engine.name}, {self._engine_reason}.")
         if not plan.is_private:
             logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")
         if self.args.max_grad_norm:

@@ -178,6 +178,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "noise < 0": ({"noise_multiplier": -0.5}, "noise_multiplier=-0.5.*Use a finite number > 0"),
     "clipping_norm": ({"clipping_norm": 0.0}, "clipping_norm=0.0.*Use a finite number > 0"),
     "clipping": ({"clipping": "adaptive"}, "clipping='adaptive'.*Use one of: 'flat'"),
+    "clipping_engine": ({"clipping_engine": "vmap"}, "clipping_engine='vmap'.*Choose one of: auto, book_keeping"),
     "sampling": ({"sampling": "shuffle"}, "sampling='shuffle'.*Use one of: 'auto'"),
     "adjacency": ({"adjacency": "add"}, "adjacency='add'.*Use one of: 'add_or_remove_one'"),
     "privacy_unit": ({"privacy_unit": "user"}, "privacy_unit='user'.*Use 'example'"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,13 @@ from hf_dpopt.grads.rules import COMPOSITES, Rule, flattening, rule_for
 MIXTURE = re.compile(r"Experts|Router|TopK|MoE|Moe|SparseM|Gate$")
 
 
+Receiver = Callable[[str, Contribution], None]
+
+
+def _not_recording(name: str, contribution: Contribution) -> None:
+    raise AssertionError(f"{name} handed over a gradient outside of a step")
+
+
 class Site:
     """One method under capture (a layer's forward, mostly): its rule, its parameters' names, the way to the engine.
 
@@ -32,6 +39,7 @@ class Site:
         rule: called with (site, *args) in place of the method.
         sink: takes the contributions.
         method: name of the method.
+        changes_shapes: the rule also replaces the method where no gradient is taken.
     """
 
     def __init__(
@@ -42,9 +50,10 @@ class Site:
         rule: Rule,
         sink: Capture,
         method: str = "forward",
+        changes_shapes: bool = False,
     ):
         self.name, self.module, self.parameter_names, self.sink = name, module, parameter_names, sink
-        self.rule, self.method = rule, method
+        self.rule, self.method, self.changes_shapes = rule, method, changes_shapes
         self.original: Any = None
 
     @property
@@ -58,7 +67,9 @@ class Site:
         self.sink.add(self, self.parameter_names[attribute], contribution)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():  # the recorded run is the one autograd follows (checkpointing runs two)
+        # The recorded run is the one autograd follows: checkpointing runs two, and both must have the same shapes,
+        # which rules for whole methods change.
+        if not torch.is_grad_enabled() and not self.changes_shapes:
             return self.original(*args, **kwargs)
         return self.rule(self, *args, **kwargs)
 
@@ -94,7 +105,7 @@ class Capture:
 
     def __init__(self, model: nn.Module):
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.contributions: dict[str, list[Contribution]] = {}
+        self.receive: Receiver = _not_recording
         self.num_records = 0
         self._names = {id(p): name for name, p in self.parameters.items()}
         self.sites = [*self._composites(model)]
@@ -121,7 +132,7 @@ class Capture:
                     below = self._trained(module, below=True)
                     own = {a: name for a, name in below.items() if a.startswith(composite.owns)}
                     if own or not composite.owns:
-                        yield Site(path, module, own, composite.rule, self, composite.method)
+                        yield Site(path, module, own, composite.rule, self, composite.method, changes_shapes=True)
 
     def _layers(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
         flattened: list[str] = []
@@ -149,17 +160,17 @@ class Capture:
                 f"batch has {self.num_records} records: the layer mixes, flattens or reorders records, so one "
                 "record's gradient cannot be told from another's. Freeze its parameters, or train others with LoRA."
             )
-        self.contributions.setdefault(name, []).append(contribution)
+        self.receive(name, contribution)
 
     @contextlib.contextmanager
-    def recording(self, num_records: int) -> Iterator[dict[str, list[Contribution]]]:
-        """Inside, the sites are patched; the dictionary fills up during the backward: parameter -> contributions."""
-        self.num_records, self.contributions = num_records, {}
+    def recording(self, num_records: int, receive: Receiver) -> Iterator[Capture]:
+        """Inside, the sites are patched, and `receive(parameter name, contribution)` is called during the backward."""
+        self.num_records, self.receive = num_records, receive
         for site in self.sites:
             site.install()
         try:
-            yield self.contributions
+            yield self
         finally:
             for site in self.sites:
                 site.remove()
-            self.contributions = {}
+            self.receive = _not_recording

@@ -11,12 +11,15 @@ norm negative, and the record would go unclipped.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 
 import torch
 
 # A record whose tokens or uses cancel loses digits in the Gram form; below this share of the un-cancelled energy its
 # norm is taken from the materialised gradient instead. At 0.05, float32 rounding stays near 1e-6 of the norm.
 CANCELLATION = 0.05
+# Tokens of one block of a Gram matrix: halves its cost and bounds its memory.
+BLOCK = 64
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -26,6 +29,30 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 def _scale(x: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:
     return wide(x) * factors_B.view(-1, *[1] * (x.dim() - 1)).to(wide(x).dtype)
+
+
+def _gram_blocks(x_BTD: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Rows of ``x x^T`` up to the diagonal block, (B, S, T') each: the matrix is symmetric, so the rest is spared."""
+    for first in range(0, x_BTD.size(1), BLOCK):
+        upto = first + BLOCK
+        yield torch.bmm(x_BTD[:, first:upto], x_BTD[:, :upto].mT)
+
+
+class GramCache:
+    """The Gram blocks of the right-hand factor used last: query, key and value layers read the same input."""
+
+    def __init__(self) -> None:
+        self._of: torch.Tensor | None = None  # held, so that its memory cannot become another tensor's
+        self._blocks: list[torch.Tensor] = []
+
+    def blocks(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
+        if self._of is None or _place(self._of) != _place(x_BTD):
+            self._of, self._blocks = x_BTD, list(_gram_blocks(wide(x_BTD)))
+        return self._blocks
+
+
+def _place(x: torch.Tensor) -> tuple:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +69,19 @@ class Outer:
     def num_records(self) -> int:
         return self.left_BTP.size(0)
 
-    def squared_norm(self) -> torch.Tensor:
+    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>`` (Li et al. 2022, arXiv:2110.05679, Eq. 3), (B,)."""
         left_BTP, right_BTQ = wide(self.left_BTP), wide(self.right_BTQ)
         if left_BTP.size(1) == 1:
             return left_BTP.square().sum(dim=(1, 2)) * right_BTQ.square().sum(dim=(1, 2))
-        gram_BTT = torch.bmm(left_BTP, left_BTP.mT).mul_(torch.bmm(right_BTQ, right_BTQ.mT))
-        squares_B = gram_BTT.sum(dim=(1, 2))
-        energy_B = gram_BTT.diagonal(dim1=1, dim2=2).sum(dim=1)
+        squares_B = left_BTP.new_zeros(left_BTP.size(0))
+        energy_B = torch.zeros_like(squares_B)
+        blocks = zip(_gram_blocks(left_BTP), (grams or GramCache()).blocks(self.right_BTQ), strict=True)
+        for first, (left_BST, right_BST) in zip(range(0, left_BTP.size(1), BLOCK), blocks, strict=True):
+            products_BST = left_BST.mul_(right_BST)
+            below, diagonal = products_BST[..., :first], products_BST[..., first:]
+            squares_B += 2 * below.sum(dim=(1, 2)) + diagonal.sum(dim=(1, 2))
+            energy_B += diagonal.diagonal(dim1=1, dim2=2).sum(dim=1)
         for b in (squares_B < CANCELLATION * energy_B).nonzero().flatten().tolist():
             squares_B[b] = self.of_record(b).square().sum()
         return squares_B
@@ -81,7 +113,7 @@ class Rows:
     def num_records(self) -> int:
         return self.ids_BT.size(0)
 
-    def squared_norm(self) -> torch.Tensor:
+    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         """Tokens of one record that share a row add up before the square; (B,), in O(B T D)."""
         num_records, grad_BTD = self.ids_BT.size(0), wide(self.grad_BTD)
         record_B1 = torch.arange(num_records, device=self.ids_BT.device).unsqueeze(1)
@@ -113,7 +145,7 @@ class Dense:
     def num_records(self) -> int:
         return self.grad_B.size(0)
 
-    def squared_norm(self) -> torch.Tensor:
+    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         return wide(self.grad_B).flatten(1).square().sum(dim=1)
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
@@ -136,8 +168,8 @@ class Transposed:
     def num_records(self) -> int:
         return self.of.num_records
 
-    def squared_norm(self) -> torch.Tensor:
-        return self.of.squared_norm()
+    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
+        return self.of.squared_norm(grams)
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
         self.of.add_weighted_sum_(total.mT, factors_B)
@@ -204,9 +236,9 @@ def inner(x: Contribution, y: Contribution) -> torch.Tensor:
     return _INNER[type(x), type(y)](x, y)  # type: ignore[operator]
 
 
-def squared_norm(contributions: list[Contribution]) -> torch.Tensor:
+def squared_norm(contributions: list[Contribution], grams: GramCache | None = None) -> torch.Tensor:
     """``||sum_i c_i||^2`` per record, (B,): own squares and, for a parameter used more than once, the cross terms."""
-    own_B = torch.stack([c.squared_norm() for c in contributions]).sum(dim=0)
+    own_B = torch.stack([c.squared_norm(grams) for c in contributions]).sum(dim=0)
     squares_B = own_B.clone()
     for i, x in enumerate(contributions):
         for y in contributions[:i]:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_dpopt.grads.contributions import Dense, Outer, Rows, inner, squared_norm
+from hf_dpopt.grads.contributions import BLOCK, Dense, GramCache, Outer, Rows, Transposed, inner, squared_norm
 
 B, T, P, Q = 4, 6, 5, 3
 
@@ -19,6 +19,8 @@ def _materialise(c) -> torch.Tensor:  # (B, P, Q), by the definition of each for
         )
     if isinstance(c, Dense):
         return c.grad_B.double()
+    if isinstance(c, Transposed):
+        return _materialise(c.of).mT
     out = torch.zeros(B, c.num_rows, c.grad_BTD.size(-1), dtype=torch.float64)
     for b, t in itertools.product(range(B), range(c.ids_BT.size(1))):
         out[b, c.ids_BT[b, t]] += c.grad_BTD[b, t].double()
@@ -85,3 +87,30 @@ def test_two_uses_that_almost_cancel_keep_their_norm():
 
 def _by_definition(c: Outer) -> torch.Tensor:
     return torch.einsum("btp,btq->bpq", c.left_BTP.double(), c.right_BTQ.double())
+
+
+def test_a_low_rank_table_is_stored_transposed():
+    x, y = Transposed(_make("rows")), Transposed(_make("rows"))
+    want = _materialise(x) + _materialise(y)
+    torch.testing.assert_close(squared_norm([x, y]), want.square().sum(dim=(1, 2)), rtol=1e-10, atol=1e-10)
+    total, factors = torch.randn(Q, P, dtype=torch.float64), torch.rand(B, dtype=torch.float64)
+    expected = total + torch.einsum("b,bqp->qp", factors, _materialise(x))
+    x.add_weighted_sum_(total, factors)
+    torch.testing.assert_close(total, expected)
+
+
+@pytest.mark.parametrize("num_tokens", [2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 22])
+def test_gram_blocks_that_do_not_divide_the_length(num_tokens):
+    left, right = (torch.randn(B, num_tokens, d, dtype=torch.float64) for d in (P, Q))
+    use = Outer(left, right)
+    torch.testing.assert_close(use.squared_norm(), _materialise(use).square().sum(dim=(1, 2)), rtol=1e-10, atol=1e-10)
+
+
+def test_layers_that_read_the_same_input_share_its_gram_matrix_and_no_others_do():
+    grams, right = GramCache(), torch.randn(B, T, Q, dtype=torch.float64)
+    for x in (right, right.view(B, T, Q), torch.randn(B, T, Q, dtype=torch.float64), right):
+        use = Outer(torch.randn(B, T, P, dtype=torch.float64), x)
+        want = _materialise(use).square().sum(dim=(1, 2))
+        torch.testing.assert_close(use.squared_norm(grams), want, rtol=1e-10, atol=1e-10)
+    first = grams.blocks(right)
+    assert grams.blocks(right.view(B, T, Q)) is first and grams.blocks(right.clone()) is not first

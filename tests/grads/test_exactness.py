@@ -30,6 +30,16 @@ def test_clipped_sum_equals_a_loop_over_records(name, dtype, clipping):
     assert reference.relative_error(got, want) <= (1e-10 if dtype == torch.float64 else 1e-5)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_two_passes_give_what_one_gives(name):
+    model = MODELS[name]().double()
+    batch = batch_for(model)
+    norm = _median_norm(model, batch)
+    want = clipped_gradient_sum(model, batch, clipping_norm=norm, engine="book_keeping")
+    got = clipped_gradient_sum(model, batch, clipping_norm=norm, engine="two_pass")
+    assert reference.relative_error(got, want) <= 1e-12
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("finetuning", ["full", "lora"])
 def test_a_real_pretrained_encoder_is_exact(minilm_path, finetuning, dtype):
@@ -84,17 +94,22 @@ def test_sum_does_not_depend_on_padding_order_or_physical_batch(name):
     assert reference.relative_error(longer, whole) < 1e-5
 
 
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["bert", "roberta-lora", "gpt2", "llama", "t5", "deberta-v2", "dora", "prompt"])
-def test_gradient_checkpointing_changes_nothing(name):
+def test_gradient_checkpointing_changes_nothing(name, reentrant, engine):
+    if reentrant and name == "deberta-v2":
+        pytest.skip("DeBERTa's relative embeddings make stock reentrant checkpointing fail too")
     model = MODELS[name]().double()
     batch = batch_for(model)
     norm = _median_norm(model, batch)
     model.train()
     want = clipped_gradient_sum(model, batch, clipping_norm=norm)
     (model.get_base_model() if hasattr(model, "get_base_model") else model).gradient_checkpointing_enable(
-        {"use_reentrant": False}
+        {"use_reentrant": reentrant}
     )
-    assert reference.relative_error(clipped_gradient_sum(model, batch, clipping_norm=norm), want) < 1e-12
+    got = clipped_gradient_sum(model, batch, clipping_norm=norm, engine=engine)
+    assert reference.relative_error(got, want) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16-autocast"])
@@ -135,9 +150,10 @@ def test_the_norm_of_one_record_is_exactly_c():
             assert 0.999 * 1e-3 < reference.norm(got).item() <= 1e-3 * (1 + 1e-5), (name, enabled)
 
 
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
 @pytest.mark.parametrize("poison", ["nan", "inf"])
 @pytest.mark.parametrize("name", ["bert", "bert-lora", "gpt2"])
-def test_a_record_without_finite_gradient_adds_exactly_nothing(name, poison):
+def test_a_record_without_finite_gradient_adds_exactly_nothing(name, poison, engine):
     model = MODELS[name]()
     batch = batch_for(model)
     batch["input_ids"][batch["input_ids"] == 5] = 6
@@ -149,11 +165,11 @@ def test_a_record_without_finite_gradient_adds_exactly_nothing(name, poison):
     with torch.no_grad():
         embedding[5] = float(poison)
     if head_is_tied:  # every record's logits see the poisoned row: all of them are dropped
-        got = clipped_gradient_sum(model, batch, clipping_norm=0.5)
+        got = clipped_gradient_sum(model, batch, clipping_norm=0.5, engine=engine)
         assert all(not g.any() for g in got.values())
         return
     others = {k: v[[0, 1, 3, 4]] for k, v in batch.items()}
-    got = clipped_gradient_sum(model, batch, clipping_norm=0.5)
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.5, engine=engine)
     want = clipped_gradient_sum(model, others, clipping_norm=0.5)
     assert reference.relative_error(got, want) < 1e-5
 

@@ -16,9 +16,8 @@ from torch import nn
 
 from hf_dpopt.clipping import make_clipping
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.grads import contributions
+from hf_dpopt.grads import BookKeepingEngine, contributions, make_engine
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.rules import embedding, linear, norms
 from hf_dpopt.grads.self_check import SelfCheck, self_check, synthetic_batch
 from hf_dpopt.losses import RecordLosses
@@ -31,7 +30,7 @@ BERT = tf.BertConfig(**models._ENCODER)
 
 
 def check(model: nn.Module, like=None, *, loss="auto", padding_id=PAD, clipping="flat", **options) -> SelfCheck:
-    engine = ClippingEngine(model, make_clipping(clipping, 0.1))
+    engine = make_engine(model, make_clipping(clipping, 0.1))
     like = batch_for(model) if like is None else like
     return self_check(engine, RecordLosses(model, loss), like, padding_id=padding_id, **options)
 
@@ -365,17 +364,17 @@ def _break_embedding(monkeypatch) -> None:
 def _break_norms(monkeypatch) -> None:
     """Sums are right and norms are not: the bug that no clip bounds anything. It shows only where something clips."""
     right = contributions.Dense.squared_norm
-    monkeypatch.setattr(contributions.Dense, "squared_norm", lambda self: 0.5 * right(self))
+    monkeypatch.setattr(contributions.Dense, "squared_norm", lambda self, grams=None: 0.5 * right(self))
 
 
 def _forget_a_tensor(monkeypatch) -> None:
-    right = ClippingEngine._accumulate
+    right = BookKeepingEngine._add_weighted_sums
 
     def without_the_classifier(self, sums, uses, factors, keep_B):
         uses.pop("classifier.weight")
         right(self, sums, uses, factors, keep_B)
 
-    monkeypatch.setattr(ClippingEngine, "_accumulate", without_the_classifier)
+    monkeypatch.setattr(BookKeepingEngine, "_add_weighted_sums", without_the_classifier)
 
 
 DEFECTS = {
@@ -410,6 +409,6 @@ def test_a_broken_engine(defect, clipping_norm, monkeypatch):
     break_it, tensor = DEFECTS[defect]
     model = models.bert()
     break_it(monkeypatch)
-    engine = ClippingEngine(model, make_clipping("flat", clipping_norm))
+    engine = make_engine(model, make_clipping("flat", clipping_norm))
     with pytest.raises(UnsupportedModuleError, match=rf"differs from a loop.*Worst tensor: {tensor}, relative error"):
         self_check(engine, RecordLosses(model), batch_for(model), padding_id=PAD)
