@@ -24,8 +24,60 @@ def base_model(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
+# Operations whose backward does not read their output: a captured head, a frozen one, a scaled or converted copy.
+KEEP_NO_OUTPUT = ("_LinearBackward", "UnsafeViewBackward0", "MulBackward0", "ToCopyBackward0")
+
+
+class _TokenMean(torch.autograd.Function):
+    """Cross entropy by record, whose gradient takes the place of the logits: one tensor of (B, T, V) instead of three.
+
+    The plain formula keeps logits, log-probabilities and gradient at once; with a large vocabulary that is most of the
+    memory of a step. Nobody reads the logits of a training step after its loss.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        # not save_for_backward: the backward writes into it, and two-pass clipping runs the backward twice
+        ctx.logits_BTV, ctx.is_gradient = logits_BTV.detach(), False
+        is_target_BT = labels_BT != IGNORED
+        ctx.labels_BT, ctx.is_target_BT = labels_BT.masked_fill(~is_target_BT, 0), is_target_BT
+        ctx.num_targets_B = is_target_BT.sum(dim=1).clamp(min=1)
+        losses, ctx.log_normalisers = [], []
+        for b, logits_TV in enumerate(ctx.logits_BTV):  # a record at a time: what is wide stays small
+            logits_TV = _wide_logits(logits_TV)
+            log_normaliser_T = logits_TV.logsumexp(dim=-1)
+            target_T = logits_TV.gather(1, ctx.labels_BT[b].unsqueeze(1)).squeeze(1)
+            losses.append((log_normaliser_T - target_T).masked_fill(~is_target_BT[b], 0).sum())
+            ctx.log_normalisers.append(log_normaliser_T)
+        return torch.stack(losses) / ctx.num_targets_B
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad_B,) = grad_outputs
+        if not ctx.is_gradient:
+            for b, logits_TV in enumerate(ctx.logits_BTV):
+                wide_TV = _wide_logits(logits_TV)
+                share = 1 / ctx.num_targets_B[b].to(wide_TV.dtype)
+                wide_TV.sub_(ctx.log_normalisers[b].unsqueeze(1)).exp_().mul_(share)
+                wide_TV.scatter_add_(
+                    1, ctx.labels_BT[b].unsqueeze(1), -share.expand(len(wide_TV), 1).to(wide_TV.dtype)
+                )
+                wide_TV.masked_fill_(~ctx.is_target_BT[b].unsqueeze(1), 0)
+                if wide_TV.data_ptr() != logits_TV.data_ptr():
+                    logits_TV.copy_(wide_TV)
+            ctx.is_gradient = True
+        if (grad_B == 1).all():
+            return ctx.logits_BTV, None
+        return ctx.logits_BTV * grad_B.view(-1, 1, 1).to(ctx.logits_BTV.dtype), None
+
+
 def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Mean cross entropy over the record's own target tokens; exactly 0, with zero gradient, if it has none. (B,)"""
+    """Mean cross entropy over the record's own target tokens; exactly 0, with zero gradient, if it has none. (B,)
+
+    The logits are overwritten in the backward if what made them does not need them there.
+    """
+    if label_smoothing == 0 and type(logits_BTV.grad_fn).__name__ in KEEP_NO_OUTPUT:
+        return _TokenMean.apply(logits_BTV, labels_BT)
     losses_BT = F.cross_entropy(
         _wide_logits(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none",
         label_smoothing=label_smoothing,

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import IGNORED, RecordLosses, num_records
+from hf_dpopt.losses import IGNORED, RecordLosses, num_records, token_mean
 
 VOCABULARY, NUM_LABELS, LONG = 40, 5, 300
 LENGTHS = [6, 3, 5, 1, 2]
@@ -409,3 +409,37 @@ def test_seq2seq_labels_padded_with_the_padding_token_are_no_targets():
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     want, got = losses({**batch, "labels": ignored}), losses({**batch, "labels": padded})
     torch.testing.assert_close(got, want)
+
+
+# --- logits that become their gradient ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_gradient_in_place_of_the_logits_is_that_of_the_plain_formula(dtype):
+    hidden = torch.randn(3, 5, 8, dtype=dtype, requires_grad=True)
+    head = torch.randn(11, 8, dtype=dtype)
+    labels = torch.randint(0, 11, (3, 5))
+    labels[0, 2:], labels[1] = -100, -100
+    weights = torch.tensor([1.0, 2.0, 0.5], dtype=dtype if dtype != torch.bfloat16 else torch.float32)
+
+    def gradient(logits: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        losses = token_mean(logits, labels)
+        once = torch.autograd.grad((losses * weights).sum(), hidden, retain_graph=True)[0]
+        again = torch.autograd.grad((losses * weights).sum(), hidden)[0]
+        assert torch.equal(once, again)  # two-pass clipping runs the backward twice
+        return [losses, once]
+
+    for scale in (torch.ones_like(weights), weights):
+        plain = gradient(torch.nn.functional.linear(hidden, head).clone(), scale)
+        in_place = gradient(torch.nn.functional.linear(hidden, head), scale)
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype]
+        for got, want in zip(in_place, plain, strict=True):
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_logits_that_their_own_backward_reads_are_left_alone():
+    hidden = torch.randn(2, 3, 4, requires_grad=True)
+    logits = torch.tanh(hidden)
+    before = logits.detach().clone()
+    token_mean(logits, torch.randint(0, 4, (2, 3))).sum().backward()
+    assert torch.equal(logits, before)

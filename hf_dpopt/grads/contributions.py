@@ -20,6 +20,7 @@ import torch
 CANCELLATION = 0.05
 # Tokens of one block of a Gram matrix: halves its cost and bounds its memory.
 BLOCK = 64
+MAX_COPIED = 2**24  # elements of a wide copy
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -51,6 +52,14 @@ class GramCache:
         return self._blocks
 
 
+def _parts(x_BTD: torch.Tensor) -> list[slice]:
+    """Records to take at once, so that the wide copy of a large narrow tensor (logits in bfloat16) stays small."""
+    num_records = x_BTD.size(0)
+    is_wide = x_BTD.dtype == wide(x_BTD[:0]).dtype
+    at_once = max(1, num_records if is_wide else MAX_COPIED * num_records // max(1, x_BTD.numel()))
+    return [slice(first, first + at_once) for first in range(0, num_records, at_once)]
+
+
 def _place(x: torch.Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
@@ -71,28 +80,40 @@ class Outer:
 
     def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>`` (Li et al. 2022, arXiv:2110.05679, Eq. 3), (B,)."""
-        left_BTP, right_BTQ = wide(self.left_BTP), wide(self.right_BTQ)
-        if left_BTP.size(1) == 1:
-            return left_BTP.square().sum(dim=(1, 2)) * right_BTQ.square().sum(dim=(1, 2))
+        if self.left_BTP.size(1) == 1:
+            return wide(self.left_BTP).square().sum(dim=(1, 2)) * wide(self.right_BTQ).square().sum(dim=(1, 2))
+        right_blocks = (grams or GramCache()).blocks(self.right_BTQ)
+        squares = [
+            self._squares(wide(self.left_BTP[part]), [block[part] for block in right_blocks])
+            for part in _parts(self.left_BTP)
+        ]
+        squares_B, energy_B = (torch.cat(x) for x in zip(*squares, strict=True))
+        for b in (squares_B < CANCELLATION * energy_B).nonzero().flatten().tolist():
+            squares_B[b] = self.of_record(b).square().sum()
+        return squares_B
+
+    @staticmethod
+    def _squares(left_BTP: torch.Tensor, right_blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Squared norms of some records, and what they would be if their tokens were orthogonal; (B,) each."""
         squares_B = left_BTP.new_zeros(left_BTP.size(0))
         energy_B = torch.zeros_like(squares_B)
-        blocks = zip(_gram_blocks(left_BTP), (grams or GramCache()).blocks(self.right_BTQ), strict=True)
+        blocks = zip(_gram_blocks(left_BTP), right_blocks, strict=True)
         for first, (left_BST, right_BST) in zip(range(0, left_BTP.size(1), BLOCK), blocks, strict=True):
             products_BST = left_BST.mul_(right_BST)
             below, diagonal = products_BST[..., :first], products_BST[..., first:]
             squares_B += 2 * below.sum(dim=(1, 2)) + diagonal.sum(dim=(1, 2))
             energy_B += diagonal.diagonal(dim1=1, dim2=2).sum(dim=1)
-        for b in (squares_B < CANCELLATION * energy_B).nonzero().flatten().tolist():
-            squares_B[b] = self.of_record(b).square().sum()
-        return squares_B
+        return squares_B, energy_B
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
-        left_BTP, right_BTQ = self.left_BTP, self.right_BTQ
-        if left_BTP.size(2) <= right_BTQ.size(2):  # scale the narrower operand
-            left_BTP, right_BTQ = _scale(left_BTP, factors_B), wide(right_BTQ)
-        else:
-            left_BTP, right_BTQ = wide(left_BTP), _scale(right_BTQ, factors_B)
-        total.addmm_(left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype))
+        left_is_narrower = self.left_BTP.size(2) <= self.right_BTQ.size(2)
+        for part in _parts(self.left_BTP if self.left_BTP.size(2) > self.right_BTQ.size(2) else self.right_BTQ):
+            left_BTP, right_BTQ, factors = self.left_BTP[part], self.right_BTQ[part], factors_B[part]
+            if left_is_narrower:  # scale the narrower operand
+                left_BTP, right_BTQ = _scale(left_BTP, factors), wide(right_BTQ)
+            else:
+                left_BTP, right_BTQ = wide(left_BTP), _scale(right_BTQ, factors)
+            total.addmm_(left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype))
 
     def of_record(self, b: int) -> torch.Tensor:
         return wide(self.left_BTP[b]).mT @ wide(self.right_BTQ[b])
@@ -201,8 +222,8 @@ def _inner_dense_dense(x: Dense, y: Dense) -> torch.Tensor:
 def _inner_outer_rows(x: Outer, y: Rows) -> torch.Tensor:
     # sum_{s,t} left[s, id_t] <right_s, g_t>: gathers T columns, never a (V, D) table per record
     num_positions = x.left_BTP.size(1)
-    columns_BST = wide(x.left_BTP).gather(2, y.ids_BT.unsqueeze(1).expand(-1, num_positions, -1))
-    return (columns_BST * (wide(x.right_BTQ) @ wide(y.grad_BTD).mT)).sum(dim=(1, 2))
+    columns_BST = x.left_BTP.gather(2, y.ids_BT.unsqueeze(1).expand(-1, num_positions, -1))
+    return (wide(columns_BST) * (wide(x.right_BTQ) @ wide(y.grad_BTD).mT)).sum(dim=(1, 2))
 
 
 def _inner_outer_dense(x: Outer, y: Dense) -> torch.Tensor:
