@@ -10,22 +10,20 @@ too, with two names changed: `DPTrainer` and `DPTrainingArguments`.
         --target_epsilon 8
 
 A wrong setting or file ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1
-shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.py`, `tables.py` and `glue_data.py`
-(records), `glue_model.py`, `glue_metrics.py`.
+shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.py` and `glue_data.py` (records),
+`glue_model.py`, `glue_metrics.py`; what `clm.py` needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`,
+`running.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 from transformers import (
     DataCollatorWithPadding,
     PreTrainedTokenizerBase,
@@ -37,32 +35,29 @@ from transformers import (
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
-from recipes import processes
+from hf_dpopt import DPTrainer, DPTrainingArguments
+from recipes import processes, running
 from recipes.glue_data import ClassificationData
 from recipes.glue_metrics import compute_metrics_with, load_metric
-from recipes.glue_model import add_lora, load_model
+from recipes.glue_model import load_model
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
+from recipes.models import add_lora
 
 logger = logging.getLogger("recipes.glue")
-
-USAGE_ERROR = 2
-# Wall-clock values depend on how many records were drawn. They are shown, not stored.
-TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
 
 
 def main(argv: list[str]) -> None:
     """The whole run, in the order of run_glue.py."""
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
-    set_up_logging(training_args)
+    running.set_up_logging(training_args)
     set_seed(training_args.seed)
 
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
     if model_args.lora_r:
-        model = add_lora(model, model_args)
+        model = add_lora(model, model_args, "SEQ_CLS")
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
 
@@ -77,25 +72,13 @@ def main(argv: list[str]) -> None:
         data_collator=default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer),
     )
     if training_args.do_train:
-        train(trainer, training_args)
+        running.train(trainer, training_args)
     results = evaluate(trainer, splits) if training_args.do_eval else {}
     if training_args.do_predict:
         predict(trainer, splits, data, training_args)
     publish(trainer, model_args, data_args, training_args)
     if trainer.is_world_process_zero():
         print(summary(trainer, data, splits, results, model_args, data_args, seconds=time.monotonic() - start))
-
-
-def set_up_logging(training_args: DPTrainingArguments) -> None:
-    """One line per event on the main process; the libraries stay at the level of --log_level."""
-    logging.basicConfig(
-        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
-        datefmt="%m/%d/%Y %H:%M:%S",
-        handlers=[logging.StreamHandler(sys.stdout)],
-    )
-    logging.getLogger("recipes").setLevel(logging.INFO if training_args.should_log else logging.ERROR)
-    logging.getLogger("absl").setLevel(logging.ERROR)  # the accountant's notes on orders it does not need
-    transformers.utils.logging.set_verbosity(training_args.get_process_log_level())
 
 
 def tokenize(
@@ -141,17 +124,6 @@ def evaluation_splits(splits: dict[str, Any]) -> dict[str, Any]:
     return {name: split for name, split in splits.items() if name.startswith("validation")}
 
 
-def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
-    """Training, and what of its numbers may be kept."""
-    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
-    trainer.save_model()
-    trainer.log_metrics("train", {k: v for k, v in metrics.items() if k != "delta"})  # it would round to 0.0
-    hidden = TIMINGS if isinstance(trainer, DPTrainer) else ()
-    trainer.save_metrics("train", {k: v for k, v in metrics.items() if k not in hidden})
-    trainer.save_state()
-
-
 def evaluate(trainer: Trainer, splits: dict[str, Any]) -> dict[str, float]:
     """Metrics of every validation split; those of mnli's second one get the ending _mm."""
     combined: dict[str, float] = {}
@@ -189,8 +161,6 @@ def publish(
     trainer: Trainer, model_args: ModelArguments, data_args: DataTrainingArguments, training_args: DPTrainingArguments
 ) -> None:
     """Model card, or push to the hub."""
-    if not training_args.do_train:
-        return
     kwargs: dict[str, Any] = {"finetuned_from": model_args.model_name_or_path, "tasks": "text-classification"}
     if data_args.embedded:
         kwargs["finetuned_from"] = None
@@ -201,10 +171,7 @@ def publish(
             "dataset_args": data_args.task_name,
             "dataset": f"GLUE {data_args.task_name.upper()}",
         }
-    if training_args.push_to_hub:
-        trainer.push_to_hub(**kwargs)
-    else:
-        trainer.create_model_card(**kwargs)
+    running.publish(trainer, training_args, **kwargs)
 
 
 def summary(
@@ -226,14 +193,13 @@ def summary(
     if results and validation is not None and data.labels is not None:
         majority = np.bincount(validation["label"]).max() / len(validation)
         lines.append(("majority class", f"{majority:.1%} accuracy"))
-    shown = [f"{k.removeprefix('eval_')} {v:.4f}" for k, v in results.items() if is_score(k)]
+    shown = [f"{k.removeprefix('eval_')} {v:.4f}" for k, v in results.items() if running.is_score(k)]
     if shown:
         lines.append(("evaluation", ", ".join(shown)))
-    lines.append(("privacy", privacy_line(trainer)))
+    lines.append(("privacy", running.privacy_line(trainer)))
     lines.append(("wall time", f"{seconds:.0f} s"))
     lines.append(("output", str(Path(trainer.args.output_dir).resolve())))
-    text = "\n".join(f"  {name:<15} {value}" for name, value in lines)
-    return f"\n***** Result *****\n{text}" + (f"\n{NEXT_STEPS}" if data_args.embedded else "")
+    return running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else "")
 
 
 NEXT_STEPS = """
@@ -244,34 +210,9 @@ NEXT_STEPS = """
         --target_epsilon 8"""
 
 
-def is_score(key: str) -> bool:
-    """Whether an entry of the evaluation metrics says something about quality."""
-    return not any(word in key for word in ("runtime", "per_second", "samples", "epoch", "epsilon", "preparation"))
-
-
-def privacy_line(trainer: Trainer) -> str:
-    if not isinstance(trainer, DPTrainer):
-        return "NONE (--non_private): trained with the stock Trainer, epsilon is infinite"
-    if trainer.plan is None:
-        return "nothing was trained, nothing was spent"
-    spent = trainer.privacy_spent()
-    return (
-        f"epsilon {spent.epsilon:.3f} at delta {spent.delta:g} after {spent.num_steps} steps, unit: {spent.unit}, "
-        f"adjacency: {spent.adjacency} (statement: {Path(trainer.args.output_dir) / 'privacy' / 'statement.md'})"
-    )
-
-
-def run(argv: list[str], entry: Callable[[list[str]], None] = main) -> int:
-    """Exit status of a run: 0, or 2 with one line on stderr for what the user can mend."""
-    try:
-        entry(argv)
-    except (DPConfigError, DPBudgetExceeded, ValueError, OSError) as error:
-        if os.environ.get("HF_DPOPT_DEBUG"):
-            raise
-        rank = os.environ.get("RANK", "0")
-        print(f"error{'' if rank == '0' else f' (rank {rank})'}: {' '.join(str(error).split())}", file=sys.stderr)
-        return USAGE_ERROR
-    return 0
+def run(argv: list[str]) -> int:
+    """Exit status of a run; see `running.run`."""
+    return running.run(argv, main)
 
 
 if __name__ == "__main__":

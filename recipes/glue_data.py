@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import Dataset, DatasetDict
 
 from hf_dpopt import DPConfigError
 from recipes.tables import Table
@@ -276,12 +276,3 @@ def _texts(table: Table, column: str) -> list[str]:
             "--text_column, or correct the row."
         )
     return values
-
-
-def table_of_dataset(name: str, dataset: Dataset) -> Table:
-    """A dataset of the hub as a table; class labels become their names, so that one code path maps them to ids."""
-    columns: dict[str, Sequence[Any]] = {column: list(dataset[column]) for column in dataset.column_names}
-    for column, feature in dataset.features.items():
-        if isinstance(feature, ClassLabel):
-            columns[column] = [feature.names[i] if i >= 0 else "-1" for i in columns[column]]
-    return Table(name, columns)

@@ -1,4 +1,4 @@
-"""Where the records come from: files, the hub, or the Python installation."""
+"""Where the records of `recipes/glue.py` come from: files, the hub, or the Python installation."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import dataclasses
 import logging
 import platform
 from pathlib import Path
-from typing import Any
 
-from datasets import DatasetDict, load_dataset
+from datasets import DatasetDict
 
-from hf_dpopt import DPConfigError, DPTrainingArguments
-from recipes import hub
-from recipes.glue_data import ClassificationData, build, read_label_list, table_of_dataset
+from hf_dpopt import DPTrainingArguments
+from recipes import sources
+from recipes.glue_data import ClassificationData, build, read_label_list
 from recipes.glue_options import DataTrainingArguments, ModelArguments
-from recipes.tables import Table, read_table
+from recipes.tables import Table
 
 logger = logging.getLogger(__name__)
 
 GLUE_ON_THE_HUB = "nyu-mll/glue"
-LOCAL_FILES = "To use local files: --train_file train.tsv --validation_file dev.tsv (csv, tsv, json, jsonl, .gz)."
 
 
 def load_data(
@@ -33,13 +31,16 @@ def load_data(
     if data_args.embedded:
         data = load_embedded(model_args, training_args)
     else:
-        files = {"train": data_args.train_file, "validation": data_args.validation_file, "test": data_args.test_file}
-        if any(files.values()):
-            tables = {split: read_table(path) for split, path in files.items() if path}
-        else:
-            tables = load_from_hub(model_args, data_args)
-            if data_args.task_name is not None and training_args.eval_data_privacy == "undeclared":
-                training_args.eval_data_privacy = "public"  # GLUE's own validation set
+        is_glue = data_args.task_name is not None and data_args.dataset_name is None
+        tables = sources.load_tables(
+            model_args,
+            data_args,
+            name=GLUE_ON_THE_HUB if is_glue else data_args.dataset_name,
+            config=data_args.task_name if is_glue else data_args.dataset_config_name,
+        )
+        from_hub = not any(data_args.files.values())
+        if from_hub and data_args.task_name is not None and training_args.eval_data_privacy == "undeclared":
+            training_args.eval_data_privacy = "public"  # GLUE's own validation set
         data = build(
             tables,
             task=data_args.task_name,
@@ -49,21 +50,8 @@ def load_data(
             label_list=None if data_args.label_list is None else read_label_list(data_args.label_list),
         )
         declare_preprocessing(data_args, training_args)
-    return needed_splits(data, training_args)
-
-
-def load_from_hub(model_args: ModelArguments, data_args: DataTrainingArguments) -> dict[str, Table]:
-    """All splits of a GLUE task, or of another dataset of the hub."""
-    if data_args.task_name is not None and data_args.dataset_name is None:
-        name, config = GLUE_ON_THE_HUB, data_args.task_name
-    else:
-        assert data_args.dataset_name is not None
-        name, config = data_args.dataset_name, data_args.dataset_config_name
-    found: Any = hub.load(
-        f"The dataset {name!r}{f' ({config})' if config else ''}", load_dataset, name, config,
-        cache_dir=model_args.cache_dir, token=model_args.token, mend=LOCAL_FILES,
-    )  # fmt: skip
-    return {split: table_of_dataset(f"{name} {config or ''} [{split}]", dataset) for split, dataset in found.items()}
+    names = sources.needed_splits(data.splits, training_args)
+    return dataclasses.replace(data, splits=DatasetDict({name: data.splits[name] for name in names}))
 
 
 def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments) -> ClassificationData:
@@ -99,22 +87,3 @@ def declare_preprocessing(data_args: DataTrainingArguments, training_args: DPTra
         if labels_are_declared
         else "the list of labels is read from the training records and published with the model; nothing else"
     )
-
-
-def needed_splits(data: ClassificationData, training_args: DPTrainingArguments) -> ClassificationData:
-    """The splits that this run uses; every action must have one."""
-    actions = (
-        ("train", training_args.do_train, "do_train"),
-        ("validation", training_args.do_eval, "do_eval"),
-        ("test", training_args.do_predict, "do_predict"),
-    )
-    needed: list[str] = []
-    for split, wanted, option in actions:
-        found = [name for name in data.splits if name.startswith(split)]
-        if wanted and not found:
-            raise DPConfigError(
-                f"{option} needs a {split} split, and there is {', '.join(data.splits)}. Leave --{option} out, or use "
-                f"files (--{split}_file)."
-            )
-        needed += found if wanted else []
-    return dataclasses.replace(data, splits=DatasetDict({name: data.splits[name] for name in needed}))

@@ -1,4 +1,4 @@
-"""Tables from files: csv, tsv, json and jsonl, each also gzipped. An error names the file and the line."""
+"""Tables from files: csv, tsv, json, jsonl and txt, each also gzipped, and parquet. An error names file and line."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from hf_dpopt import DPConfigError
 
 EXTENSIONS = (".csv", ".tsv", ".json", ".jsonl")
+TEXT_EXTENSIONS = (*EXTENSIONS, ".txt", ".parquet")  # for recipes that need no label
 COLA_HEADER = ["source", "label", "mark", "sentence"]
 MAX_FIELD = 2**31 - 1  # the csv module stops at 131,072 characters otherwise
 
@@ -40,13 +41,18 @@ class Table:
         return f"{self.name}, " + (f"row {row + 1}" if self.lines is None else f"line {self.lines[row]}")
 
 
-def read_table(path: str | Path) -> Table:
-    """Reads one file into memory. The extension decides: .csv, .tsv, .json, .jsonl, each optionally followed by .gz.
+def read_table(path: str | Path, *, kinds: tuple[str, ...] = EXTENSIONS) -> Table:
+    """Reads one file into memory. The extension decides; text files may be gzipped and end in .gz, too.
 
     * csv: comma-separated, quoted with double quotes, first line is the header.
     * tsv: as GLUE ships it: tab-separated, a quote is an ordinary character, first line is the header. CoLA's four
       columns without a header are recognised.
     * jsonl, and json: one object per line; a .json file may also be one list of objects, or {"data": [...]}.
+    * txt: one column, `text`, one row per line; lines of white space alone are left out.
+    * parquet: as it is.
+
+    Args:
+        kinds: extensions that are read.
 
     Raises:
         DPConfigError: if the file is missing, unreadable, damaged, empty or of another kind.
@@ -54,14 +60,16 @@ def read_table(path: str | Path) -> Table:
     path = Path(path)
     suffixes = [suffix.lower() for suffix in path.suffixes if suffix.lower() != ".gz"]
     kind = suffixes[-1] if suffixes else ""
-    if kind not in EXTENSIONS:
+    if kind not in kinds:
         raise DPConfigError(
-            f"{path} is neither of {', '.join(EXTENSIONS)} nor one of these with .gz behind. Convert or rename it."
+            f"{path} is neither of {', '.join(kinds)} nor one of these with .gz behind. Convert or rename it."
         )
-    reader = {".csv": _read_csv, ".tsv": _read_tsv, ".json": _read_json, ".jsonl": _read_jsonl}[kind]
     try:
-        with _open(path) as file:
-            table = reader(path, file)
+        if kind == ".parquet":
+            table = _read_parquet(path)
+        else:
+            with _open(path) as file:
+                table = READERS[kind](path, file)
     except FileNotFoundError:
         raise DPConfigError(f"{path} does not exist. Check the path (it is relative to {Path.cwd()}).") from None
     except UnicodeDecodeError as error:
@@ -200,3 +208,24 @@ def _from_records(path: Path, records: list[Any], lines: list[int] | None) -> Ta
         for name, column in columns.items():
             column.append(record[name])
     return Table(str(path), columns, lines)
+
+
+def _read_txt(path: Path, file: TextIO) -> Table:
+    kept = [(number, line.rstrip("\r\n")) for number, line in enumerate(_lines(file), start=1) if line.strip()]
+    return Table(str(path), {"text": [line for _, line in kept]}, [number for number, _ in kept])
+
+
+def _read_parquet(path: Path) -> Table:
+    import pyarrow
+    from pyarrow import parquet
+
+    if path.suffix.lower() == ".gz":
+        raise DPConfigError(f"{path} is a gzipped parquet file. Unpack it with gunzip: parquet is compressed inside.")
+    try:
+        columns = parquet.read_table(path).to_pydict()
+    except pyarrow.ArrowInvalid as error:
+        raise DPConfigError(f"{path} is not a parquet file ({error}). Write it again, or rename it.") from None
+    return Table(str(path), columns)
+
+
+READERS = {".csv": _read_csv, ".tsv": _read_tsv, ".json": _read_json, ".jsonl": _read_jsonl, ".txt": _read_txt}

@@ -14,10 +14,11 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from hf_dpopt import DPConfigError
-from recipes import glue, glue_sources, hub
+from recipes import glue, hub, sources
 from recipes.embedded.build import make_tokenizer
-from recipes.glue_model import label_order, set_dropout
+from recipes.glue_model import label_order
 from recipes.glue_options import parse
+from recipes.models import set_dropout
 
 TEXTS = [f"{good} film number {i}" for i, good in enumerate(["a fine", "no good"] * 20)]
 LABELS = [str(1 - i % 2) for i in range(40)]
@@ -296,7 +297,7 @@ def test_mnli_from_the_hub(
             test_matched=split(4, labelled=False), test_mismatched=split(5, labelled=False),
         )  # fmt: skip
 
-    monkeypatch.setattr(glue_sources, "load_dataset", download)
+    monkeypatch.setattr(sources, "load_dataset", download)
     flags = arguments(model_dir, task_name="mnli", train_file=None, validation_file=None, do_train="true",
                       do_eval="true", do_predict="true", ignore_mismatched_sizes="true")  # fmt: skip
     assert glue.run(flags) == 0, capsys.readouterr().err

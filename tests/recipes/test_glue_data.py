@@ -19,8 +19,8 @@ from recipes.glue_data import (
     find_columns,
     labels_of,
     read_label_list,
-    table_of_dataset,
 )
+from recipes.sources import table_of_dataset
 from recipes.tables import Table, read_table
 
 

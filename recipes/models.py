@@ -1,0 +1,117 @@
+"""Models of the recipes: configuration, tokenizer and weights from a folder or the hub, dropout, LoRA."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_dpopt import DPConfigError
+from recipes import hub
+from recipes.options import ModelArguments
+
+logger = logging.getLogger(__name__)
+
+MEND = "Give --model_name_or_path a local folder with config.json, the weights and the tokenizer."
+
+
+def source(model_args: ModelArguments) -> dict[str, Any]:
+    """What every `from_pretrained` is told about the place of the files."""
+    return {
+        "cache_dir": model_args.cache_dir,
+        "revision": model_args.model_revision,
+        "token": model_args.token,
+        "trust_remote_code": model_args.trust_remote_code,
+    }
+
+
+def load_config(model_args: ModelArguments) -> Any:
+    """The configuration, with the dropout that was asked for."""
+    name = model_args.config_name or model_args.model_name_or_path
+    config = hub.load(
+        f"The configuration of {name!r}", AutoConfig.from_pretrained, name, mend=MEND, **source(model_args)
+    )
+    if model_args.dropout >= 0:
+        set_dropout(config, model_args.dropout)
+    return config
+
+
+def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
+    name = model_args.tokenizer_name or model_args.model_name_or_path
+    return hub.load(
+        f"The tokenizer of {name!r}",
+        AutoTokenizer.from_pretrained,
+        name,
+        mend=MEND,
+        use_fast=model_args.use_fast_tokenizer,
+        **source(model_args),
+    )
+
+
+def load_weights(auto_class: Any, model_args: ModelArguments, config: Any, **kwargs: Any) -> PreTrainedModel:
+    """The model of one of transformers' Auto classes."""
+    name = model_args.model_name_or_path
+    return hub.load(
+        f"The model {name!r}",
+        auto_class.from_pretrained,
+        name,
+        mend=MEND,
+        config=config,
+        **kwargs,
+        **source(model_args),
+    )
+
+
+def set_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    """A padding token for those that have none: decoder models. The attention mask hides what stands there."""
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+
+
+def set_dropout(config: Any, dropout: float) -> None:
+    """Sets every dropout rate of a configuration, nested ones included: dropout adds noise to noise."""
+    changed = []
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            set_dropout(value, dropout)
+        elif "drop" in name and isinstance(value, (int, float)) and not isinstance(value, bool) and value != dropout:
+            setattr(config, name, dropout)
+            changed.append(f"{name} {value:g}")
+    if changed:
+        logger.info(
+            f"Dropout is set to {dropout:g} (was {', '.join(changed)}), as recommended for private training; "
+            "--dropout -1 keeps the model's own."
+        )
+
+
+def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
+    """LoRA on the attention layers, or on `lora_target_modules`.
+
+    Args:
+        task: name of a `peft.TaskType`; with SEQ_CLS the classification head is trained in full.
+
+    Raises:
+        DPConfigError: if the model has no such layers.
+    """
+    from peft import LoraConfig, TaskType, get_peft_model
+
+    config = LoraConfig(
+        task_type=TaskType[task],
+        r=model_args.lora_r,
+        lora_alpha=model_args.lora_alpha or 2 * model_args.lora_r,
+        lora_dropout=model_args.lora_dropout,
+        target_modules=model_args.lora_target_modules,
+    )
+    try:
+        adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise DPConfigError(
+            f"LoRA does not fit this model: {str(error).splitlines()[0]} Name layers with --lora_target_modules, e.g. "
+            "query value."
+        ) from error
+    trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    logger.info(f"LoRA r={model_args.lora_r}: {trained:,} trainable parameters.")
+    return adapted

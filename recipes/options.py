@@ -1,0 +1,218 @@
+"""Command line that the recipes share: which model, LoRA, which data, and what an absent flag means."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from accelerate.utils import broadcast_object_list
+from transformers import HfArgumentParser
+
+from hf_dpopt import DPConfigError, DPTrainingArguments
+from hf_dpopt.refusals import check_arguments
+
+ACTIONS = ("do_train", "do_eval", "do_predict")
+RUNS = Path("runs")
+
+
+@dataclass
+class ModelArguments:
+    """Which model, and how much of it is trained."""
+
+    model_name_or_path: str | None = field(
+        default=None,
+        metadata={"help": "Folder of a model, or its name on the hub. Absent: the small embedded model."},
+    )
+    config_name: str | None = field(default=None, metadata={"help": "Configuration, if not the model's own."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if not the model's own."})
+    cache_dir: str | None = field(default=None, metadata={"help": "Where to keep what is fetched from the hub."})
+    use_fast_tokenizer: bool = field(default=True, metadata={"help": "Use the tokenizers library where possible."})
+    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of the model on the hub."})
+    token: str | None = field(
+        default=None, metadata={"help": "Access token for the hub; default: that of `hf auth login`."}
+    )
+    trust_remote_code: bool = field(default=False, metadata={"help": "Run code that comes with a model of the hub."})
+    attn_implementation: str | None = field(
+        default=None, metadata={"help": "eager or sdpa; on a CPU in bf16, eager is much faster for short texts."}
+    )
+    dropout: float = field(
+        default=0.0,
+        metadata={"help": "Every dropout rate of the model; 0 suits private training, -1 keeps the model's own."},
+    )
+    lora_r: int = field(default=0, metadata={"help": "Rank of LoRA; 0 trains all parameters."})
+    lora_alpha: int | None = field(default=None, metadata={"help": "Scale of LoRA; default: twice the rank."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout inside LoRA."})
+    lora_target_modules: list[str] | None = field(
+        default=None,
+        metadata={"help": "Layers that get LoRA, e.g. query value; default: peft's choice for the model."},
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which data, and how much of it."""
+
+    dataset_name: str | None = field(default=None, metadata={"help": "Dataset of the hub."})
+    dataset_config_name: str | None = field(default=None, metadata={"help": "Configuration of that dataset."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Only the first so many training records."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first so many evaluation records."})
+    train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json or jsonl, each optionally .gz."})
+    validation_file: str | None = field(default=None, metadata={"help": "The same, for evaluation."})
+    non_private: bool = field(
+        default=False,
+        metadata={"help": "NO PRIVACY: the stock Trainer with the same data and batch, to compare with."},
+    )
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """Split name -> file."""
+        return {"train": self.train_file, "validation": self.validation_file}
+
+    @property
+    def embedded(self) -> bool:
+        """Whether the text comes from the Python installation."""
+        return not (self.dataset_name or any(self.files.values()))
+
+
+def read_flags(
+    argv: list[str],
+    classes: tuple[type, type],
+    *,
+    sources: Collection[str],
+    embedded_defaults: Mapping[str, Any],
+    run_name: str,
+) -> tuple[Any, Any, DPTrainingArguments, bool]:
+    """Reads flags, or one .json file with their values, and fills in what is absent.
+
+    Without a model and data (none of `sources`) the embedded job's settings are the defaults. Without do_train,
+    do_eval, do_predict there is training, and evaluation if there is something to evaluate on. Without output_dir a
+    folder in `runs` is made.
+
+    Args:
+        classes: of the model's and the data's arguments.
+
+    Returns:
+        Arguments of model, data and training, and whether it is the embedded job.
+
+    Raises:
+        DPConfigError: for values that cannot be read.
+    """
+    parser = _Parser((*classes, DPTrainingArguments), allow_abbrev=False)
+    from_file = _json_flags(Path(argv[0])) if len(argv) == 1 and argv[0].endswith(".json") else None
+    flags = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
+    given = flags if from_file is None else set(from_file)
+    embedded = not given & set(sources)
+    defaults = dict(embedded_defaults) if embedded else {}
+    if "noise_multiplier" in given:
+        defaults.pop("target_epsilon", None)
+    defaults["output_dir"] = str(RUNS / f"{'embedded' if embedded else run_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if from_file is None:
+        parser.set_defaults(**defaults)
+        model_args, data_args, training_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    else:
+        model_args, data_args, training_args = parser.parse_dict({**defaults, **from_file})
+    if not given & set(ACTIONS):
+        training_args.do_train = True
+        training_args.do_eval = embedded or not data_args.train_file or bool(data_args.validation_file)
+    if "output_dir" not in given:  # the clocks of several processes differ
+        training_args.output_dir = broadcast_object_list([training_args.output_dir])[0]
+    return model_args, data_args, training_args, embedded
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:  # argparse prints 200 flags before it says what is wrong
+        raise DPConfigError(f"{message}. --help lists all flags.")
+
+
+def _json_flags(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DPConfigError(
+            f'{path} cannot be read as a file of arguments: {error}. Write {{"target_epsilon": 8, ...}}.'
+        ) from None
+    if not isinstance(values, dict):
+        raise DPConfigError(f'{path} holds a {type(values).__name__}. Write one object: {{"target_epsilon": 8, ...}}.')
+    return values
+
+
+def check(
+    model_args: ModelArguments,
+    data_args: Any,
+    training_args: DPTrainingArguments,
+    *,
+    embedded: bool,
+    data_flags: str,
+    counts: tuple[str, ...],
+) -> None:
+    """What can be told to be wrong before a file is opened.
+
+    Args:
+        data_flags: how data is named, for the message that there is none.
+        counts: flags whose values are positive counts or absent.
+
+    Raises:
+        DPConfigError: for values that are wrong or do not fit together.
+    """
+    if not embedded and model_args.model_name_or_path is None:
+        raise DPConfigError("Data is given but no model. Add --model_name_or_path <folder or name on the hub>.")
+    name = model_args.model_name_or_path or ""
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise DPConfigError(
+            f"model_name_or_path={name!r} is not a folder. Name a model's folder, or a model on the hub."
+        )
+    if not embedded and data_args.embedded:
+        raise DPConfigError(
+            f"A model is given but no data. Add {data_flags}; without any of these and without a model the embedded "
+            "job runs."
+        )
+    check_files(data_args, training_args)
+    for name in counts:
+        value = getattr(data_args, name)
+        if value is not None and value < 1:
+            raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more, or leave it out.")
+    if model_args.lora_r < 0:
+        raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")
+    if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
+        raise DPConfigError(f"dropout={model_args.dropout} is not a rate. Use 0 to 1, or -1 to keep the model's own.")
+    if data_args.non_private:
+        if (Path(training_args.output_dir) / "privacy").exists():
+            raise DPConfigError(
+                f"{training_args.output_dir} holds the privacy statement of another run, which would stand beside a "
+                "model trained without privacy. Choose another --output_dir."
+            )
+        accumulate(training_args)
+    elif training_args.do_train:
+        # wrong values end here, not after loading
+        training_args.privacy_config(training_args.expected_batch_size or 1)
+        check_arguments(training_args)
+
+
+def check_files(data_args: Any, training_args: DPTrainingArguments) -> None:
+    """Files or the hub, and a file for everything that is to be done."""
+    files = data_args.files
+    if data_args.dataset_name is not None and any(files.values()):
+        raise DPConfigError("Both dataset_name and files are given. Keep one of them.")
+    if not any(files.values()):
+        return
+    wanted = (
+        ("train", training_args.do_train, "do_train"),
+        ("validation", training_args.do_eval, "do_eval (or eval_strategy)"),
+        ("test", training_args.do_predict, "do_predict"),
+    )
+    for split, is_wanted, why in wanted:
+        if is_wanted and split in files and not files[split]:
+            raise DPConfigError(
+                f"{why} is set but there is no {split}_file. Add --{split}_file <file>, or leave {why.split()[0]} out."
+            )
+
+
+def accumulate(training_args: Any) -> None:
+    """The stock Trainer reaches a logical batch by accumulation."""
+    if training_args.expected_batch_size is not None:
+        physical = training_args.per_device_train_batch_size * training_args.world_size
+        training_args.gradient_accumulation_steps = max(1, training_args.expected_batch_size // physical)

@@ -1,0 +1,87 @@
+"""What the recipes do alike: logging, training, model card, the last lines of a run, errors as one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import Trainer
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+
+USAGE_ERROR = 2
+# Wall-clock values depend on how many records were drawn. They are shown, not stored.
+TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def set_up_logging(training_args: DPTrainingArguments) -> None:
+    """One line per event on the main process; the libraries stay at the level of --log_level."""
+    logging.basicConfig(
+        format="%(asctime)s - %(levelname)s - %(name)s - %(message)s",
+        datefmt="%m/%d/%Y %H:%M:%S",
+        handlers=[logging.StreamHandler(sys.stdout)],
+    )
+    logging.getLogger("recipes").setLevel(logging.INFO if training_args.should_log else logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.ERROR)  # the accountant's notes on orders it does not need
+    transformers.utils.logging.set_verbosity(training_args.get_process_log_level())
+
+
+def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
+    """Training, and what of its numbers may be kept."""
+    result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
+    trainer.save_model()
+    trainer.log_metrics("train", {k: v for k, v in metrics.items() if k != "delta"})  # it would round to 0.0
+    hidden = TIMINGS if isinstance(trainer, DPTrainer) else ()
+    trainer.save_metrics("train", {k: v for k, v in metrics.items() if k not in hidden})
+    trainer.save_state()
+
+
+def publish(trainer: Trainer, training_args: DPTrainingArguments, **kwargs: Any) -> None:
+    """Model card, or push to the hub."""
+    if not training_args.do_train:
+        return
+    if training_args.push_to_hub:
+        trainer.push_to_hub(**kwargs)
+    else:
+        trainer.create_model_card(**kwargs)
+
+
+def is_score(key: str) -> bool:
+    """Whether an entry of the evaluation metrics says something about quality."""
+    return not any(word in key for word in ("runtime", "per_second", "samples", "epoch", "epsilon", "preparation"))
+
+
+def privacy_line(trainer: Trainer) -> str:
+    if not isinstance(trainer, DPTrainer):
+        return "NONE (--non_private): trained with the stock Trainer, epsilon is infinite"
+    if trainer.plan is None:
+        return "nothing was trained, nothing was spent"
+    spent = trainer.privacy_spent()
+    return (
+        f"epsilon {spent.epsilon:.3f} at delta {spent.delta:g} after {spent.num_steps} steps, unit: {spent.unit}, "
+        f"adjacency: {spent.adjacency} (statement: {Path(trainer.args.output_dir) / 'privacy' / 'statement.md'})"
+    )
+
+
+def result_text(lines: list[tuple[str, str]]) -> str:
+    """The last lines of a run: name and value."""
+    return "\n***** Result *****\n" + "\n".join(f"  {name:<15} {value}" for name, value in lines)
+
+
+def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
+    """Exit status of a run: 0, or 2 with one line on stderr for what the user can mend."""
+    try:
+        entry(argv)
+    except (DPConfigError, DPBudgetExceeded, ValueError, OSError) as error:
+        if os.environ.get("HF_DPOPT_DEBUG"):
+            raise
+        rank = os.environ.get("RANK", "0")
+        print(f"error{'' if rank == '0' else f' (rank {rank})'}: {' '.join(str(error).split())}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0

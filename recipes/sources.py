@@ -1,0 +1,70 @@
+"""Where the records of a recipe come from: files or the hub, as tables; and which splits a run needs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from datasets import ClassLabel, Dataset, load_dataset
+
+from hf_dpopt import DPConfigError, DPTrainingArguments
+from recipes import hub
+from recipes.options import ModelArguments
+from recipes.tables import EXTENSIONS, Table, read_table
+
+LOCAL_FILES = "To use local files: --train_file train.tsv --validation_file dev.tsv (csv, tsv, json, jsonl, .gz)."
+
+
+def load_tables(
+    model_args: ModelArguments,
+    data_args: Any,
+    *,
+    name: str | None,
+    config: str | None,
+    kinds: tuple[str, ...] = EXTENSIONS,
+) -> dict[str, Table]:
+    """Split name -> table, from the files of `data_args`, else from dataset `name` of the hub.
+
+    Raises:
+        DPConfigError: if something cannot be read.
+    """
+    files = {split: path for split, path in data_args.files.items() if path}
+    if files:
+        return {split: read_table(path, kinds=kinds) for split, path in files.items()}
+    found: Any = hub.load(
+        f"The dataset {name!r}{f' ({config})' if config else ''}", load_dataset, name, config,
+        cache_dir=model_args.cache_dir, token=model_args.token, mend=LOCAL_FILES,
+    )  # fmt: skip
+    return {split: table_of_dataset(f"{name} {config or ''} [{split}]", dataset) for split, dataset in found.items()}
+
+
+def table_of_dataset(name: str, dataset: Dataset) -> Table:
+    """A dataset of the hub as a table; class labels become their names, so that one code path maps them to ids."""
+    columns: dict[str, Sequence[Any]] = {column: list(dataset[column]) for column in dataset.column_names}
+    for column, feature in dataset.features.items():
+        if isinstance(feature, ClassLabel):
+            columns[column] = [feature.names[i] if i >= 0 else "-1" for i in columns[column]]
+    return Table(name, columns)
+
+
+def needed_splits(available: Collection[str], training_args: DPTrainingArguments) -> list[str]:
+    """Names of the splits that a run uses; every action must have one.
+
+    Raises:
+        DPConfigError: if there is none for an action.
+    """
+    actions = (
+        ("train", training_args.do_train, "do_train"),
+        ("validation", training_args.do_eval, "do_eval"),
+        ("test", training_args.do_predict, "do_predict"),
+    )
+    needed: list[str] = []
+    for split, wanted, option in actions:
+        found = [name for name in available if name.startswith(split)]
+        if wanted and not found:
+            raise DPConfigError(
+                f"{option} needs a {split} split, and there is {', '.join(available)}. Leave --{option} out, or use "
+                f"files (--{split}_file)."
+            )
+        needed += found if wanted else []
+    return needed
