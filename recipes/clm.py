@@ -1,0 +1,293 @@
+#!/usr/bin/env python
+"""Finetune a causal language model with differential privacy: prompts and targets, conversations, or plain text.
+
+The flags are those of Hugging Face's `run_clm.py` and of `DPTrainingArguments`, plus LoRA.
+
+    accelerate launch recipes/clm.py                      # no arguments: the embedded job, offline, a few minutes
+    accelerate launch recipes/clm.py --model_name_or_path gpt2 --target_epsilon 8 --lora_r 8 --block_size 128 \
+        --train_file trainset.csv --validation_file devset.csv --prompt_column mr --target_column ref --generate
+    accelerate launch recipes/clm.py --model_name_or_path gpt2 --target_epsilon 8 --block_size 256 \
+        --train_file reviews.jsonl.gz --validation_file held_out.jsonl.gz --text_column text
+
+The columns decide what a record is and which of its tokens are learned: `clm_data.py`. Records are padded, never
+packed, so one record is one row of the data (with `--chunk_documents`: one piece of a document, and the report says
+so). A wrong setting or file ends the run with one line and exit status 2, before anything is written;
+HF_DPOPT_DEBUG=1 shows the traceback. Beside this file: `clm_options.py` (flags), `clm_generate.py`, `clm_metrics.py`;
+what `glue.py` needs as well: `options.py`, `sources.py`, `tables.py`, `models.py`, `running.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hf_dpopt import DPTrainer, DPTrainingArguments
+from recipes import models, processes, running, sources
+from recipes.clm_data import (
+    Kind,
+    PaddingCollator,
+    Pairs,
+    Split,
+    choose_block_size,
+    find_kind,
+    report,
+    tokenize,
+)
+from recipes.clm_generate import generate, group_references, most_prompt_tokens
+from recipes.clm_metrics import generation_metrics, loss_of_records, perplexity_metrics
+from recipes.clm_options import DataTrainingArguments, ModelArguments, parse
+from recipes.tables import TEXT_EXTENSIONS, Table
+
+logger = logging.getLogger("recipes.clm")
+
+
+def main(argv: list[str]) -> None:
+    """The whole run, in the order of run_clm.py."""
+    start = time.monotonic()
+    model_args, data_args, training_args = parse(argv)
+    running.set_up_logging(training_args)
+    set_seed(training_args.seed)
+
+    tables = load_tables(model_args, data_args, training_args)
+    kind = find_kind(tables, data_args)
+    tokenizer, model = load_model(model_args)
+    if data_args.generate:
+        most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
+    block_size = choose_block_size(data_args.block_size, tokenizer, model)
+    declare_unit(kind, block_size, training_args)
+    splits = tokenize_splits(tables, kind, tokenizer, data_args, training_args, block_size)
+    if model_args.lora_r:
+        model = models.add_lora(model, model_args, "CAUSAL_LM")
+
+    # The stock Trainer minimises the mean over all target tokens of a batch; DPTrainer the mean over records of each
+    # record's mean, as no record may depend on the lengths of others. On records of like length the two are alike.
+    trainer_class = Trainer if data_args.non_private else DPTrainer
+    trainer = trainer_class(
+        model=model,
+        args=training_args,
+        train_dataset=splits["train"].dataset if training_args.do_train else None,
+        eval_dataset=splits["validation"].dataset if training_args.do_eval else None,
+        compute_metrics=perplexity_metrics,
+        preprocess_logits_for_metrics=loss_of_records,
+        processing_class=tokenizer,
+        data_collator=PaddingCollator(tokenizer.pad_token_id),
+    )
+    if training_args.do_train:
+        running.train(trainer, training_args)
+    results = evaluate(trainer) if training_args.do_eval else {}
+    if data_args.generate:
+        assert isinstance(kind, Pairs)
+        results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
+    finetuned_from = None if data_args.embedded else model_args.model_name_or_path
+    running.publish(trainer, training_args, finetuned_from=finetuned_from, tasks="text-generation")
+    if trainer.is_world_process_zero():
+        lines = summary(trainer, tables, splits, kind, block_size, results, model_args)
+        lines += [("wall time", f"{time.monotonic() - start:.0f} s")]
+        lines += [("output", str(Path(training_args.output_dir).resolve()))]
+        print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
+
+
+def load_tables(
+    model_args: ModelArguments, data_args: DataTrainingArguments, training_args: DPTrainingArguments
+) -> dict[str, Table]:
+    """train and validation, as far as this run uses them.
+
+    Raises:
+        DPConfigError: if one is missing or cannot be read.
+    """
+    if data_args.embedded:
+        tables = load_embedded(model_args, training_args)
+    else:
+        tables = sources.load_tables(
+            model_args,
+            data_args,
+            name=data_args.dataset_name,
+            config=data_args.dataset_config_name,
+            kinds=TEXT_EXTENSIONS,
+        )
+    needed = sources.needed_splits(tables, training_args)
+    # a dataset of the hub may have several validation splits; the first is taken
+    return {split: tables[next(n for n in needed if n.startswith(split))] for split in _used(training_args)}
+
+
+def _used(training_args: DPTrainingArguments) -> list[str]:
+    wanted = (("train", training_args.do_train), ("validation", training_args.do_eval))
+    return [split for split, is_wanted in wanted if is_wanted]
+
+
+def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments) -> dict[str, Table]:
+    """Text of the standard library; also builds the model."""
+    from recipes.embedded.build import build_gpt2
+    from recipes.embedded.corpus import read_corpus
+
+    corpus = read_corpus()
+    folder = Path(training_args.output_dir).parent / f"embedded-gpt2-{corpus.digest}"
+    with training_args.main_process_first(desc="building the embedded model"):
+        if not folder.is_dir():
+            logger.info(f"Training a small GPT-2 on {len(corpus.public_text)} public passages: {folder}")
+        model_args.model_name_or_path = str(build_gpt2(folder, corpus))
+    name = f"Python {platform.python_version()}'s standard library"
+    return {
+        split: Table(f"{name} [{split}]", {"text": [text for text, _ in records]})
+        for split, records in (("train", corpus.train), ("validation", corpus.evaluation))
+    }
+
+
+def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """Tokenizer and model from a folder or the hub."""
+    config = models.load_config(model_args)
+    tokenizer = models.load_tokenizer(model_args)
+    tokenizer.padding_side = "right"  # of training; texts are generated from prompts padded on the left
+    attention = model_args.attn_implementation
+    model = models.load_weights(
+        AutoModelForCausalLM,
+        model_args,
+        config,
+        # not the type of the file: half-precision weights lose the small updates of private training
+        dtype=getattr(torch, model_args.dtype),
+        **({} if attention is None else {"attn_implementation": attention}),
+    )
+    models.set_padding(tokenizer, model)
+    return tokenizer, model
+
+
+def declare_unit(kind: Kind, block_size: int, training_args: DPTrainingArguments) -> None:
+    """For the privacy report: what one record is, and what was fitted on training records before training."""
+    unit = f"One record (example) is {kind.unit(block_size)}"
+    declared = training_args.data_dependent_preprocessing
+    if declared == "not declared":
+        declared = "none: each record is tokenized alone, with the tokenizer of the model"
+    training_args.data_dependent_preprocessing = f"{declared}. {unit}"
+    if training_args.do_train:
+        logger.info(f"{unit}.")
+
+
+def tokenize_splits(
+    tables: dict[str, Table],
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataTrainingArguments,
+    training_args: DPTrainingArguments,
+    block_size: int,
+) -> dict[str, Split]:
+    """Records of every split; what was cut is said before training."""
+    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    splits = {}
+    for name, table in tables.items():
+        with training_args.main_process_first(desc=f"tokenizing {name}"):
+            splits[name] = tokenize(table, kind, tokenizer, block_size=block_size, limit=limits[name])
+        report(name, splits[name], block_size)
+    return splits
+
+
+def evaluate(trainer: Trainer) -> dict[str, float]:
+    """Loss and perplexity of the validation records, per record and per token."""
+    metrics = trainer.evaluate()
+    metrics.pop("eval_loss", None)  # a mean over batches: it depends on per_device_eval_batch_size
+    metrics["eval_samples"] = len(trainer.eval_dataset)
+    trainer.log_metrics("eval", metrics)
+    trainer.save_metrics("eval", metrics)
+    return metrics
+
+
+def write_generations(
+    trainer: Trainer,
+    table: Table,
+    kind: Pairs,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: DataTrainingArguments,
+    training_args: DPTrainingArguments,
+) -> dict[str, float]:
+    """Generates a text per prompt, writes one per line to generations.txt, and compares them with the references.
+
+    The file holds neither prompts nor references, as output_dir may be published; line i is the i-th different prompt.
+    """
+    references = group_references(table, kind)
+    prompts = list(references)[: data_args.max_generate_samples]
+    logger.info(
+        f"Generating for {len(prompts)} different prompts, {sum(len(references[p]) for p in prompts)} references."
+    )
+    texts = generate(
+        trainer, prompts, kind, tokenizer, num_beams=data_args.num_beams, max_new_tokens=data_args.max_new_tokens
+    )
+    metrics = {
+        f"generate_{name}": value
+        for name, value in generation_metrics(texts, [references[prompt] for prompt in prompts]).items()
+    }
+    metrics["generate_samples"] = len(prompts)
+    trainer.log_metrics("generate", metrics)
+    trainer.save_metrics("generate", metrics)
+    if trainer.is_world_process_zero():
+        path = Path(training_args.output_dir) / "generations.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+        logger.info(f"Generated texts: {path}")
+    return metrics
+
+
+def summary(
+    trainer: Trainer,
+    tables: dict[str, Table],
+    splits: dict[str, Split],
+    kind: Kind,
+    block_size: int,
+    results: dict[str, float],
+    model_args: ModelArguments,
+) -> list[tuple[str, str]]:
+    """The last lines of a run: what was run, what came out, what it cost."""
+    num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    data = ", ".join(f"{len(splits[name].dataset)} records of {table.name}" for name, table in tables.items())
+    lines = [("what was run", f"{model_args.model_name_or_path} ({num_parameters:,} trained parameters) on {data}")]
+    before = next((entry for entry in trainer.state.log_history if entry["step"] == 0), {})
+    for name, meaning in PERPLEXITIES.items():
+        if f"eval_{name}" not in results:
+            continue
+        after = f"{results[f'eval_{name}']:.2f}"
+        if trainer.state.global_step and f"eval_{name}" in before:  # --eval_on_start
+            after = f"{before[f'eval_{name}']:.2f} before training, {after} after"
+        lines.append(("perplexity", f"{after} ({meaning})"))
+    if lines[1:]:
+        lines.append(("", f"a uniform guess among all tokens has {trainer.model.config.vocab_size}, a perfect one 1"))
+    if "generate_bleu" in results:
+        scores = ", ".join(f"{name} {results[f'generate_{key}']:.2f}" for key, name in SCORES.items())
+        lines.append(("generation", f"{scores} ({results['generate_samples']} prompts)"))
+    lines.append(("privacy", running.privacy_line(trainer)))
+    if isinstance(trainer, DPTrainer) and trainer.plan is not None:
+        lines.append(("unit", f"example = {kind.unit(block_size)}"))
+    return lines
+
+
+PERPLEXITIES = {
+    "token_perplexity": "of the corpus: over all tokens of the set, as papers report it",
+    "record_perplexity": "of a record: each record's own mean counts once, as in private training",
+}
+SCORES = {"bleu": "BLEU", "rouge_l": "ROUGE-L", "nist": "NIST"}
+
+NEXT_STEPS = """
+  Perplexity is e^(mean loss): among about so many equally likely tokens the model still has to guess. The model knew
+  the language reference and messages of Python's standard library, which are public here; what it gained it learned
+  from its code lines, comments and docstrings, each of them one private record. Each run spends its own budget on the
+  same records; epsilons of several runs add up. The real thing:
+    accelerate launch recipes/clm.py --model_name_or_path gpt2 --target_epsilon 8 --lora_r 8 --block_size 128 \\
+        --train_file trainset.csv --validation_file devset.csv --prompt_column mr --target_column ref --generate
+    accelerate launch recipes/clm.py --model_name_or_path <dir> --target_epsilon 8 --block_size 256 \\
+        --train_file train.jsonl --validation_file dev.jsonl   # columns text, or messages, or prompt and completion"""
+
+
+def run(argv: list[str]) -> int:
+    """Exit status of a run; see `running.run`."""
+    return running.run(argv, main)
+
+
+if __name__ == "__main__":
+    processes.start_requested(sys.argv[1:])
+    sys.exit(run(sys.argv[1:]))

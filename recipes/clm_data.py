@@ -1,0 +1,483 @@
+"""From tables to records of a causal language model: which columns are used, and which tokens carry loss.
+
+There are three kinds of data: `Pairs` (a prompt and its target), `Chat` (conversations) and `Documents` (plain text).
+Each turns rows of a table into `Record`s, one row at a time: what a record holds never depends on other rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from hf_dpopt import DPConfigError
+from recipes.clm_options import DEFAULT_BLOCK_SIZE, DataTrainingArguments
+from recipes.tables import Table
+
+logger = logging.getLogger(__name__)
+
+IGNORED = -100
+PAIR_COLUMNS = (("mr", "ref"), ("prompt", "completion"), ("instruction", "output"))
+MESSAGES, TEXT, ALPACA_INPUT = "messages", "text", "input"
+KINDS = (
+    f"a prompt and a target column ({', '.join(' and '.join(pair) for pair in PAIR_COLUMNS)}, or --prompt_column and "
+    f"--target_column), a column of conversations ({MESSAGES}, or --messages_column), or a column of plain text "
+    f"({TEXT}, or --text_column)"
+)
+ROLES_AND_CONTENT = 'a list of {"role": ..., "content": ...}'
+# The user's and the assistant's turns are told apart by a line of their own; each answer ends with the end token.
+PLAIN_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ':\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
+)
+IN_BRACES = re.compile(r"\{([^{}]+)\}")
+MARKS_ANSWERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class Record:
+    """Tokens of one record.
+
+    Args:
+        input_ids: at most `block_size`.
+        labels: the same ids where a token is learned, -100 elsewhere.
+        is_cut: whether the row had more tokens.
+    """
+
+    input_ids: list[int]
+    labels: list[int]
+    is_cut: bool
+
+    @property
+    def has_target(self) -> bool:
+        """Whether any token is predicted and learned; the first one has nothing before it to be predicted from."""
+        return any(label != IGNORED for label in self.labels[1:])
+
+
+def _record(input_ids: list[int], labels: list[int], block_size: int) -> Record:
+    return Record(input_ids[:block_size], labels[:block_size], len(input_ids) > block_size)
+
+
+# --- the three kinds -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """`prompt`, separator, `target`, end token; the loss is on the target and the end token.
+
+    Prompt and target are tokenized apart, so the border is exact and a prompt has the same tokens when it is generated
+    from.
+
+    Args:
+        template: makes the prompt; columns stand in braces.
+        target: column.
+        separator: between the two.
+    """
+
+    template: str
+    target: str
+    separator: str
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*_columns_of(self.template), self.target)
+
+    def unit(self, block_size: int) -> str:
+        return f"one row: a prompt with its target, at most {block_size} tokens"
+
+    def check_row(self, table: Table, row: int) -> None:
+        for column in self.columns:
+            _check_text(table, row, column)
+
+    def prompts(self, rows: Mapping[str, Sequence[Any]]) -> list[str]:
+        """The prompts of some rows, without the separator."""
+        names = _columns_of(self.template)
+        prompts = []
+        for row in zip(*(rows[name] for name in names), strict=True):
+            values = dict(zip(names, row, strict=True))
+            prompts.append(IN_BRACES.sub(lambda match, values=values: values[match[1]], self.template).strip())
+        return prompts
+
+    def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Tokens of the prompts, the separator included."""
+        start = start_tokens(tokenizer)
+        return [start + ids for ids in _ids([prompt + self.separator for prompt in prompts], tokenizer)]
+
+    def records(
+        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
+    ) -> Iterator[Record]:
+        prompts = self.prompt_ids(self.prompts(rows), tokenizer)
+        for prompt, target in zip(prompts, _ids(list(rows[self.target]), tokenizer), strict=True):
+            target = [*target, tokenizer.eos_token_id]
+            yield _record(prompt + target, [IGNORED] * len(prompt) + target, block_size)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Conversations through the tokenizer's chat template; the loss is on the assistant's turns.
+
+    Where the template marks those turns with `{% generation %}`, they are what it marks. Else a turn is what the
+    conversation up to it has more than the one before it with the assistant's header: the content and its end mark.
+
+    Args:
+        column: of lists of {role, content}.
+        plain: use the recipe's own template whatever the tokenizer has.
+    """
+
+    column: str
+    plain: bool
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.column,)
+
+    def unit(self, block_size: int) -> str:
+        return f"one conversation, at most its first {block_size} tokens"
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Gives the tokenizer the recipe's template, to be saved with it, if it has none or `plain` was asked for."""
+        if not tokenizer.is_fast:
+            raise DPConfigError(
+                "The tokenizer does not know where its tokens stand in the text, so assistant turns cannot be found. "
+                "Use a model with a tokenizer.json, without --use_fast_tokenizer false."
+            )
+        if self.plain or not tokenizer.chat_template:
+            tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
+            logger.info(
+                "Conversations are written as 'role:', new line, content; the template is saved with the model."
+            )
+
+    def check_row(self, table: Table, row: int) -> None:
+        messages = table.columns[self.column][row]
+        what = None
+        if not isinstance(messages, list) or not messages:
+            what = f"column {self.column!r} holds {str(messages)[:40]!r}, not {ROLES_AND_CONTENT}"
+        else:
+            for i, message in enumerate(messages):
+                if not isinstance(message, dict) or not all(
+                    isinstance(message.get(key), str) for key in ("role", "content")
+                ):
+                    what = (
+                        f"message {i + 1} of column {self.column!r} is not an object with the texts role and content"
+                    )
+                    break
+        if what:
+            raise DPConfigError(
+                f"{table.where(row)}: {what}. Correct the row, or name another with --messages_column."
+            )
+
+    def records(
+        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
+    ) -> Iterator[Record]:
+        for messages in rows[self.column]:
+            # hub datasets give every message the keys of all
+            messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+            ids, learned = _answers(messages, tokenizer)
+            labels = [token if is_learned else IGNORED for token, is_learned in zip(ids, learned, strict=True)]
+            yield _record(ids, labels, block_size)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Plain text and an end token, all of which is learned.
+
+    Args:
+        text: column.
+        chunked: whether each piece of `block_size` tokens is a record of its own; else the rest is cut off.
+    """
+
+    text: str
+    chunked: bool
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (self.text,)
+
+    def unit(self, block_size: int) -> str:
+        if self.chunked:
+            return (
+                f"one chunk of at most {block_size} tokens; a document of several chunks is not protected as a whole"
+            )
+        return f"one document, at most its first {block_size} tokens"
+
+    def check_row(self, table: Table, row: int) -> None:
+        _check_text(table, row, self.text)
+
+    def records(
+        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
+    ) -> Iterator[Record]:
+        start = start_tokens(tokenizer)
+        for ids in _ids(list(rows[self.text]), tokenizer):
+            ids = [*start, *ids, tokenizer.eos_token_id]
+            if self.chunked:
+                chunks = (ids[i : i + block_size] for i in range(0, len(ids), block_size))
+                yield from (Record(chunk, list(chunk), False) for chunk in chunks)
+            else:
+                yield _record(ids, list(ids), block_size)
+
+
+Kind = Pairs | Chat | Documents
+
+
+def _columns_of(template: str) -> list[str]:
+    return list(dict.fromkeys(IN_BRACES.findall(template)))
+
+
+def _check_text(table: Table, row: int, column: str) -> None:
+    value = table.columns[column][row]
+    if not isinstance(value, str):
+        raise DPConfigError(
+            f"{table.where(row)}: column {column!r} holds {value!r}, not text. Correct the row, or name another."
+        )
+
+
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The start token, for tokenizers that put one before every text."""
+    own = tokenizer("")["input_ids"]
+    return own[:1] if own[:1] == [tokenizer.bos_token_id] else []
+
+
+def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    if not texts:
+        return []
+    return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # else it warns of long texts
+
+
+def _answers(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[bool]]:
+    """Tokens of a conversation, and whether each belongs to an answer of the assistant."""
+    try:
+        if MARKS_ANSWERS.search(tokenizer.chat_template):
+            encoded = tokenizer.apply_chat_template(
+                messages, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+            )
+            return encoded["input_ids"], [bool(mark) for mark in encoded["assistant_masks"]]
+        whole = tokenizer.apply_chat_template(messages, tokenize=False)
+        spans = []
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                header = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
+                through = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False)
+                if not (whole.startswith(through) and through.startswith(header)):
+                    raise DPConfigError(
+                        "The tokenizer's chat template writes a conversation differently when it goes on, so the "
+                        "assistant's turns cannot be told apart. Use --chat_template plain, or a template that marks "
+                        "them with {% generation %}."
+                    )
+                spans.append((len(header), len(through)))
+    except DPConfigError:
+        raise
+    except Exception as error:  # templates are programs: jinja2, and whatever it calls, raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise DPConfigError(
+            f"The tokenizer's chat template does not take a conversation of the roles "
+            f"{', '.join(message['role'] for message in messages)}: {reason}. Mend the data, or use --chat_template "
+            "plain."
+        ) from error
+    encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    learned = [any(a < end and b > start for start, end in spans) for a, b in encoded["offset_mapping"]]
+    return encoded["input_ids"], learned
+
+
+# --- which kind ------------------------------------------------------------------------------------------------------
+
+
+def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments) -> Kind:
+    """The kind of data: what the named columns say, else what the columns' names say.
+
+    Raises:
+        DPConfigError: if columns are missing, if no kind or several fit, or if a row does not.
+    """
+    first = next(iter(tables.values()))
+    kind = _named_kind(first, args) or _recognised_kind(first, args)
+    if args.chunk_documents and not isinstance(kind, Documents):
+        raise DPConfigError(
+            "chunk_documents is for plain text, but these are "
+            f"{'conversations' if isinstance(kind, Chat) else 'prompts and targets'}. Remove it, or name a column of "
+            "plain text with --text_column."
+        )
+    if args.generate and not isinstance(kind, Pairs):
+        raise DPConfigError("generate needs prompts and targets. Name them with --prompt_column and --target_column.")
+    for table in tables.values():
+        for column in kind.columns:
+            _check_column(table, column)
+        for row in range(len(table)):
+            kind.check_row(table, row)
+    return kind
+
+
+def _check_column(table: Table, column: str) -> None:
+    if column not in table.columns:
+        raise DPConfigError(f"{table.name} has no column {column!r}. It has: {_columns_in(table)}. Needed is {KINDS}.")
+
+
+def _columns_in(table: Table) -> str:
+    """Their names; without a line of names the first record stands there, which may be long."""
+    return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}...") for name in table.columns)
+
+
+def _named_kind(table: Table, args: DataTrainingArguments) -> Kind | None:
+    """The kind that the flags name."""
+    named = {
+        "--prompt_column and --target_column": bool(args.prompt_column or args.target_column or args.prompt_template),
+        "--messages_column": bool(args.messages_column),
+        "--text_column": bool(args.text_column),
+    }
+    if sum(named.values()) > 1:
+        raise DPConfigError(
+            f"{' and '.join(name for name, is_named in named.items() if is_named)} are given. Keep one kind: {KINDS}."
+        )
+    if args.messages_column:
+        _check_column(table, args.messages_column)
+        return Chat(args.messages_column, plain=args.chat_template == "plain")
+    if args.text_column:
+        _check_column(table, args.text_column)
+        return Documents(args.text_column, args.chunk_documents)
+    if not any(named.values()):
+        return None
+    found = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)), (None, None))
+    prompt, target = args.prompt_column or found[0], args.target_column or found[1]
+    if target is None or (prompt is None and args.prompt_template is None):
+        raise DPConfigError(
+            f"{table.name}: a prompt needs a target and a target a prompt, and only one of them is named. Add "
+            f"{'--target_column' if target is None else '--prompt_column'} <one of: "
+            f"{_columns_in(table)}>."
+        )
+    return _pairs(table, args, prompt, target)
+
+
+def _recognised_kind(table: Table, args: DataTrainingArguments) -> Kind:
+    """The one kind whose columns are there."""
+    kinds: list[Kind] = [_pairs(table, args, *pair) for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)]
+    if MESSAGES in table.columns:
+        kinds.append(Chat(MESSAGES, plain=args.chat_template == "plain"))
+    if TEXT in table.columns:
+        kinds.append(Documents(TEXT, args.chunk_documents))
+    if len(kinds) != 1:
+        what = "no kind of data is" if not kinds else "several kinds of data are"
+        raise DPConfigError(
+            f"{table.name}: {what} recognised among the columns {_columns_in(table)}. Name what to use: {KINDS}. A "
+            "file without a line of column names needs one."
+        )
+    return kinds[0]
+
+
+def _pairs(table: Table, args: DataTrainingArguments, prompt: str | None, target: str) -> Pairs:
+    template = args.prompt_template
+    if template is None:
+        assert prompt is not None
+        template = f"{{{prompt}}}"
+        if prompt == "instruction" and ALPACA_INPUT in table.columns:
+            template += f"\n{{{ALPACA_INPUT}}}"
+    names = _columns_of(template)
+    if not names:
+        raise DPConfigError(
+            f"prompt_template={template!r} names no column, so all prompts would be the same. Write columns in "
+            "braces: '{mr}'."
+        )
+    for name in names:
+        _check_column(table, name)
+    return Pairs(template, target, args.separator)
+
+
+# --- tokenizing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Split:
+    """Tokenized records of one split.
+
+    Args:
+        dataset: columns `input_ids` and `labels`.
+        num_cut: records that lost tokens to `block_size`.
+        num_without_target: records in which no token is learned; they contribute nothing.
+    """
+
+    dataset: Dataset
+    num_cut: int
+    num_without_target: int
+
+
+def choose_block_size(asked: int | None, tokenizer: PreTrainedTokenizerBase, model: Any) -> int:
+    """Most tokens of a record: what was asked for, within what the model takes."""
+    most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
+    if asked is None:
+        return min(DEFAULT_BLOCK_SIZE, most)
+    if asked > most:
+        logger.warning(f"block_size={asked} is more than the model takes; using {most}.")
+    return min(asked, most)
+
+
+def tokenize(
+    table: Table, kind: Kind, tokenizer: PreTrainedTokenizerBase, *, block_size: int, limit: int | None = None
+) -> Split:
+    """Records of a table, in its order; only the first `limit`.
+
+    Raises:
+        DPConfigError: if the tokenizer has no end token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise DPConfigError(
+            "The tokenizer has no end token (eos_token), so a text would have no end. Use the tokenizer of a causal "
+            "language model, e.g. with --tokenizer_name."
+        )
+    if isinstance(kind, Chat):
+        kind.prepare(tokenizer)
+    num_rows = len(table) if limit is None else min(limit, len(table))  # a row gives one record or more
+    rows = {column: table.columns[column][:num_rows] for column in kind.columns}
+    records = list(kind.records(rows, tokenizer, block_size))[:limit]
+    dataset = Dataset.from_dict(
+        {"input_ids": [r.input_ids for r in records], "labels": [r.labels for r in records]},
+    )
+    return Split(dataset, sum(r.is_cut for r in records), sum(not r.has_target for r in records))
+
+
+def report(name: str, split: Split, block_size: int) -> None:
+    """Says how many records lost tokens. Exact counts over records are for whoever holds the data: console only."""
+    lost = []
+    if split.num_cut:
+        lost.append(f"{split.num_cut} were cut to {block_size} tokens")
+    if split.num_without_target:
+        lost.append(f"{split.num_without_target} have no token to learn and contribute nothing")
+    text = f"{name}: {len(split.dataset)} records; {', '.join(lost) or 'none was cut'}."
+    if not lost:
+        logger.info(text)
+    elif split.num_without_target:
+        mend = " Raise --block_size, or shorten what stands before the target." if split.num_cut else ""
+        logger.warning(f"{text}{mend} {CONSOLE_ONLY}")
+    else:
+        logger.info(f"{text} {CONSOLE_ONLY}")
+
+
+CONSOLE_ONLY = "(Exact counts over the records: keep this line with the data.)"
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddingCollator:
+    """Pads the records of a physical batch on the right, whatever side the tokenizer prefers; labels with -100.
+
+    Padding on the left would move the positions of short records by the lengths of the others.
+    """
+
+    pad_token_id: int
+
+    def __call__(self, records: Sequence[Mapping[str, list[int]]]) -> dict[str, torch.Tensor]:
+        width = max(len(record["input_ids"]) for record in records)
+
+        def padded(rows: list[list[int]], value: int) -> torch.Tensor:
+            return torch.tensor([[*row, *[value] * (width - len(row))] for row in rows])
+
+        return {
+            "input_ids": padded([r["input_ids"] for r in records], self.pad_token_id),
+            "attention_mask": padded([[1] * len(r["input_ids"]) for r in records], 0),
+            "labels": padded([r["labels"] for r in records], IGNORED),
+        }

@@ -1,0 +1,101 @@
+"""Texts for the prompts of an evaluation set, with all references of each prompt."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from transformers import PreTrainedTokenizerBase
+
+from hf_dpopt import DPConfigError
+from recipes.clm_data import Pairs
+from recipes.tables import Table
+
+logger = logging.getLogger(__name__)
+
+
+def group_references(table: Table, kind: Pairs) -> dict[str, list[str]]:
+    """Prompt -> its references, in the order of the table; rows with the same prompt are one entry."""
+    groups: dict[str, list[str]] = {}
+    for prompt, target in zip(kind.prompts(table.columns), table.columns[kind.target], strict=True):
+        groups.setdefault(prompt, []).append(target)
+    return groups
+
+
+def most_prompt_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, max_new_tokens: int) -> int:
+    """How long a prompt may be so that there is room for the text.
+
+    Raises:
+        DPConfigError: if there is none for any prompt.
+    """
+    most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
+    if max_new_tokens >= most:
+        raise DPConfigError(
+            f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model takes {most} tokens. Use less."
+        )
+    return most - max_new_tokens
+
+
+def generate(
+    trainer: Any,
+    prompts: list[str],
+    kind: Pairs,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    num_beams: int,
+    max_new_tokens: int,
+) -> list[str]:
+    """One text per prompt, by greedy or beam search; the prompts are dealt to the processes."""
+    model, args = trainer.model, trainer.args
+    room = most_prompt_tokens(tokenizer, model, max_new_tokens)
+    ids = kind.prompt_ids(prompts, tokenizer)
+    num_cut = sum(len(row) > room for row in ids)
+    if num_cut:
+        logger.warning(
+            f"{num_cut} prompts are cut to their last {room} tokens to leave room for {max_new_tokens} new."
+        )
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))  # like lengths together: less padding
+    mine = order[args.process_index :: args.world_size]
+    texts: list[tuple[int, str]] = []
+    with _ready(model):
+        for start in range(0, len(mine), args.per_device_eval_batch_size):
+            batch = mine[start : start + args.per_device_eval_batch_size]
+            inputs = pad_left([ids[i][-room:] for i in batch], tokenizer.pad_token_id).to(args.device)
+            mask = pad_left([[1] * len(ids[i][-room:]) for i in batch], 0).to(args.device)
+            out = model.generate(
+                input_ids=inputs,
+                attention_mask=mask,
+                do_sample=False,
+                num_beams=num_beams,
+                max_new_tokens=max_new_tokens,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+            new = tokenizer.batch_decode(out[:, inputs.size(1) :], skip_special_tokens=True)
+            texts += [(i, " ".join(text.split())) for i, text in zip(batch, new, strict=True)]
+    by_prompt = dict(gather_object(texts))
+    return [by_prompt[i] for i in range(len(prompts))]
+
+
+def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
+    """A generated text goes on where the prompt ends, so all prompts of a batch end in one column."""
+    width = max(map(len, rows))
+    return torch.tensor([[value] * (width - len(row)) + row for row in rows])
+
+
+@contextmanager
+def _ready(model: Any) -> Iterator[None]:
+    was_training, cache = model.training, model.config.use_cache
+    model.eval()
+    model.config.use_cache = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.config.use_cache = cache
+        model.train(was_training)

@@ -1,0 +1,265 @@
+"""`recipes/clm.py` as a user meets it: flags, one-line errors with exit status 2, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from hf_dpopt import DPConfigError
+from recipes import clm, sources
+from recipes.clm_options import parse
+from recipes.embedded import build, corpus
+from recipes.embedded.build import make_gpt2_tokenizer
+from recipes.embedded.corpus import Corpus
+
+NAMES = ["The Mill", "The Eagle", "Cocum", "Zizzi"]
+PAIRS = [(f"name[{NAMES[i % 4]}], area[{i // 8}]", f"{NAMES[i % 4]} is number {i}.") for i in range(40)]
+DOCUMENTS = [" ".join(["the mill by the river is cheap"] * (1 + i % 3)) for i in range(40)]
+CHATS = [[{"role": "user", "content": f"Where is {mr}?"}, {"role": "assistant", "content": ref}] for mr, ref in PAIRS]
+POSITIONS = 64
+
+
+@pytest.fixture(scope="session")
+def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A two-layer GPT-2 in half precision, as some models are stored."""
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = make_gpt2_tokenizer([text for pair in PAIRS for text in pair] + DOCUMENTS)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3,  # texts differ
+        bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
+    GPT2LMHeadModel(config).half().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with one training and one validation file of each kind."""
+    for name, part in (("train", slice(0, 40)), ("dev", slice(0, 12))):
+        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+            csv.writer(file).writerows([("mr", "ref"), *PAIRS[part]])
+        (tmp_path / f"{name}.txt").write_text("\n".join(DOCUMENTS[part]) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in CHATS[part]))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+TINY = {"--max_steps": "2", "--expected_batch_size": "8", "--per_device_eval_batch_size": "5", "--use_cpu": "true",
+        "--disable_tqdm": "true", "--report_to": "none", "--target_delta": "1e-3", "--block_size": "48",
+        "--save_strategy": "no", "--output_dir": "out"}  # fmt: skip
+
+
+def arguments(model: str, kind: str = "csv", **changes: str | None) -> list[str]:
+    flags = {"--model_name_or_path": model, "--train_file": f"train.{kind}", "--validation_file": f"dev.{kind}",
+             "--target_epsilon": "8", **TINY}  # fmt: skip
+    flags |= {f"--{name}": value for name, value in changes.items()}
+    return [part for name, value in flags.items() if value is not None for part in (name, value)]
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_arguments_are_the_embedded_job(files: Path) -> None:
+    model_args, data_args, training_args = parse([])
+    assert data_args.embedded and model_args.model_name_or_path is None
+    assert (training_args.target_epsilon, training_args.target_delta) == (8.0, 1e-5)
+    assert training_args.do_train and training_args.do_eval and training_args.eval_on_start
+    assert not (files / "runs").exists()
+
+
+def test_run_clm_defaults_hold_with_data_of_ones_own(gpt2_dir: str) -> None:
+    flags = ["--model_name_or_path", gpt2_dir, "--train_file", "a.txt", "--target_epsilon", "3", "--separator", " \\n"]
+    _, data_args, training_args = parse(flags)
+    assert (training_args.learning_rate, training_args.num_train_epochs) == (5e-5, 3)
+    assert training_args.do_train and not training_args.do_eval
+    assert data_args.separator == " \n" and data_args.block_size is None and not training_args.eval_on_start
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+BAD: dict[str, tuple[dict[str, str | None], str]] = {
+    "packing": ({"packing": "true"}, "several documents into one row.* clipped as one record.* Remove --packing"),
+    "predict": ({"do_predict": "true", "do_train": "true"}, "Use --generate"),
+    "generate without evaluation": ({"generate": "true", "do_train": "true"}, "Add --do_eval"),
+    "metrics on training records": ({"validation_file": "train.csv"}, "exact values of the training .* Hold out"),
+    "block of one": ({"block_size": "1"}, "block_size=1 leaves nothing to predict. Use 2 or more"),
+    "beams": ({"num_beams": "0"}, "num_beams=0 is not a positive count"),
+    "no room": ({"generate": "true", "max_new_tokens": "64", "do_eval": "true"}, "no room for a prompt.* Use less"),
+    "template": ({"chat_template": "llama"}, "chat_template='llama' is unknown. Use plain"),
+    "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
+    "no data": ({"train_file": None, "validation_file": None}, "Add --dataset_name .* or --train_file"),
+    "missing file": ({"train_file": "nowhere.csv"}, "nowhere.csv does not exist. Check the path"),
+    "extension": ({"train_file": "train.docx"}, "neither of .csv, .tsv, .json, .jsonl, .txt, .parquet .* Convert"),
+    "empty": ({"train_file": "empty.csv"}, "empty.csv holds no rows. Name a file"),
+    "missing column": ({"prompt_column": "nope"}, "has no column 'nope'. It has: 'mr', 'ref'. Needed is a prompt"),
+    "other validation": ({"validation_file": "dev.txt"}, "dev.txt has no column 'mr'. It has: 'text'"),
+    "chunks of pairs": ({"chunk_documents": "true"}, "these are prompts and targets. Remove it"),
+    "no privacy": ({"target_epsilon": None}, "Add --target_epsilon 8"),
+    "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    case: str, gpt2_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "empty.csv").write_text("mr,ref\n")
+    before = sorted(files.iterdir())
+    changes, mend = BAD[case]
+    assert clm.run(arguments(gpt2_dir, **changes)) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(errors) == 1
+    with pytest.raises(DPConfigError, match=mend):
+        raise DPConfigError(errors[0])
+    assert sorted(files.iterdir()) == before, "something was written"
+
+
+def test_a_tokenizer_without_an_end_is_refused(
+    gpt2_dir: str, files: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    assert clm.run(arguments(gpt2_dir, tokenizer_name="endless")) == 2
+    assert "no end token" in capsys.readouterr().err
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+UNPRIVATIZED = {"loss", "train_loss", "total_flos", "train_runtime", "train_samples_per_second"}
+
+
+def results_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "out" / "all_results.json").read_text())
+
+
+def expected_losses(folder: Path, records: list[tuple[str, str]]) -> list[tuple[float, int]]:
+    """(summed loss, number of tokens) of each (context, learned text), one at a time, by the saved model."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for context, learned in records:
+        before, after = tokenizer(context)["input_ids"], [*tokenizer(learned)["input_ids"], tokenizer.eos_token_id]
+        ids = torch.tensor([before + after])
+        with torch.no_grad():
+            log_probabilities = model(ids).logits[0, :-1].log_softmax(-1)
+        losses = -log_probabilities.gather(1, ids[0, 1:, None])[max(len(before) - 1, 0) :, 0]
+        found.append((losses.sum().item(), len(losses)))
+    return found
+
+
+def check_perplexities(folder: Path, losses: list[tuple[float, int]]) -> None:
+    results = results_of(folder)
+    assert results["eval_record_loss"] == pytest.approx(sum(s / n for s, n in losses) / len(losses), rel=1e-4)
+    assert results["eval_token_loss"] == pytest.approx(sum(s for s, _ in losses) / sum(n for _, n in losses), rel=1e-4)
+    assert results["eval_token_perplexity"] == pytest.approx(math.exp(results["eval_token_loss"]))
+
+
+def test_pairs_are_trained_and_evaluated(gpt2_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = arguments(gpt2_dir, generate="true", do_train="true", do_eval="true", eval_on_start="true",
+                      max_new_tokens="6", num_beams="2", eval_data_privacy="public")  # fmt: skip
+    assert clm.run(flags) == 0
+    shown, out, results = capsys.readouterr().out, files / "out", results_of(files)
+    check_perplexities(out.parent, expected_losses(out, [(f"{mr}\n", ref) for mr, ref in PAIRS[:12]]))
+    assert "eval_loss" not in results and results["eval_samples"] == 12 and results["train_samples"] == 40
+    assert 0 < results["epsilon"] <= 8
+    for name in ("all_results.json", "train_results.json"):
+        assert not set(json.loads((out / name).read_text())) & UNPRIVATIZED
+    distinct = list(dict.fromkeys(mr for mr, _ in PAIRS[:12]))
+    assert results["generate_samples"] == len(distinct) == 8
+    assert {"generate_bleu", "generate_rouge_l", "generate_nist"} <= set(results)
+    assert len((out / "generations.txt").read_text().splitlines()) == len(distinct)
+    assert "before training" in shown and "of the corpus: over all tokens" in shown and "of a record: each" in shown
+    assert f"epsilon {results['epsilon']:.3f} at delta 0.001" in shown and "one row: a prompt with its target" in shown
+    assert "One record (example) is one row: a prompt" in (out / "privacy" / "statement.md").read_text()
+    assert (out / "README.md").exists() and (out / "model.safetensors").exists()
+
+
+def test_generated_texts_do_not_depend_on_the_batch(
+    gpt2_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts of different lengths: padded in one batch, or each alone."""
+    texts = []
+    for size in ("1", "8"):
+        flags = arguments(gpt2_dir, do_eval="true", generate="true", per_device_eval_batch_size=size,
+                          max_new_tokens="8", prompt_column="ref", target_column="mr")  # fmt: skip
+        assert clm.run(flags) == 0
+        texts.append((files / "out" / "generations.txt").read_text())
+    assert texts[0] == texts[1] and len(set(texts[0].splitlines())) > 1
+    shown = capsys.readouterr().out
+    assert "nothing was trained" in shown and "before training" not in shown
+
+
+def test_lora_on_conversations(gpt2_dir: str, files: Path) -> None:
+    assert clm.run(arguments(gpt2_dir, "jsonl", lora_r="2", do_train="true", do_eval="true")) == 0
+    out = files / "out"
+    assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
+    template = AutoTokenizer.from_pretrained(out).chat_template
+    assert template is not None and "generation" in template  # who loads the adapter chats as it was trained
+    assert "one conversation, at most its first 48 tokens" in (out / "privacy" / "statement.md").read_text()
+    assert results_of(files)["eval_samples"] == 12
+
+
+def test_documents_cut_off(gpt2_dir: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert clm.run(arguments(gpt2_dir, "txt", block_size="1000", do_train="true", do_eval="true")) == 0
+    check_perplexities(files, expected_losses(files / "out", [("", text) for text in DOCUMENTS[:12]]))
+    assert f"block_size=1000 is more than the model takes; using {POSITIONS}" in caplog.text
+    assert f"one document, at most its first {POSITIONS} tokens" in (files / "out/privacy/statement.md").read_text()
+
+
+def test_chunks_are_records_and_the_statement_says_so(gpt2_dir: str, files: Path) -> None:
+    assert clm.run(arguments(gpt2_dir, "txt", chunk_documents="true", block_size="8")) == 0
+    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
+    num_chunks = sum(-(-(len(tokenizer(text)["input_ids"]) + 1) // 8) for text in DOCUMENTS)
+    assert num_chunks > len(DOCUMENTS) and results_of(files)["train_samples"] == num_chunks
+    report = json.loads((files / "out" / "privacy" / "report.json").read_text())
+    assert report["plan"]["num_examples"] == num_chunks
+    assert "is one chunk of at most 8 tokens; a document of several chunks" in report["data_dependent_preprocessing"]
+
+
+def test_non_private_says_so(gpt2_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert clm.run(arguments(gpt2_dir, non_private="true", target_epsilon=None)) == 0
+    assert "NONE (--non_private)" in capsys.readouterr().out
+    assert not (files / "out" / "privacy").exists()
+    assert AutoModelForCausalLM.from_pretrained(files / "out").dtype == torch.float32  # not the file's half precision
+
+
+def test_from_the_hub(gpt2_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for the download; a split that is not used need not fit."""
+    splits = DatasetDict(
+        train=Dataset.from_dict({"text": DOCUMENTS}),
+        validation=Dataset.from_dict({"text": DOCUMENTS[:5]}),
+        test=Dataset.from_dict({"other": [1, 2]}),
+    )
+    monkeypatch.setattr(sources, "load_dataset", lambda *args, **kwargs: splits)
+    flags = arguments(gpt2_dir, dataset_name="some/texts", train_file=None, validation_file=None, max_steps="1",
+                      max_train_samples="30", max_eval_samples="3")  # fmt: skip
+    assert clm.run(flags) == 0
+    assert (results_of(files)["train_samples"], results_of(files)["eval_samples"]) == (30, 3)
+
+
+def test_embedded(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job without arguments, on little text and with few steps."""
+    tiny = Corpus([(text, 0) for text in DOCUMENTS], [(text, 0) for text in DOCUMENTS[:9]], [ref for _, ref in PAIRS])
+    monkeypatch.setattr(corpus, "read_corpus", lambda: tiny)
+    monkeypatch.setattr(build, "build_gpt2", functools.partial(build.build_gpt2, num_steps=3))
+    flags = {"--max_steps": "2", "--expected_batch_size": "8", "--disable_tqdm": "true", "--use_cpu": "true"}
+    assert clm.run([part for flag in flags.items() for part in flag]) == 0
+    shown = capsys.readouterr().out
+    assert "before training," in shown and "at delta 1e-05 after 2 steps" in shown and "The real thing:" in shown
+    (folder,) = (files / "runs").glob("embedded-gpt2-*")
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == model.config.eos_token_id
+    assert tokenizer.model_max_length == model.config.n_positions

@@ -1,0 +1,343 @@
+"""Which columns are used, which tokens carry loss, and what one record is."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPT2Tokenizer, PreTrainedTokenizerBase
+
+from hf_dpopt import DPConfigError
+from recipes.clm_data import (
+    IGNORED,
+    Chat,
+    Documents,
+    PaddingCollator,
+    Pairs,
+    Record,
+    choose_block_size,
+    find_kind,
+    report,
+    tokenize,
+)
+from recipes.clm_generate import group_references, pad_left
+from recipes.clm_options import DataTrainingArguments
+from recipes.embedded.build import END, make_gpt2_tokenizer
+from recipes.tables import TEXT_EXTENSIONS, Table, read_table
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Where do I eat?"},
+    {"role": "assistant", "content": "At the mill."},
+    {"role": "user", "content": "Is it cheap?"},
+    {"role": "assistant", "content": "No, grand."},
+]
+
+
+@pytest.fixture
+def tokenizer() -> GPT2Tokenizer:
+    return make_gpt2_tokenizer(["name[The Mill], food[English]", "At the mill there is food.", "user assistant"] * 5)
+
+
+def table(**columns: list[Any]) -> Table:
+    return Table("some.jsonl", columns)
+
+
+def records(kind: Any, columns: dict[str, list[Any]], tokenizer: PreTrainedTokenizerBase, size: int) -> list[Record]:
+    return list(kind.records(columns, tokenizer, size))
+
+
+# --- which tokens carry loss -----------------------------------------------------------------------------------------
+
+
+def test_loss_is_on_the_target_and_the_end_token_only(tokenizer: GPT2Tokenizer) -> None:
+    kind = Pairs("{mr}", "ref", "\n")
+    (record,) = records(kind, {"mr": ["name[The Mill]"], "ref": ["At the mill."]}, tokenizer, 60)
+    prompt = tokenizer("name[The Mill]\n")["input_ids"]
+    target = [*tokenizer("At the mill.")["input_ids"], tokenizer.eos_token_id]
+    assert record.input_ids == prompt + target
+    assert record.labels == [IGNORED] * len(prompt) + target
+    assert not record.is_cut and record.has_target
+    assert kind.prompt_ids(["name[The Mill]"], tokenizer) == [prompt]  # what is generated from
+
+
+def test_a_record_is_cut_at_the_end_and_may_lose_its_target(tokenizer: GPT2Tokenizer) -> None:
+    kind = Pairs("{mr}", "ref", " | ")
+    columns = {"mr": ["name[The Mill], food[English]"], "ref": ["At the mill."]}
+    (whole,) = records(kind, columns, tokenizer, 1000)
+    num_prompt = whole.labels.count(IGNORED)
+    (cut,) = records(kind, columns, tokenizer, num_prompt + 1)
+    assert (cut.input_ids, cut.labels) == (whole.input_ids[: num_prompt + 1], whole.labels[: num_prompt + 1])
+    assert cut.is_cut and cut.has_target and cut.labels[-1] != IGNORED
+    (lost,) = records(kind, columns, tokenizer, num_prompt)
+    assert lost.is_cut and not lost.has_target and set(lost.labels) == {IGNORED}
+    assert not Record([5], [5], False).has_target  # nothing stands before the first token
+
+
+def test_prompts_from_several_columns(tokenizer: GPT2Tokenizer) -> None:
+    kind = find_kind(
+        {"train": table(instruction=["Add", "Go"], input=["1 {x}", ""], output=["2", "ok"])}, DataTrainingArguments()
+    )
+    assert isinstance(kind, Pairs) and kind.columns == ("instruction", "input", "output")
+    assert kind.prompts({"instruction": ["Add", "Go"], "input": ["1 {x}", ""]}) == ["Add\n1 {x}", "Go"]
+    args = DataTrainingArguments(prompt_template="Data: {mr}. Text:", separator=" ")
+    kind = find_kind({"train": table(mr=["m"], ref=["r"])}, args)
+    assert isinstance(kind, Pairs) and kind.prompts({"mr": ["m {ref}"]}) == ["Data: m {ref}. Text:"]
+
+
+def learned_text(record: Record, tokenizer: PreTrainedTokenizerBase) -> str:
+    return tokenizer.decode([t for t in record.labels if t != IGNORED])
+
+
+def test_loss_is_on_assistant_turns_of_the_plain_template(tokenizer: GPT2Tokenizer) -> None:
+    assert tokenizer.chat_template is None
+    kind = Chat("messages", plain=False)
+    kind.prepare(tokenizer)
+    (record,) = records(kind, {"messages": [MESSAGES]}, tokenizer, 1000)
+    assert tokenizer.decode(record.input_ids).strip() == (
+        "system:\nBe brief.\nuser:\nWhere do I eat?\nassistant:\n"
+        f"At the mill.{END}\nuser:\nIs it cheap?\nassistant:\nNo, grand.{END}"
+    )
+    assert learned_text(record, tokenizer) == f"At the mill.{END}No, grand.{END}"
+    header = tokenizer.apply_chat_template(MESSAGES[:4], tokenize=False, add_generation_prompt=True)
+    whole = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert whole.startswith(header) and header.endswith("assistant:\n")  # chatting later sees what was trained on
+
+
+def test_loss_is_on_assistant_turns_of_a_template_without_marks(tokenizer: GPT2Tokenizer) -> None:
+    tokenizer.chat_template = CHATML
+    kind = Chat("messages", plain=False)
+    kind.prepare(tokenizer)
+    assert tokenizer.chat_template == CHATML
+    (record,) = records(kind, {"messages": [MESSAGES]}, tokenizer, 1000)
+    assert learned_text(record, tokenizer) == "At the mill.<|im_end|>\nNo, grand.<|im_end|>\n"
+    (short,) = records(kind, {"messages": [MESSAGES]}, tokenizer, 20)
+    assert (short.input_ids, short.labels) == (record.input_ids[:20], record.labels[:20]) and short.is_cut
+    (silent,) = records(kind, {"messages": [MESSAGES[:2]]}, tokenizer, 1000)
+    assert not silent.has_target
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: GPT2Tokenizer) -> None:
+    tokenizer.chat_template = "{{ messages | length }}" + CHATML
+    with pytest.raises(DPConfigError, match="Use --chat_template plain"):
+        records(Chat("messages", plain=False), {"messages": [MESSAGES]}, tokenizer, 1000)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DPConfigError, match="roles system, user, assistant.*roles must alternate.*Mend the data"):
+        records(Chat("messages", plain=False), {"messages": [MESSAGES]}, tokenizer, 1000)
+
+
+def test_all_of_a_document_is_learned_and_it_ends(tokenizer: GPT2Tokenizer) -> None:
+    texts = ["At the mill there is food.", "At the mill"]
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    whole = records(Documents("text", False), {"text": texts}, tokenizer, 1000)
+    assert [r.input_ids for r in whole] == ids == [r.labels for r in whole]
+    size = len(ids[0]) - 2
+    cut = records(Documents("text", False), {"text": texts}, tokenizer, size)
+    assert [r.input_ids for r in cut] == [ids[0][:size], ids[1]] and [r.is_cut for r in cut] == [True, False]
+
+
+class WithStart:
+    """The tokenizer, as one that puts a start token before every text."""
+
+    bos_token_id = 7
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.own, self.eos_token_id = tokenizer, tokenizer.eos_token_id
+
+    def __call__(self, text: Any, add_special_tokens: bool = True, **kwargs: Any) -> Any:
+        encoded = self.own(text, **kwargs)
+        if add_special_tokens:
+            encoded["input_ids"] = [7, *encoded["input_ids"]]
+        return encoded
+
+
+def test_a_start_token_comes_once_per_record(tokenizer: GPT2Tokenizer) -> None:
+    starting: Any = WithStart(tokenizer)
+    (pair,) = records(Pairs("{mr}", "ref", "\n"), {"mr": ["the mill"], "ref": ["food"]}, starting, 60)
+    assert pair.input_ids[0] == 7 and pair.input_ids.count(7) == 1 and pair.labels[0] == IGNORED
+    (document,) = records(Documents("text", False), {"text": ["the mill"]}, starting, 60)
+    assert document.input_ids[0] == 7 and document.input_ids.count(7) == 1
+
+
+# --- what one record is ----------------------------------------------------------------------------------------------
+
+
+def test_chunks_cover_each_document_and_never_two(tokenizer: GPT2Tokenizer) -> None:
+    texts = ["At the mill there is food. " * 3, "", "the mill"]
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    size = 5
+    split = tokenize(table(text=texts), Documents("text", True), tokenizer, block_size=size)
+    chunks = split.dataset["input_ids"]
+    per_document = [-(-len(row) // size) for row in ids]
+    assert per_document[0] > 2 and per_document[1] == 1
+    assert len(chunks) == sum(per_document) and split.num_cut == 0
+    rest = iter(chunks)
+    for row, number in zip(ids, per_document, strict=True):
+        mine = [next(rest) for _ in range(number)]
+        assert sum(mine, []) == row and all(len(chunk) == size for chunk in mine[:-1])
+    assert split.num_without_target == sum(len(chunk) == 1 for chunk in chunks) >= 1  # the empty document's, at least
+    limited = tokenize(table(text=texts), Documents("text", True), tokenizer, block_size=size, limit=2)
+    assert limited.dataset["input_ids"] == chunks[:2]
+
+
+def test_units_are_named() -> None:
+    assert "one chunk of at most 8 tokens; a document" in Documents("text", True).unit(8)
+    assert Documents("text", False).unit(8) == "one document, at most its first 8 tokens"
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"mr": ["a", "the mill", ""], "ref": ["b c", "food " * 20, "x"]},
+        {"text": ["a", "the mill " * 20, "x"]},
+        {"messages": [MESSAGES, MESSAGES[:3], MESSAGES[:2]]},
+    ],
+    ids=["pairs", "documents", "chat"],
+)
+def test_a_record_does_not_depend_on_other_rows(columns: dict[str, list[Any]], tokenizer: GPT2Tokenizer) -> None:
+    kind = find_kind({"train": table(**columns)}, DataTrainingArguments())
+    together = tokenize(table(**columns), kind, tokenizer, block_size=12).dataset
+    for row in range(3):
+        alone = tokenize(table(**{k: v[row : row + 1] for k, v in columns.items()}), kind, tokenizer, block_size=12)
+        assert alone.dataset[0] == together[row]
+
+
+def test_losses_of_tokens_are_said(tokenizer: GPT2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    rows = table(mr=["name[The Mill], food[English]", "a"], ref=["At the mill.", "b"])
+    split = tokenize(rows, Pairs("{mr}", "ref", "\n"), tokenizer, block_size=6)
+    assert (len(split.dataset), split.num_cut, split.num_without_target) == (2, 1, 1)  # kept, contributing nothing
+    with caplog.at_level(logging.INFO, logger="recipes"):
+        report("train", split, 6)
+    assert "2 records; 1 were cut to 6 tokens, 1 have no token to learn and contribute nothing" in caplog.text
+    assert caplog.records[-1].levelno == logging.WARNING and "Raise --block_size" in caplog.text
+
+
+def test_block_size_stays_within_the_model(tokenizer: GPT2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+    class Model:
+        class config:
+            max_position_embeddings = 32
+
+    assert choose_block_size(None, tokenizer, Model) == 32 and choose_block_size(9, tokenizer, Model) == 9
+    assert choose_block_size(33, tokenizer, Model) == 32
+    assert "block_size=33 is more than the model takes; using 32" in caplog.text
+
+
+def test_padding_is_on_the_right_and_carries_no_loss() -> None:
+    batch = PaddingCollator(9)([{"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": [4], "labels": [4]}])
+    assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert batch["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
+    assert pad_left([[1, 2], [3]], 0).tolist() == [[1, 2], [0, 3]]
+
+
+# --- which kind ------------------------------------------------------------------------------------------------------
+
+
+def test_kinds_by_their_columns() -> None:
+    def found(args: dict[str, Any], **columns: list[Any]) -> Any:
+        return find_kind({"train": table(**columns)}, DataTrainingArguments(**args))
+
+    assert found({"separator": "\n"}, mr=["a"], ref=["b"]) == Pairs("{mr}", "ref", "\n")
+    assert found({"separator": "\n"}, prompt=["a"], completion=["b"], id=[1]) == Pairs("{prompt}", "completion", "\n")
+    assert found({}, messages=[MESSAGES], id=[1]) == Chat("messages", plain=False)
+    assert found({"chat_template": "plain"}, messages=[MESSAGES]) == Chat("messages", plain=True)
+    assert found({}, text=["a"], label=["b"]) == Documents("text", False)
+    assert found({"text_column": "prompt"}, prompt=["a"], completion=["b"]) == Documents("prompt", False)
+    assert found({"prompt_column": "q", "target_column": "a", "separator": "|"}, q=["x"], a=["y"]) == Pairs(
+        "{q}", "a", "|"
+    )
+    assert found({"prompt_column": "q"}, mr=["x"], q=["z"], ref=["y"]).columns == ("q", "ref")
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
+    "nothing recognised": ({}, {"a": ["x"]}, "no kind of data .* the columns 'a'. Name what to use: a prompt"),
+    "several kinds": ({}, {"text": ["x"], "messages": [MESSAGES]}, "several kinds .* Name what to use"),
+    "missing prompt": ({"prompt_column": "q", "target_column": "a"}, {"a": ["x"]}, "no column 'q'. It has: 'a'"),
+    "missing text": ({"text_column": "q"}, {"a": ["x"]}, "no column 'q'. It has: 'a'"),
+    "no target": ({"prompt_column": "a"}, {"a": ["x"], "b": ["y"]}, "Add --target_column <one of: 'a', 'b'>"),
+    "no prompt": ({"target_column": "a"}, {"a": ["x"], "b": ["y"]}, "Add --prompt_column <one of"),
+    "two kinds named": ({"text_column": "a", "messages_column": "a"}, {"a": ["x"]}, "are given. Keep one kind"),
+    "empty template": ({"prompt_template": "hi"}, {"mr": ["x"], "ref": ["y"]}, "names no column.* in braces"),
+    "template column": ({"prompt_template": "{nope}"}, {"mr": ["x"], "ref": ["y"]}, "no column 'nope'"),
+    "number": ({}, {"mr": ["x", 3], "ref": ["y", "z"]}, "some.jsonl, row 2: column 'mr' holds 3, not text. Correct"),
+    "no text": ({}, {"text": ["x", None]}, "row 2: column 'text' holds None, not text. Correct the row"),
+    "no list": ({}, {"messages": ["hello"]}, "row 1: .* holds 'hello', not a list of {\"role\""),
+    "empty list": ({}, {"messages": [[]]}, "row 1: .* not a list"),
+    "no content": ({}, {"messages": [[{"role": "user"}]]}, "message 1 .* the texts role and content. Correct the row"),
+    "chunked pairs": (
+        {"chunk_documents": True},
+        {"mr": ["x"], "ref": ["y"]},
+        "these are prompts and targets. Remove it",
+    ),
+    "generate from text": ({"generate": True}, {"text": ["x"]}, "Name them with --prompt_column and --target_column"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_columns_that_do_not_fit(case: str) -> None:
+    args, columns, mend = WRONG[case]
+    with pytest.raises(DPConfigError, match=mend):
+        find_kind({"train": table(**columns)}, DataTrainingArguments(**args))
+
+
+def test_all_splits_are_checked() -> None:
+    tables = {"train": table(text=["x"]), "validation": Table("dev.csv", {"txt": ["y"]})}
+    with pytest.raises(DPConfigError, match="dev.csv has no column 'text'. It has: 'txt'"):
+        find_kind(tables, DataTrainingArguments())
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_text_files_and_parquet(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n \n\ntwo words\r\nthree")
+    found = read_table(tmp_path / "a.txt", kinds=TEXT_EXTENSIONS)
+    assert found.columns == {"text": ["one", "two words", "three"]} and found.where(1).endswith("line 4")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.table({"messages": [MESSAGES]}), tmp_path / "a.parquet")
+    assert read_table(tmp_path / "a.parquet", kinds=TEXT_EXTENSIONS).columns["messages"] == [MESSAGES]
+    (tmp_path / "b.parquet").write_text("text\n")
+    with pytest.raises(DPConfigError, match="b.parquet is not a parquet file"):
+        read_table(tmp_path / "b.parquet", kinds=TEXT_EXTENSIONS)
+    (tmp_path / "c.parquet.gz").write_text("text\n")
+    with pytest.raises(DPConfigError, match="Unpack it with gunzip"):
+        read_table(tmp_path / "c.parquet.gz", kinds=TEXT_EXTENSIONS)
+    with pytest.raises(DPConfigError, match="nowhere.parquet does not exist"):
+        read_table(tmp_path / "nowhere.parquet", kinds=TEXT_EXTENSIONS)
+    (tmp_path / "empty.txt").write_text("\n\n")
+    with pytest.raises(DPConfigError, match="empty.txt holds no rows"):
+        read_table(tmp_path / "empty.txt", kinds=TEXT_EXTENSIONS)
+    with pytest.raises(DPConfigError, match="Convert or rename it"):
+        read_table(tmp_path / "a.txt")  # recipes with labels do not take it
+
+
+def test_e2e(shared_data: Path) -> None:
+    """Several references per meaning representation; no reference has tokens without loss."""
+    if not (shared_data / "e2e-nlg").is_dir():
+        pytest.skip("no e2e-nlg")
+    found = read_table(shared_data / "e2e-nlg" / "devset.csv")
+    kind = find_kind({"validation": found}, DataTrainingArguments(separator="\n"))
+    assert isinstance(kind, Pairs)
+    groups = group_references(found, kind)
+    assert (len(groups), sum(map(len, groups.values()))) == (547, 4672)
+    tokenizer = GPT2Tokenizer.from_pretrained(shared_data / "gpt2-tokenizer")
+    split = tokenize(found, kind, tokenizer, block_size=256, limit=50)
+    assert split.num_cut == split.num_without_target == 0
+    for row, record in enumerate(split.dataset):
+        learned = [token for token in record["labels"] if token != IGNORED]
+        assert tokenizer.decode(learned) == found.columns["ref"][row] + "<|endoftext|>"
+        assert tokenizer.decode(record["input_ids"]).startswith(found.columns["mr"][row] + "\n")
+
+
+def test_json_without_text_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"body": "x"}) + "\n")
+    with pytest.raises(DPConfigError, match="a.jsonl: no kind of data is recognised among the columns 'body'"):
+        find_kind({"train": read_table(tmp_path / "a.jsonl")}, DataTrainingArguments())

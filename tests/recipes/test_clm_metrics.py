@@ -1,0 +1,137 @@
+"""BLEU, ROUGE-L and NIST against values computed by hand, and against the usual packages where they are installed."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import EvalPrediction
+
+from recipes import clm_metrics
+from recipes.clm_metrics import (
+    corpus_bleu,
+    generation_metrics,
+    longest_common_subsequence,
+    loss_of_records,
+    nist,
+    perplexity_metrics,
+    rouge_l,
+    tokens_13a,
+)
+
+CAT = ["the cat is on the mat", "there is a cat on the mat"]
+
+
+def test_bleu_by_hand() -> None:
+    # matched: the, cat, on, the, mat of 6; the cat, on the, the mat of 5; on the mat of 4; none of 3, counted as 1/2
+    assert corpus_bleu(["the cat sat on the mat"], [CAT]) == pytest.approx(
+        100 * (5 / 6 * 3 / 5 * 1 / 4 * 0.5 / 3) ** 0.25
+    )
+    # every n-gram matches, and the text has 5 of 7 words
+    assert corpus_bleu(["a b c d e"], [["a b c d e f g"]]) == pytest.approx(100 * math.exp(1 - 7 / 5))
+    # references of 4 and 6 words are as close to 5; the shorter counts, so nothing is missing
+    assert corpus_bleu(["a b c d e"], [["a b c d", "a b c d e f"]]) == pytest.approx(100)
+    assert corpus_bleu(["x y z u v"], [["a b c d e"]]) == 0
+    assert corpus_bleu(["a b c"], [["a b c"]]) == 0  # no 4-gram at all, as in sacrebleu
+
+
+def test_bleu_is_of_the_corpus_and_not_a_mean_of_sentences() -> None:
+    texts, references = ["a b c d e f", "a b c d"], [["a b c d e f"], ["a b x y"]]
+    # 1-grams 6 + 2 of 10, 2-grams 5 + 1 of 8, 3-grams 4 + 0 of 6, 4-grams 3 + 0 of 4
+    assert corpus_bleu(texts, references) == pytest.approx(100 * (8 / 10 * 6 / 8 * 4 / 6 * 3 / 4) ** 0.25)
+
+
+def test_a_word_matches_as_often_as_one_reference_has_it() -> None:
+    # "the" seven times; at most two of them in one reference: 2 of 7; no longer n-gram matches: 1/2 of 6, 1/4 of 5, ...
+    expected = 100 * (2 / 7 * (1 / 2) / 6 * (1 / 4) / 5 * (1 / 8) / 4) ** 0.25
+    assert corpus_bleu(["the the the the the the the"], [CAT]) == pytest.approx(expected)
+
+
+def test_tokens() -> None:
+    assert tokens_13a('It\'s "fine", 3.5 (or 4-5) &amp; more.') == [
+        "It's", '"', "fine", '"', ",", "3.5", "(", "or", "4", "-", "5", ")", "&", "more", ".",
+    ]  # fmt: skip
+
+
+def test_rouge_l_by_hand() -> None:
+    assert longest_common_subsequence("a b c b d a b".split(), "b d c a b a".split()) == 4
+    # police, the, gunman of 4 and 4; the second reference shares 2 of 4 and 3
+    assert rouge_l(["Police kill the gunman!"], [["police killed the gunman", "the gunman kill"]]) == pytest.approx(75)
+    # 2 PR / (P + R) with P = 2/2 and R = 2/6; the mean with a text that shares nothing
+    assert rouge_l(["a c", "x"], [["a b c d e f"], ["y"]]) == pytest.approx(100 * (2 * 2 / 8) / 2)
+
+
+def test_nist_by_hand() -> None:
+    # two words of log2(3) bits each, the pair has none: log2(3) per word, halved as 2 of 3 words are there
+    assert nist(["a b"], [["a b c"]]) == pytest.approx(math.log2(3) / 2)
+    # 5 words in the references, a twice; "a b" says 1 bit more than a, "b c" and "a b c" nothing; 3 words of 2.5
+    expected = (math.log2(5 / 2) + 2 * math.log2(5)) / 3 + 1 / 2
+    assert nist(["a b c"], [["a b c", "a d"]]) == pytest.approx(expected)
+    assert nist(["x"], [["a b"]]) == 0
+
+
+@pytest.fixture
+def corpus() -> tuple[list[str], list[list[str]]]:
+    """Random texts of few words, with one to four references; some share nothing."""
+    coins = random.Random()  # the packages agree on any texts
+    words = ["the", "Cat", "cat's", "sat,", "on", "3.5", "mat.", "4-5", "&", "a"]
+
+    def text() -> str:
+        return " ".join(coins.choices(words, k=coins.randint(4, 12)))
+
+    return [text() for _ in range(30)], [[text() for _ in range(coins.randint(1, 4))] for _ in range(30)]
+
+
+def test_bleu_is_that_of_sacrebleu(corpus: tuple[list[str], list[list[str]]]) -> None:
+    pytest.importorskip("sacrebleu")
+    assert corpus_bleu(*corpus) == pytest.approx(clm_metrics._sacrebleu(*corpus), abs=1e-9)
+
+
+def test_rouge_l_is_that_of_rouge_score(corpus: tuple[list[str], list[list[str]]]) -> None:
+    pytest.importorskip("rouge_score")
+    assert rouge_l(*corpus) == pytest.approx(clm_metrics._rouge_score(*corpus), abs=1e-9)
+
+
+def test_nist_of_one_reference_is_that_of_nltk(corpus: tuple[list[str], list[list[str]]]) -> None:
+    nist_score = pytest.importorskip("nltk.translate.nist_score")
+    texts, references = corpus[0], [group[:1] for group in corpus[1]]
+    expected = nist_score.corpus_nist(
+        [[tokens_13a(r) for r in g] for g in references], list(map(tokens_13a, texts)), n=5
+    )
+    assert nist(texts, references) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_log_says_who_computed_it(
+    installed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if installed:
+        pytest.importorskip("sacrebleu")
+        pytest.importorskip("rouge_score")
+    else:
+        monkeypatch.setattr(clm_metrics.importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level("INFO", logger="recipes"):
+        found = generation_metrics(["the cat sat on the mat"], [CAT])
+    assert found["bleu"] == pytest.approx(corpus_bleu(["the cat sat on the mat"], [CAT]))
+    assert set(found) == {"bleu", "rouge_l", "nist"}
+    assert ("BLEU: sacrebleu; ROUGE-L: rouge_score" in caplog.text) is installed
+    assert ("BLEU: recipes/clm_metrics.py" in caplog.text) is not installed
+
+
+def test_perplexity_of_records_and_of_tokens() -> None:
+    """One record of 1 token at loss 3, one of 3 tokens at loss 1 each, and one without a target."""
+    logits = torch.zeros(3, 4, 2)
+    wanted = torch.tensor([3.0, 1.0])  # log(1 + exp(x)) = loss for a logit difference of log(exp(loss) - 1)
+    differences = (wanted.exp() - 1).log()
+    labels = torch.tensor([[-100, 0, -100, -100], [0, 0, 0, 0], [1, -100, -100, -100]])
+    logits[0, :, 1], logits[1, :, 1] = differences[0], differences[1]
+    kept = loss_of_records((logits, "past"), labels)
+    torch.testing.assert_close(kept, torch.tensor([[3.0, 1.0], [3.0, 3.0], [0.0, 0.0]]))
+    found = perplexity_metrics(EvalPrediction(predictions=kept.numpy(), label_ids=labels.numpy()))
+    assert found == pytest.approx(
+        {"record_loss": 2.0, "record_perplexity": math.e**2, "token_loss": 1.5, "token_perplexity": math.e**1.5}
+    )
+    assert perplexity_metrics(EvalPrediction(predictions=np.zeros((2, 2)), label_ids=np.zeros((2, 1)))) == {}
