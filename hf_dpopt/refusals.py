@@ -392,8 +392,11 @@ def check_labels(train_dataset: Any, model: nn.Module) -> None:
 # --- trainer ---------------------------------------------------------------------------------------------------------
 
 
-def check_loss(trainer_class: type, stock_compute_loss: tuple[Any, ...], compute_loss_func: Any) -> None:
+def check_loss(trainer_class: type, stock_compute_loss: tuple[Any, ...], compute_loss_func: Any, args: Any) -> None:
     """Refuses losses of the whole batch."""
+    if trainer_class.compute_loss.__module__ == "trl.trainer.sft_trainer":  # type: ignore[attr-defined]
+        _raise_first(_on_sft(args))
+        stock_compute_loss = (*stock_compute_loss, trainer_class.compute_loss)  # type: ignore[attr-defined]
     mend = "Pass per_example_loss_func=f, with f(outputs, labels) -> one loss per record, shape (batch,)."
     if compute_loss_func is not None:
         raise DPConfigError(f"compute_loss_func returns one number for the batch, in which records are mixed. {mend}")
@@ -402,6 +405,25 @@ def check_loss(trainer_class: type, stock_compute_loss: tuple[Any, ...], compute
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for the batch and would not "
             f"be used. {mend}"
         )
+
+
+def _on_sft(args: Any) -> Iterator[Refusal]:
+    """TRL's SFTTrainer: its default loss is the token mean, which is taken record by record here."""
+    yield (
+        args.loss_type != "nll",
+        f"SFTTrainer's loss_type={args.loss_type!r} is not taken record by record.",
+        "Use loss_type='nll', the default.",
+    )
+    yield (
+        args.packing or args.padding_free,
+        "packing and padding_free put several records into one row, where they would be clipped as one.",
+        "Set packing=False and padding_free=False.",
+    )
+    yield (
+        args.activation_offloading,
+        "activation_offloading keeps layers' inputs where the capture of per-record gradients does not see them.",
+        "Set activation_offloading=False; use gradient_checkpointing.",
+    )
 
 
 HOOK_POINTS = (

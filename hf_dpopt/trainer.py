@@ -71,7 +71,7 @@ class DPTrainerMixin(_Trainer):
         console.show(args.process_index == 0)
         given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
         refusals.check_loss(
-            type(self), (Trainer.compute_loss, Seq2SeqTrainer.compute_loss), given.get("compute_loss_func")
+            type(self), (Trainer.compute_loss, Seq2SeqTrainer.compute_loss), given.get("compute_loss_func"), args
         )
         refusals.check_hooks(type(self), DPTrainerMixin)
         refusals.check_arguments(args)
@@ -91,6 +91,7 @@ class DPTrainerMixin(_Trainer):
         self._self_check = "not run"
         self._unprivatized = UnprivatizedStatistics()
         super().__init__(model, args, *positional, **kwargs)
+        self._check_records_are_kept()
         self._release = ReleaseGuard(self)
 
     # --- plan --------------------------------------------------------------------------------------------------------
@@ -115,6 +116,15 @@ class DPTrainerMixin(_Trainer):
             aggregate.from_main(recorded_noise_multiplier(str(args.output_dir))) if config.target_epsilon else None
         )
         return make_plan(config, num_examples=num_examples, num_steps=num_steps, noise_multiplier=recorded)
+
+    def _check_records_are_kept(self) -> None:
+        """Some trainers prepare the dataset they are given: a record must stay one record."""
+        dataset: Any = self.train_dataset
+        if self.plan is not None and len(dataset) != self.plan.num_examples:
+            raise DPConfigError(
+                f"{type(self).__name__} made {len(dataset)} training records of {self.plan.num_examples} (packing, "
+                "splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
+            )
 
     def privacy_spent(self) -> PrivacySpent:
         """What this output_dir's ledger has charged so far, over all resumes, branches and calls to `train`."""

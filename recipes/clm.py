@@ -147,14 +147,12 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
     config = models.load_config(model_args)
     tokenizer = models.load_tokenizer(model_args)
     tokenizer.padding_side = "right"  # of training; texts are generated from prompts padded on the left
-    attention = model_args.attn_implementation
     model = models.load_weights(
         AutoModelForCausalLM,
         model_args,
         config,
         # not the type of the file: half-precision weights lose the small updates of private training
         dtype=getattr(torch, model_args.dtype),
-        **({} if attention is None else {"attn_implementation": attention}),
     )
     models.set_padding(tokenizer, model)
     return tokenizer, model

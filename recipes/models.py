@@ -52,6 +52,8 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
 def load_weights(auto_class: Any, model_args: ModelArguments, config: Any, **kwargs: Any) -> PreTrainedModel:
     """The model of one of transformers' Auto classes."""
     name = model_args.model_name_or_path
+    if model_args.attn_implementation is not None:
+        kwargs["attn_implementation"] = model_args.attn_implementation
     return hub.load(
         f"The model {name!r}",
         auto_class.from_pretrained,
