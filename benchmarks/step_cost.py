@@ -1,7 +1,8 @@
 """Step time and peak memory of the private step beside the non-private one, measured in one run.
 
     python benchmarks/step_cost.py --output docs/step_cost.json
-    python benchmarks/step_cost.py --device cuda --models roberta-large gpt2 --bf16
+
+The clipping engines beside Opacus: clipping.py. Large models on a GPU: gpu.py.
 
 Time: medians of interleaved repetitions in one process. Memory: growth over the model and its optimizer, a fresh process
 for each number. The private step is the whole of it: clipping, noise from AES-CTR, division, assignment of `p.grad`.
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
@@ -31,6 +33,9 @@ from hf_dpopt.grads import make_engine
 from hf_dpopt.losses import RecordLosses
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.mechanisms.randomness import make_noise_source
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from recipes.embedded.build import make_model
 
 NO_DROPOUT = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
 GPT2 = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -46,11 +51,9 @@ def _roberta(vocabulary: int, width: int, layers: int) -> Callable[[], nn.Module
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {  # name -> model, batch, tokens
-    "demo-size": (_roberta(1024, 64, 1), 128, 32),
+    "demo": (make_model, 128, 40),  # of the embedded job
     "roberta-768x6": (_roberta(50265, 768, 6), 8, 128),
     "gpt2-768x6": (lambda: GPT2LMHeadModel(GPT2Config(n_layer=6, **GPT2)), 4, 128),
-    "roberta-large": (_roberta(50265, 1024, 24), 32, 256),
-    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**GPT2)), 16, 512),
 }
 
 
@@ -162,7 +165,7 @@ def memory_in_fresh_process(options: argparse.Namespace, name: str, finetuning: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["demo-size", "roberta-768x6"])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["demo", "roberta-768x6"])
     parser.add_argument("--finetuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bf16", action="store_true")
