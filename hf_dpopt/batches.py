@@ -7,6 +7,7 @@ batch (this rank's share of it), it may be empty, and it is cut into physical ba
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,26 @@ def _length(record: Any) -> int:
         return len(record["input_ids"])
     except (KeyError, TypeError, IndexError):
         return 0
+
+
+@contextlib.contextmanager
+def explained_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
+    """Adds to an out-of-memory error what a private run can do about it, and what became of the step."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises it plainly
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+            raise
+        smaller = (
+            f"--per_device_train_batch_size {physical_batch_size // 2} (it changes memory and speed, not the result), "
+            if physical_batch_size > 1
+            else ""
+        )
+        raise type(error)(
+            f"Out of memory in step {step}, with physical batches of {physical_batch_size} records. Nothing of the "
+            f"step was released; it stays charged, once. Try {smaller}--gradient_checkpointing, shorter records or "
+            "LoRA, and go on from the last checkpoint with resume_from_checkpoint."
+        ) from error
 
 
 class Records(torch.utils.data.Dataset):

@@ -18,7 +18,7 @@ from transformers.trainer_utils import TrainOutput, seed_worker
 
 from hf_dpopt import aggregate, console, refusals
 from hf_dpopt.args import DPTrainingArguments
-from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is
+from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is, explained_out_of_memory
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
@@ -282,6 +282,7 @@ class DPTrainerMixin(_Trainer):
             self.optimizer.train()
         device = self.args.device
         with (
+            explained_out_of_memory(self.args.per_device_train_batch_size, step),
             self.compute_loss_context_manager(),
             secret_randomness(run.chain.dropout_key, step, aggregate.rank(), device),
         ):

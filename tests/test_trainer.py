@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, make_plan
+from hf_dpopt.losses import RecordLosses
 from tests import tiny
 from tests.reference import clipping as reference
 
@@ -82,6 +83,31 @@ def test_the_clipping_engine_changes_nothing(tmp_path, checkpointing, caplog):
         assert reference.relative_error(run("auto"), want) < 1e-6
     expected = "two_pass, gradient checkpointing is on" if checkpointing else "book_keeping, one backward"
     assert f"Clipping engine: {expected}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
+)
+def test_out_of_memory_says_what_to_try_and_costs_one_step(tmp_path, error):
+    trainer = tiny.trainer(tmp_path / "out", save_strategy="steps", save_steps=1, max_steps=4)
+    losses, before = RecordLosses.__call__, []
+
+    def runs_out(self, batch):
+        if trainer.state.global_step == 2:
+            before.append(tiny.weights(trainer.model))
+            raise error
+        return losses(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordLosses, "__call__", runs_out)
+        patch.setattr(trainer.args, "skip_self_check", True)
+        with pytest.raises(type(error), match="step 3, with physical batches of 4.*per_device_train_batch_size 2"):
+            trainer.train()
+    assert trainer.privacy_spent().num_steps == 3
+    assert all(torch.equal(p, before[0][n]) for n, p in trainer.model.named_parameters())
+    again = tiny.trainer(tmp_path / "out", per_device_train_batch_size=2, max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    assert again.state.global_step == 4 and again.privacy_spent().num_steps == 5
 
 
 class _Adversary:
