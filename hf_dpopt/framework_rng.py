@@ -8,6 +8,7 @@ in a state that a checkpoint could save.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 from collections.abc import Iterator
@@ -45,3 +46,25 @@ def secret_randomness(key: bytes, step: int, rank: int, device: torch.device) ->
         finally:
             random.setstate(saved[0])
             np.random.set_state(saved[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The state of the generators that dropout on a device draws from."""
+
+    cpu: torch.Tensor
+    device: torch.device
+    accelerator: torch.Tensor | None
+
+
+def snapshot(device: torch.device) -> Snapshot:
+    """The generators as they are now."""
+    on_cuda = device.type == "cuda"
+    return Snapshot(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if on_cuda else None)
+
+
+def restore(state: Snapshot) -> None:
+    """Back to the snapshot: what is drawn next is what was drawn after it."""
+    torch.set_rng_state(state.cpu)
+    if state.accelerator is not None:
+        torch.cuda.set_rng_state(state.accelerator, state.device)

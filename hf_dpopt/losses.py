@@ -39,6 +39,7 @@ class _TokenMean(torch.autograd.Function):
     def forward(ctx: Any, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         # not save_for_backward: the backward writes into it, and two-pass clipping runs the backward twice
         ctx.logits_BTV, ctx.is_gradient = logits_BTV.detach(), False
+        ctx.version = ctx.logits_BTV._version
         is_target_BT = labels_BT != IGNORED
         ctx.labels_BT, ctx.is_target_BT = labels_BT.masked_fill(~is_target_BT, 0), is_target_BT
         ctx.num_targets_B = is_target_BT.sum(dim=1).clamp(min=1)
@@ -55,6 +56,11 @@ class _TokenMean(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad_B,) = grad_outputs
         if not ctx.is_gradient:
+            if ctx.logits_BTV._version != ctx.version:
+                raise DPConfigError(
+                    "The logits changed between their loss and its gradient: two losses read them. Give token_mean a "
+                    "copy (logits.clone()) in each."
+                )
             for b, logits_TV in enumerate(ctx.logits_BTV):
                 wide_TV = _wide_logits(logits_TV)
                 share = 1 / ctx.num_targets_B[b].to(wide_TV.dtype)

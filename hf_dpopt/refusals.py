@@ -7,7 +7,6 @@ those of the pitfalls in the documentation.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads import ENGINES
+from hf_dpopt.grads.capture import in_mixture
 
 Refusal = tuple[bool, str, str]  # (does it apply, what is wrong, how to mend it)
 
@@ -274,15 +274,9 @@ def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
 
 
 def _on_experts(model: nn.Module, trained: Mapping[str, torch.Tensor]) -> Iterator[Refusal]:
-    # The gate of a router lies beside the experts, under a name of its own in every model.
-    blocks = tuple(
-        f"{path}."
-        for path, module in model.named_modules()
-        if {"experts", "router"} & dict(module.named_children()).keys()
-    )
-    for name in trained:
+    for name in in_mixture(model, trained)[:1]:
         yield (
-            name.startswith(blocks) or re.search(r"(^|\.)(experts?|router|moe)(\.|$)", name) is not None,
+            True,
             f"{name} belongs to a mixture of experts: routing and its capacity couple the records of a batch.",
             "Freeze experts and routers, and train LoRA on the attention layers.",
         )
@@ -332,8 +326,12 @@ def check_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Non
 
 
 def is_training_data(dataset: Any, training: Any) -> bool:
-    """The same object, a part of it, or a copy that `datasets` knows to hold the same rows."""
+    """The same object, a `Subset` of it, or a copy that `datasets` knows to be one; other copies are not found."""
+    if isinstance(dataset, torch.utils.data.ConcatDataset):
+        return any(is_training_data(part, training) for part in dataset.datasets)
     if isinstance(dataset, torch.utils.data.Subset):
+        if isinstance(training, torch.utils.data.Subset) and dataset.dataset is training.dataset:
+            return not set(dataset.indices).isdisjoint(training.indices)
         return is_training_data(dataset.dataset, training)
     fingerprint = getattr(dataset, "_fingerprint", None)
     return dataset is training or (fingerprint is not None and fingerprint == getattr(training, "_fingerprint", None))
@@ -409,6 +407,13 @@ def check_loss(trainer_class: type, stock_compute_loss: tuple[Any, ...], compute
 
 def _on_sft(args: Any) -> Iterator[Refusal]:
     """TRL's SFTTrainer: its default loss is the token mean, which is taken record by record here."""
+    if not hasattr(args, "loss_type"):
+        yield (
+            True,
+            f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget.",
+            "Derive them from both: @dataclass(repr=False) class DPSFTConfig(DPTrainingArguments, SFTConfig).",
+        )
+        return
     yield (
         args.loss_type != "nll",
         f"SFTTrainer's loss_type={args.loss_type!r} is not taken record by record.",

@@ -46,7 +46,7 @@ def private_step(
         DPBudgetExceeded: before the step runs, if it would spend more than the target.
     """
     run.charge(step)
-    sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in engine.parameters.items()}
+    sums = {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name, p in engine.parameters.items()}
     seen = UnprivatizedStatistics()
     for batch in physical_batches:
         seen += engine.add_clipped_sum(sums, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]

@@ -75,12 +75,10 @@ class DPTrainerMixin(_Trainer):
         )
         refusals.check_hooks(type(self), DPTrainerMixin)
         refusals.check_arguments(args)
-        if model is not None:
-            refusals.check_model(model)
-            Capture(model)
-        if model is not None and given.get("train_dataset") is not None:
-            refusals.check_labels(given["train_dataset"], base_model(model))
-            RecordLosses(model, per_example_loss_func or "auto")  # an unknown head is found here, not after an epoch
+        # Some trainers load the model or wrap it in an adapter themselves; it is checked when they are through.
+        is_final = isinstance(model, nn.Module) and given.get("peft_config") is None
+        if is_final:
+            self._check_model(model, given.get("train_dataset"), per_example_loss_func)
         expected = args.expected_batch_size
         if expected is None:
             expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -91,6 +89,8 @@ class DPTrainerMixin(_Trainer):
         self._self_check = "not run"
         self._unprivatized = UnprivatizedStatistics()
         super().__init__(model, args, *positional, **kwargs)
+        if not is_final and self.model is not None:
+            self._check_model(self.model, self.train_dataset, per_example_loss_func)
         self._check_records_are_kept()
         self._release = ReleaseGuard(self)
 
@@ -116,6 +116,14 @@ class DPTrainerMixin(_Trainer):
             aggregate.from_main(recorded_noise_multiplier(str(args.output_dir))) if config.target_epsilon else None
         )
         return make_plan(config, num_examples=num_examples, num_steps=num_steps, noise_multiplier=recorded)
+
+    @staticmethod
+    def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:
+        refusals.check_model(model)
+        Capture(model)
+        if train_dataset is not None:
+            refusals.check_labels(train_dataset, base_model(model))
+            RecordLosses(model, per_example_loss_func or "auto")  # an unknown head is found here, not after an epoch
 
     def _check_records_are_kept(self) -> None:
         """Some trainers prepare the dataset they are given: a record must stay one record."""

@@ -437,6 +437,13 @@ def test_the_gradient_in_place_of_the_logits_is_that_of_the_plain_formula(dtype)
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+def test_two_losses_on_the_same_logits_are_refused():
+    logits = torch.nn.functional.linear(torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4))
+    targets = torch.randint(0, 5, (2, 3))
+    with pytest.raises(DPConfigError, match="two losses read them"):
+        (token_mean(logits, targets) + token_mean(logits, targets)).sum().backward()
+
+
 def test_logits_that_their_own_backward_reads_are_left_alone():
     hidden = torch.randn(2, 3, 4, requires_grad=True)
     logits = torch.tanh(hidden)

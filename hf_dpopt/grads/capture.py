@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,7 +19,16 @@ from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.contributions import Contribution
 from hf_dpopt.grads.rules import COMPOSITES, Rule, flattening, rule_for
 
-MIXTURE = re.compile(r"Experts|Router|TopK|MoE|Moe|SparseM|Gate$")
+
+def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Which parameters belong to a mixture of experts: the gate lies beside the experts, under a name of its own."""
+    blocks = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if {"experts", "router"} & dict(module.named_children()).keys()
+    )
+    by_name = re.compile(r"(^|\.)(experts?|router|moe)(\.|$)")
+    return [name for name in names if name.startswith(blocks) or by_name.search(name)]
 
 
 Receiver = Callable[[str, Contribution], None]
@@ -108,10 +117,15 @@ class Capture:
         self.receive: Receiver = _not_recording
         self.num_records = 0
         self._names = {id(p): name for name, p in self.parameters.items()}
-        self.sites = [*self._composites(model)]
-        self.sites += self._layers(
-            model, {id(s.module.get_parameter(a)) for s in self.sites for a in s.parameter_names}
-        )
+        experts = in_mixture(model, self.parameters)
+        if experts:
+            raise UnsupportedModuleError(
+                f"{experts[0]} and {len(experts) - 1} more belong to a mixture of experts: routing and its capacity "
+                "couple the records of a batch. Freeze experts and routers, and train LoRA on the attention layers."
+            )
+        composites = [*self._composites(model)]
+        captured = {id(site.module.get_parameter(a)) for site in composites for a in site.parameter_names}
+        self.sites = [*composites, *self._layers(model, captured)]
         covered = {name for site in self.sites for name in site.parameter_names.values()}
         missing = [name for name in self.parameters if name not in covered]
         if missing:
@@ -126,11 +140,13 @@ class Capture:
         return {path: self._names[id(p)] for path, p in own if id(p) in self._names}
 
     def _composites(self, model: nn.Module) -> Iterator[Site]:
+        captured: set[str] = set()  # an outer rule runs what is inside it by autograd
         for path, module in model.named_modules():
             for composite in COMPOSITES:
                 if composite.matches(module):
                     below = self._trained(module, below=True)
-                    own = {a: name for a, name in below.items() if a.startswith(composite.owns)}
+                    own = {a: n for a, n in below.items() if a.startswith(composite.owns) and n not in captured}
+                    captured |= set(own.values())
                     if own or not composite.owns:
                         yield Site(path, module, own, composite.rule, self, composite.method, changes_shapes=True)
 
@@ -139,12 +155,6 @@ class Capture:
         for path, module in model.named_modules():
             flattened += [f"{path}.{child}" for child in flattening.children(module)]
             own = self._trained(module, below=False)
-            if own and MIXTURE.search(type(module).__name__):
-                raise UnsupportedModuleError(
-                    f"{path} ({type(module).__name__}) is part of a mixture of experts: which tokens an expert sees "
-                    "depends on the other records, so a record's gradient cannot be told. Freeze experts and routers: "
-                    f"model.get_submodule({path!r}).requires_grad_(False); train the rest, or LoRA on the attention."
-                )
             is_layer = next(module.children(), None) is None and type(module).forward is not nn.Module.forward
             own = {a: name for a, name in own.items() if id(module.get_parameter(a)) not in captured}
             if own and is_layer:

@@ -75,7 +75,10 @@ class ClippingEngine(abc.ABC):
 
     def zeros(self) -> dict[str, torch.Tensor]:
         """An empty clipped sum: parameter name -> zeros of its shape, float32 (float64 for float64 parameters)."""
-        return {name: torch.zeros_like(p, dtype=wide(p.detach()[:0]).dtype) for name, p in self.parameters.items()}
+        return {  # contiguous, whatever the parameter is
+            name: torch.zeros(p.shape, dtype=wide(p.detach()[:0]).dtype, device=p.device)
+            for name, p in self.parameters.items()
+        }
 
     @abc.abstractmethod
     def add_clipped_sum(

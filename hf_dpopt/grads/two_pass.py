@@ -13,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from hf_dpopt import framework_rng
 from hf_dpopt.clipping import Clipping, usable
 from hf_dpopt.grads.contributions import Contribution, squared_norm
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
@@ -33,7 +34,9 @@ class TwoPassEngine(ClippingEngine):
         with self.capture.recording(num_records, self._nothing_yet) as capture:
             losses_B = self._forward(record_losses, num_records)
             device = losses_B.device.type
-            squares = self._squares(losses_B)
+            # whatever a backward recomputes with dropout must see the same masks in every backward
+            random_state = framework_rng.snapshot(losses_B.device)
+            squares = self._squares(losses_B, random_state)
             with torch.no_grad():
                 factors, keep_B = self.clipping.factors(squares), usable(squares)
             all_kept = bool(keep_B.all())
@@ -46,10 +49,11 @@ class TwoPassEngine(ClippingEngine):
                     use.add_weighted_sum_(sums[name], factors_B)
 
             capture.receive = add
+            framework_rng.restore(random_state)
             self._backward(losses_B)
         return self._statistics(losses_B, factors, keep_B)
 
-    def _squares(self, losses_B: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _squares(self, losses_B: torch.Tensor, random_state: framework_rng.Snapshot) -> dict[str, torch.Tensor]:
         """The first backward: group -> squared norms, (B,)."""
         device = losses_B.device.type
         known = -1
@@ -70,6 +74,7 @@ class TwoPassEngine(ClippingEngine):
                         squares[self.clipping.group(name)] += squared_norm([use])
 
             self.capture.receive = measure
+            framework_rng.restore(random_state)
             self._backward(losses_B, keep_graph=True)
             with torch.no_grad(), full_precision(device):
                 for name, uses in kept.items():

@@ -71,6 +71,10 @@ def deberta() -> nn.Module:
     )  # fmt: skip
 
 
+def mpnet() -> nn.Module:
+    return tf.MPNetForSequenceClassification(tf.MPNetConfig(**_ENCODER, pad_token_id=1))
+
+
 def gpt2() -> nn.Module:
     return tf.GPT2LMHeadModel(
         tf.GPT2Config(
@@ -168,6 +172,7 @@ FAMILIES: dict[str, Family] = {
     "distilbert": Family("DistilBERT", distilbert, ["q_lin", "v_lin"]),
     "albert": Family("ALBERT", albert, ["query"], "one layer used many times"),
     "deberta-v2": Family("DeBERTa-v2 / v3", deberta, ["query_proj", "key_proj"], "relative embeddings of the batch"),
+    "mpnet": Family("MPNet", mpnet, ["attn.q", "attn.v"], "relative bias of the batch"),
     "gpt2": Family("GPT-2", gpt2, ["c_attn", "mlp.c_proj"], "Conv1D, tied head, broadcast positions"),
     "opt": Family("OPT", opt, ["q_proj", "fc1", "fc2"], "flattened tokens, offset positions, projections"),
     "gpt-neox": Family("GPT-NeoX, Pythia", gpt_neox, ["query_key_value"]),

@@ -9,9 +9,12 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
+from hf_dpopt.clipping import make_clipping
+from hf_dpopt.grads import make_engine
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.rules import broadcast
-from tests.grads.models import bert, gpt2, llama
+from tests.grads.models import MODELS, batch_for, bert, gpt2, llama
+from tests.reference import clipping as reference
 
 
 def test_trainable_experts_are_refused_and_a_frozen_mixture_is_not():
@@ -25,6 +28,104 @@ def test_trainable_experts_are_refused_and_a_frozen_mixture_is_not():
     for name, p in model.named_parameters():
         p.requires_grad_(".mlp." not in name)
     Capture(model)
+
+
+@pytest.mark.parametrize("kind", ["Qwen2Moe", "Qwen3Moe"])
+def test_norms_and_attention_of_a_mixture_can_be_trained(kind):
+    """Their classes carry the mixture's name; only experts and routers are refused."""
+    config = getattr(tf, f"{kind}Config")(
+        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        decoder_sparse_step=1,
+    )  # fmt: skip
+    model = getattr(tf, f"{kind}ForCausalLM")(config)
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" in name or "self_attn" in name)
+    Capture(model)
+
+
+def test_ids_without_a_dimension_for_the_records_are_refused():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(8, 4)
+
+        def forward(self, x):
+            return x + self.table(torch.arange(x.size(1)))
+
+    engine = make_engine(Positions(), make_clipping("flat", 1.0))
+    x = torch.randn(5, 5, 4, requires_grad=True)  # as many tokens as records
+    with pytest.raises(UnsupportedModuleError, match="without a dimension for the records"):
+        engine.add_clipped_sum(engine.zeros(), lambda: engine.model(x).sum(dim=(1, 2)), 5)
+
+
+def test_trained_parameters_need_not_be_contiguous():
+    model = bert()
+    weight = model.classifier.weight
+    model.classifier.weight = nn.Parameter(weight.detach().T.contiguous().T)
+    assert not model.classifier.weight.is_contiguous()
+    batch = batch_for(model)
+    want = reference.clipped_sum(model, batch, 0.1)
+    assert reference.relative_error(clipped_gradient_sum(model, batch, clipping_norm=0.1), want) < 1e-5
+
+
+def test_a_frozen_prompt_beside_a_trained_head():
+    model = MODELS["prompt-classifier"]().double()
+    for name, p in model.named_parameters():
+        p.requires_grad_("classifier" in name)
+    batch = batch_for(model)
+    want = reference.clipped_sum(model, batch, 0.1)
+    assert reference.relative_error(clipped_gradient_sum(model, batch, clipping_norm=0.1), want) < 1e-10
+
+
+def test_lora_on_a_relative_bias_is_exact_and_on_embeddings_read_past_it_is_refused():
+    t5 = peft.get_peft_model(MODELS["t5"](), peft.LoraConfig(r=2, target_modules=["relative_attention_bias", "q"]))
+    for p in t5.parameters():
+        if p.requires_grad:
+            nn.init.normal_(p, std=0.1)
+    t5.double()
+    batch = batch_for(t5)
+    want = reference.clipped_sum(t5, batch, 0.1)
+    assert reference.relative_error(clipped_gradient_sum(t5, batch, clipping_norm=0.1), want) < 1e-10
+    deberta = peft.get_peft_model(MODELS["deberta-v2"](), peft.LoraConfig(r=2, target_modules=["rel_embeddings"]))
+    with pytest.raises(UnsupportedModuleError, match="without the parameters that are trained there"):
+        clipped_gradient_sum(deberta, batch_for(deberta), clipping_norm=0.1)
+
+
+class _DropsInside(nn.Module):
+    """A layer without a rule that draws random numbers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32))
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.dropout(x, 0.5, self.training), self.weight)
+
+
+def _checkpointed_with_fresh_masks() -> nn.Module:
+    model = bert()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.5
+    model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    return model
+
+
+def _with_a_layer_that_drops() -> nn.Module:
+    model = bert()
+    model.bert.pooler.dense = _DropsInside()
+    return model
+
+
+@pytest.mark.parametrize("make", [_checkpointed_with_fresh_masks, _with_a_layer_that_drops])
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+def test_norm_and_sum_see_the_same_dropout(make, engine):
+    """What is recomputed in a backward draws again; the bound holds only if both backwards draw the same."""
+    for _ in range(8):
+        model = make().train()
+        got = clipped_gradient_sum(model, batch_for(model, [9]), clipping_norm=1e-3, engine=engine)
+        assert reference.norm(got).item() <= 1e-3 * (1 + 1e-5)
 
 
 def test_trainable_token_rows_are_refused_by_name():
@@ -51,6 +152,17 @@ class _MovesTokens(nn.Module):
         return (x * self.weight).roll(1, dims=0)
 
 
+class _Reduces(nn.Module):
+    """Fools a probe that only moves weights up: a minimum, or the largest magnitude of negative weights."""
+
+    def __init__(self, reduce):
+        super().__init__()
+        self.weight, self.reduce = nn.Parameter(-torch.rand(8)), reduce
+
+    def forward(self, x):
+        return x * self.weight + self.reduce(self.weight)
+
+
 class _Unused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -73,6 +185,8 @@ class _Unused(nn.Module):
         (nn.Linear(8, 8), False),
         (_MovesTokens(), False),
         (_Unused(), False),
+        (_Reduces(torch.min), False),
+        (_Reduces(lambda w: w.abs().max()), False),
     ],
     ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else None,
 )

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
 
@@ -49,7 +50,16 @@ def _records() -> Dataset:
     )
 
 
-def _trainer(tmp_path, callbacks=(), **changes):
+def _model(tokenizer) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _trainer(tmp_path, callbacks=(), model=None, peft_config=None, **changes):
     tokenizer = _tokenizer()
     values = dict(
         output_dir=str(tmp_path / "out"), private_state_dir=str(tmp_path / "keys"), use_cpu=True, report_to="none",
@@ -57,14 +67,8 @@ def _trainer(tmp_path, callbacks=(), **changes):
         noise_multiplier=0.0, clipping_norm=0.5, target_delta=1e-3, bf16=False, completion_only_loss=True,
         disable_tqdm=True, gradient_checkpointing=False,
     )  # fmt: skip
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
-        )
-    )  # fmt: skip
     return DPSFTTrainer(
-        model=model, args=DPSFTConfig(**values | changes), train_dataset=_records(), processing_class=tokenizer,
+        model=model or _model(tokenizer), peft_config=peft_config, args=DPSFTConfig(**values | changes), train_dataset=_records(), processing_class=tokenizer,
         callbacks=list(callbacks),
     )  # fmt: skip
 
@@ -94,6 +98,20 @@ def test_a_step_is_the_clipped_sum_of_completion_losses(tmp_path):
 def test_what_cannot_be_private_is_refused(tmp_path, changes, mend):
     with pytest.raises(DPConfigError, match=mend):
         _trainer(tmp_path, **changes)
+
+
+def test_plain_dp_arguments_are_refused(tmp_path):
+    args = DPTrainingArguments(output_dir=str(tmp_path / "out"), noise_multiplier=1.0, report_to="none", use_cpu=True)
+    with pytest.raises(DPConfigError, match=r"DPSFTConfig\(DPTrainingArguments, SFTConfig\)"):
+        DPSFTTrainer(model=_model(_tokenizer()), args=args, train_dataset=_records(), processing_class=_tokenizer())
+
+
+def test_a_model_that_the_trainer_loads_and_wraps_is_checked_afterwards(tmp_path):
+    folder = str(tmp_path / "model")
+    _model(_tokenizer()).save_pretrained(folder)
+    trainer = _trainer(tmp_path, model=folder, peft_config=LoraConfig(r=2, target_modules=["c_attn"]))
+    trainer.train()
+    assert all("lora_" in name for name in trainer._engine.parameters)
 
 
 def test_the_loss_is_not_in_the_logs(tmp_path):

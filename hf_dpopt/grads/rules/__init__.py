@@ -52,6 +52,10 @@ _DEBERTA = "transformers.models.deberta_v2.modeling_deberta_v2"
 COMPOSITES = [
     Composite(None, "compute_bias", shared.t5_position_bias, owns=("relative_attention_bias.",)),
     Composite(
+        "transformers.models.mpnet.modeling_mpnet.MPNetEncoder", "compute_position_bias", shared.mpnet_position_bias,
+        owns=("relative_attention_bias.",),
+    ),
+    Composite(
         f"{_DEBERTA}.DebertaV2Encoder", "get_rel_embedding", shared.deberta_relative_embeddings,
         owns=("rel_embeddings.", "LayerNorm."),
     ),

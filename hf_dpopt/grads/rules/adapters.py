@@ -90,5 +90,7 @@ def virtual_tokens(site: Site, batch_size: int, *args: Any, **kwargs: Any) -> An
     """
     config: Any = site.module.active_peft_config
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    once = kind in ("PROMPT_TUNING", "P_TUNING") and not config.inference_mode and torch.is_grad_enabled()
+    encoder: Any = site.module.prompt_encoder
+    is_trained = torch.is_grad_enabled() and any(p.requires_grad for p in encoder.parameters())
+    once = kind in ("PROMPT_TUNING", "P_TUNING") and not config.inference_mode and is_trained
     return site.original(1 if once else batch_size, *args, **kwargs)

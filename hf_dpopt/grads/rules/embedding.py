@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.contributions import Rows, Transposed
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ def look_up(
     """Rows of the parameter `attribute` of the site's module under capture; (D, V) tables are stored transposed."""
     # Position ids come as (1, T) and are broadcast afterwards; autograd would hand back their gradient already summed
     # over the records. One row of ids per record keeps it apart and leaves the model's arithmetic as it is.
+    if ids.dim() < 2:
+        raise UnsupportedModuleError(
+            f"{site.name} looks up ids of shape {tuple(ids.shape)}, without a dimension for the records, so a "
+            "record's gradient cannot be told. Freeze it: model.get_submodule(name).requires_grad_(False)."
+        )
     if ids.size(0) == 1 and site.num_records != 1:
         ids = ids.expand(site.num_records, *ids.shape[1:])
     table = site.module.get_parameter(attribute)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.contributions import Dense
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ class _PerRecord(torch.autograd.Function):
         parameters = [site.module.get_parameter(name) for name in names]
         with torch.enable_grad():
             value = ctx.compute()
+        if not value.requires_grad:
+            raise UnsupportedModuleError(
+                f"{site.name} computes its {site.method} without the parameters that are trained there "
+                f"({', '.join(site.parameter_names.values())}). Freeze them, or leave that layer out of the adapter."
+            )
         records = [  # a record at a time: the computation is small, and may not be one that vmap can run
             torch.autograd.grad(value, parameters, grad_B[b : b + 1].to(value.dtype), retain_graph=True)
             for b in range(grad_B.size(0))
@@ -53,6 +59,11 @@ def _per_record(site: Site, compute: Any) -> torch.Tensor:
 def t5_position_bias(site: Site, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`compute_bias` of T5's attention: (1, H, S, S) for the batch becomes (B, H, S, S)."""
     return _per_record(site, lambda: site.original(*args, **kwargs))
+
+
+def mpnet_position_bias(site: Site, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`compute_position_bias` of MPNet's encoder, which repeats one bias for the batch: (B, H, S, S)."""
+    return _per_record(site, lambda: site.original(*args, **kwargs)[:1])
 
 
 def deberta_relative_embeddings(site: Site) -> torch.Tensor:
