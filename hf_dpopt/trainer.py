@@ -89,7 +89,7 @@ class DPTrainerMixin(_Trainer):
         self._self_check = "not run"
         self._unprivatized = UnprivatizedStatistics()
         super().__init__(model, args, *positional, **kwargs)
-        if not is_final and self.model is not None:
+        if not is_final and model is not None:
             self._check_model(self.model, self.train_dataset, per_example_loss_func)
         self._check_records_are_kept()
         self._release = ReleaseGuard(self)
