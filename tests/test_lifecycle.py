@@ -71,7 +71,6 @@ def _in_child(run) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-@pytest.mark.timeout(240)
 @pytest.mark.timeout(600)  # twenty starts of a process; a busy machine needs its time
 def test_killed_at_twenty_random_points(tmp_path):
     """No step runs uncharged, whenever the process dies, and every restart finds a ledger it can continue."""
