@@ -12,6 +12,7 @@ import dataclasses
 import os
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,8 +51,10 @@ def secret_randomness(key: bytes, step: int, rank: int, device: torch.device) ->
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The state of the generators that dropout on a device draws from."""
+    """The state of the generators that a model on a device may draw from."""
 
+    python: tuple
+    numpy: Any
     cpu: torch.Tensor
     device: torch.device
     accelerator: torch.Tensor | None
@@ -60,11 +63,19 @@ class Snapshot:
 def snapshot(device: torch.device) -> Snapshot:
     """The generators as they are now."""
     on_cuda = device.type == "cuda"
-    return Snapshot(torch.get_rng_state(), device, torch.cuda.get_rng_state(device) if on_cuda else None)
+    return Snapshot(
+        python=random.getstate(),
+        numpy=np.random.get_state(),
+        cpu=torch.get_rng_state(),
+        device=device,
+        accelerator=torch.cuda.get_rng_state(device) if on_cuda else None,
+    )
 
 
 def restore(state: Snapshot) -> None:
     """Back to the snapshot: what is drawn next is what was drawn after it."""
+    random.setstate(state.python)
+    np.random.set_state(state.numpy)
     torch.set_rng_state(state.cpu)
     if state.accelerator is not None:
         torch.cuda.set_rng_state(state.accelerator, state.device)

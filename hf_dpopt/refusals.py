@@ -17,7 +17,6 @@ from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads import ENGINES
-from hf_dpopt.grads.capture import in_mixture
 
 Refusal = tuple[bool, str, str]  # (does it apply, what is wrong, how to mend it)
 
@@ -233,7 +232,7 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
         f"rope_type {', '.join(sorted(rotary))} depends on the longest record of the batch.",
         "Use a model with another rope_type (default, linear, yarn, llama3).",
     )
-    yield from _on_experts(model, trained)
+    yield from _on_experts(model)
     for name, p in trained.items():
         yield (
             bool(p._post_accumulate_grad_hooks) or bool(p._backward_hooks),
@@ -273,13 +272,7 @@ def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
         )
 
 
-def _on_experts(model: nn.Module, trained: Mapping[str, torch.Tensor]) -> Iterator[Refusal]:
-    for name in in_mixture(model, trained)[:1]:
-        yield (
-            True,
-            f"{name} belongs to a mixture of experts: routing and its capacity couple the records of a batch.",
-            "Freeze experts and routers, and train LoRA on the attention layers.",
-        )
+def _on_experts(model: nn.Module) -> Iterator[Refusal]:
     yield (
         bool(getattr(getattr(model, "config", None), "output_router_logits", False)),
         "The model adds a load-balancing loss over the batch (output_router_logits).",

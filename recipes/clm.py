@@ -183,7 +183,8 @@ def tokenize_splits(
     for name, table in tables.items():
         with training_args.main_process_first(desc=f"tokenizing {name}"):
             splits[name] = tokenize(table, kind, tokenizer, block_size=block_size, limit=limits[name])
-        report(name, splits[name], block_size)
+        is_protected = name == "train" and not data_args.non_private and not training_args.log_unprivatized
+        report(name, splits[name], block_size, counts=not is_protected)
     return splits
 
 

@@ -161,7 +161,7 @@ class Chat:
         messages = table.columns[self.column][row]
         what = None
         if not isinstance(messages, list) or not messages:
-            what = f"column {self.column!r} holds {str(messages)[:40]!r}, not {ROLES_AND_CONTENT}"
+            what = f"column {self.column!r} holds {type(messages).__name__}, not {ROLES_AND_CONTENT}"
         else:
             for i, message in enumerate(messages):
                 if not isinstance(message, dict) or not all(
@@ -237,7 +237,8 @@ def _check_text(table: Table, row: int, column: str) -> None:
     value = table.columns[column][row]
     if not isinstance(value, str):
         raise DPConfigError(
-            f"{table.where(row)}: column {column!r} holds {value!r}, not text. Correct the row, or name another."
+            f"{table.where(row)}: column {column!r} holds {type(value).__name__}, not text. Correct the row, or name "
+            "another."
         )
 
 
@@ -441,8 +442,14 @@ def tokenize(
     return Split(dataset, sum(r.is_cut for r in records), sum(not r.has_target for r in records))
 
 
-def report(name: str, split: Split, block_size: int) -> None:
-    """Says how many records lost tokens. Exact counts over records are for whoever holds the data: console only."""
+def report(name: str, split: Split, block_size: int, *, counts: bool) -> None:
+    """Says how many records lost tokens; without `counts`, which are exact values of the records, only the rule."""
+    if not counts:
+        logger.info(
+            f"{name}: {len(split.dataset)} records. Longer ones are cut to {block_size} tokens, and one without a "
+            "token to learn contributes nothing; how many there are is data (--log_unprivatized prints it)."
+        )
+        return
     lost = []
     if split.num_cut:
         lost.append(f"{split.num_cut} were cut to {block_size} tokens")

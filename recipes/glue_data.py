@@ -272,7 +272,7 @@ def _texts(table: Table, column: str) -> list[str]:
     wrong = next((row for row, value in enumerate(values) if not isinstance(value, str)), None)
     if wrong is not None:
         raise DPConfigError(
-            f"{table.where(wrong)}: column {column!r} holds {values[wrong]!r}, not text. Name another with "
-            "--text_column, or correct the row."
+            f"{table.where(wrong)}: column {column!r} holds {type(values[wrong]).__name__}, not text. Name another "
+            "with --text_column, or correct the row."
         )
     return values

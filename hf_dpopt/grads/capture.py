@@ -120,8 +120,8 @@ class Capture:
         experts = in_mixture(model, self.parameters)
         if experts:
             raise UnsupportedModuleError(
-                f"{experts[0]} and {len(experts) - 1} more belong to a mixture of experts: routing and its capacity "
-                "couple the records of a batch. Freeze experts and routers, and train LoRA on the attention layers."
+                f"These belong to a mixture of experts: {', '.join(experts)}. Routing and its capacity couple the "
+                "records of a batch. Freeze experts and routers, and train LoRA on the attention layers."
             )
         composites = [*self._composites(model)]
         captured = {id(site.module.get_parameter(a)) for site in composites for a in site.parameter_names}

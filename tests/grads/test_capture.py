@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import peft
 import pytest
 import torch
@@ -41,7 +43,8 @@ def test_norms_and_attention_of_a_mixture_can_be_trained(kind):
     model = getattr(tf, f"{kind}ForCausalLM")(config)
     for name, p in model.named_parameters():
         p.requires_grad_("norm" in name or "self_attn" in name)
-    Capture(model)
+    captured = {name for site in Capture(model).sites for name in site.parameter_names.values()}
+    assert captured == {name for name, p in model.named_parameters() if p.requires_grad} and captured
 
 
 def test_ids_without_a_dimension_for_the_records_are_refused():
@@ -103,6 +106,12 @@ class _DropsInside(nn.Module):
         return nn.functional.linear(nn.functional.dropout(x, 0.5, self.training), self.weight)
 
 
+class _DropsByPythonsCoins(_DropsInside):
+    def forward(self, x):
+        mask = torch.tensor([random.random() < 0.5 for _ in range(x.size(-1))], dtype=x.dtype)
+        return nn.functional.linear(x * mask, self.weight)
+
+
 def _checkpointed_with_fresh_masks() -> nn.Module:
     model = bert()
     for module in model.modules():
@@ -112,13 +121,23 @@ def _checkpointed_with_fresh_masks() -> nn.Module:
     return model
 
 
-def _with_a_layer_that_drops() -> nn.Module:
+def _with(layer: type[nn.Module]) -> nn.Module:
     model = bert()
-    model.bert.pooler.dense = _DropsInside()
+    model.bert.pooler.dense = layer()
     return model
 
 
-@pytest.mark.parametrize("make", [_checkpointed_with_fresh_masks, _with_a_layer_that_drops])
+def _with_a_layer_that_drops() -> nn.Module:
+    return _with(_DropsInside)
+
+
+def _with_a_layer_that_tosses_pythons_coins() -> nn.Module:
+    return _with(_DropsByPythonsCoins)
+
+
+@pytest.mark.parametrize(
+    "make", [_checkpointed_with_fresh_masks, _with_a_layer_that_drops, _with_a_layer_that_tosses_pythons_coins]
+)
 @pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
 def test_norm_and_sum_see_the_same_dropout(make, engine):
     """What is recomputed in a backward draws again; the bound holds only if both backwards draw the same."""

@@ -214,9 +214,13 @@ def test_losses_of_tokens_are_said(tokenizer: GPT2Tokenizer, caplog: pytest.LogC
     split = tokenize(rows, Pairs("{mr}", "ref", "\n"), tokenizer, block_size=6)
     assert (len(split.dataset), split.num_cut, split.num_without_target) == (2, 1, 1)  # kept, contributing nothing
     with caplog.at_level(logging.INFO, logger="recipes"):
-        report("train", split, 6)
+        report("train", split, 6, counts=True)
     assert "2 records; 1 were cut to 6 tokens, 1 have no token to learn and contribute nothing" in caplog.text
     assert caplog.records[-1].levelno == logging.WARNING and "Raise --block_size" in caplog.text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        report("train", split, 6, counts=False)
+    assert "2 records. Longer ones are cut to 6 tokens" in caplog.text and "1 " not in caplog.messages[0]
 
 
 def test_block_size_stays_within_the_model(tokenizer: GPT2Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -266,9 +270,9 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
     "two kinds named": ({"text_column": "a", "messages_column": "a"}, {"a": ["x"]}, "are given. Keep one kind"),
     "empty template": ({"prompt_template": "hi"}, {"mr": ["x"], "ref": ["y"]}, "names no column.* in braces"),
     "template column": ({"prompt_template": "{nope}"}, {"mr": ["x"], "ref": ["y"]}, "no column 'nope'"),
-    "number": ({}, {"mr": ["x", 3], "ref": ["y", "z"]}, "some.jsonl, row 2: column 'mr' holds 3, not text. Correct"),
-    "no text": ({}, {"text": ["x", None]}, "row 2: column 'text' holds None, not text. Correct the row"),
-    "no list": ({}, {"messages": ["hello"]}, "row 1: .* holds 'hello', not a list of {\"role\""),
+    "number": ({}, {"mr": ["x", 3], "ref": ["y", "z"]}, "some.jsonl, row 2: column 'mr' holds int, not text. Correct"),
+    "no text": ({}, {"text": ["x", None]}, "row 2: column 'text' holds NoneType, not text. Correct the row"),
+    "no list": ({}, {"messages": ["hello"]}, 'row 1: .* holds str, not a list of {"role"'),
     "empty list": ({}, {"messages": [[]]}, "row 1: .* not a list"),
     "no content": ({}, {"messages": [[{"role": "user"}]]}, "message 1 .* the texts role and content. Correct the row"),
     "chunked pairs": (

@@ -135,7 +135,7 @@ def test_splits_must_agree() -> None:
         build({"train": train, "validation": dev})
     with pytest.raises(DPConfigError, match="no label column recognised .* Name it with --label_column"):
         build({"train": table(text=["x"], other=["a"])}, text_column="text")
-    with pytest.raises(DPConfigError, match="row 2: column 'text' holds 3, not text. Name another"):
+    with pytest.raises(DPConfigError, match="row 2: column 'text' holds int, not text. Name another"):
         build({"train": table(text=["x", 3], label=["a", "b"])})
 
 
