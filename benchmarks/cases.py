@@ -121,10 +121,10 @@ class Case:
         engine = make_engine(self.model, FlatClipping(clipping_norm=CLIPPING_NORM), name)
 
         def step() -> None:
-            sums = engine.zeros()
-            engine.add_clipped_sum(sums, self.losses, self.shape.batch)
-            for name, p in engine.parameters.items():
-                p.grad = sums[name]
+            clipped = engine.empty_sum()
+            engine.add_clipped_sum(clipped, self.losses, self.shape.batch)
+            for name, total in clipped.result().items():
+                engine.parameters[name].grad = total
 
         return step
 

@@ -93,8 +93,9 @@ class Case:
             with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.bf16):
                 return self.losses(self.batch)
 
-        sums = self.engine.zeros()
-        self.engine.add_clipped_sum(sums, forward, num_records)
+        clipped = self.engine.empty_sum()
+        self.engine.add_clipped_sum(clipped, forward, num_records)
+        sums = clipped.result()
         if noise:
             self.stream.add_(sums, self.step)
         for name, p in self.engine.parameters.items():

@@ -47,6 +47,6 @@ def clipped_gradient_sum(
     """
     clipper = make_engine(model, make_clipping(clipping, clipping_norm), engine)
     losses = RecordLosses(model, loss)
-    sums = clipper.zeros()
+    sums = clipper.empty_sum()
     clipper.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))
-    return sums
+    return sums.result()

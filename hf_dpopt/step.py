@@ -46,10 +46,11 @@ def private_step(
         DPBudgetExceeded: before the step runs, if it would spend more than the target.
     """
     run.charge(step)
-    sums = {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name, p in engine.parameters.items()}
+    clipped = engine.empty_sum()
     seen = UnprivatizedStatistics()
     for batch in physical_batches:
-        seen += engine.add_clipped_sum(sums, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]
+        seen += engine.add_clipped_sum(clipped, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]
+    sums = {name: total.float() for name, total in clipped.result().items()}
     aggregate.sum_over_ranks(sums)
     # private from here
     run.noise.add_(sums, step)

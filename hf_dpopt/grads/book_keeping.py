@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 
 from hf_dpopt.clipping import usable
-from hf_dpopt.grads.contributions import Contribution, GramCache, squared_norm
+from hf_dpopt.grads.contributions import ClippedSum, Contribution, GramCache, squared_norm
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 
 
@@ -23,7 +23,7 @@ class BookKeepingEngine(ClippingEngine):
     name = "book_keeping"
 
     def add_clipped_sum(
-        self, sums: dict[str, torch.Tensor], record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
     ) -> UnprivatizedStatistics:
         contributions: dict[str, list[Contribution]] = {}
         with self.capture.recording(num_records, lambda name, c: contributions.setdefault(name, []).append(c)):
@@ -40,7 +40,7 @@ class BookKeepingEngine(ClippingEngine):
 
     def _add_weighted_sums(
         self,
-        sums: dict[str, torch.Tensor],
+        sums: ClippedSum,
         contributions: dict[str, list[Contribution]],
         factors: dict[str, torch.Tensor],
         keep_B: torch.Tensor,
@@ -52,4 +52,4 @@ class BookKeepingEngine(ClippingEngine):
             for use in contributions.pop(name):
                 if not all_kept:  # selected out, not multiplied: 0 * inf is NaN
                     use = use.select(keep_B)
-                use.add_weighted_sum_(sums[name], factors_B if all_kept else factors_B[keep_B])
+                sums.add(name, use, factors_B if all_kept else factors_B[keep_B])

@@ -11,7 +11,7 @@ norm negative, and the record would go unclipped.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -105,7 +105,7 @@ class Outer:
             energy_B += diagonal.diagonal(dim1=1, dim2=2).sum(dim=1)
         return squares_B, energy_B
 
-    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         left_is_narrower = self.left_BTP.size(2) <= self.right_BTQ.size(2)
         for part in _parts(self.left_BTP if self.left_BTP.size(2) > self.right_BTQ.size(2) else self.right_BTQ):
             left_BTP, right_BTQ, factors = self.left_BTP[part], self.right_BTQ[part], factors_B[part]
@@ -113,7 +113,9 @@ class Outer:
                 left_BTP, right_BTQ = _scale(left_BTP, factors), wide(right_BTQ)
             else:
                 left_BTP, right_BTQ = wide(left_BTP), _scale(right_BTQ, factors)
-            total.addmm_(left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype))
+            left, right = left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype)
+            total.addmm_(left, right, beta=beta)
+            beta = 1
 
     def of_record(self, b: int) -> torch.Tensor:
         return wide(self.left_BTP[b]).mT @ wide(self.right_BTQ[b])
@@ -144,8 +146,10 @@ class Rows:
         squares_B = grad_BTD.new_zeros(num_records)
         return squares_B.index_add_(0, keys_U // self.num_rows, rows_UD.square().sum(dim=1))
 
-    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         grad_BTD = _scale(self.grad_BTD, factors_B).to(total.dtype)
+        if not beta:
+            total.zero_()
         total.index_add_(0, self.ids_BT.flatten(), grad_BTD.flatten(0, 1))
 
     def of_record(self, b: int) -> torch.Tensor:
@@ -169,8 +173,8 @@ class Dense:
     def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         return wide(self.grad_B).flatten(1).square().sum(dim=1)
 
-    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
-        total.view(-1).addmv_(self.grad_B.flatten(1).mT.to(total.dtype), factors_B.to(total.dtype))
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
+        total.view(-1).addmv_(self.grad_B.flatten(1).mT.to(total.dtype), factors_B.to(total.dtype), beta=beta)
 
     def of_record(self, b: int) -> torch.Tensor:
         return wide(self.grad_B[b])
@@ -192,8 +196,8 @@ class Transposed:
     def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         return self.of.squared_norm(grams)
 
-    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor) -> None:
-        self.of.add_weighted_sum_(total.mT, factors_B)
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
+        self.of.add_weighted_sum_(total.mT, factors_B, beta=beta)
 
     def of_record(self, b: int) -> torch.Tensor:
         return self.of.of_record(b).mT
@@ -203,6 +207,42 @@ class Transposed:
 
 
 Contribution = Outer | Rows | Dense | Transposed
+
+
+class ClippedSum:
+    """A sum over records that takes memory for a parameter when its first contribution comes.
+
+    A sum of all parameters that is there from the start would stand beside the activations of the whole forward, where
+    ordinary training has no gradients yet.
+
+    Args:
+        parameters: name -> parameter; all of them are in the result, those without contributions as zeros.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+        self._parameters = parameters
+        self._totals: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
+        """Adds ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
+        if contribution.num_records == 0:
+            return
+        is_first = name not in self._totals
+        if is_first:
+            self._totals[name] = self._new(name, torch.empty)
+        # into fresh memory with beta=0, which overwrites: no pass of zeros
+        contribution.add_weighted_sum_(self._totals[name], factors_B, beta=int(not is_first))
+
+    def _new(self, name: str, make: Callable[..., torch.Tensor]) -> torch.Tensor:
+        p = self._parameters[name]  # contiguous, whatever the parameter is
+        return make(p.shape, dtype=wide(p.detach()[:0]).dtype, device=p.device)
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy."""
+        return {
+            name: self._totals[name] if name in self._totals else self._new(name, torch.zeros)
+            for name in self._parameters
+        }
 
 
 def _inner_outer_outer(x: Outer, y: Outer) -> torch.Tensor:

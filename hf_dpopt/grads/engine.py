@@ -17,7 +17,7 @@ from torch import nn
 from hf_dpopt.clipping import Clipping
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.contributions import wide
+from hf_dpopt.grads.contributions import ClippedSum, wide
 
 LossFunction = Callable[[], torch.Tensor]
 
@@ -73,21 +73,18 @@ class ClippingEngine(abc.ABC):
         self.capture = Capture(model)
         self.parameters = self.capture.parameters
 
-    def zeros(self) -> dict[str, torch.Tensor]:
-        """An empty clipped sum: parameter name -> zeros of its shape, float32 (float64 for float64 parameters)."""
-        return {  # contiguous, whatever the parameter is
-            name: torch.zeros(p.shape, dtype=wide(p.detach()[:0]).dtype, device=p.device)
-            for name, p in self.parameters.items()
-        }
+    def empty_sum(self) -> ClippedSum:
+        """Where the clipped sums of one logical batch add up."""
+        return ClippedSum(self.parameters)
 
     @abc.abstractmethod
     def add_clipped_sum(
-        self, sums: dict[str, torch.Tensor], record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
     ) -> UnprivatizedStatistics:
         """Adds the sum over the records of their clipped gradients to `sums`, in place.
 
         Args:
-            sums: parameter name -> float32 tensor of its shape, as made by `zeros`.
+            sums: made by `empty_sum`, once per logical batch.
             record_losses: runs the forward and returns the losses of the records, (B,).
             num_records: B, at least 1.
         """

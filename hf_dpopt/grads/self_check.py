@@ -198,10 +198,10 @@ def _clipping(engine: ClippingEngine, clipping: Clipping) -> Iterator[None]:
 def _engine_sum(
     engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], clipping: Clipping
 ) -> dict[str, torch.Tensor]:
-    sums = engine.zeros()
+    sums = engine.empty_sum()
     with _clipping(engine, clipping):
         engine.add_clipped_sum(sums, lambda: losses(batch), NUM_RECORDS)
-    return sums
+    return sums.result()
 
 
 @contextlib.contextmanager

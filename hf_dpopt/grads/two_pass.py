@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_dpopt import framework_rng
 from hf_dpopt.clipping import Clipping, usable
-from hf_dpopt.grads.contributions import Contribution, squared_norm
+from hf_dpopt.grads.contributions import ClippedSum, Contribution, squared_norm
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 
 
@@ -29,7 +29,7 @@ class TwoPassEngine(ClippingEngine):
         self._reused: set[str] = set()  # their norms need all uses together; found when a second use turns up
 
     def add_clipped_sum(
-        self, sums: dict[str, torch.Tensor], record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
     ) -> UnprivatizedStatistics:
         with self.capture.recording(num_records, self._nothing_yet) as capture:
             losses_B = self._forward(record_losses, num_records)
@@ -46,7 +46,7 @@ class TwoPassEngine(ClippingEngine):
                 with torch.no_grad(), full_precision(device):
                     if not all_kept:  # selected out, not multiplied: 0 * inf is NaN
                         use, factors_B = use.select(keep_B), factors_B[keep_B]
-                    use.add_weighted_sum_(sums[name], factors_B)
+                    sums.add(name, use, factors_B)
 
             capture.receive = add
             framework_rng.restore(random_state)

@@ -59,7 +59,7 @@ def test_ids_without_a_dimension_for_the_records_are_refused():
     engine = make_engine(Positions(), make_clipping("flat", 1.0))
     x = torch.randn(5, 5, 4, requires_grad=True)  # as many tokens as records
     with pytest.raises(UnsupportedModuleError, match="without a dimension for the records"):
-        engine.add_clipped_sum(engine.zeros(), lambda: engine.model(x).sum(dim=(1, 2)), 5)
+        engine.add_clipped_sum(engine.empty_sum(), lambda: engine.model(x).sum(dim=(1, 2)), 5)
 
 
 def test_trained_parameters_need_not_be_contiguous():

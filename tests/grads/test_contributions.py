@@ -7,7 +7,17 @@ import itertools
 import pytest
 import torch
 
-from hf_dpopt.grads.contributions import BLOCK, Dense, GramCache, Outer, Rows, Transposed, inner, squared_norm
+from hf_dpopt.grads.contributions import (
+    BLOCK,
+    ClippedSum,
+    Dense,
+    GramCache,
+    Outer,
+    Rows,
+    Transposed,
+    inner,
+    squared_norm,
+)
 
 B, T, P, Q = 4, 6, 5, 3
 
@@ -114,3 +124,32 @@ def test_layers_that_read_the_same_input_share_its_gram_matrix_and_no_others_do(
         torch.testing.assert_close(use.squared_norm(grams), want, rtol=1e-10, atol=1e-10)
     first = grams.blocks(right)
     assert grams.blocks(right.view(B, T, Q)) is first and grams.blocks(right.clone()) is not first
+
+
+@pytest.mark.parametrize("kinds", [(k,) for k in KINDS] + list(itertools.product(KINDS, KINDS)))
+def test_a_clipped_sum_starts_from_nothing(kinds, monkeypatch):
+    # fresh memory may hold anything, the gradients of an earlier step for one
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(*shape, torch.nan, **kwargs))
+    uses, factors = [_make(k) for k in kinds], torch.rand(B, dtype=torch.float64)
+    parameter = torch.zeros(P, Q, dtype=torch.float64)
+    clipped = ClippedSum({"unused": torch.zeros(3), "weight": parameter})
+    nobody = torch.zeros(B, dtype=torch.bool)
+    clipped.add("weight", uses[0].select(nobody), factors[nobody])
+    for use in uses:
+        clipped.add("weight", use, factors)
+    want = sum(torch.einsum("b,bpq->pq", factors, _materialise(use)) for use in uses)
+    result = clipped.result()
+    assert list(result) == ["unused", "weight"]
+    torch.testing.assert_close(result["weight"], want, rtol=1e-12, atol=1e-12)
+    assert not result["unused"].any()
+    assert not ClippedSum({"weight": parameter}).result()["weight"].any()
+
+
+def test_a_large_narrow_factor_is_summed_in_parts(monkeypatch):
+    left, right = torch.randn(B, T, P).bfloat16(), torch.randn(B, T, Q).bfloat16()
+    factors, parameter = torch.rand(B), torch.zeros(P, Q)
+    clipped = ClippedSum({"weight": parameter})
+    monkeypatch.setattr("hf_dpopt.grads.contributions.MAX_COPIED", left[0].numel())
+    clipped.add("weight", Outer(left, right), factors)
+    want = torch.einsum("b,btp,btq->pq", factors, left.float(), right.float())
+    torch.testing.assert_close(clipped.result()["weight"], want, rtol=1e-5, atol=1e-5)
