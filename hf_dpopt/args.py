@@ -60,6 +60,10 @@ class DPTrainingArguments(TrainingArguments):
             "choices": ["auto", "book_keeping", "two_pass"],
         },
     )
+    explain_clipping: bool = field(
+        default=False,
+        metadata={"help": "Log for every trained parameter how its norms are computed and what decides it."},
+    )
     expected_batch_size: int | None = field(
         default=None,
         metadata={

@@ -22,7 +22,7 @@ from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is, 
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
-from hf_dpopt.grads import UnprivatizedStatistics, choose_engine, make_engine
+from hf_dpopt.grads import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.self_check import self_check
 from hf_dpopt.losses import RecordLosses, base_model
@@ -238,6 +238,16 @@ class DPTrainerMixin(_Trainer):
             f"{sum(run.charged)} already charged"
         )
         logger.info(f"Clipping engine: {self._engine.name}, {self._engine_reason}.")
+        if self.args.explain_clipping:
+            logger.info(explain(self._engine))
+        slow = unruled(self._engine)
+        if slow:
+            logger.warning(
+                f"No clipping rule knows these layers: {', '.join(slow)}. Their gradients are exact, taken record by "
+                "record: a second forward of the layer for each, and as many copies of its gradient as a physical "
+                "batch has records. If that is too slow, freeze them (model.get_submodule(name).requires_grad_(False)) "
+                "or add a rule under hf_dpopt/grads/rules."
+            )
         if not plan.is_private:
             logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")
         if self.args.max_grad_norm:

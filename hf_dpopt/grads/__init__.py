@@ -11,9 +11,20 @@ from hf_dpopt.clipping import Clipping
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.book_keeping import BookKeepingEngine
 from hf_dpopt.grads.engine import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.grads.explain import explain, unruled
 from hf_dpopt.grads.two_pass import TwoPassEngine
 
-__all__ = ["ENGINES", "BookKeepingEngine", "ClippingEngine", "TwoPassEngine", "UnprivatizedStatistics", "make_engine"]
+__all__ = [
+    "ENGINES",
+    "BookKeepingEngine",
+    "ClippingEngine",
+    "TwoPassEngine",
+    "UnprivatizedStatistics",
+    "choose_engine",
+    "explain",
+    "make_engine",
+    "unruled",
+]
 
 ENGINES: dict[str, type[ClippingEngine]] = {cls.name: cls for cls in (BookKeepingEngine, TwoPassEngine)}
 MATMUL_SHARE = 0.1

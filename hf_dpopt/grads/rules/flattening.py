@@ -6,6 +6,7 @@ B = records, T = tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ def children(module: nn.Module) -> tuple[str, ...]:
 def by_record(rule: Callable[..., Any]) -> Callable[..., Any]:
     """`rule` on (B, T, D), for a layer that is called with (B T, D)."""
 
+    @functools.wraps(rule)
     def forward(site: Site, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.dim() != 2:
             return rule(site, x, *args, **kwargs)

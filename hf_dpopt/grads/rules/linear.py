@@ -24,10 +24,14 @@ def matmul_contribution(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> Cont
     The product has to be formed once in any case; forming it before the factors are known replaces the weight-gradient
     matmul and saves the Gram matrices, so it is also the faster choice wherever it fits.
     """
-    num_tokens, rows, columns = left_BTP.size(1), left_BTP.size(2), right_BTQ.size(2)
-    if rows * columns <= num_tokens * (rows + columns):
+    if left_BTP.size(1) >= materialised_from(left_BTP.size(2), right_BTQ.size(2)):
         return Dense(torch.bmm(left_BTP.mT, right_BTQ))
     return Outer(left_BTP, right_BTQ)
+
+
+def materialised_from(rows: int, columns: int) -> int:
+    """Tokens from which a gradient of rows x columns is no larger than its factors, tokens x (rows + columns)."""
+    return -(-rows * columns // (rows + columns))
 
 
 def autocast_to(x: torch.Tensor) -> torch.dtype:
