@@ -42,7 +42,8 @@ class LogicalBatch:
         Raises:
             DPConfigError: if the collator does not make one row of each record; a row is what the clip bounds.
         """
-        ordered = sorted(self.records, key=_length)
+        # longest first: what does not fit is found at once, and shorter batches reuse the memory of longer ones
+        ordered = sorted(self.records, key=_length, reverse=True)
         for start in range(0, len(ordered), size):
             records = ordered[start : start + size]
             batch = collate(records)

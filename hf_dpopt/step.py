@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from hf_dpopt import aggregate, postprocess
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.losses import RecordLosses, num_records

@@ -245,8 +245,8 @@ class DPTrainerMixin(_Trainer):
             logger.warning(
                 f"No clipping rule knows these layers: {', '.join(slow)}. Their gradients are exact, taken record by "
                 "record: a second forward of the layer for each, and as many copies of its gradient as a physical "
-                "batch has records. If that is too slow, freeze them (model.get_submodule(name).requires_grad_(False)) "
-                "or add a rule under hf_dpopt/grads/rules."
+                "batch has records. If that is too slow, freeze them (requires_grad_(False) on the submodule) or "
+                "add a rule under hf_dpopt/grads/rules."
             )
         if not plan.is_private:
             logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")

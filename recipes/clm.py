@@ -23,14 +23,15 @@ import platform
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_dpopt import DPTrainer, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import models, processes, running, sources
 from recipes.clm_data import (
     Kind,
@@ -54,9 +55,7 @@ def main(argv: list[str]) -> None:
     """The whole run, in the order of run_clm.py."""
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
-    running.set_up_logging(training_args)
-    set_seed(training_args.seed)
-
+    running.set_up(training_args)
     tables = load_tables(model_args, data_args, training_args)
     kind = find_kind(tables, data_args)
     tokenizer, model = load_model(model_args)
@@ -81,18 +80,12 @@ def main(argv: list[str]) -> None:
         processing_class=tokenizer,
         data_collator=PaddingCollator(tokenizer.pad_token_id),
     )
-    if training_args.do_train:
-        running.train(trainer, training_args)
-    results = evaluate(trainer) if training_args.do_eval else {}
-    if data_args.generate:
-        assert isinstance(kind, Pairs)
-        results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
+    results = train_and_evaluate(trainer, tables, kind, tokenizer, data_args, training_args)
     finetuned_from = None if data_args.embedded else model_args.model_name_or_path
     running.publish(trainer, training_args, finetuned_from=finetuned_from, tasks="text-generation")
     if trainer.is_world_process_zero():
         lines = summary(trainer, tables, splits, kind, block_size, results, model_args)
-        lines += [("wall time", f"{time.monotonic() - start:.0f} s")]
-        lines += [("output", str(Path(training_args.output_dir).resolve()))]
+        lines += running.closing_lines(training_args, start)
         print(running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else ""))
 
 
@@ -105,23 +98,8 @@ def load_tables(
         DPConfigError: if one is missing or cannot be read.
     """
     if data_args.embedded:
-        tables = load_embedded(model_args, training_args)
-    else:
-        tables = sources.load_tables(
-            model_args,
-            data_args,
-            name=data_args.dataset_name,
-            config=data_args.dataset_config_name,
-            kinds=TEXT_EXTENSIONS,
-        )
-    needed = sources.needed_splits(tables, training_args)
-    # a dataset of the hub may have several validation splits; the first is taken
-    return {split: tables[next(n for n in needed if n.startswith(split))] for split in _used(training_args)}
-
-
-def _used(training_args: DPTrainingArguments) -> list[str]:
-    wanted = (("train", training_args.do_train), ("validation", training_args.do_eval))
-    return [split for split, is_wanted in wanted if is_wanted]
+        return sources.used(load_embedded(model_args, training_args), training_args)
+    return sources.load_used(model_args, data_args, training_args, kinds=TEXT_EXTENSIONS)
 
 
 def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments) -> dict[str, Table]:
@@ -143,8 +121,17 @@ def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments
 
 
 def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model from a folder or the hub."""
+    """Tokenizer and model from a folder or the hub.
+
+    Raises:
+        DPConfigError: if it is no causal model.
+    """
     config = models.load_config(model_args)
+    if config.is_encoder_decoder:
+        raise DPConfigError(
+            f"{model_args.model_name_or_path!r} ({config.model_type}) has an encoder and a decoder. Finetune it with "
+            "recipes/seq2seq.py."
+        )
     tokenizer = models.load_tokenizer(model_args)
     tokenizer.padding_side = "right"  # of training; texts are generated from prompts padded on the left
     model = models.load_weights(
@@ -173,7 +160,7 @@ def tokenize_splits(
     tables: dict[str, Table],
     kind: Kind,
     tokenizer: PreTrainedTokenizerBase,
-    data_args: DataTrainingArguments,
+    data_args: Any,
     training_args: DPTrainingArguments,
     block_size: int,
 ) -> dict[str, Split]:
@@ -186,6 +173,24 @@ def tokenize_splits(
         is_protected = name == "train" and not data_args.non_private and not training_args.log_unprivatized
         report(name, splits[name], block_size, counts=not is_protected)
     return splits
+
+
+def train_and_evaluate(
+    trainer: Trainer,
+    tables: dict[str, Table],
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    data_args: Any,
+    training_args: DPTrainingArguments,
+) -> dict[str, float]:
+    """What the actions ask for, in their order; the metrics of evaluation and generation."""
+    if training_args.do_train:
+        running.train(trainer, training_args)
+    results = evaluate(trainer) if training_args.do_eval else {}
+    if data_args.generate:
+        assert isinstance(kind, Pairs)
+        results |= write_generations(trainer, tables["validation"], kind, tokenizer, data_args, training_args)
+    return results
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:

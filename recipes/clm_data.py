@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from datasets import Dataset
@@ -111,13 +111,13 @@ class Pairs:
     def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Tokens of the prompts, the separator included."""
         start = start_tokens(tokenizer)
-        return [start + ids for ids in _ids([prompt + self.separator for prompt in prompts], tokenizer)]
+        return [start + ids for ids in tokens_of([prompt + self.separator for prompt in prompts], tokenizer)]
 
     def records(
         self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
     ) -> Iterator[Record]:
         prompts = self.prompt_ids(self.prompts(rows), tokenizer)
-        for prompt, target in zip(prompts, _ids(list(rows[self.target]), tokenizer), strict=True):
+        for prompt, target in zip(prompts, tokens_of(list(rows[self.target]), tokenizer), strict=True):
             target = [*target, tokenizer.eos_token_id]
             yield _record(prompt + target, [IGNORED] * len(prompt) + target, block_size)
 
@@ -217,7 +217,7 @@ class Documents:
         self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
     ) -> Iterator[Record]:
         start = start_tokens(tokenizer)
-        for ids in _ids(list(rows[self.text]), tokenizer):
+        for ids in tokens_of(list(rows[self.text]), tokenizer):
             ids = [*start, *ids, tokenizer.eos_token_id]
             if self.chunked:
                 chunks = (ids[i : i + block_size] for i in range(0, len(ids), block_size))
@@ -248,7 +248,8 @@ def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return own[:1] if own[:1] == [tokenizer.bos_token_id] else []
 
 
-def _ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def tokens_of(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokens of each text alone, without special ones."""
     if not texts:
         return []
     return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]  # else it warns of long texts
@@ -308,20 +309,25 @@ def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments) -> Kind:
         )
     if args.generate and not isinstance(kind, Pairs):
         raise DPConfigError("generate needs prompts and targets. Name them with --prompt_column and --target_column.")
+    check_rows(kind, tables)
+    return kind
+
+
+def check_rows(kind: Kind, tables: Mapping[str, Table]) -> None:
+    """Whether every table has the columns, and every row what a record needs."""
     for table in tables.values():
         for column in kind.columns:
             _check_column(table, column)
         for row in range(len(table)):
             kind.check_row(table, row)
-    return kind
 
 
 def _check_column(table: Table, column: str) -> None:
     if column not in table.columns:
-        raise DPConfigError(f"{table.name} has no column {column!r}. It has: {_columns_in(table)}. Needed is {KINDS}.")
+        raise DPConfigError(f"{table.name} has no column {column!r}. It has: {columns_in(table)}. Needed is {KINDS}.")
 
 
-def _columns_in(table: Table) -> str:
+def columns_in(table: Table) -> str:
     """Their names; without a line of names the first record stands there, which may be long."""
     return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}...") for name in table.columns)
 
@@ -343,7 +349,21 @@ def _named_kind(table: Table, args: DataTrainingArguments) -> Kind | None:
     if args.text_column:
         _check_column(table, args.text_column)
         return Documents(args.text_column, args.chunk_documents)
-    if not any(named.values()):
+    pair = named_pair(table, args)
+    return None if pair is None else Pairs(*pair, args.separator)
+
+
+class NamesPairs(Protocol):
+    """The flags that name a prompt and a target."""
+
+    prompt_column: str | None
+    target_column: str | None
+    prompt_template: str | None
+
+
+def named_pair(table: Table, args: NamesPairs) -> tuple[str, str] | None:
+    """Template of the prompt and column of the target, if flags name any of them."""
+    if not (args.prompt_column or args.target_column or args.prompt_template):
         return None
     found = next((pair for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)), (None, None))
     prompt, target = args.prompt_column or found[0], args.target_column or found[1]
@@ -351,14 +371,20 @@ def _named_kind(table: Table, args: DataTrainingArguments) -> Kind | None:
         raise DPConfigError(
             f"{table.name}: a prompt needs a target and a target a prompt, and only one of them is named. Add "
             f"{'--target_column' if target is None else '--prompt_column'} <one of: "
-            f"{_columns_in(table)}>."
+            f"{columns_in(table)}>."
         )
-    return _pairs(table, args, prompt, target)
+    return _template(table, args, prompt), target
+
+
+def recognised_pairs(table: Table, args: NamesPairs) -> list[tuple[str, str]]:
+    """The same for every pair of columns whose names say what they are."""
+    there = [pair for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)]
+    return [(_template(table, args, prompt), target) for prompt, target in there]
 
 
 def _recognised_kind(table: Table, args: DataTrainingArguments) -> Kind:
     """The one kind whose columns are there."""
-    kinds: list[Kind] = [_pairs(table, args, *pair) for pair in PAIR_COLUMNS if set(pair) <= set(table.columns)]
+    kinds: list[Kind] = [Pairs(*pair, args.separator) for pair in recognised_pairs(table, args)]
     if MESSAGES in table.columns:
         kinds.append(Chat(MESSAGES, plain=args.chat_template == "plain"))
     if TEXT in table.columns:
@@ -366,13 +392,13 @@ def _recognised_kind(table: Table, args: DataTrainingArguments) -> Kind:
     if len(kinds) != 1:
         what = "no kind of data is" if not kinds else "several kinds of data are"
         raise DPConfigError(
-            f"{table.name}: {what} recognised among the columns {_columns_in(table)}. Name what to use: {KINDS}. A "
+            f"{table.name}: {what} recognised among the columns {columns_in(table)}. Name what to use: {KINDS}. A "
             "file without a line of column names needs one."
         )
     return kinds[0]
 
 
-def _pairs(table: Table, args: DataTrainingArguments, prompt: str | None, target: str) -> Pairs:
+def _template(table: Table, args: NamesPairs, prompt: str | None) -> str:
     template = args.prompt_template
     if template is None:
         assert prompt is not None
@@ -387,7 +413,7 @@ def _pairs(table: Table, args: DataTrainingArguments, prompt: str | None, target
         )
     for name in names:
         _check_column(table, name)
-    return Pairs(template, target, args.separator)
+    return template
 
 
 # --- tokenizing ------------------------------------------------------------------------------------------------------

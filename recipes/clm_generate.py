@@ -28,7 +28,7 @@ def group_references(table: Table, kind: Pairs) -> dict[str, list[str]]:
 
 
 def most_prompt_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, max_new_tokens: int) -> int:
-    """How long a prompt may be so that there is room for the text.
+    """How long a prompt may be so that there is room for the text; an encoder's prompt has the room to itself.
 
     Raises:
         DPConfigError: if there is none for any prompt.
@@ -38,7 +38,7 @@ def most_prompt_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, max_new_t
         raise DPConfigError(
             f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model takes {most} tokens. Use less."
         )
-    return most - max_new_tokens
+    return most if model.config.is_encoder_decoder else most - max_new_tokens
 
 
 def generate(
@@ -53,6 +53,7 @@ def generate(
     """One text per prompt, by greedy or beam search; the prompts are dealt to the processes."""
     model, args = trainer.model, trainer.args
     room = most_prompt_tokens(tokenizer, model, max_new_tokens)
+    has_encoder = model.config.is_encoder_decoder
     ids = kind.prompt_ids(prompts, tokenizer)
     num_cut = sum(len(row) > room for row in ids)
     if num_cut:
@@ -65,8 +66,9 @@ def generate(
     with _ready(model):
         for start in range(0, len(mine), args.per_device_eval_batch_size):
             batch = mine[start : start + args.per_device_eval_batch_size]
-            inputs = pad_left([ids[i][-room:] for i in batch], tokenizer.pad_token_id).to(args.device)
-            mask = pad_left([[1] * len(ids[i][-room:]) for i in batch], 0).to(args.device)
+            rows = [ids[i][-room:] for i in batch]
+            inputs = pad(rows, tokenizer.pad_token_id, left=not has_encoder).to(args.device)
+            mask = pad([[1] * len(row) for row in rows], 0, left=not has_encoder).to(args.device)
             out = model.generate(
                 input_ids=inputs,
                 attention_mask=mask,
@@ -76,16 +78,17 @@ def generate(
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
             )
-            new = tokenizer.batch_decode(out[:, inputs.size(1) :], skip_special_tokens=True)
+            new = tokenizer.batch_decode(out if has_encoder else out[:, inputs.size(1) :], skip_special_tokens=True)
             texts += [(i, " ".join(text.split())) for i, text in zip(batch, new, strict=True)]
     by_prompt = dict(gather_object(texts))
     return [by_prompt[i] for i in range(len(prompts))]
 
 
-def pad_left(rows: list[list[int]], value: int) -> torch.Tensor:
-    """A generated text goes on where the prompt ends, so all prompts of a batch end in one column."""
+def pad(rows: list[list[int]], value: int, *, left: bool) -> torch.Tensor:
+    """On the left where the text goes on after the prompt: all prompts of a batch end in one column."""
     width = max(map(len, rows))
-    return torch.tensor([[value] * (width - len(row)) + row for row in rows])
+    padding = [[value] * (width - len(row)) for row in rows]
+    return torch.tensor([p + row if left else row + p for p, row in zip(padding, rows, strict=True)])
 
 
 @contextmanager

@@ -26,17 +26,21 @@ Tokens = Sequence[str]
 # --- perplexity ------------------------------------------------------------------------------------------------------
 
 
-def loss_of_records(logits: Any, labels_BT: torch.Tensor) -> torch.Tensor:
+def loss_of_records(logits: Any, labels_BT: torch.Tensor, *, shifted: bool = True) -> torch.Tensor:
     """Cross entropy summed over each record's target tokens, and how many those are; (B, 2).
 
     For `Trainer(preprocess_logits_for_metrics=...)`: what is kept of a batch is two numbers per record, no logits.
+
+    Args:
+        shifted: a causal model predicts the label after the one it stands at; a decoder with an encoder that one.
     """
     logits_BTV = logits[0] if isinstance(logits, tuple) else logits
-    targets_BT = labels_BT[:, 1:]
+    if shifted:
+        logits_BTV, labels_BT = logits_BTV[:, :-1], labels_BT[:, 1:]
     losses_BT = F.cross_entropy(
-        logits_BTV[:, :-1].float().flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none"
-    ).view(targets_BT.shape)
-    return torch.stack([losses_BT.sum(1), (targets_BT != IGNORED).sum(1).to(losses_BT.dtype)], dim=1)
+        logits_BTV.float().flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none"
+    ).view(labels_BT.shape)
+    return torch.stack([losses_BT.sum(1), (labels_BT != IGNORED).sum(1).to(losses_BT.dtype)], dim=1)
 
 
 def perplexity_metrics(p: EvalPrediction) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from recipes import options
 
+COUNTS = ("max_train_samples", "max_eval_samples", "max_generate_samples", "num_beams", "max_new_tokens")
 SOURCES = ("model_name_or_path", "dataset_name", "train_file", "validation_file")
 DEFAULT_BLOCK_SIZE = 1024
 MAX_NEW_TOKENS = 64
@@ -111,15 +112,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             "several times. Remove --packing; padding is added per batch. To train on all of a long document: "
             "--chunk_documents, which states the unit it protects."
         )
-    if training_args.do_predict:
-        raise DPConfigError("do_predict is not there. Use --generate, which writes a text for each prompt.")
-    if data_args.generate and not training_args.do_eval:
-        raise DPConfigError("generate uses the prompts of the validation set. Add --do_eval and --validation_file.")
-    if training_args.do_train and data_args.train_file and data_args.train_file == data_args.validation_file:
-        raise DPConfigError(
-            f"{data_args.train_file} is both train_file and validation_file: the metrics would be exact values of the "
-            "training records. Hold out records for evaluation."
-        )
+    check_evaluation(data_args, training_args)
     if data_args.block_size is not None and data_args.block_size < 2:
         raise DPConfigError(
             f"block_size={data_args.block_size} leaves nothing to predict. Use 2 or more; 64 to 1024 is usual."
@@ -134,9 +127,26 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
         training_args,
         embedded=embedded,
         data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",
-        counts=("max_train_samples", "max_eval_samples", "max_generate_samples", "num_beams", "max_new_tokens"),
+        counts=COUNTS,
     )
     for name in ("separator", "prompt_template"):  # a shell passes \n as two characters
         value = getattr(data_args, name)
         setattr(data_args, name, value and value.replace("\\n", "\n").replace("\\t", "\t"))
     return model_args, data_args, training_args
+
+
+def check_evaluation(data_args: Any, training_args: DPTrainingArguments) -> None:
+    """What is evaluated and generated, and on whose records.
+
+    Raises:
+        DPConfigError: if an action has nothing to work on, or would show training records.
+    """
+    if training_args.do_predict:
+        raise DPConfigError("do_predict is not there. Use --generate, which writes a text for each prompt.")
+    if data_args.generate and not training_args.do_eval:
+        raise DPConfigError("generate uses the prompts of the validation set. Add --do_eval and --validation_file.")
+    if training_args.do_train and data_args.train_file and data_args.train_file == data_args.validation_file:
+        raise DPConfigError(
+            f"{data_args.train_file} is both train_file and validation_file: the metrics would be exact values of the "
+            "training records. Hold out records for evaluation."
+        )

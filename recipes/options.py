@@ -85,6 +85,7 @@ def read_flags(
     sources: Collection[str],
     embedded_defaults: Mapping[str, Any],
     run_name: str,
+    training_class: type[DPTrainingArguments] = DPTrainingArguments,
 ) -> tuple[Any, Any, DPTrainingArguments, bool]:
     """Reads flags, or one .json file with their values, and fills in what is absent.
 
@@ -94,6 +95,7 @@ def read_flags(
 
     Args:
         classes: of the model's and the data's arguments.
+        training_class: of the training arguments.
 
     Returns:
         Arguments of model, data and training, and whether it is the embedded job.
@@ -101,7 +103,7 @@ def read_flags(
     Raises:
         DPConfigError: for values that cannot be read.
     """
-    parser = _Parser((*classes, DPTrainingArguments), allow_abbrev=False)
+    parser = _Parser((*classes, training_class), allow_abbrev=False)
     from_file = _json_flags(Path(argv[0])) if len(argv) == 1 and argv[0].endswith(".json") else None
     flags = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
     given = flags if from_file is None else set(from_file)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import Trainer
+from transformers import Trainer, set_seed
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
 
 USAGE_ERROR = 2
 # Wall-clock values depend on how many records were drawn. They are shown, not stored.
 TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second")
+
+
+def set_up(training_args: DPTrainingArguments) -> None:
+    """Logging, and the seed of what is public."""
+    set_up_logging(training_args)
+    set_seed(training_args.seed)
 
 
 def set_up_logging(training_args: DPTrainingArguments) -> None:
@@ -67,6 +74,12 @@ def privacy_line(trainer: Trainer) -> str:
         f"epsilon {spent.epsilon:.3f} at delta {spent.delta:g} after {spent.num_steps} steps, unit: {spent.unit}, "
         f"adjacency: {spent.adjacency} (statement: {Path(trainer.args.output_dir) / 'privacy' / 'statement.md'})"
     )
+
+
+def closing_lines(training_args: DPTrainingArguments, start: float) -> list[tuple[str, str]]:
+    """How long it took since `start` (of `time.monotonic`), and where the result is."""
+    seconds = time.monotonic() - start
+    return [("wall time", f"{seconds:.0f} s"), ("output", str(Path(training_args.output_dir).resolve()))]
 
 
 def result_text(lines: list[tuple[str, str]]) -> str:

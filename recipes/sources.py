@@ -38,6 +38,25 @@ def load_tables(
     return {split: table_of_dataset(f"{name} {config or ''} [{split}]", dataset) for split, dataset in found.items()}
 
 
+def load_used(
+    model_args: ModelArguments, data_args: Any, training_args: DPTrainingArguments, *, kinds: tuple[str, ...]
+) -> dict[str, Table]:
+    """train and validation, as far as a run uses them.
+
+    Raises:
+        DPConfigError: if one is missing or cannot be read.
+    """
+    name, config = data_args.dataset_name, data_args.dataset_config_name
+    return used(load_tables(model_args, data_args, name=name, config=config, kinds=kinds), training_args)
+
+
+def used(tables: dict[str, Table], training_args: DPTrainingArguments) -> dict[str, Table]:
+    """train and validation, as far as a run uses them; of several validation splits of the hub the first."""
+    needed = needed_splits(tables, training_args)
+    wanted = (("train", training_args.do_train), ("validation", training_args.do_eval))
+    return {split: tables[next(n for n in needed if n.startswith(split))] for split, is_wanted in wanted if is_wanted}
+
+
 def table_of_dataset(name: str, dataset: Dataset) -> Table:
     """A dataset of the hub as a table; class labels become their names, so that one code path maps them to ids."""
     columns: dict[str, Sequence[Any]] = {column: list(dataset[column]) for column in dataset.column_names}

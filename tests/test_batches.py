@@ -228,7 +228,7 @@ def test_physical_batches_are_ordered_by_length():
     shapes = [b["input_ids"] for b in LogicalBatch(rows, 1).physical(10, _collate)]
     lengths = [(ids >= 0).sum(dim=1).tolist() for ids in shapes]
     flat = [n for batch in lengths for n in batch]
-    assert flat == sorted(len(row["input_ids"]) for row in rows)
+    assert flat == sorted((len(row["input_ids"]) for row in rows), reverse=True)
     assert all(ids.size(1) == max(batch) for ids, batch in zip(shapes, lengths, strict=True))
 
 

@@ -19,9 +19,9 @@ LOOK_UPS = (embedding.forward, embedding.subclass)
 def explain(engine: ClippingEngine) -> str:
     """One line per kind of parameter: name (x how many layers), class of its layer, shape, form of its norm.
 
-    The form depends on the tokens T of a physical batch (its longest record): a matmul weight of P x Q is materialised
-    per record where that takes no more memory than its inputs and output gradients, P Q <= T (P + Q), and else its norm
-    is taken from two T x T Gram matrices.
+    The form depends on the tokens T of a physical batch (its longest record): a matmul weight of P x Q is
+    materialised per record where that takes no more memory than its inputs and output gradients, P Q <= T (P + Q),
+    and else its norm is taken from two T x T Gram matrices.
     """
     groups: dict[tuple[str, str, str], list[str]] = {}
     tied = _used_more_than_once(engine.capture.sites)
@@ -41,7 +41,8 @@ def explain(engine: ClippingEngine) -> str:
 
 def unruled(engine: ClippingEngine) -> list[str]:
     """Names of layers that the general fallback runs."""
-    return [f"{site.name} ({type(site.module).__name__})" for site in engine.capture.sites if inspect.unwrap(site.rule) is fallback.forward]
+    sites = (site for site in engine.capture.sites if inspect.unwrap(site.rule) is fallback.forward)
+    return [f"{site.name} ({type(site.module).__name__})" for site in sites]
 
 
 def _parameters(sites: Iterable[Site]) -> Iterator[tuple[Site, str, str]]:
@@ -58,7 +59,7 @@ def _used_more_than_once(sites: Iterable[Site]) -> set[str]:
 def _form(site: Site, attribute: str, p: nn.Parameter) -> str:
     rule = inspect.unwrap(site.rule)
     if rule is fallback.forward:
-        return "no rule: one vector-Jacobian product per record, a second forward of the layer, B copies of its gradient"
+        return "no rule: one vector-Jacobian product per record: a second forward, B copies of the gradient"
     if rule in LOOK_UPS:
         return "sparse: only the rows that a record looks up"
     if rule in MATMULS and attribute == "weight":

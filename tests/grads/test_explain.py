@@ -43,7 +43,10 @@ def test_the_switch_it_names_is_where_the_engine_switches(family):
     def receive(name, contribution):
         p = engine.parameters[name]
         if isinstance(contribution, Outer):
-            tokens, size = contribution.left_BTP.size(1), contribution.left_BTP.size(2) + contribution.right_BTQ.size(2)
+            tokens, size = (
+                contribution.left_BTP.size(1),
+                contribution.left_BTP.size(2) + contribution.right_BTQ.size(2),
+            )
             assert p.numel() > tokens * size
             assert any(layer.endswith(f" {p.size(0)}x{p.size(1)}") and tokens < at for layer, at in switches), name
             seen.add(name)

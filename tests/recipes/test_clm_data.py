@@ -23,7 +23,7 @@ from recipes.clm_data import (
     report,
     tokenize,
 )
-from recipes.clm_generate import group_references, pad_left
+from recipes.clm_generate import group_references, pad
 from recipes.clm_options import DataTrainingArguments
 from recipes.embedded.build import END, make_gpt2_tokenizer
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
@@ -238,7 +238,8 @@ def test_padding_is_on_the_right_and_carries_no_loss() -> None:
     assert batch["input_ids"].tolist() == [[1, 2, 3], [4, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == [[-100, 2, 3], [4, -100, -100]]
-    assert pad_left([[1, 2], [3]], 0).tolist() == [[1, 2], [0, 3]]
+    assert pad([[1, 2], [3]], 0, left=True).tolist() == [[1, 2], [0, 3]]
+    assert pad([[1, 2], [3]], 0, left=False).tolist() == [[1, 2], [3, 0]]
 
 
 # --- which kind ------------------------------------------------------------------------------------------------------

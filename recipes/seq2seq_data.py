@@ -1,0 +1,82 @@
+"""Sources and targets for a model with an encoder and a decoder: T5, BART."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_dpopt import DPConfigError
+from recipes.clm_data import (
+    IGNORED,
+    Pairs,
+    Record,
+    check_rows,
+    columns_in,
+    named_pair,
+    recognised_pairs,
+    tokens_of,
+)
+from recipes.seq2seq_options import DataTrainingArguments
+from recipes.tables import Table
+
+
+@dataclass(frozen=True)
+class SourceRecord(Record):
+    """Tokens of a source, `input_ids`, and of its target, `labels`."""
+
+    @property
+    def has_target(self) -> bool:
+        return any(label != IGNORED for label in self.labels)
+
+
+@dataclass(frozen=True)
+class SourceTarget(Pairs):
+    """The encoder reads the source and an end token; the loss is on the target and its end token.
+
+    Args:
+        max_source_length: tokens, the end included; of a longer source the beginning is kept.
+    """
+
+    max_source_length: int
+
+    def unit(self, block_size: int) -> str:
+        source = f"a source of at most {self.max_source_length} tokens"
+        return f"one row: {source} with its target of at most {block_size} tokens"
+
+    def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Tokens of the sources."""
+        return [[*ids[: self.max_source_length - 1], tokenizer.eos_token_id] for ids in tokens_of(prompts, tokenizer)]
+
+    def records(
+        self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
+    ) -> Iterator[Record]:
+        """Source and target of every row; `block_size` is the most tokens of a target."""
+        sources = tokens_of(self.prompts(rows), tokenizer)
+        for source, target in zip(sources, tokens_of(list(rows[self.target]), tokenizer), strict=True):
+            kept = [*source[: self.max_source_length - 1], tokenizer.eos_token_id]
+            target = [*target, tokenizer.eos_token_id]
+            is_cut = len(source) >= self.max_source_length or len(target) > block_size
+            yield SourceRecord(kept, target[:block_size], is_cut)
+
+
+def find_pairs(tables: Mapping[str, Table], args: DataTrainingArguments) -> SourceTarget:
+    """Sources and targets: the named columns, else those whose names say it.
+
+    Raises:
+        DPConfigError: if columns are missing, if none or several fit, or if a row does not.
+    """
+    first = next(iter(tables.values()))
+    named = named_pair(first, args)
+    pairs = recognised_pairs(first, args) if named is None else [named]
+    if len(pairs) != 1:
+        raise DPConfigError(
+            f"{first.name}: {'no' if not pairs else 'more than one'} source and target recognised among the columns "
+            f"{columns_in(first)}. Name them with --prompt_column and --target_column."
+        )
+    (template, target), *_ = pairs
+    kind = SourceTarget(template, target, separator="", max_source_length=args.max_source_length)
+    check_rows(kind, tables)
+    return kind

@@ -1,0 +1,159 @@
+"""recipes/seq2seq.py: sources and targets, whole runs on a tiny T5."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from hf_dpopt import DPConfigError
+from recipes import clm, seq2seq
+from recipes.clm_data import tokenize
+from recipes.embedded import public_t5
+from recipes.seq2seq_data import SourceTarget
+from recipes.tables import Table
+from tests.recipes.test_clm import PAIRS, gpt2_dir  # noqa: F401
+
+SENTENCES = [f"{ref} It is said to be very good indeed." for _, ref in PAIRS]
+
+
+@pytest.fixture(scope="module")
+def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:  # noqa: F811
+    folder = str(tmp_path_factory.mktemp("t5") / "model")
+    torch.manual_seed(0)
+    tokenizer = public_t5.tokenizer_with_padding(gpt2_dir)
+    model = public_t5.make_model(tokenizer, width=64, layers=1)
+    public_t5.train(model, tokenizer, SENTENCES, 2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, rows in (("train", PAIRS[12:]), ("dev", PAIRS[:12])):
+        lines = [json.dumps({"mr": mr, "ref": ref}) for mr, ref in rows]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def arguments(model: str, **changes: str | None) -> list[str]:
+    flags: dict[str, str | None] = {
+        "model_name_or_path": model, "train_file": "train.jsonl", "validation_file": "dev.jsonl", "output_dir": "out",
+        "prompt_column": "mr", "target_column": "ref", "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "2",
+        "per_device_train_batch_size": "8", "use_cpu": "true", "report_to": "none", "save_strategy": "no", **changes,
+    }  # fmt: skip
+    return [word for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+
+
+def expected_losses(folder: Path) -> list[tuple[float, int]]:
+    """(summed loss, tokens) of each validation record, one at a time, by the saved model."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for mr, ref in PAIRS[:12]:
+        source, target = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (mr, ref))
+        with torch.no_grad():
+            loss = model(input_ids=torch.tensor([source]), labels=torch.tensor([target])).loss
+        found.append((loss.item() * len(target), len(target)))
+    return found
+
+
+def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = arguments(t5_dir, do_train="true", do_eval="true", generate="true", max_new_tokens="6", num_beams="2")
+    assert seq2seq.run(flags) == 0
+    out = files / "out"
+    results, losses = json.loads((out / "all_results.json").read_text()), expected_losses(out)
+    assert results["eval_token_loss"] == pytest.approx(sum(s for s, _ in losses) / sum(n for _, n in losses), rel=1e-4)
+    assert results["eval_record_loss"] == pytest.approx(sum(s / n for s, n in losses) / len(losses), rel=1e-4)
+    assert results["eval_token_perplexity"] == pytest.approx(math.exp(results["eval_token_loss"]))
+    assert 0 < results["epsilon"] <= 8 and "train_loss" not in results
+    assert len((out / "generations.txt").read_text().splitlines()) == results["generate_samples"] == 8
+    assert "one row: a source of at most 1024 tokens with its target" in (out / "privacy/statement.md").read_text()
+    assert "wall time" in capsys.readouterr().out
+
+
+def test_generated_texts_do_not_depend_on_the_batch(t5_dir: str, files: Path) -> None:
+    texts = []
+    for size in ("1", "8"):
+        flags = arguments(t5_dir, do_eval="true", generate="true", per_device_eval_batch_size=size, max_new_tokens="8")
+        assert seq2seq.run(flags) == 0
+        texts.append((files / "out" / "generations.txt").read_text())
+    assert texts[0] == texts[1]
+
+
+def test_lora(t5_dir: str, files: Path) -> None:
+    assert seq2seq.run(arguments(t5_dir, lora_r="2", do_train="true")) == 0
+    assert (files / "out" / "adapter_model.safetensors").exists()
+
+
+def test_sources_and_targets_are_cut_apart(t5_dir: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(t5_dir)
+    kind = SourceTarget("{mr}", "ref", separator="", max_source_length=4)
+    table = Table("rows", {"mr": ["a b c d e f g h", "a", "b"], "ref": ["h g f e d c b a", "b", ""]})
+    split = tokenize(table, kind, tokenizer, block_size=3)
+    long, short, empty = split.dataset
+    assert len(long["input_ids"]) == 4 and len(long["labels"]) == 3 and split.num_cut == 1
+    assert long["input_ids"][-1] == tokenizer.eos_token_id != long["labels"][-1]
+    assert short["labels"] == [*tokenizer("b")["input_ids"], tokenizer.eos_token_id]
+    assert empty["labels"] == [tokenizer.eos_token_id] and split.num_without_target == 0
+
+
+BAD = {
+    "no data at all": ({"model_name_or_path": None, "train_file": None, "validation_file": None}, "brings none"),
+    "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
+    "columns": ({"prompt_column": None, "target_column": None, "train_file": "odd.jsonl"}, "no source and target"),
+    "missing column": ({"prompt_column": "nope"}, "has no column 'nope'"),
+    "predict": ({"predict_with_generate": "true"}, "Use --generate"),
+    "length": ({"max_source_length": "0"}, "max_source_length=0 is not a positive count"),
+    "no privacy": ({"target_epsilon": None, "do_train": "true"}, "Add --target_epsilon 8"),
+    "metrics on training records": ({"validation_file": "train.jsonl", "do_train": "true"}, "exact values"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_line_and_status_2(
+    case: str, t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (files / "odd.jsonl").write_text('{"a": "b"}\n')
+    before = sorted(files.iterdir())
+    changes, mend = BAD[case]
+    assert seq2seq.run(arguments(t5_dir, **changes)) == 2
+    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert re.search(re.escape(mend), error), error
+    assert sorted(files.iterdir()) == before, "something was written"
+
+
+def test_each_recipe_names_the_other_for_its_models(
+    gpt2_dir: str,
+    t5_dir: str,
+    files: Path,
+    capsys: pytest.CaptureFixture[str],  # noqa: F811
+) -> None:
+    assert seq2seq.run(arguments(gpt2_dir)) == 2
+    assert "Finetune it with recipes/clm.py" in capsys.readouterr().err
+    assert clm.run(arguments(t5_dir)) == 2
+    assert "recipes/seq2seq.py" in capsys.readouterr().err
+
+
+def test_padding_that_is_the_end_is_refused(gpt2_dir: str, t5_dir: str, files: Path) -> None:  # noqa: F811
+    with pytest.raises(DPConfigError, match="end token and a padding token that differ"):
+        seq2seq.main(arguments(t5_dir, tokenizer_name=gpt2_dir, do_train="true"))
+
+
+def test_words_of_a_sentence_keep_their_order() -> None:
+    rng = public_t5.random.Random(0)
+    sentence = " ".join(map(str, range(20)))
+    for _ in range(20):
+        kept = [int(word) for word in public_t5.words_of(sentence, rng).replace(",", "").split()]
+        assert kept == sorted(kept) and len(kept) < 20
+    assert public_t5.sentences(["One two three four five six. No. A b c d e f g!"], 9) == [
+        "One two three four five six.",
+        "A b c d e f g!",
+    ]
