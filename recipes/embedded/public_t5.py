@@ -78,6 +78,7 @@ def make_model(tokenizer: PreTrainedTokenizerBase, *, width: int, layers: int) -
 def train(model: AutoModelForSeq2SeqLM, tokenizer: PreTrainedTokenizerBase, texts: list[str], num_steps: int) -> None:
     """Ordinary training; prints the loss now and then."""
     rng, collate = random.Random(SEED), DataCollatorForSeq2Seq(tokenizer)
+    model.set_attn_implementation("eager")  # on a CPU in bf16 the fused one is slower for short texts
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=max(num_steps, 1))
     for step in range(num_steps):
