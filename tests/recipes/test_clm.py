@@ -12,35 +12,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dpopt import DPConfigError
 from recipes import clm, sources
 from recipes.clm_options import parse
 from recipes.embedded import build, corpus
-from recipes.embedded.build import make_gpt2_tokenizer
 from recipes.embedded.corpus import Corpus
-
-NAMES = ["The Mill", "The Eagle", "Cocum", "Zizzi"]
-PAIRS = [(f"name[{NAMES[i % 4]}], area[{i // 8}]", f"{NAMES[i % 4]} is number {i}.") for i in range(40)]
-DOCUMENTS = [" ".join(["the mill by the river is cheap"] * (1 + i % 3)) for i in range(40)]
-CHATS = [[{"role": "user", "content": f"Where is {mr}?"}, {"role": "assistant", "content": ref}] for mr, ref in PAIRS]
-POSITIONS = 64
-
-
-@pytest.fixture(scope="session")
-def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A two-layer GPT-2 in half precision, as some models are stored."""
-    folder = tmp_path_factory.mktemp("gpt2")
-    tokenizer = make_gpt2_tokenizer([text for pair in PAIRS for text in pair] + DOCUMENTS)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=16, n_layer=2, n_head=2, initializer_range=0.3,  # texts differ
-        bos_token_id=0, eos_token_id=0, pad_token_id=None,
-    )  # fmt: skip
-    GPT2LMHeadModel(config).half().save_pretrained(folder)
-    return str(folder)
+from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS
 
 
 @pytest.fixture

@@ -17,13 +17,13 @@ from recipes.clm_data import tokenize
 from recipes.embedded import public_t5
 from recipes.seq2seq_data import SourceTarget
 from recipes.tables import Table
-from tests.recipes.test_clm import PAIRS, gpt2_dir  # noqa: F401
+from tests.recipes.texts import PAIRS
 
 SENTENCES = [f"{ref} It is said to be very good indeed." for _, ref in PAIRS]
 
 
 @pytest.fixture(scope="module")
-def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:  # noqa: F811
+def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("t5") / "model")
     torch.manual_seed(0)
     tokenizer = public_t5.tokenizer_with_padding(gpt2_dir)
@@ -134,7 +134,7 @@ def test_each_recipe_names_the_other_for_its_models(
     gpt2_dir: str,
     t5_dir: str,
     files: Path,
-    capsys: pytest.CaptureFixture[str],  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert seq2seq.run(arguments(gpt2_dir)) == 2
     assert "Finetune it with recipes/clm.py" in capsys.readouterr().err
@@ -142,7 +142,7 @@ def test_each_recipe_names_the_other_for_its_models(
     assert "recipes/seq2seq.py" in capsys.readouterr().err
 
 
-def test_padding_that_is_the_end_is_refused(gpt2_dir: str, t5_dir: str, files: Path) -> None:  # noqa: F811
+def test_padding_that_is_the_end_is_refused(gpt2_dir: str, t5_dir: str, files: Path) -> None:
     with pytest.raises(DPConfigError, match="end token and a padding token that differ"):
         seq2seq.main(arguments(t5_dir, tokenizer_name=gpt2_dir, do_train="true"))
 

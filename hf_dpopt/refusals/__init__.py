@@ -1,0 +1,20 @@
+"""What cannot be private is refused by name, with the way out, before anything is touched.
+
+One file for each thing that is looked at; a new refusal is one line of a table there.
+"""
+
+from hf_dpopt.refusals.arguments import check_accelerator, check_arguments
+from hf_dpopt.refusals.data import check_data, check_labels, is_training_data
+from hf_dpopt.refusals.model import check_model
+from hf_dpopt.refusals.trainer import check_hooks, check_loss
+
+__all__ = [
+    "check_accelerator",
+    "check_arguments",
+    "check_data",
+    "check_hooks",
+    "check_labels",
+    "check_loss",
+    "check_model",
+    "is_training_data",
+]

@@ -1,0 +1,122 @@
+"""Models whose records influence each other, or that change outside the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.import_utils import is_peft_available
+
+from hf_dpopt.errors import UnsupportedModuleError
+from hf_dpopt.refusals.table import Refusal, is_reentrant, raise_first
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses models whose records influence each other, or that change outside the optimizer."""
+    raise_first(_on_model(model), UnsupportedModuleError)
+
+
+def _on_model(model: nn.Module) -> Iterator[Refusal]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    yield not trained, "The model has no trainable parameter.", "Unfreeze some (requires_grad_(True)) or add LoRA."
+    yield (
+        len(set(getattr(model, "hf_device_map", {}).values())) > 1,
+        "The model is spread over several devices (device_map).",
+        "Load it on one device; use accelerate launch for several.",
+    )
+    yield (
+        bool(getattr(model, "is_distributed_loading_by_transformers", False)),
+        "The model was sharded while it was loaded (distributed_config).",
+        "Load it without; use accelerate launch for several devices.",
+    )
+    for name, module in model.named_modules():
+        yield from _on_module(name, module)
+    yield (
+        any(p.dtype == torch.float16 for p in trained.values()),
+        "Trainable parameters are float16, in which a clipped gradient underflows or overflows.",
+        "Load the model in float32 or bfloat16 (dtype=...).",
+    )
+    rotary = {kind for kind in _rope_types(getattr(model, "config", None)) if kind == "longrope" or "dynamic" in kind}
+    yield (
+        bool(rotary),
+        f"rope_type {', '.join(sorted(rotary))} depends on the longest record of the batch.",
+        "Use a model with another rope_type (default, linear, yarn, llama3).",
+    )
+    yield from _on_experts(model)
+    for name, p in trained.items():
+        yield (
+            bool(p._post_accumulate_grad_hooks) or bool(p._backward_hooks),
+            f"A gradient hook is registered on {name}; it would act on un-noised gradients.",
+            "Remove the hook (an optimizer that steps inside the backward may have set it).",
+        )
+    yield from _on_adapters(model)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The kinds of rotary embedding a config names, in whatever depth."""
+    found: set[str] = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        values = [getattr(config, name, None)]
+        while values:
+            value = values.pop()
+            if isinstance(value, dict):
+                found |= {str(value[key]) for key in ("rope_type", "type") if isinstance(value.get(key), str)}
+                values += list(value.values())
+    return found
+
+
+def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
+    yield (
+        isinstance(module, nn.modules.batchnorm._BatchNorm),
+        f"{name} ({type(module).__name__}) normalises over the batch, so a record's gradient depends on the others.",
+        "Replace it by GroupNorm or LayerNorm.",
+    )
+    if isinstance(module, nn.Embedding):
+        yield from _on_embedding(name, module)
+    if getattr(module, "gradient_checkpointing", False):
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        yield (
+            is_reentrant(getattr(checkpoint, "keywords", {})),
+            f"{name} uses reentrant checkpointing, a second backward inside the first.",
+            "Enable it with {'use_reentrant': False}.",
+        )
+
+
+def _on_experts(model: nn.Module) -> Iterator[Refusal]:
+    yield (
+        bool(getattr(getattr(model, "config", None), "output_router_logits", False)),
+        "The model adds a load-balancing loss over the batch (output_router_logits).",
+        "Set config.output_router_logits = False.",
+    )
+
+
+def _on_embedding(name: str, module: nn.Embedding) -> Iterator[Refusal]:
+    yield (
+        module.max_norm is not None,
+        f"{name} renormalises the rows it looks up (max_norm), without noise.",
+        "Set max_norm=None.",
+    )
+    trained = module.weight.requires_grad
+    yield (
+        trained and module.scale_grad_by_freq,
+        f"{name} scales gradients by how often a token occurs in the batch.",
+        "Set scale_grad_by_freq=False.",
+    )
+    yield trained and module.sparse, f"{name} makes sparse gradients, and every row needs noise.", "Set sparse=False."
+
+
+def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
+    if not is_peft_available():
+        return
+    configs = getattr(model, "peft_config", None)
+    for adapter, config in configs.items() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        yield kind == "ADALORA", f"Adapter {adapter!r} is AdaLoRA, which ranks by un-noised gradients.", "Use LoRA."
+        start = getattr(config, "init_lora_weights", None)
+        yield (
+            isinstance(start, str) and start.lower() in ("eva", "corda", "lora_ga"),
+            f"Adapter {adapter!r} is initialised from data (init_lora_weights={start!r}), which would be un-noised.",
+            "Use init_lora_weights=True, or 'gaussian', 'pissa', 'olora', which look at the weights only.",
+        )
