@@ -123,6 +123,7 @@ class DPTrainerMixin(_Trainer):
         Capture(model)
         if train_dataset is not None:
             refusals.check_labels(train_dataset, base_model(model))
+            refusals.check_lengths(train_dataset, model)
             RecordLosses(model, per_example_loss_func or "auto")  # an unknown head is found here, not after an epoch
 
     def _check_records_are_kept(self) -> None:

@@ -27,6 +27,7 @@ from hf_dpopt import (
     refusals,
 )
 from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.refusals.data import num_positions
 from hf_dpopt.run import LEDGER
 
 NUM_RECORDS, NUM_TOKENS, VOCABULARY = 24, 6, 40
@@ -458,6 +459,10 @@ class _Unsized:
         return records()[i]
 
 
+def long_record(num_tokens: int) -> dict[str, Any]:
+    return {"input_ids": [5] * num_tokens, "attention_mask": [1] * num_tokens, "labels": 0}
+
+
 DATA: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "iterable": (lambda: {"train_dataset": _Stream()}, "streaming=False"),
     "iterable of datasets": (
@@ -466,6 +471,14 @@ DATA: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "without length": (lambda: {"train_dataset": _Unsized()}, "streaming=False"),
     "empty": (lambda: {"train_dataset": []}, "empty.*Check the file"),
+    "longer than the positions": (
+        lambda: {"train_dataset": [*records(), long_record(17)]},
+        "longer than the 16 positions.*truncation=True, max_length=16",
+    ),
+    "longer than the positions, dataset": (
+        lambda: {"train_dataset": datasets.Dataset.from_list([*records(), long_record(17)])},
+        "longer than the 16 positions.*truncation=True, max_length=16",
+    ),
     "flattening collator": (
         lambda: {"train_dataset": records(), "data_collator": tf.DataCollatorWithFlattening()},
         "Use DataCollatorWithPadding",
@@ -483,6 +496,35 @@ def test_data_and_loss(case, arguments, refused):
     given, args, model = make(), arguments(), bert()
     with refused(mend):
         DPTrainer(model, args, **given)
+
+
+def test_records_as_long_as_the_positions_are_allowed(arguments):
+    long = datasets.Dataset.from_list([*records(), long_record(17)]).select(range(len(records())))  # not its rows
+    for dataset in ([*records(), long_record(16)], long):
+        DPTrainer(bert(), arguments(), train_dataset=dataset)
+
+
+POSITIONS = {
+    "bert": (bert, 16),
+    "roberta": (lambda: tf.RobertaModel(tf.RobertaConfig(**_BERT, pad_token_id=1)), 14),  # counted from 2
+    "opt": (lambda: tf.OPTModel(tf.OPTConfig(vocab_size=20, hidden_size=16, ffn_dim=16, num_hidden_layers=1,
+                                             num_attention_heads=2, max_position_embeddings=16)), 16),
+    "gpt2": (lambda: tf.GPT2Model(tf.GPT2Config(vocab_size=20, n_positions=16, n_embd=16, n_layer=1, n_head=2)), 16),
+    "llama": (lambda: tf.LlamaModel(tf.LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=16,
+                                                   num_hidden_layers=1, num_attention_heads=2)), None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", POSITIONS)
+def test_positions_of_a_model(family):
+    make, most = POSITIONS[family]
+    model = make().eval()
+    assert num_positions(model) == most
+    ids = torch.full((1, most or 64), 5)
+    model(input_ids=ids)
+    if most:
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, most + 1), 5))
 
 
 def _train_itself(train: Any) -> Any:

@@ -45,6 +45,7 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
         "Use a model with another rope_type (default, linear, yarn, llama3).",
     )
     yield from _on_experts(model)
+    yield from _on_quantisation(model)
     for name, p in trained.items():
         yield (
             bool(p._post_accumulate_grad_hooks) or bool(p._backward_hooks),
@@ -81,6 +82,27 @@ def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
             is_reentrant(getattr(checkpoint, "keywords", {})),
             f"{name} uses reentrant checkpointing, a second backward inside the first.",
             "Enable it with {'use_reentrant': False}.",
+        )
+
+
+def _on_quantisation(model: nn.Module) -> Iterator[Refusal]:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    method = str(getattr(method, "value", method))
+    yield (
+        config is not None and method != "bitsandbytes",
+        f"The base model is quantised by {method}, and only bitsandbytes was checked: scales of activations that are "
+        "taken over the batch couple its records.",
+        "Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised in bfloat16.",
+    )
+    for name, module in model.named_modules():
+        # LLM.int8() computes a feature in full precision for every record once one record has an outlier in it.
+        state = getattr(module, "state", None)
+        is_int8 = any(cls.__name__ == "Linear8bitLt" for cls in type(module).__mro__)
+        yield (
+            is_int8 and getattr(state, "threshold", 0.0) > 0,
+            f"{name} (Linear8bitLt) looks for outliers over the whole batch: a record's loss depends on the others.",
+            "Load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits.",
         )
 
 
