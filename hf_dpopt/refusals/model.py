@@ -31,6 +31,11 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
         "The model was sharded while it was loaded (distributed_config).",
         "Load it without; use accelerate launch for several devices.",
     )
+    yield (
+        type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None,
+        "The whole model is compiled, with it the places where per-record gradients are captured.",
+        "Compile parts of it instead, before or after LoRA: for layer in model.model.layers: layer.mlp.compile().",
+    )
     for name, module in model.named_modules():
         yield from _on_module(name, module)
     yield (
