@@ -21,6 +21,7 @@ CANCELLATION = 0.05
 # Tokens of one block of a Gram matrix: halves its cost and bounds its memory.
 BLOCK = 64
 MAX_COPIED = 2**24  # elements of a wide copy
+MAX_SQUARED = 2**20  # elements of a gradient that are squared at once; they stay in a core's cache
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -171,7 +172,9 @@ class Dense:
         return self.grad_B.size(0)
 
     def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
-        return wide(self.grad_B).flatten(1).square().sum(dim=1)
+        # some records at a time: the squares of a wide gradient would take its memory once more
+        at_once = max(1, MAX_SQUARED * self.num_records // max(1, self.grad_B.numel()))
+        return torch.cat([wide(part).flatten(1).square().sum(dim=1) for part in self.grad_B.split(at_once)])
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         total.view(-1).addmv_(self.grad_B.flatten(1).mT.to(total.dtype), factors_B.to(total.dtype), beta=beta)
