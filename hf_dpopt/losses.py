@@ -46,10 +46,11 @@ class _TokenMean(torch.autograd.Function):
         losses, ctx.log_normalisers = [], []
         for b, logits_TV in enumerate(ctx.logits_BTV):  # a record at a time: what is wide stays small
             logits_TV = _wide_logits(logits_TV)
-            target_T1 = ctx.labels_BT[b].unsqueeze(1)
-            losses_T = -logits_TV.log_softmax(dim=-1).gather(1, target_T1).squeeze(1)  # one pass, unlike logsumexp
+            log_shares_TV = logits_TV.log_softmax(dim=-1)  # fused, unlike logsumexp
+            losses_T = -log_shares_TV.gather(1, ctx.labels_BT[b].unsqueeze(1)).squeeze(1)
             losses.append(losses_T.masked_fill(~is_target_BT[b], 0).sum())
-            ctx.log_normalisers.append(losses_T + logits_TV.gather(1, target_T1).squeeze(1))
+            # taken at the largest logit: at one far below, the difference would lose all digits
+            ctx.log_normalisers.append(logits_TV.amax(dim=-1) - log_shares_TV.amax(dim=-1))
         return torch.stack(losses) / ctx.num_targets_B
 
     @staticmethod
@@ -64,7 +65,7 @@ class _TokenMean(torch.autograd.Function):
             for b, logits_TV in enumerate(ctx.logits_BTV):
                 wide_TV = _wide_logits(logits_TV)
                 share = 1 / ctx.num_targets_B[b].to(wide_TV.dtype)
-                wide_TV.sub_((ctx.log_normalisers[b] - share.log()).unsqueeze(1)).exp_()
+                wide_TV.sub_(ctx.log_normalisers[b].unsqueeze(1)).exp_().mul_(share)
                 wide_TV.scatter_add_(1, ctx.labels_BT[b].unsqueeze(1), -share.expand(len(wide_TV), 1))
                 wide_TV[~ctx.is_target_BT[b]] = 0
                 if wide_TV.data_ptr() != logits_TV.data_ptr():

@@ -434,13 +434,15 @@ class Split:
     num_without_target: int
 
 
-def choose_block_size(asked: int | None, tokenizer: PreTrainedTokenizerBase, model: Any) -> int:
-    """Most tokens of a record: what was asked for, within what the model takes."""
+def choose_block_size(
+    asked: int | None, tokenizer: PreTrainedTokenizerBase, model: Any, name: str = "block_size"
+) -> int:
+    """Most tokens of a record: what was asked for under that name, within what the model takes."""
     most = min(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None) or sys.maxsize)
     if asked is None:
         return min(DEFAULT_BLOCK_SIZE, most)
     if asked > most:
-        logger.warning(f"block_size={asked} is more than the model takes; using {most}.")
+        logger.warning(f"{name}={asked} is more than the model takes; using {most}.")
     return min(asked, most)
 
 

@@ -28,7 +28,7 @@ def group_references(table: Table, kind: Pairs) -> dict[str, list[str]]:
 
 
 def most_prompt_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, max_new_tokens: int) -> int:
-    """How long a prompt may be so that there is room for the text; an encoder's prompt has the room to itself.
+    """How long a prompt may be so that there is room for the text.
 
     Raises:
         DPConfigError: if there is none for any prompt.
@@ -38,7 +38,7 @@ def most_prompt_tokens(tokenizer: PreTrainedTokenizerBase, model: Any, max_new_t
         raise DPConfigError(
             f"max_new_tokens={max_new_tokens} leaves no room for a prompt: the model takes {most} tokens. Use less."
         )
-    return most if model.config.is_encoder_decoder else most - max_new_tokens
+    return most - max_new_tokens
 
 
 def generate(
@@ -56,7 +56,7 @@ def generate(
     has_encoder = model.config.is_encoder_decoder
     ids = kind.prompt_ids(prompts, tokenizer)
     num_cut = sum(len(row) > room for row in ids)
-    if num_cut:
+    if num_cut and not has_encoder:  # sources are cut as in training
         logger.warning(
             f"{num_cut} prompts are cut to their last {room} tokens to leave room for {max_new_tokens} new."
         )
@@ -66,7 +66,7 @@ def generate(
     with _ready(model):
         for start in range(0, len(mine), args.per_device_eval_batch_size):
             batch = mine[start : start + args.per_device_eval_batch_size]
-            rows = [ids[i][-room:] for i in batch]
+            rows = [ids[i] if has_encoder else ids[i][-room:] for i in batch]
             inputs = pad(rows, tokenizer.pad_token_id, left=not has_encoder).to(args.device)
             mask = pad([[1] * len(row) for row in rows], 0, left=not has_encoder).to(args.device)
             out = model.generate(

@@ -129,9 +129,8 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
         data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",
         counts=COUNTS,
     )
-    for name in ("separator", "prompt_template"):  # a shell passes \n as two characters
-        value = getattr(data_args, name)
-        setattr(data_args, name, value and value.replace("\\n", "\n").replace("\\t", "\t"))
+    data_args.separator = unescaped(data_args.separator)
+    data_args.prompt_template = unescaped(data_args.prompt_template)
     return model_args, data_args, training_args
 
 
@@ -150,3 +149,8 @@ def check_evaluation(data_args: Any, training_args: DPTrainingArguments) -> None
             f"{data_args.train_file} is both train_file and validation_file: the metrics would be exact values of the "
             "training records. Hold out records for evaluation."
         )
+
+
+def unescaped(value: str | None) -> str | None:
+    """A shell passes \\n as two characters."""
+    return value and value.replace("\\n", "\n").replace("\\t", "\t")

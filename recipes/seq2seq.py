@@ -33,6 +33,8 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainer
 from recipes import clm, models, processes, running, sources
+from recipes.clm_data import choose_block_size
+from recipes.clm_generate import most_prompt_tokens
 from recipes.clm_metrics import loss_of_records, perplexity_metrics
 from recipes.clm_options import ModelArguments
 from recipes.seq2seq_data import find_pairs
@@ -48,8 +50,12 @@ def main(argv: list[str]) -> None:
     model_args, data_args, training_args = parse(argv)
     running.set_up(training_args)
     tables = sources.load_used(model_args, data_args, training_args, kinds=TEXT_EXTENSIONS)
-    kind = find_pairs(tables, data_args)
     tokenizer, model = load_model(model_args)
+    if data_args.generate:
+        most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
+    for name in ("max_source_length", "max_target_length"):
+        setattr(data_args, name, choose_block_size(getattr(data_args, name), tokenizer, model, name))
+    kind = find_pairs(tables, data_args)
     clm.declare_unit(kind, data_args.max_target_length, training_args)
     splits = clm.tokenize_splits(tables, kind, tokenizer, data_args, training_args, data_args.max_target_length)
     if model_args.lora_r:
@@ -64,7 +70,7 @@ def main(argv: list[str]) -> None:
         compute_metrics=perplexity_metrics,
         preprocess_logits_for_metrics=functools.partial(loss_of_records, shifted=False),
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer),
+        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # makes what a smoothed evaluation loss needs
     )
     results = clm.train_and_evaluate(trainer, tables, kind, tokenizer, data_args, training_args)
     running.publish(trainer, training_args, finetuned_from=model_args.model_name_or_path, tasks="text2text-generation")

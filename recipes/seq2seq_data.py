@@ -17,7 +17,6 @@ from recipes.clm_data import (
     columns_in,
     named_pair,
     recognised_pairs,
-    tokens_of,
 )
 from recipes.seq2seq_options import DataTrainingArguments
 from recipes.tables import Table
@@ -48,18 +47,28 @@ class SourceTarget(Pairs):
 
     def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Tokens of the sources."""
-        return [[*ids[: self.max_source_length - 1], tokenizer.eos_token_id] for ids in tokens_of(prompts, tokenizer)]
+        return [_cut(ids, self.max_source_length) for ids in _with_end(tokenizer(prompts)["input_ids"], tokenizer)]
 
     def records(
         self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
     ) -> Iterator[Record]:
         """Source and target of every row; `block_size` is the most tokens of a target."""
-        sources = tokens_of(self.prompts(rows), tokenizer)
-        for source, target in zip(sources, tokens_of(list(rows[self.target]), tokenizer), strict=True):
-            kept = [*source[: self.max_source_length - 1], tokenizer.eos_token_id]
-            target = [*target, tokenizer.eos_token_id]
-            is_cut = len(source) >= self.max_source_length or len(target) > block_size
-            yield SourceRecord(kept, target[:block_size], is_cut)
+        sources = _with_end(tokenizer(self.prompts(rows), verbose=False)["input_ids"], tokenizer)
+        targets = _with_end(tokenizer(text_target=list(rows[self.target]), verbose=False)["input_ids"], tokenizer)
+        for source, target in zip(sources, targets, strict=True):
+            is_cut = len(source) > self.max_source_length or len(target) > block_size
+            yield SourceRecord(_cut(source, self.max_source_length), target[:block_size], is_cut)
+
+
+def _with_end(rows: list[list[int]], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokens with the special ones of the model, and an end where its tokenizer adds none."""
+    end = tokenizer.eos_token_id
+    return [row if row[-1:] == [end] else [*row, end] for row in rows]
+
+
+def _cut(row: list[int], most: int) -> list[int]:
+    """The beginning of a source, with its end token."""
+    return row if len(row) <= most else [*row[: most - 1], row[-1]]
 
 
 def find_pairs(tables: Mapping[str, Table], args: DataTrainingArguments) -> SourceTarget:

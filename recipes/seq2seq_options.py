@@ -56,6 +56,7 @@ def parse(argv: list[str]) -> tuple[clm_options.ModelArguments, DataTrainingArgu
             "each different source and scores it against all of its references."
         )
     clm_options.check_evaluation(data_args, training_args)
+    data_args.prompt_template = clm_options.unescaped(data_args.prompt_template)
     options.check(
         model_args, data_args, training_args, embedded=False,
         data_flags="--dataset_name <name on the hub>, or --train_file and --validation_file",

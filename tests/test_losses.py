@@ -437,6 +437,19 @@ def test_the_gradient_in_place_of_the_logits_is_that_of_the_plain_formula(dtype)
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("extreme", [-3e38, -1e30, -1e5, 1e5, 1e30, 3e38])
+def test_extreme_logits_keep_their_digits(extreme):
+    """At the target and beside it: what is subtracted must not be larger than what is left."""
+    values = torch.randn(2, 3, 9)
+    values[0, 1, 4] = values[1, 0, 2] = extreme
+    labels = torch.tensor([[4, 4, 4], [1, 2, 3]])
+    plain = values.clone().requires_grad_()
+    want = torch.autograd.grad(token_mean(plain, labels).sum(), plain)[0]
+    leaf = values.clone().requires_grad_()
+    got = torch.autograd.grad(token_mean(torch.nn.functional.linear(leaf, torch.eye(9)), labels).sum(), leaf)[0]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
 def test_two_losses_on_the_same_logits_are_refused():
     logits = torch.nn.functional.linear(torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4))
     targets = torch.randint(0, 5, (2, 3))

@@ -230,11 +230,12 @@ class ClippedSum:
         """Adds ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
         if contribution.num_records == 0:
             return
-        is_first = name not in self._totals
-        if is_first:
-            self._totals[name] = self._new(name, torch.empty)
-        # into fresh memory with beta=0, which overwrites: no pass of zeros
-        contribution.add_weighted_sum_(self._totals[name], factors_B, beta=int(not is_first))
+        if name in self._totals:
+            contribution.add_weighted_sum_(self._totals[name], factors_B)
+        else:  # fresh memory, overwritten with beta=0: no pass of zeros
+            total = self._new(name, torch.empty)
+            contribution.add_weighted_sum_(total, factors_B, beta=0)
+            self._totals[name] = total
 
     def _new(self, name: str, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         p = self._parameters[name]  # contiguous, whatever the parameter is

@@ -11,12 +11,17 @@ Shape legend: B = records of the physical batch.
 from __future__ import annotations
 
 import torch
+import torch._functorch.config
 from torch import nn
 
 from hf_dpopt import framework_rng
 from hf_dpopt.clipping import Clipping, usable
 from hf_dpopt.grads.contributions import ClippedSum, Contribution, squared_norm
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
+
+
+def is_compiled(module: nn.Module) -> bool:
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class TwoPassEngine(ClippingEngine):
@@ -26,6 +31,9 @@ class TwoPassEngine(ClippingEngine):
 
     def __init__(self, model: nn.Module, clipping: Clipping):
         super().__init__(model, clipping)
+        if any(is_compiled(module) for module in model.modules()):
+            # a compiled backward gives the memory of its inputs away unless it is told that it may run again
+            torch._functorch.config.donated_buffer = False
         self._reused: set[str] = set()  # their norms need all uses together; found when a second use turns up
 
     def add_clipped_sum(

@@ -4,7 +4,8 @@ One file for each thing that is looked at; a new refusal is one line of a table 
 """
 
 from hf_dpopt.refusals.arguments import check_accelerator, check_arguments
-from hf_dpopt.refusals.data import check_data, check_labels, check_lengths, is_training_data
+from hf_dpopt.refusals.data import check_data, check_labels, is_training_data
+from hf_dpopt.refusals.lengths import check_lengths
 from hf_dpopt.refusals.model import check_model
 from hf_dpopt.refusals.trainer import check_hooks, check_loss
 

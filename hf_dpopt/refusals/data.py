@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,44 +53,6 @@ def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Itera
         "The collator has a seed of its own: its coins are public, and one record more shifts those of the others.",
         "Leave seed=None; masks are then drawn from a secret key.",
     )
-
-
-POSITION_TABLE = re.compile(r"(^|\.)(position_embeddings|wpe|embed_positions)$")
-
-
-def num_positions(model: nn.Module) -> int | None:
-    """Most tokens of a record where positions are looked up in a table; None where they are computed."""
-    tables = [
-        module.num_embeddings - getattr(module, "offset", 0 if module.padding_idx is None else module.padding_idx + 1)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and POSITION_TABLE.search(name)
-    ]
-    return min(tables, default=None)
-
-
-def check_lengths(train_dataset: Any, model: nn.Module) -> None:
-    """Refuses records longer than the table of positions, which would end the run in the step that samples them.
-
-    Looks at tokenized records: a column input_ids of a dataset, or records in a list.
-    """
-    most = num_positions(model)
-    if most is not None and any(length > most for length in _lengths(train_dataset)):
-        raise DPConfigError(
-            f"Some training records are longer than the {most} positions of the model. Cut them when they are "
-            f"tokenized: tokenizer(..., truncation=True, max_length={most})."
-        )
-
-
-def _lengths(train_dataset: Any) -> Iterator[int]:
-    columns = getattr(train_dataset, "column_names", None)
-    if isinstance(columns, list) and "input_ids" in columns and hasattr(train_dataset, "__len__"):
-        import pyarrow.compute as pc
-
-        for batch in train_dataset.with_format("arrow", columns=["input_ids"]).iter(10_000):
-            yield from pc.list_value_length(batch.column("input_ids")).to_pylist()
-    elif isinstance(train_dataset, list):
-        rows = (row["input_ids"] for row in train_dataset if isinstance(row, dict) and "input_ids" in row)
-        yield from (len(row) for row in rows if hasattr(row, "__len__"))
 
 
 def check_labels(train_dataset: Any, model: nn.Module) -> None:

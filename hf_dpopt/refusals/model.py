@@ -10,6 +10,8 @@ from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.errors import UnsupportedModuleError
+from hf_dpopt.grads.two_pass import is_compiled
+from hf_dpopt.losses import base_model
 from hf_dpopt.refusals.table import Refusal, is_reentrant, raise_first
 
 
@@ -32,7 +34,7 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
         "Load it without; use accelerate launch for several devices.",
     )
     yield (
-        type(model).__name__ == "OptimizedModule" or getattr(model, "_compiled_call_impl", None) is not None,
+        any(is_compiled(module) for module in (model, base_model(model))),
         "The whole model is compiled, with it the places where per-record gradients are captured.",
         "Compile parts of it instead, before or after LoRA: for layer in model.model.layers: layer.mlp.compile().",
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, BartForConditionalGeneration
 
 from hf_dpopt import DPConfigError
 from recipes import clm, seq2seq
@@ -30,6 +31,22 @@ def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     model = public_t5.make_model(tokenizer, width=64, layers=1)
     public_t5.train(model, tokenizer, SENTENCES, 2)
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bart_dir(t5_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Positions of its own, and few of them."""
+    folder = str(tmp_path_factory.mktemp("bart") / "model")
+    tokenizer = AutoTokenizer.from_pretrained(t5_dir)
+    config = BartConfig(
+        vocab_size=len(tokenizer), d_model=16, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16,
+        decoder_ffn_dim=16, encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=48,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.eos_token_id, forced_eos_token_id=None,
+    )  # fmt: skip
+    BartForConditionalGeneration(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -75,7 +92,7 @@ def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: 
     assert results["eval_token_perplexity"] == pytest.approx(math.exp(results["eval_token_loss"]))
     assert 0 < results["epsilon"] <= 8 and "train_loss" not in results
     assert len((out / "generations.txt").read_text().splitlines()) == results["generate_samples"] == 8
-    assert "one row: a source of at most 1024 tokens with its target" in (out / "privacy/statement.md").read_text()
+    assert "one row: a source of at most 64 tokens with its target" in (out / "privacy/statement.md").read_text()
     assert "wall time" in capsys.readouterr().out
 
 
@@ -86,6 +103,36 @@ def test_generated_texts_do_not_depend_on_the_batch(t5_dir: str, files: Path) ->
         assert seq2seq.run(flags) == 0
         texts.append((files / "out" / "generations.txt").read_text())
     assert texts[0] == texts[1]
+
+
+def test_smoothed_labels_and_lengths_beyond_the_model(
+    bart_dir: str, files: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    flags = arguments(bart_dir, label_smoothing_factor="0.1", max_target_length="200", do_train="true", do_eval="true")
+    assert seq2seq.run(flags) == 0
+    assert "max_target_length=200 is more than the model takes; using 48" in caplog.text
+    assert "max_source_length=1024 is more than the model takes; using 48" in caplog.text
+
+
+def test_texts_that_leave_no_room_are_refused_before_training(
+    bart_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = arguments(bart_dir, do_train="true", do_eval="true", generate="true", max_new_tokens="48")
+    assert seq2seq.run(flags) == 2
+    assert "leaves no room" in capsys.readouterr().err and not (files / "out").exists()
+
+
+def test_special_tokens_are_those_of_the_tokenizer(t5_dir: str) -> None:
+    """BART's begins every text with a start token, which its decoder is to learn."""
+    tokenizer = AutoTokenizer.from_pretrained(t5_dir)
+    start, end = tokenizer.convert_tokens_to_ids("a"), tokenizer.eos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="a $A <|endoftext|>", special_tokens=[("a", start), ("<|endoftext|>", end)]
+    )
+    kind = SourceTarget("{mr}", "ref", separator="", max_source_length=4)
+    (record,) = kind.records({"mr": ["bcdefgh"], "ref": ["b"]}, tokenizer, 9)
+    assert record.input_ids[0] == record.labels[0] == start and record.input_ids[-1] == record.labels[-1] == end
+    assert record.labels.count(end) == 1 and len(record.input_ids) == 4
 
 
 def test_lora(t5_dir: str, files: Path) -> None:
