@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 from torch import nn
@@ -85,7 +85,7 @@ def _long_rows(train_dataset: Any, column: str, table: Positions) -> Iterator[An
     names, form = getattr(train_dataset, "column_names", None), getattr(train_dataset, "format", None)
     if isinstance(train_dataset, list):
         rows = (row.get(column) for row in train_dataset if isinstance(row, Mapping))
-        yield from (row for row in rows if hasattr(row, "__len__") and len(row) > table.most)
+        yield from (row for row in rows if isinstance(row, Sized) and len(row) > table.most)
     elif isinstance(names, list) and column in names and isinstance(form, dict) and form.get("type") != "custom":
         import pyarrow as pa
         import pyarrow.compute as pc
