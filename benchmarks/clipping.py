@@ -107,6 +107,7 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing on both sides")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--output", help="JSON file")
+    parser.add_argument("--append", action="store_true", help="keep the rows that the JSON file has, and plot all")
     parser.add_argument("--plot", help="PNG file")
     parser.add_argument("--run", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -115,6 +116,9 @@ def main() -> None:
         print(json.dumps({"time": time_case, "memory": memory_of}[kind](json.loads(spec))))
         return
     rows = []
+    if options.append and os.path.exists(options.output or ""):
+        with open(options.output, encoding="utf-8") as file:
+            rows = json.load(file)["rows"]
     print(f"| model | finetuning | non-private | {' | '.join(options.ways)} | (memory) non-private | {' | '.join(options.ways)} |")  # fmt: skip
     for name in options.shapes:
         for finetuning in options.finetuning:
