@@ -23,6 +23,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "clipping_norm": ("0.1", 0.1),
     "clipping": ("per_layer", "per_layer"),
     "clipping_engine": ("two_pass", "two_pass"),
+    "explain_clipping": ("True", True),
     "expected_batch_size": ("2048", 2048),
     "sampling": ("fixed_order", "fixed_order"),
     "adjacency": ("replace_one", "replace_one"),

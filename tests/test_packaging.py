@@ -26,7 +26,12 @@ tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Py
 # Import name -> distribution, where they differ.
 DISTRIBUTIONS = {"sklearn": "scikit-learn", "google": "protobuf"}
 # Distributions that come with a declared one, by that one's own promise.
-BROUGHT_ALONG = {"huggingface-hub": "transformers", "tokenizers": "transformers", "safetensors": "transformers"}
+BROUGHT_ALONG = {
+    "huggingface-hub": "transformers",
+    "tokenizers": "transformers",
+    "safetensors": "transformers",
+    "pyarrow": "datasets",  # imported only to look into one of its datasets
+}
 
 
 @pytest.fixture(scope="module")
