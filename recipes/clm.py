@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
 from recipes import models, processes, running, sources
 from recipes.clm_data import (
     Kind,
@@ -265,7 +265,7 @@ def summary(
         scores = ", ".join(f"{name} {results[f'generate_{key}']:.2f}" for key, name in SCORES.items())
         lines.append(("generation", f"{scores} ({results['generate_samples']} prompts)"))
     lines.append(("privacy", running.privacy_line(trainer)))
-    if isinstance(trainer, DPTrainer) and trainer.plan is not None:
+    if isinstance(trainer, DPTrainerMixin) and trainer.plan is not None:
         lines.append(("unit", f"example = {kind.unit(block_size)}"))
     return lines
 

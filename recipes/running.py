@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 from transformers import Trainer, set_seed
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, DPTrainingArguments
 
 USAGE_ERROR = 2
 # Wall-clock values depend on how many records were drawn. They are shown, not stored.
@@ -44,7 +44,7 @@ def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
     metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
     trainer.save_model()
     trainer.log_metrics("train", {k: v for k, v in metrics.items() if k != "delta"})  # it would round to 0.0
-    hidden = TIMINGS if isinstance(trainer, DPTrainer) else ()
+    hidden = TIMINGS if isinstance(trainer, DPTrainerMixin) else ()
     trainer.save_metrics("train", {k: v for k, v in metrics.items() if k not in hidden})
     trainer.save_state()
 
@@ -65,7 +65,7 @@ def is_score(key: str) -> bool:
 
 
 def privacy_line(trainer: Trainer) -> str:
-    if not isinstance(trainer, DPTrainer):
+    if not isinstance(trainer, DPTrainerMixin):
         return "NONE (--non_private): trained with the stock Trainer, epsilon is infinite"
     if trainer.plan is None:
         return "nothing was trained, nothing was spent"

@@ -93,7 +93,15 @@ def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: 
     assert 0 < results["epsilon"] <= 8 and "train_loss" not in results
     assert len((out / "generations.txt").read_text().splitlines()) == results["generate_samples"] == 8
     assert "one row: a source of at most 64 tokens with its target" in (out / "privacy/statement.md").read_text()
-    assert "wall time" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"epsilon {results['epsilon']:.3f} at delta 0.001" in shown and "NONE" not in shown and "wall time" in shown
+    assert not {"train_runtime", "train_samples_per_second", "train_loss", "total_flos"} & results.keys()
+
+
+def test_a_run_without_privacy_says_so(t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = arguments(t5_dir, do_train="true", target_epsilon=None, target_delta=None, non_private="true")
+    assert seq2seq.run(flags) == 0
+    assert "NONE (--non_private)" in capsys.readouterr().out and not (files / "out" / "privacy").exists()
 
 
 def test_generated_texts_do_not_depend_on_the_batch(t5_dir: str, files: Path) -> None:
