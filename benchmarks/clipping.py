@@ -91,9 +91,9 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
         axis.axvline(1, color="black", linewidth=1)
         axis.set_title(f"{title}, ratio to non-private")
         axis.set_yticks([y + 0.4 - height / 2 for y in range(len(rows))], labels)
-        axis.invert_yaxis()
-    axes[0].legend()
-    figure.tight_layout()
+    axes[0].invert_yaxis()  # shared: the order of the table
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=len(ways))
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
     figure.savefig(path, dpi=120)
 
 
