@@ -51,6 +51,7 @@ class _TokenMean(torch.autograd.Function):
             losses.append(losses_T.masked_fill(~is_target_BT[b], 0).sum())
             # taken at the largest logit: at one far below, the difference would lose all digits
             ctx.log_normalisers.append(logits_TV.amax(dim=-1) - log_shares_TV.amax(dim=-1))
+            del log_shares_TV  # before the next record's
         return torch.stack(losses) / ctx.num_targets_B
 
     @staticmethod

@@ -353,9 +353,9 @@ def _break_layer_norm(monkeypatch) -> None:
 
 def _break_embedding(monkeypatch) -> None:
     class Shifted(contributions.Rows):
-        def add_weighted_sum_(self, total, factors_B):
+        def add_weighted_sum_(self, total, factors_B, **kwargs):
             contributions.Rows(self.ids_BT.roll(1, dims=1), self.grad_BTD, self.num_rows).add_weighted_sum_(
-                total, factors_B
+                total, factors_B, **kwargs
             )
 
     monkeypatch.setattr(embedding, "Rows", Shifted)
