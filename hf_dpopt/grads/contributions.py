@@ -61,6 +61,11 @@ def _parts(x_BTD: torch.Tensor) -> list[slice]:
     return [slice(first, first + at_once) for first in range(0, num_records, at_once)]
 
 
+def _flat(x_B: torch.Tensor) -> torch.Tensor:
+    """(B, ..) as (B, values), a single number per record included."""
+    return x_B.reshape(len(x_B), -1)
+
+
 def _place(x: torch.Tensor) -> tuple:
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
@@ -174,10 +179,10 @@ class Dense:
     def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
         # some records at a time: the squares of a wide gradient would take its memory once more
         at_once = max(1, MAX_SQUARED * self.num_records // max(1, self.grad_B.numel()))
-        return torch.cat([wide(part).flatten(1).square().sum(dim=1) for part in self.grad_B.split(at_once)])
+        return torch.cat([_flat(wide(part)).square().sum(dim=1) for part in self.grad_B.split(at_once)])
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
-        total.view(-1).addmv_(self.grad_B.flatten(1).mT.to(total.dtype), factors_B.to(total.dtype), beta=beta)
+        total.view(-1).addmv_(_flat(self.grad_B).mT.to(total.dtype), factors_B.to(total.dtype), beta=beta)
 
     def of_record(self, b: int) -> torch.Tensor:
         return wide(self.grad_B[b])
@@ -239,7 +244,7 @@ class ClippedSum:
 
     def _new(self, name: str, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         p = self._parameters[name]  # contiguous, whatever the parameter is
-        return make(p.shape, dtype=wide(p.detach()[:0]).dtype, device=p.device)
+        return make(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
 
     def result(self) -> dict[str, torch.Tensor]:
         """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy."""
@@ -260,7 +265,7 @@ def _inner_rows_rows(x: Rows, y: Rows) -> torch.Tensor:
 
 
 def _inner_dense_dense(x: Dense, y: Dense) -> torch.Tensor:
-    return (wide(x.grad_B) * wide(y.grad_B)).flatten(1).sum(dim=1)
+    return _flat(wide(x.grad_B) * wide(y.grad_B)).sum(dim=1)
 
 
 def _inner_outer_rows(x: Outer, y: Rows) -> torch.Tensor:

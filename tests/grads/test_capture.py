@@ -72,6 +72,28 @@ def test_trained_parameters_need_not_be_contiguous():
     assert reference.relative_error(clipped_gradient_sum(model, batch, clipping_norm=0.1), want) < 1e-5
 
 
+class _Scaled(nn.Module):
+    """A layer without a rule whose parameters are a matrix and a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.weight = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.randn(2, 32))
+
+    def forward(self, x):
+        return self.scale * nn.functional.linear(x, self.weight)
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+def test_parameters_without_dimensions(engine):
+    model = bert()
+    model.classifier = _Scaled()
+    model.double()
+    batch = batch_for(model)
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.1, engine=engine)
+    assert got["classifier.scale"].shape == ()
+    assert reference.relative_error(got, reference.clipped_sum(model, batch, 0.1)) < 1e-10
+
+
 def test_a_frozen_prompt_beside_a_trained_head():
     model = MODELS["prompt-classifier"]().double()
     for name, p in model.named_parameters():
