@@ -31,6 +31,11 @@ def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if name.startswith(blocks) or by_name.search(name)]
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module run through torch.compile."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
 Receiver = Callable[[str, Contribution], None]
 
 

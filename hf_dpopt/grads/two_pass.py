@@ -16,12 +16,9 @@ from torch import nn
 
 from hf_dpopt import framework_rng
 from hf_dpopt.clipping import Clipping, usable
+from hf_dpopt.grads.capture import is_compiled
 from hf_dpopt.grads.contributions import ClippedSum, Contribution, squared_norm
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
-
-
-def is_compiled(module: nn.Module) -> bool:
-    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
 class TwoPassEngine(ClippingEngine):

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.errors import UnsupportedModuleError
-from hf_dpopt.grads.two_pass import is_compiled
+from hf_dpopt.grads.capture import is_compiled
 from hf_dpopt.losses import base_model
 from hf_dpopt.refusals.table import Refusal, is_reentrant, raise_first
 
@@ -81,6 +81,13 @@ def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
         f"{name} ({type(module).__name__}) normalises over the batch, so a record's gradient depends on the others.",
         "Replace it by GroupNorm or LayerNorm.",
     )
+    # LLM.int8() computes a feature in full precision for every record once one record has an outlier in it.
+    is_int8 = any(cls.__name__ == "Linear8bitLt" for cls in type(module).__mro__)
+    yield (
+        is_int8 and getattr(getattr(module, "state", None), "threshold", 0.0) > 0,
+        f"{name} (Linear8bitLt) looks for outliers over the whole batch: a record's loss depends on the others.",
+        "Load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits.",
+    )
     if isinstance(module, nn.Embedding):
         yield from _on_embedding(name, module)
     if getattr(module, "gradient_checkpointing", False):
@@ -102,15 +109,6 @@ def _on_quantisation(model: nn.Module) -> Iterator[Refusal]:
         "taken over the batch couple its records.",
         "Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised in bfloat16.",
     )
-    for name, module in model.named_modules():
-        # LLM.int8() computes a feature in full precision for every record once one record has an outlier in it.
-        state = getattr(module, "state", None)
-        is_int8 = any(cls.__name__ == "Linear8bitLt" for cls in type(module).__mro__)
-        yield (
-            is_int8 and getattr(state, "threshold", 0.0) > 0,
-            f"{name} (Linear8bitLt) looks for outliers over the whole batch: a record's loss depends on the others.",
-            "Load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits.",
-        )
 
 
 def _on_experts(model: nn.Module) -> Iterator[Refusal]:
