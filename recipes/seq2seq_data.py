@@ -47,7 +47,8 @@ class SourceTarget(Pairs):
 
     def prompt_ids(self, prompts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Tokens of the sources."""
-        return [_cut(ids, self.max_source_length) for ids in _with_end(tokenizer(prompts)["input_ids"], tokenizer)]
+        rows = _with_end(tokenizer(prompts, verbose=False)["input_ids"], tokenizer)
+        return [_cut(row, self.max_source_length) for row in rows]
 
     def records(
         self, rows: Mapping[str, Sequence[Any]], tokenizer: PreTrainedTokenizerBase, block_size: int
