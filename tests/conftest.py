@@ -18,6 +18,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["HF_EVALUATE_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Triton decides when a kernel is defined whether it will be compiled for a GPU or interpreted.
+if not os.path.exists("/dev/nvidiactl"):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 # Ledgers and keys go here, never to the home directory of whoever runs the tests; subprocesses inherit it.
 _PRIVATE_DIR = tempfile.TemporaryDirectory(prefix="hf_dpopt_private_")
 os.environ["HF_DPOPT_PRIVATE_DIR"] = _PRIVATE_DIR.name
