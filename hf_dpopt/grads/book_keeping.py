@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 
 from hf_dpopt.clipping import usable
-from hf_dpopt.grads.contributions import ClippedSum, Contribution, GramCache, squared_norm
+from hf_dpopt.grads.contributions import ClippedSum, Contribution, Dense, Pack, squared_norms
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
+from hf_dpopt.grads.products import GramCache
 
 
 class BookKeepingEngine(ClippingEngine):
@@ -30,26 +31,46 @@ class BookKeepingEngine(ClippingEngine):
             losses_B = self._forward(record_losses, num_records)
             self._backward(losses_B)
         with torch.no_grad(), full_precision(losses_B.device.type):
-            squares, grams = self._no_squares(losses_B), GramCache()
-            for name, uses in contributions.items():
-                squares[self.clipping.group(name)] += squared_norm(uses, grams)
-            del grams
+            packs = self._pack(contributions)
+            squares = self._squares(losses_B, contributions, packs)
             factors, keep_B = self.clipping.factors(squares), usable(squares)
-            self._add_weighted_sums(sums, contributions, factors, keep_B)
+            self._add_weighted_sums(sums, contributions, packs, factors, keep_B)
         return self._statistics(losses_B, factors, keep_B)
+
+    def _pack(self, contributions: dict[str, list[Contribution]]) -> dict[str, Pack]:
+        """Group -> its small gradients, taken out of `contributions`."""
+        small: dict[str, dict[str, Dense]] = {}
+        for name, uses in list(contributions.items()):
+            if Pack.takes(uses):
+                small.setdefault(self.clipping.group(name), {})[name] = contributions.pop(name)[0]  # type: ignore[assignment]
+        return {group: Pack(gradients) for group, gradients in small.items()}
+
+    def _squares(
+        self, losses_B: torch.Tensor, contributions: dict[str, list[Contribution]], packs: dict[str, Pack]
+    ) -> dict[str, torch.Tensor]:
+        """Group -> squared norms, (B,)."""
+        found: dict[str, list[torch.Tensor]] = {group: [pack.squared_norms()] for group, pack in packs.items()}
+        for name, squares_B in squared_norms(contributions, GramCache()).items():
+            found.setdefault(self.clipping.group(name), []).append(squares_B)
+        squares = self._no_squares(losses_B)
+        for group, of_group in found.items():
+            squares[group] = squares[group] + torch.stack(of_group).sum(dim=0)
+        return squares
 
     def _add_weighted_sums(
         self,
         sums: ClippedSum,
         contributions: dict[str, list[Contribution]],
+        packs: dict[str, Pack],
         factors: dict[str, torch.Tensor],
         keep_B: torch.Tensor,
     ) -> None:
+        kept = {group: factors_B[keep_B] for group, factors_B in factors.items()}
         all_kept = bool(keep_B.all())
+        for group, pack in packs.items():  # selected out, not multiplied: 0 * inf is NaN
+            sums.add_pack(pack if all_kept else pack.select(keep_B), kept[group])
+        packs.clear()
         # Smallest first: what the small layers kept is freed before the sum of the large embedding is allocated.
         for name in sorted(contributions, key=lambda n: self.parameters[n].numel()):
-            factors_B = factors[self.clipping.group(name)]
             for use in contributions.pop(name):
-                if not all_kept:  # selected out, not multiplied: 0 * inf is NaN
-                    use = use.select(keep_B)
-                sums.add(name, use, factors_B if all_kept else factors_B[keep_B])
+                sums.add(name, use if all_kept else use.select(keep_B), kept[self.clipping.group(name)])

@@ -4,70 +4,30 @@ The gradient of record b with respect to a parameter is the *sum* of its contrib
 a tied or reused parameter has several, and its norm needs their inner products.
 
 Shape legend: B = records, T = S = tokens, P / Q = rows / columns of a weight, V = rows of a table, D = width.
-All products are computed in float32 (float64 for float64 models): a Gram matrix rounded to bfloat16 can make a squared
-norm negative, and the record would go unclipped.
+`squares` of a contribution are its squared norms and what they would be if nothing in it cancelled, (B,) each.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+
+from hf_dpopt.grads import products
+from hf_dpopt.grads.products import GramCache, scaled, wide
 
 # A record whose tokens or uses cancel loses digits in the Gram form; below this share of the un-cancelled energy its
 # norm is taken from the materialised gradient instead. At 0.05, float32 rounding stays near 1e-6 of the norm.
 CANCELLATION = 0.05
-# Tokens of one block of a Gram matrix: halves its cost and bounds its memory.
-BLOCK = 64
-MAX_COPIED = 2**24  # elements of a wide copy
+MAX_PACKED = 2**15  # elements of a parameter that goes into a pack
 MAX_SQUARED = 2**20  # elements of a gradient that are squared at once; they stay in a core's cache
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """`x` in the accumulation dtype: float64 stays, everything narrower becomes float32."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _scale(x: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:
-    return wide(x) * factors_B.view(-1, *[1] * (x.dim() - 1)).to(wide(x).dtype)
-
-
-def _gram_blocks(x_BTD: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Rows of ``x x^T`` up to the diagonal block, (B, S, T') each: the matrix is symmetric, so the rest is spared."""
-    for first in range(0, x_BTD.size(1), BLOCK):
-        upto = first + BLOCK
-        yield torch.bmm(x_BTD[:, first:upto], x_BTD[:, :upto].mT)
-
-
-class GramCache:
-    """The Gram blocks of the right-hand factor used last: query, key and value layers read the same input."""
-
-    def __init__(self) -> None:
-        self._of: torch.Tensor | None = None  # held, so that its memory cannot become another tensor's
-        self._blocks: list[torch.Tensor] = []
-
-    def blocks(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
-        if self._of is None or _place(self._of) != _place(x_BTD):
-            self._of, self._blocks = x_BTD, list(_gram_blocks(wide(x_BTD)))
-        return self._blocks
-
-
-def _parts(x_BTD: torch.Tensor) -> list[slice]:
-    """Records to take at once, so that the wide copy of a large narrow tensor (logits in bfloat16) stays small."""
-    num_records = x_BTD.size(0)
-    is_wide = x_BTD.dtype == wide(x_BTD[:0]).dtype
-    at_once = max(1, num_records if is_wide else MAX_COPIED * num_records // max(1, x_BTD.numel()))
-    return [slice(first, first + at_once) for first in range(0, num_records, at_once)]
 
 
 def _flat(x_B: torch.Tensor) -> torch.Tensor:
     """(B, ..) as (B, values), a single number per record included."""
     return x_B.reshape(len(x_B), -1)
-
-
-def _place(x: torch.Tensor) -> tuple:
-    return x.data_ptr(), x.shape, x.stride(), x.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,44 +44,11 @@ class Outer:
     def num_records(self) -> int:
         return self.left_BTP.size(0)
 
-    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
-        r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>`` (Li et al. 2022, arXiv:2110.05679, Eq. 3), (B,)."""
-        if self.left_BTP.size(1) == 1:
-            return wide(self.left_BTP).square().sum(dim=(1, 2)) * wide(self.right_BTQ).square().sum(dim=(1, 2))
-        right_blocks = (grams or GramCache()).blocks(self.right_BTQ)
-        squares = [
-            self._squares(wide(self.left_BTP[part]), [block[part] for block in right_blocks])
-            for part in _parts(self.left_BTP)
-        ]
-        squares_B, energy_B = (torch.cat(x) for x in zip(*squares, strict=True))
-        for b in (squares_B < CANCELLATION * energy_B).nonzero().flatten().tolist():
-            squares_B[b] = self.of_record(b).square().sum()
-        return squares_B
-
-    @staticmethod
-    def _squares(left_BTP: torch.Tensor, right_blocks: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Squared norms of some records, and what they would be if their tokens were orthogonal; (B,) each."""
-        squares_B = left_BTP.new_zeros(left_BTP.size(0))
-        energy_B = torch.zeros_like(squares_B)
-        blocks = zip(_gram_blocks(left_BTP), right_blocks, strict=True)
-        for first, (left_BST, right_BST) in zip(range(0, left_BTP.size(1), BLOCK), blocks, strict=True):
-            products_BST = left_BST.mul_(right_BST)
-            below, diagonal = products_BST[..., :first], products_BST[..., first:]
-            squares_B += 2 * below.sum(dim=(1, 2)) + diagonal.sum(dim=(1, 2))
-            energy_B += diagonal.diagonal(dim1=1, dim2=2).sum(dim=1)
-        return squares_B, energy_B
+    def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return products.squares(self.left_BTP, self.right_BTQ, grams)
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
-        left_is_narrower = self.left_BTP.size(2) <= self.right_BTQ.size(2)
-        for part in _parts(self.left_BTP if self.left_BTP.size(2) > self.right_BTQ.size(2) else self.right_BTQ):
-            left_BTP, right_BTQ, factors = self.left_BTP[part], self.right_BTQ[part], factors_B[part]
-            if left_is_narrower:  # scale the narrower operand
-                left_BTP, right_BTQ = _scale(left_BTP, factors), wide(right_BTQ)
-            else:
-                left_BTP, right_BTQ = wide(left_BTP), _scale(right_BTQ, factors)
-            left, right = left_BTP.flatten(0, 1).mT.to(total.dtype), right_BTQ.flatten(0, 1).to(total.dtype)
-            total.addmm_(left, right, beta=beta)
-            beta = 1
+        products.add_weighted_sum_(total, self.left_BTP, self.right_BTQ, factors_B, beta=beta)
 
     def of_record(self, b: int) -> torch.Tensor:
         return wide(self.left_BTP[b]).mT @ wide(self.right_BTQ[b])
@@ -142,18 +69,22 @@ class Rows:
     def num_records(self) -> int:
         return self.ids_BT.size(0)
 
-    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
-        """Tokens of one record that share a row add up before the square; (B,), in O(B T D)."""
-        num_records, grad_BTD = self.ids_BT.size(0), wide(self.grad_BTD)
-        record_B1 = torch.arange(num_records, device=self.ids_BT.device).unsqueeze(1)
-        keys_U, inverse = torch.unique(record_B1 * self.num_rows + self.ids_BT, return_inverse=True)
-        rows_UD = grad_BTD.new_zeros(keys_U.numel(), grad_BTD.size(-1))
-        rows_UD.index_add_(0, inverse.flatten(), grad_BTD.flatten(0, 1))
-        squares_B = grad_BTD.new_zeros(num_records)
-        return squares_B.index_add_(0, keys_U // self.num_rows, rows_UD.square().sum(dim=1))
+    def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        # Tokens of one record that share a row add up before the square, in O(B T D). Sorted ids give the shares their
+        # place; to count the distinct ones would make the host wait for a GPU.
+        num_records, num_tokens = self.ids_BT.shape
+        sorted_BT, order_BT = self.ids_BT.sort(dim=1)
+        is_new_BT = torch.ones_like(sorted_BT)
+        is_new_BT[:, 1:] = sorted_BT[:, 1:] != sorted_BT[:, :-1]
+        row_BT = torch.empty_like(order_BT).scatter_(1, order_BT, is_new_BT.cumsum(dim=1) - 1)
+        row_BT += num_tokens * torch.arange(num_records, device=row_BT.device).unsqueeze(1)
+        grad_ND = wide(self.grad_BTD).flatten(0, 1)
+        rows_ND = torch.zeros_like(grad_ND).index_add_(0, row_BT.flatten(), grad_ND)
+        squares_B = rows_ND.view(num_records, -1).square().sum(dim=1)
+        return squares_B, squares_B
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
-        grad_BTD = _scale(self.grad_BTD, factors_B).to(total.dtype)
+        grad_BTD = scaled(self.grad_BTD, factors_B).to(total.dtype)
         if not beta:
             total.zero_()
         total.index_add_(0, self.ids_BT.flatten(), grad_BTD.flatten(0, 1))
@@ -176,10 +107,15 @@ class Dense:
     def num_records(self) -> int:
         return self.grad_B.size(0)
 
-    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
+    def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.grad_B.is_cuda:
+            flat_BN = _flat(self.grad_B)
+            squares_B = torch.linalg.vector_norm(flat_BN, dim=1, dtype=wide(flat_BN[:0]).dtype).square()
+            return squares_B, squares_B
         # some records at a time: the squares of a wide gradient would take its memory once more
         at_once = max(1, MAX_SQUARED * self.num_records // max(1, self.grad_B.numel()))
-        return torch.cat([_flat(wide(part)).square().sum(dim=1) for part in self.grad_B.split(at_once)])
+        squares_B = torch.cat([_flat(wide(part)).square().sum(dim=1) for part in self.grad_B.split(at_once)])
+        return squares_B, squares_B
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         total.view(-1).addmv_(_flat(self.grad_B).mT.to(total.dtype), factors_B.to(total.dtype), beta=beta)
@@ -201,8 +137,8 @@ class Transposed:
     def num_records(self) -> int:
         return self.of.num_records
 
-    def squared_norm(self, grams: GramCache | None = None) -> torch.Tensor:
-        return self.of.squared_norm(grams)
+    def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.of.squares(grams)
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         self.of.add_weighted_sum_(total.mT, factors_B, beta=beta)
@@ -215,6 +151,42 @@ class Transposed:
 
 
 Contribution = Outer | Rows | Dense | Transposed
+
+
+class Pack:
+    """Small materialised gradients of many parameters side by side: one operation for all instead of some for each.
+
+    Biases, norms and low-rank factors are most of the parameters of a model by number and few of them by size; a GPU
+    computes faster than Python can ask it one by one.
+
+    Args:
+        gradients: name -> per-record gradients of the one use of that parameter, on one device.
+    """
+
+    def __init__(self, gradients: Mapping[str, Dense]):
+        flat = [_flat(dense.grad_B) for dense in gradients.values()]
+        self._names, self._sizes = list(gradients), [x_BN.size(1) for x_BN in flat]
+        self._grad_BN = wide(torch.cat(flat, dim=1))
+
+    @staticmethod
+    def takes(uses: list[Contribution]) -> bool:
+        """Whether these contributions of a parameter can go into a pack."""
+        first = uses[0]
+        return len(uses) == 1 and isinstance(first, Dense) and first.grad_B[:1].numel() <= MAX_PACKED
+
+    def squared_norms(self) -> torch.Tensor:
+        """Of the parameters together, (B,)."""
+        return Dense(self._grad_BN).squares()[0]
+
+    def select(self, keep_B: torch.Tensor) -> Pack:
+        kept = copy.copy(self)
+        kept._grad_BN = self._grad_BN[keep_B]
+        return kept
+
+    def weighted_sums(self, factors_B: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name -> ``sum_b factors_b g_b``, flat."""
+        total_N = factors_B.to(self._grad_BN.dtype) @ self._grad_BN
+        return dict(zip(self._names, total_N.split(self._sizes), strict=True))
 
 
 class ClippedSum:
@@ -242,9 +214,25 @@ class ClippedSum:
             contribution.add_weighted_sum_(total, factors_B, beta=0)
             self._totals[name] = total
 
+    def add_pack(self, pack: Pack, factors_B: torch.Tensor) -> None:
+        """Adds ``sum_b factors_b g_b`` of every gradient of the pack."""
+        parts = pack.weighted_sums(factors_B)
+        new = {name: part for name, part in parts.items() if name not in self._totals}
+        known = [name for name in parts if name in self._totals]
+        for name, part in new.items():
+            p = self._parameters[name]
+            self._totals[name] = part.view(p.shape).to(self._dtype(p))
+        if known:
+            totals = [self._totals[name] for name in known]
+            torch._foreach_add_(totals, [parts[n].view_as(t) for n, t in zip(known, totals, strict=True)])
+
+    @staticmethod
+    def _dtype(parameter: torch.Tensor) -> torch.dtype:
+        return torch.promote_types(parameter.dtype, torch.float32)
+
     def _new(self, name: str, make: Callable[..., torch.Tensor]) -> torch.Tensor:
         p = self._parameters[name]  # contiguous, whatever the parameter is
-        return make(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+        return make(p.shape, dtype=self._dtype(p), device=p.device)
 
     def result(self) -> dict[str, torch.Tensor]:
         """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy."""
@@ -306,14 +294,40 @@ def inner(x: Contribution, y: Contribution) -> torch.Tensor:
     return _INNER[type(x), type(y)](x, y)  # type: ignore[operator]
 
 
-def squared_norm(contributions: list[Contribution], grams: GramCache | None = None) -> torch.Tensor:
-    """``||sum_i c_i||^2`` per record, (B,): own squares and, for a parameter used more than once, the cross terms."""
-    own_B = torch.stack([c.squared_norm(grams) for c in contributions]).sum(dim=0)
-    squares_B = own_B.clone()
+def has_cancelled(squares: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
+    """Where so much cancelled that a norm from products has lost its digits."""
+    return squares < CANCELLATION * energy
+
+
+def _squares(contributions: list[Contribution], grams: GramCache | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``||sum_i c_i||^2``, own squares and cross terms, and what it would be if nothing cancelled; (B,) each."""
+    own = [c.squares(grams) for c in contributions]
+    squares_B, energy_B = (torch.stack(x).sum(dim=0) for x in zip(*own, strict=True)) if len(own) > 1 else own[0]
     for i, x in enumerate(contributions):
         for y in contributions[:i]:
             squares_B += 2 * inner(x, y)
-    if len(contributions) > 1:  # uses that cancel each other lose digits, as tokens do
-        for b in (squares_B < CANCELLATION * own_B).nonzero().flatten().tolist():
-            squares_B[b] = torch.stack([c.of_record(b) for c in contributions]).sum(dim=0).square().sum()
-    return squares_B
+    return squares_B, energy_B
+
+
+def squared_norms(
+    contributions: Mapping[str, list[Contribution]], grams: GramCache | None = None
+) -> dict[str, torch.Tensor]:
+    """Name -> squared norms of the records' gradients, (B,), given every use of each parameter.
+
+    A record whose tokens or uses cancel is taken again from its materialised gradient. Which ones do is asked once for
+    all parameters: on a GPU, every question is a wait for the device.
+    """
+    if not contributions:
+        return {}
+    found = [_squares(uses, grams) for uses in contributions.values()]
+    squares_NB, energy_NB = (torch.stack(x) for x in zip(*found, strict=True))
+    names = list(contributions)
+    for n, b in has_cancelled(squares_NB, energy_NB).nonzero().tolist():
+        record = torch.stack([use.of_record(b) for use in contributions[names[n]]]).sum(dim=0)
+        squares_NB[n, b] = record.square().sum()
+    return dict(zip(names, squares_NB, strict=True))
+
+
+def squared_norm(contributions: list[Contribution], grams: GramCache | None = None) -> torch.Tensor:
+    """``||sum_i c_i||^2`` per record, (B,), for one parameter."""
+    return squared_norms({"": contributions}, grams)[""]

@@ -17,7 +17,8 @@ from torch import nn
 from hf_dpopt.clipping import Clipping
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.contributions import ClippedSum, wide
+from hf_dpopt.grads.contributions import ClippedSum
+from hf_dpopt.grads.products import wide
 
 LossFunction = Callable[[], torch.Tensor]
 

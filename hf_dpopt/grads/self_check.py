@@ -19,8 +19,8 @@ from torch import nn
 
 from hf_dpopt.clipping import Clipping, FlatClipping
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.grads.contributions import wide
 from hf_dpopt.grads.engine import ClippingEngine
+from hf_dpopt.grads.products import wide
 from hf_dpopt.losses import IGNORED, RecordLosses, base_model, num_records
 
 NUM_RECORDS = 3

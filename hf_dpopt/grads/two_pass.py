@@ -17,12 +17,12 @@ from torch import nn
 from hf_dpopt import framework_rng
 from hf_dpopt.clipping import Clipping, usable
 from hf_dpopt.grads.capture import is_compiled
-from hf_dpopt.grads.contributions import ClippedSum, Contribution, squared_norm
+from hf_dpopt.grads.contributions import ClippedSum, Contribution, has_cancelled, squared_norms
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 
 
 class TwoPassEngine(ClippingEngine):
-    """Two backwards; keeps contributions only of parameters that are used more than once."""
+    """Two backwards; keeps contributions only of parameters that are used more than once, or whose tokens cancel."""
 
     name = "two_pass"
 
@@ -60,32 +60,61 @@ class TwoPassEngine(ClippingEngine):
 
     def _squares(self, losses_B: torch.Tensor, random_state: framework_rng.Snapshot) -> dict[str, torch.Tensor]:
         """The first backward: group -> squared norms, (B,)."""
-        device = losses_B.device.type
-        known = -1
-        while known < len(self._reused):  # again only when a use was found that had to be kept: at the first batch
-            known = len(self._reused)
-            squares, kept, seen = self._no_squares(losses_B), dict[str, list[Contribution]](), set[str]()
-
-            def measure(
-                name: str, use: Contribution, squares: dict = squares, kept: dict = kept, seen: set = seen
-            ) -> None:
-                if name in self._reused:
-                    kept.setdefault(name, []).append(use)
-                elif name in seen:
-                    self._reused.add(name)
-                else:
-                    seen.add(name)
-                    with torch.no_grad(), full_precision(device):
-                        squares[self.clipping.group(name)] += squared_norm([use])
-
-            self.capture.receive = measure
+        keep = set(self._reused)
+        while True:
+            norms = _Norms(self.clipping, self._no_squares(losses_B), keep)
+            self.capture.receive = norms.measure
             framework_rng.restore(random_state)
             self._backward(losses_B, keep_graph=True)
-            with torch.no_grad(), full_precision(device):
-                for name, uses in kept.items():
-                    squares[self.clipping.group(name)] += squared_norm(uses)
-        return squares
+            self._reused |= norms.reused
+            more = norms.to_keep()
+            if more <= keep:
+                return norms.squares()
+            keep |= more  # again: rare but for the first batch, which shows what is used more than once
 
     @staticmethod
     def _nothing_yet(name: str, use: Contribution) -> None:
         raise AssertionError(f"{name} handed over a gradient before any backward")
+
+
+class _Norms:
+    """What one backward finds out about norms.
+
+    Args:
+        clipping: names the group of a parameter.
+        squares: group -> zeros, (B,).
+        keep: parameters whose norms need their contributions together, or materialised.
+    """
+
+    def __init__(self, clipping: Clipping, squares: dict[str, torch.Tensor], keep: set[str]):
+        self._clipping, self._squares, self._keep = clipping, squares, frozenset(keep)
+        self._kept: dict[str, list[Contribution]] = {}
+        self._cancelled: dict[str, torch.Tensor] = {}
+        self.reused: set[str] = set()
+        self._device = next(iter(squares.values())).device.type if squares else "cpu"
+
+    def measure(self, name: str, use: Contribution) -> None:
+        """Receives a contribution; lets go of it unless it is to be kept."""
+        if name in self._keep:
+            self._kept.setdefault(name, []).append(use)
+        elif name in self._cancelled:
+            self.reused.add(name)
+        else:
+            with torch.no_grad(), full_precision(self._device):
+                squares_B, energy_B = use.squares()
+                self._squares[self._clipping.group(name)] += squares_B
+                self._cancelled[name] = has_cancelled(squares_B, energy_B)
+
+    def to_keep(self) -> set[str]:
+        """Parameters that have to be kept in another backward; the device is asked once for all of them."""
+        if not self._cancelled:
+            return self.reused
+        answers = torch.stack(list(self._cancelled.values())).any(dim=1).tolist()
+        return self.reused | {name for name, answer in zip(self._cancelled, answers, strict=True) if answer}
+
+    def squares(self) -> dict[str, torch.Tensor]:
+        """Group -> squared norms, (B,)."""
+        with torch.no_grad(), full_precision(self._device):
+            for name, squares_B in squared_norms(self._kept).items():
+                self._squares[self._clipping.group(name)] += squares_B
+        return self._squares

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from hf_dpopt.grads.contributions import (
-    BLOCK,
     ClippedSum,
     Dense,
-    GramCache,
     Outer,
     Rows,
     Transposed,
     inner,
     squared_norm,
 )
+from hf_dpopt.grads.products import BLOCK, GramCache
 
 B, T, P, Q = 4, 6, 5, 3
 
@@ -82,7 +81,7 @@ def test_cancelling_tokens_in_bfloat16_keep_their_norm():
     left = (left - left.mean(dim=1, keepdim=True)).bfloat16()
     right = (torch.randn(1, 1, 32) + 1e-3 * torch.randn(1, 64, 32)).bfloat16()
     want = (left[0].double().T @ right[0].double()).square().sum().item()
-    assert Outer(left, right).squared_norm().item() == pytest.approx(want, rel=1e-4)
+    assert squared_norm([Outer(left, right)]).item() == pytest.approx(want, rel=1e-4)
 
 
 def test_two_uses_that_almost_cancel_keep_their_norm():
@@ -113,7 +112,7 @@ def test_a_low_rank_table_is_stored_transposed():
 def test_gram_blocks_that_do_not_divide_the_length(num_tokens):
     left, right = (torch.randn(B, num_tokens, d, dtype=torch.float64) for d in (P, Q))
     use = Outer(left, right)
-    torch.testing.assert_close(use.squared_norm(), _materialise(use).square().sum(dim=(1, 2)), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(squared_norm([use]), _materialise(use).square().sum(dim=(1, 2)), rtol=1e-10, atol=1e-10)
 
 
 def test_layers_that_read_the_same_input_share_its_gram_matrix_and_no_others_do():
@@ -121,7 +120,7 @@ def test_layers_that_read_the_same_input_share_its_gram_matrix_and_no_others_do(
     for x in (right, right.view(B, T, Q), torch.randn(B, T, Q, dtype=torch.float64), right):
         use = Outer(torch.randn(B, T, P, dtype=torch.float64), x)
         want = _materialise(use).square().sum(dim=(1, 2))
-        torch.testing.assert_close(use.squared_norm(grams), want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(squared_norm([use], grams), want, rtol=1e-10, atol=1e-10)
     first = grams.blocks(right)
     assert grams.blocks(right.view(B, T, Q)) is first and grams.blocks(right.clone()) is not first
 
@@ -149,7 +148,7 @@ def test_a_large_narrow_factor_is_summed_in_parts(monkeypatch):
     left, right = torch.randn(B, T, P).bfloat16(), torch.randn(B, T, Q).bfloat16()
     factors, parameter = torch.rand(B), torch.zeros(P, Q)
     clipped = ClippedSum({"weight": parameter})
-    monkeypatch.setattr("hf_dpopt.grads.contributions.MAX_COPIED", left[0].numel())
+    monkeypatch.setattr("hf_dpopt.grads.products.MAX_COPIED", left[0].numel())
     clipped.add("weight", Outer(left, right), factors)
     want = torch.einsum("b,btp,btq->pq", factors, left.float(), right.float())
     torch.testing.assert_close(clipped.result()["weight"], want, rtol=1e-5, atol=1e-5)

@@ -363,8 +363,8 @@ def _break_embedding(monkeypatch) -> None:
 
 def _break_norms(monkeypatch) -> None:
     """Sums are right and norms are not: the bug that no clip bounds anything. It shows only where something clips."""
-    right = contributions.Dense.squared_norm
-    monkeypatch.setattr(contributions.Dense, "squared_norm", lambda self, grams=None: 0.5 * right(self))
+    right = contributions.Dense.squares
+    monkeypatch.setattr(contributions.Dense, "squares", lambda self, grams=None: [0.5 * x for x in right(self)])
 
 
 def _forget_a_tensor(monkeypatch) -> None:
