@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_dpopt import kernels
 from hf_dpopt.errors import DPConfigError
 
 RecordLoss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -38,43 +39,79 @@ class _TokenMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         # not save_for_backward: the backward writes into it, and two-pass clipping runs the backward twice
-        ctx.logits_BTV, ctx.is_gradient = logits_BTV.detach(), False
+        ctx.logits_BTV, ctx.of_B = (
+            logits_BTV.detach(),
+            None,
+        )  # of_B: what the logits are the gradient of, once they are
         ctx.version = ctx.logits_BTV._version
-        is_target_BT = labels_BT != IGNORED
-        ctx.labels_BT, ctx.is_target_BT = labels_BT.masked_fill(~is_target_BT, 0), is_target_BT
-        ctx.num_targets_B = is_target_BT.sum(dim=1).clamp(min=1)
-        losses, ctx.log_normalisers = [], []
-        for b, logits_TV in enumerate(ctx.logits_BTV):  # a record at a time: what is wide stays small
-            logits_TV = _wide_logits(logits_TV)
-            log_shares_TV = logits_TV.log_softmax(dim=-1)  # fused, unlike logsumexp
-            losses_T = -log_shares_TV.gather(1, ctx.labels_BT[b].unsqueeze(1)).squeeze(1)
-            losses.append(losses_T.masked_fill(~is_target_BT[b], 0).sum())
-            # taken at the largest logit: at one far below, the difference would lose all digits
-            ctx.log_normalisers.append(logits_TV.amax(dim=-1) - log_shares_TV.amax(dim=-1))
-            del log_shares_TV  # before the next record's
-        return torch.stack(losses) / ctx.num_targets_B
+        ctx.labels_BT, ctx.num_targets_B = labels_BT, (labels_BT != IGNORED).sum(dim=1).clamp(min=1)
+        losses_BT, ctx.normalisers = _token_losses(ctx.logits_BTV, ctx.labels_BT)
+        return losses_BT.sum(dim=1) / ctx.num_targets_B
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad_B,) = grad_outputs
-        if not ctx.is_gradient:
+        if ctx.of_B is None:
             if ctx.logits_BTV._version != ctx.version:
                 raise DPConfigError(
                     "The logits changed between their loss and its gradient: two losses read them. Give token_mean a "
                     "copy (logits.clone()) in each."
                 )
-            for b, logits_TV in enumerate(ctx.logits_BTV):
-                wide_TV = _wide_logits(logits_TV)
-                share = 1 / ctx.num_targets_B[b].to(wide_TV.dtype)
-                wide_TV.sub_(ctx.log_normalisers[b].unsqueeze(1)).exp_().mul_(share)
-                wide_TV.scatter_add_(1, ctx.labels_BT[b].unsqueeze(1), -share.expand(len(wide_TV), 1))
-                wide_TV[~ctx.is_target_BT[b]] = 0
-                if wide_TV.data_ptr() != logits_TV.data_ptr():
-                    logits_TV.copy_(wide_TV)
-            ctx.is_gradient = True
-        if (grad_B == 1).all():
+            shares_B = grad_B / ctx.num_targets_B.to(grad_B.dtype)
+            _gradient_in_place(ctx.logits_BTV, ctx.labels_BT, shares_B, ctx.normalisers)
+            ctx.of_B = grad_B
             return ctx.logits_BTV, None
-        return ctx.logits_BTV * grad_B.view(-1, 1, 1).to(ctx.logits_BTV.dtype), None
+        if torch.equal(grad_B, ctx.of_B):
+            return ctx.logits_BTV, None
+        if not ctx.of_B.all():
+            raise DPConfigError("A second backward wants the gradient of a record that had the weight 0 in the first.")
+        return ctx.logits_BTV * (grad_B / ctx.of_B).view(-1, 1, 1).to(ctx.logits_BTV.dtype), None
+
+
+def _token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    """Cross entropy of every token, (B, T), 0 without a target; and what `_gradient_in_place` needs of it."""
+    if _fused(logits_BTV):
+        from hf_dpopt.kernels import cross_entropy
+
+        is_label_BT = (labels_BT >= 0) & (labels_BT < logits_BTV.size(-1))
+        torch._assert_async((is_label_BT | (labels_BT == IGNORED)).all(), "a label is outside of the vocabulary")
+        return cross_entropy.losses(logits_BTV, labels_BT)
+    losses, normalisers = [], []
+    for logits_TV, labels_T in zip(logits_BTV, labels_BT, strict=True):  # a record at a time: what is wide stays small
+        logits_TV = _wide_logits(logits_TV)
+        log_shares_TV = logits_TV.log_softmax(dim=-1)  # fused, unlike logsumexp
+        losses_T = -log_shares_TV.gather(1, _index(labels_T)).squeeze(1)
+        losses.append(losses_T.masked_fill(labels_T == IGNORED, 0))
+        # taken at the largest logit: at one far below, the difference would lose all digits
+        normalisers.append(logits_TV.amax(dim=-1) - log_shares_TV.amax(dim=-1))
+        del log_shares_TV  # before the next record's
+    return torch.stack(losses), normalisers
+
+
+def _gradient_in_place(
+    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, shares_B: torch.Tensor, normalisers: Any
+) -> None:
+    """Overwrites the logits with the gradient of ``sum_b shares_b sum_t loss_bt``."""
+    if _fused(logits_BTV):
+        from hf_dpopt.kernels import cross_entropy
+
+        return cross_entropy.gradient_(logits_BTV, labels_BT, shares_B, normalisers)
+    for b, logits_TV in enumerate(logits_BTV):
+        wide_TV = _wide_logits(logits_TV)
+        wide_TV.sub_(normalisers[b].unsqueeze(1)).exp_().mul_(shares_B[b])
+        wide_TV.scatter_add_(1, _index(labels_BT[b]), -shares_B[b].expand(len(wide_TV), 1))
+        wide_TV[labels_BT[b] == IGNORED] = 0
+        if wide_TV.data_ptr() != logits_TV.data_ptr():
+            logits_TV.copy_(wide_TV)
+    return None
+
+
+def _index(labels_T: torch.Tensor) -> torch.Tensor:
+    return labels_T.masked_fill(labels_T == IGNORED, 0).unsqueeze(1)
+
+
+def _fused(logits_BTV: torch.Tensor) -> bool:
+    return kernels.takes(logits_BTV) and logits_BTV.stride(-1) == 1
 
 
 def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoothing: float = 0.0) -> torch.Tensor:

@@ -17,10 +17,10 @@ class _Conv1D(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, site: Site) -> torch.Tensor:
         dtype = autocast_to(x)
-        x = x.to(dtype)
+        x, weight = x.to(dtype), weight.to(dtype)
         ctx.save_for_backward(x, weight)
         ctx.site = site
-        return torch.addmm(bias.to(dtype), x.flatten(0, -2), weight.to(dtype)).view(*x.shape[:-1], weight.size(1))
+        return torch.addmm(bias.to(dtype), x.flatten(0, -2), weight).view(*x.shape[:-1], weight.size(1))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from hf_dpopt.grads.capture import Site
 
 
+ALIGNED = 8  # elements of bfloat16 in 16 bytes
+MANY = 1024  # outputs from which a padded copy of the weight pays
+
+
 def tokens(x: torch.Tensor) -> torch.Tensor:
     """(B, features) or (B, ..., features) as (B, T, features)."""
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
@@ -40,6 +44,30 @@ def autocast_to(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.is_floating_point() else x.dtype
 
 
+def _aligned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The weight, with rows of zeros below it where a GPU's fast bfloat16 products want a multiple of 8 outputs.
+
+    GPT-2's head has 50,257 rows. Its logits, packed without gaps, send this product and the one of the backward to
+    kernels that are several times slower.
+    """
+    num_features = weight.size(0)
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and num_features >= MANY and num_features % ALIGNED):
+        return weight.to(x.dtype)
+    padded = x.new_zeros(num_features + -num_features % ALIGNED, weight.size(1))
+    padded[:num_features] = weight
+    return padded
+
+
+def _with_padding(grad: torch.Tensor, weight: torch.Tensor, place: int) -> torch.Tensor:
+    """The gradient of a padded output: in place of that output, with its zeros, or copied beside zeros."""
+    num_missing = weight.size(0) - grad.size(-1)
+    if num_missing == 0:
+        return grad
+    if grad.data_ptr() == place and grad.stride(-2) == weight.size(0):
+        return grad.as_strided((*grad.shape[:-1], weight.size(0)), grad.stride())
+    return F.pad(grad, (0, num_missing))
+
+
 class _Linear(torch.autograd.Function):
     """Returns the input gradient only; the weight gradient is formed by the engine once the clip factors are known."""
 
@@ -47,11 +75,16 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site, attribute: str
     ) -> torch.Tensor:
-        dtype = autocast_to(x)
-        x = x.to(dtype)
+        x = x.to(autocast_to(x))
+        num_features, weight = weight.size(0), _aligned(x, weight)
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.attribute = site, attribute
-        return F.linear(x, weight.to(dtype), None if bias is None else bias.to(dtype))
+        if weight.size(0) > num_features:
+            out = F.linear(x, weight)
+            ctx.place = out.data_ptr()
+            out = out[..., :num_features]
+            return out if bias is None else out.add_(bias)
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
@@ -62,8 +95,10 @@ class _Linear(torch.autograd.Function):
             site.add(ctx.attribute, matmul_contribution(grad_BTO, tokens(x)))
         if site.trains("bias"):
             site.add("bias", Dense(grad_BTO.sum(dim=1, dtype=torch.promote_types(grad_BTO.dtype, torch.float32))))
-        needs_input = ctx.needs_input_grad[0]
-        return (grad_output @ weight.to(grad_output.dtype) if needs_input else None), None, None, None, None
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            grad_input = _with_padding(grad_output, weight, getattr(ctx, "place", 0)) @ weight.to(grad_output.dtype)
+        return grad_input, None, None, None, None
 
 
 def matmul(site: Site, x: torch.Tensor, attribute: str) -> torch.Tensor:

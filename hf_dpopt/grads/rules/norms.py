@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dpopt.grads.contributions import Dense, wide
+from hf_dpopt import kernels
+from hf_dpopt.grads.contributions import Dense
+from hf_dpopt.grads.products import wide
 
 if TYPE_CHECKING:
     from hf_dpopt.grads.capture import Site
@@ -64,6 +66,11 @@ def _parameter_gradients(
         ]
         by_name = dict(zip(("weight", "bias"), zip(*grads, strict=True), strict=True))
         return {name: torch.stack(per_record) for name, per_record in by_name.items() if per_record[0] is not None}
+    if len(shape) == 1 and x.dim() > 2 and kernels.takes(grad_output, x, mean, rstd):
+        from hf_dpopt.kernels import layer_norm
+
+        grad_BTD, x_BTD = (tensor.flatten(1, -2) for tensor in (grad_output, x))
+        return dict(zip(("weight", "bias"), layer_norm.parameter_gradients(grad_BTD, x_BTD, mean, rstd), strict=True))
     dims = tuple(range(1, x.dim() - len(shape)))  # the token dimensions between record and features
     grad = wide(grad_output)
     scaled = grad * ((wide(x) - wide(mean)) * wide(rstd))
