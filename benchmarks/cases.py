@@ -79,7 +79,8 @@ class Case:
         self, shape: Shape, finetuning: str, *, device: str = "cpu", bf16: bool = False, checkpointing: bool = False
     ):
         self.shape, self.device, self.bf16 = shape, device, bf16
-        self.model = shape.model().to(device).train()
+        with torch.device(device):
+            self.model = shape.model().train()
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if finetuning == "lora":

@@ -1,10 +1,11 @@
-"""Clipping on a GPU: throughput and memory of RoBERTa-large and GPT-2 against the non-private step, at the best batch.
+"""Clipping on a GPU: throughput and memory of RoBERTa-large and GPT-2 against the non-private step, and the noise.
 
     python benchmarks/gpu.py --output docs/gpu.json
 
-For every model, length, precision and way the physical batch is doubled until memory is full; the throughput reported is
-the best of any batch that fits. Needs torch, transformers and hf_dpopt, no network (models come from configs, with random
-weights). `--device cpu --shapes roberta-256x4 --max_batch 4` tries the script without a GPU.
+For every model, length, finetuning and precision the ways are interleaved in one process at a few physical batches, given
+as tokens; a throughput is that of the median step at the best of them. Then the cost of the noise of one logical step
+over all trainable parameters. Needs torch, transformers, peft and hf_dpopt; no network (models come from configs, with
+random weights). `--device cpu --shapes roberta-256x4 --tokens 128 --batch_tokens 512` tries the script without a GPU.
 
 Published, for book-keeping (Bu et al. 2023, arXiv:2210.00038): 0.80 of the non-private throughput on GPT-2, 0.70 to 0.76
 on RoBERTa-large, memory within 1 %.
@@ -18,67 +19,96 @@ import gc
 import json
 import statistics
 import time
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from cases import SHAPES, Case, peak_mib, synchronize, versions
+from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
+
+from hf_dpopt.mechanisms.randomness import NOISE_SOURCES, make_noise_source
 
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
 WAYS = ("stock", "book_keeping", "two_pass")
 
 
-def step_ms(case: Case, step: Any, repetitions: int) -> float:
-    """Median milliseconds by device events (by the clock on a CPU)."""
+@dataclasses.dataclass
+class Row:
+    """One way at one physical batch; the ratios of `to_stock` are of one run."""
+
+    shape: str
+    tokens: int
+    finetuning: str
+    precision: str
+    way: str
+    batch: int
+    ms: float
+    mib: float
+
+    @property
+    def records_per_s(self) -> float:
+        return 1e3 * self.batch / self.ms
+
+
+def measure(name: str, tokens: int, finetuning: str, precision: str, batch: int, options: Any) -> list[Row]:
+    """All ways at one physical batch, interleaved; none if one of them does not fit."""
+    case = Case(
+        dataclasses.replace(SHAPES[name], batch=batch, tokens=tokens), finetuning, device=options.device,
+        bf16=precision == "bf16", checkpointing=options.checkpointing,
+    )  # fmt: skip
+    steps: dict[str, Callable[[], None]] = {way: getattr(case, way)() for way in options.ways}
+    times: dict[str, list[float]] = {way: [] for way in steps}
+    memory = {}
+    try:
+        for way, step in steps.items():
+            seconds(case, step)
+            case.release()
+            memory[way] = peak_mib(case, step)
+        for _ in range(options.repetitions):
+            for way, step in steps.items():
+                times[way].append(1e3 * seconds(case, step))
+    except torch.OutOfMemoryError:
+        return []
+    return [
+        Row(name, tokens, finetuning, precision, way, batch, statistics.median(times[way]), memory[way])
+        for way in steps
+    ]  # fmt: skip
+
+
+def free(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def noise_ms(name: str, finetuning: str, source: str, options: Any) -> float:
+    """Median milliseconds to draw the noise of one step for every trainable parameter and add it."""
+    case = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning, device=options.device)
+    sums = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in case.trained.items()}
+    normals = make_noise_source(source, bytes(range(32)))
     times = []
-    for _ in range(2):
-        case.release()
-        step()
-    for _ in range(repetitions):
-        case.release()
-        if case.device == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            step()
-            end.record()
-            torch.cuda.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
-            began = time.perf_counter()
-            step()
-            times.append(1e3 * (time.perf_counter() - began))
+    for step in range(options.repetitions):
+        synchronize(options.device)
+        start = time.perf_counter()
+        for number, total in enumerate(sums.values()):
+            total.add_(normals.normal(total.shape, step=step, tensor=number, device=options.device), alpha=0.5)
+        synchronize(options.device)
+        times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
 
 
-def measure(shape: Any, finetuning: str, way: str, options: argparse.Namespace, bf16: bool) -> dict[str, Any] | None:
-    """One batch size; None if it does not fit."""
-    case = step = None
-    try:
-        case = Case(shape, finetuning, device=options.device, bf16=bf16, checkpointing=options.checkpointing)
-        step = getattr(case, way)()
-        ms = step_ms(case, step, options.repetitions)
-        case.release()
-        mib = peak_mib(case, step)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        del case, step
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    return {"batch": shape.batch, "ms": ms, "records_per_s": 1e3 * shape.batch / ms, "mib": mib}
-
-
-def sweep(name: str, tokens: int, finetuning: str, way: str, options: argparse.Namespace, bf16: bool) -> list[dict]:
-    """All batches that fit, doubled from `--min_batch`."""
-    found, batch = [], options.min_batch
-    while batch <= options.max_batch:
-        shape = dataclasses.replace(SHAPES[name], batch=batch, tokens=tokens)
-        row = measure(shape, finetuning, way, options, bf16)
-        if row is None:
-            break
-        found.append(row)
-        batch *= 2
-    return found
+def print_best(rows: list[Row]) -> None:
+    """A table line per way: its best throughput, and memory at the largest batch that all fit."""
+    stock = [row for row in rows if row.way == "stock"]
+    for way in dict.fromkeys(row.way for row in rows):
+        mine = [row for row in rows if row.way == way]
+        best, reference = (max(rs, key=lambda r: r.records_per_s) for rs in (mine, stock))
+        last, stock_last = (max(rs, key=lambda r: r.batch) for rs in (mine, stock))
+        print(
+            f"| {best.shape} | {best.tokens} | {best.finetuning} | {best.precision} | {way} | {best.batch} "
+            f"| {best.ms:.1f} | {best.records_per_s:.0f} | {best.records_per_s / reference.records_per_s:.2f} "
+            f"| {last.mib:.0f} at {last.batch} | x{last.mib / max(stock_last.mib, 1e-9):.2f} |", flush=True,
+        )  # fmt: skip
 
 
 def main() -> None:
@@ -90,36 +120,51 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--min_batch", type=int, default=4)
-    parser.add_argument("--max_batch", type=int, default=512)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--output")
+    parser.add_argument(
+        "--batch_tokens", nargs="+", type=int, default=[4096, 16384], help="physical batches, in tokens"
+    )
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--output", help="rows as json, written after every model")
     options = parser.parse_args()
-    rows = []
-    print("| model | tokens | finetuning | precision | way | largest batch | records/s (best) | to stock | MiB at the common batch | to stock |")  # fmt: skip
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("no CUDA device: nothing was measured (--device cpu tries the script)")
+        return
+    rows, noise = list[Row](), list[dict[str, Any]]()
+
+    def save() -> None:
+        if options.output:
+            found = {
+                "device": device_name(options.device),
+                **versions(),
+                "rows": [dataclasses.asdict(r) for r in rows],
+            }
+            Path(options.output).write_text(json.dumps({**found, "noise": noise}, indent=1), encoding="utf-8")
+
+    print(f"{device_name(options.device)}, {versions()}, medians of {options.repetitions} interleaved repetitions\n")
+    print("| model | tokens | finetuning | precision | way | best batch | ms | records/s | to non-private | MiB | to non-private |")  # fmt: skip
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for name in options.shapes:
         for tokens in options.tokens:
             for finetuning in options.finetuning:
                 for precision in options.precisions:
-                    stock: list[dict] = []
-                    for way in options.ways:
-                        found = sweep(name, tokens, finetuning, way, options, precision == "bf16")
-                        stock = found if way == "stock" else stock
-                        rows.append({"shape": name, "tokens": tokens, "finetuning": finetuning, "precision": precision, "way": way, "batches": found})  # fmt: skip
-                        if not found or not stock:
-                            print(f"| {name} | {tokens} | {finetuning} | {precision} | {way} | none fits | | | | |")
-                            continue
-                        best, reference = (max(r["records_per_s"] for r in rs) for rs in (found, stock))
-                        common = min(len(found), len(stock)) - 1
-                        memory = found[common]["mib"] / max(stock[common]["mib"], 1e-9)
-                        print(
-                            f"| {name} | {tokens} | {finetuning} | {precision} | {way} | {found[-1]['batch']} | {best:.1f} "
-                            f"| {best / reference:.2f} | {found[common]['mib']:.0f} | {memory:.2f} |", flush=True,
-                        )  # fmt: skip
-                        if options.output:
-                            with open(options.output, "w", encoding="utf-8") as file:
-                                json.dump({"rows": rows, "device": device_name(options.device), **versions()}, file, indent=1)  # fmt: skip
-    synchronize(options.device)
+                    found = list[Row]()
+                    sizes = options.batch_tokens if precision == "bf16" else options.batch_tokens[:1]
+                    for batch in [max(1, n // tokens) for n in sizes]:
+                        found += measure(name, tokens, finetuning, precision, batch, options)
+                        free(options.device)
+                    rows += found
+                    print_best(found)
+                    save()
+    print("\n| model | finetuning | parameters | noise | ms |\n|---|---|---|---|---|")
+    for name in options.shapes:
+        for finetuning in options.finetuning:
+            trained = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning).trained
+            size = sum(p.numel() for p in trained.values())
+            for source in NOISE_SOURCES:
+                ms = noise_ms(name, finetuning, source, options)
+                noise.append({"shape": name, "finetuning": finetuning, "parameters": size, "source": source, "ms": ms})
+                print(f"| {name} | {finetuning} | {size / 1e6:.1f} million | {source} | {ms:.1f} |", flush=True)
+                save()
 
 
 def device_name(device: str) -> str:
