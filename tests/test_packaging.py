@@ -31,7 +31,10 @@ BROUGHT_ALONG = {
     "tokenizers": "transformers",
     "safetensors": "transformers",
     "pyarrow": "datasets",  # imported only to look into one of its datasets
+    "triton": "torch",  # of builds for CUDA; imported only there
 }
+# torch for CUDA demands one version of it; a pin here would contradict another one.
+LEFT_TO_TORCH = {"triton"}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +66,8 @@ def test_metadata_has_lower_bounds_only(project: dict[str, Any]) -> None:
 
 def test_every_dependency_is_pinned_within_its_bound(project: dict[str, Any], pins: dict[str, Version]) -> None:
     for requirement in [*all_requirements(project), *map(Requirement, project["build-system"]["requires"])]:
+        if requirement.name in LEFT_TO_TORCH:
+            continue
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), str(requirement)
 
 

@@ -31,7 +31,6 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 from recipes.tables import TEXT_EXTENSIONS, read_table
 
 SEED = 0
-BATCH = 32
 MAX_WORDS = 30
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|<br />")
 
@@ -75,19 +74,28 @@ def make_model(tokenizer: PreTrainedTokenizerBase, *, width: int, layers: int) -
     return T5ForConditionalGeneration(config)
 
 
-def train(model: AutoModelForSeq2SeqLM, tokenizer: PreTrainedTokenizerBase, texts: list[str], num_steps: int) -> None:
+def train(
+    model: AutoModelForSeq2SeqLM,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    num_steps: int,
+    batch_size: int = 32,
+    device: str = "cpu",
+) -> None:
     """Ordinary training; prints the loss now and then."""
     rng, collate = random.Random(SEED), DataCollatorForSeq2Seq(tokenizer)
-    model.set_attn_implementation("eager")  # on a CPU in bf16 the fused one is slower for short texts
+    if device == "cpu":
+        model.set_attn_implementation("eager")  # in bf16 the fused one is slower there for short texts
+    model.to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=max(num_steps, 1))
     for step in range(num_steps):
-        chosen = rng.sample(texts, BATCH)
+        chosen = rng.sample(texts, batch_size)
         sides = ([words_of(text, rng) for text in chosen], chosen)
         ids = [[[*row, tokenizer.eos_token_id] for row in tokenizer(side)["input_ids"]] for side in sides]
         batch = collate([{"input_ids": source, "labels": target} for source, target in zip(*ids, strict=True)])
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch).loss
+        with torch.autocast(device, torch.bfloat16):
+            loss = model(**batch.to(device)).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -103,6 +111,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", required=True, help="folder or name")
     parser.add_argument("--output", required=True, help="folder to write")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch_size", type=int, default=32)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sentences", type=int, default=40_000)
@@ -114,7 +123,8 @@ def main() -> None:
     tokenizer = tokenizer_with_padding(options.tokenizer)
     model = make_model(tokenizer, width=options.width, layers=options.layers)
     print(f"{model.num_parameters():,} parameters, {len(texts):,} sentences")
-    train(model, tokenizer, texts, options.steps)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    train(model, tokenizer, texts, options.steps, options.batch_size, device)
     model.save_pretrained(options.output)
     tokenizer.save_pretrained(options.output)
 
