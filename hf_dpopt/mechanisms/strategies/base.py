@@ -16,6 +16,7 @@ import json
 from typing import Any, ClassVar
 
 import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
 from scipy.linalg import solve_triangular, toeplitz
 from scipy.signal import fftconvolve
 
@@ -107,7 +108,9 @@ class ToeplitzStrategy(NoiseStrategy):
             return np.cumsum(np.cumsum(noising) ** 2)
         if workload.step_sizes is None:
             return np.cumsum(fftconvolve(workload.coefs, noising)[:n] ** 2)
-        return super().per_query_error(n, workload)
+        size = next_fast_len(2 * n, real=True)  # every row of A correlated with the coefficients of B
+        spectrum = rfft(workload.matrix(), size, axis=1) * rfft(noising, size).conj()
+        return np.square(irfft(spectrum, size, axis=1)[:, :n]).sum(axis=1)
 
     def row_norm(self, t: int) -> float:
         return float(np.linalg.norm(self.noising_coefs(t + 1)))

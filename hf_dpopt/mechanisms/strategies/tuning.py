@@ -40,10 +40,10 @@ def optimize_nu(n: int, participation: Participation, workload: Workload | None 
     def loss(log_nu: float) -> float:
         return NuDPFTRL(float(np.exp(log_nu))).mean_loss(n, participation, workload)
 
-    grid = np.linspace(np.log(1e-3 / n), 0.0, 25)
+    grid = np.linspace(np.log(1e-2 / n), 0.0, 13)
     lowest = int(np.argmin([loss(x) for x in grid]))
     around = (grid[max(0, lowest - 1)], grid[min(len(grid) - 1, lowest + 1)])
-    found = NuDPFTRL(float(np.exp(minimize_scalar(loss, bounds=around, method="bounded", options={"xatol": 1e-3}).x)))
+    found = NuDPFTRL(float(np.exp(minimize_scalar(loss, bounds=around, method="bounded", options={"xatol": 3e-3}).x)))
     return min(found, NuDPFTRL(0.0), NuDPFTRL(1.0), key=lambda s: s.mean_loss(n, participation, workload))
 
 
