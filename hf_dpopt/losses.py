@@ -39,10 +39,8 @@ class _TokenMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         # not save_for_backward: the backward writes into it, and two-pass clipping runs the backward twice
-        ctx.logits_BTV, ctx.of_B = (
-            logits_BTV.detach(),
-            None,
-        )  # of_B: what the logits are the gradient of, once they are
+        ctx.logits_BTV = logits_BTV.detach()
+        ctx.weights_B = None  # of the losses whose gradient the logits have become
         ctx.version = ctx.logits_BTV._version
         ctx.labels_BT, ctx.num_targets_B = labels_BT, (labels_BT != IGNORED).sum(dim=1).clamp(min=1)
         losses_BT, ctx.normalisers = _token_losses(ctx.logits_BTV, ctx.labels_BT)
@@ -51,7 +49,7 @@ class _TokenMean(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
         (grad_B,) = grad_outputs
-        if ctx.of_B is None:
+        if ctx.weights_B is None:
             if ctx.logits_BTV._version != ctx.version:
                 raise DPConfigError(
                     "The logits changed between their loss and its gradient: two losses read them. Give token_mean a "
@@ -59,13 +57,16 @@ class _TokenMean(torch.autograd.Function):
                 )
             shares_B = grad_B / ctx.num_targets_B.to(grad_B.dtype)
             _gradient_in_place(ctx.logits_BTV, ctx.labels_BT, shares_B, ctx.normalisers)
-            ctx.of_B = grad_B
+            ctx.weights_B = grad_B
             return ctx.logits_BTV, None
-        if torch.equal(grad_B, ctx.of_B):
+        if torch.equal(grad_B, ctx.weights_B):
             return ctx.logits_BTV, None
-        if not ctx.of_B.all():
-            raise DPConfigError("A second backward wants the gradient of a record that had the weight 0 in the first.")
-        return ctx.logits_BTV * (grad_B / ctx.of_B).view(-1, 1, 1).to(ctx.logits_BTV.dtype), None
+        if ((ctx.weights_B == 0) & (grad_B != 0)).any():
+            raise DPConfigError(
+                "A second backward wants the gradient of a record that had the weight 0 in the first."
+            )  # fmt: skip
+        ratio_B = torch.where(grad_B == 0, 0, grad_B / ctx.weights_B)
+        return ctx.logits_BTV * ratio_B.view(-1, 1, 1).to(ctx.logits_BTV.dtype), None
 
 
 def _token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -119,6 +120,11 @@ def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoot
 
     The logits are overwritten in the backward if what made them does not need them there.
     """
+    if labels_BT.shape != logits_BTV.shape[:2]:
+        raise DPConfigError(
+            f"The labels have shape {tuple(labels_BT.shape)}, the logits {tuple(logits_BTV.shape)}: expected one "
+            "label per token. Check the collator, and decoder_input_ids that are not the labels shifted."
+        )
     if label_smoothing == 0 and type(logits_BTV.grad_fn).__name__ in KEEP_NO_OUTPUT:
         return _TokenMean.apply(logits_BTV, labels_BT)
     losses_BT = F.cross_entropy(

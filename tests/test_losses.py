@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
@@ -463,3 +464,23 @@ def test_logits_that_their_own_backward_reads_are_left_alone():
     before = logits.detach().clone()
     token_mean(logits, torch.randint(0, 4, (2, 3))).sum().backward()
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("num_labels", [4, 8])
+def test_labels_of_another_length_are_refused(num_labels):
+    logits = F.linear(torch.randn(3, 6, 5), torch.randn(10, 5, requires_grad=True))
+    with pytest.raises(DPConfigError, match="one label per token"):
+        token_mean(logits, torch.zeros(3, num_labels, dtype=torch.long))
+
+
+def test_a_second_backward_with_other_weights():
+    weight = torch.randn(10, 5, dtype=torch.float64, requires_grad=True)
+    x, labels = torch.randn(3, 6, 5, dtype=torch.float64), torch.randint(0, 10, (3, 6))
+    plain = F.cross_entropy((x @ weight.T).flatten(0, 1), labels.flatten(), reduction="none").view(3, 6).mean(1)
+    in_place = token_mean(F.linear(x, weight).mul(1.0), labels)
+    for weights in ([1.0, 0.0, 1.0], [2.0, 0.0, 0.5]):
+        (want,) = torch.autograd.grad((plain * torch.tensor(weights)).sum(), weight, retain_graph=True)
+        (got,) = torch.autograd.grad((in_place * torch.tensor(weights)).sum(), weight, retain_graph=True)
+        torch.testing.assert_close(got, want)
+    with pytest.raises(DPConfigError, match="weight 0 in the first"):
+        torch.autograd.grad(in_place.sum(), weight)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_dpopt.kernels import on_device_of_first
+
 
 @triton.jit
 def _forward_kernel(
@@ -53,6 +55,7 @@ def _gradient_kernel(
         tl.store(logits_ptr + v, gradient.to(logits_ptr.dtype.element_ty), mask=v < V)
 
 
+@on_device_of_first
 def losses(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
@@ -70,6 +73,7 @@ def losses(
     return losses_BT, (largest_BT, log_sum_BT)
 
 
+@on_device_of_first
 def gradient_(
     logits_BTV: torch.Tensor,
     labels_BT: torch.Tensor,

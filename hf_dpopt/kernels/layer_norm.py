@@ -9,13 +9,16 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_dpopt.kernels import on_device_of_first
+
 
 @triton.jit
 def _kernel(
     grad_ptr, x_ptr, mean_ptr, rstd_ptr, scale_ptr, shift_ptr, T, D, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    b = tl.program_id(1).to(tl.int64)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    blocks = tl.cdiv(D, BLOCK_D)
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    d = (tl.program_id(0) % blocks) * BLOCK_D + tl.arange(0, BLOCK_D)
     scale, shift = tl.zeros((BLOCK_D,), dtype=tl.float32), tl.zeros((BLOCK_D,), dtype=tl.float32)
     for first in range(0, T, BLOCK_T):
         t = first + tl.arange(0, BLOCK_T)
@@ -32,6 +35,7 @@ def _kernel(
     tl.store(shift_ptr + b * D + d, shift, mask=d < D)
 
 
+@on_device_of_first
 def parameter_gradients(
     grad_BTD: torch.Tensor, x_BTD: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +49,7 @@ def parameter_gradients(
     """
     B, T, D = x_BTD.shape
     scale_BD, shift_BD = (x_BTD.new_empty(B, D, dtype=torch.float32) for _ in range(2))
-    _kernel[(triton.cdiv(D, 128), B)](
+    _kernel[(triton.cdiv(D, 128) * B,)](
         grad_BTD.contiguous(), x_BTD.contiguous(), mean.contiguous(), rstd.contiguous(), scale_BD, shift_BD, T, D,
         BLOCK_T=32, BLOCK_D=128, num_warps=4,
     )  # fmt: skip

@@ -13,10 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_dpopt.kernels import on_device_of_first
+
 TOKENS = 64  # of a tile of a Gram matrix
 BLOCK_P = BLOCK_Q = 128
-# Tiles of small weights do not fill a device: the records are then split until there are this many programs.
-PROGRAMS = 2 * 132
+# Tiles of small weights do not fill a device: the records are then split until there are about this many programs, two
+# for each multiprocessor of the largest devices.
+PROGRAMS = 264
 
 
 @triton.jit
@@ -27,7 +30,7 @@ def _squares_kernel(
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Tile (i, j), j <= i, of both Gram matrices of one record, multiplied and added up; never written to memory."""
-    tile, b = tl.program_id(0), tl.program_id(1)
+    tile, b = tl.program_id(0) % num_tiles, tl.program_id(0) // num_tiles
     i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)
     i = tl.where(i * (i + 1) // 2 > tile, i - 1, i)  # the square root may round across a whole number
     i = tl.where((i + 1) * (i + 2) // 2 <= tile, i + 1, i)
@@ -40,9 +43,9 @@ def _squares_kernel(
     products = of_left * of_right
     total = tl.sum(tl.sum(products, axis=1), axis=0)
     on_diagonal = tl.where(rows[:, None] == columns[None, :], products, 0.0)
-    found_ptr += b * num_tiles + tile
+    found_ptr += tl.program_id(0)
     tl.store(found_ptr, tl.where(i == j, total, 2 * total))
-    tl.store(found_ptr + tl.num_programs(1) * num_tiles, tl.sum(tl.sum(on_diagonal, axis=1), axis=0))
+    tl.store(found_ptr + tl.num_programs(0), tl.sum(tl.sum(on_diagonal, axis=1), axis=0))
 
 
 @triton.jit
@@ -57,12 +60,14 @@ def _gram_tile(
         inside = first + k < K
         x = tl.load(row_ptrs, mask=(rows[:, None] < T) & inside[None, :], other=0.0)
         y = tl.load(column_ptrs, mask=(columns[None, :] < T) & inside[:, None], other=0.0)
-        gram = tl.dot(x, y, gram, input_precision="ieee")
+        # added up outside of the tensor cores, which truncate: over a vocabulary, norms would come out too small
+        gram += tl.dot(x, y, input_precision="ieee")
         row_ptrs += BLOCK_K * stride_k
         column_ptrs += BLOCK_K * stride_k
     return gram
 
 
+@on_device_of_first
 def squares(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Squared norms of ``left_b^T right_b``, and what they would be if tokens were orthogonal; float32, (B,) each.
 
@@ -77,7 +82,7 @@ def squares(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> tuple[torch.Tens
     rows = triton.cdiv(T, TOKENS)
     num_tiles = rows * (rows + 1) // 2
     found_2BN = left_BTP.new_empty(2, B, num_tiles, dtype=torch.float32)
-    _squares_kernel[(num_tiles, B)](
+    _squares_kernel[(num_tiles * B,)](
         left_BTP, right_BTQ, found_2BN, T, P, right_BTQ.size(2), num_tiles,
         *left_BTP.stride(), *right_BTQ.stride(), BLOCK_T=TOKENS,
         BLOCK_K=128 if T <= 256 else 64, num_warps=4, num_stages=3 if T <= 256 else 4,
@@ -96,8 +101,8 @@ def _weighted_sum_kernel(
     """Tile (p, q) of the sum over some records; the factor multiplies the float32 product of a block of tokens."""
     tiles_q = tl.cdiv(Q, BLOCK_Q)
     tile, part = tl.program_id(0), tl.program_id(1)
-    p = (tile // tiles_q) * BLOCK_P + tl.arange(0, BLOCK_P)
-    q = (tile % tiles_q) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    p = ((tile // tiles_q) * BLOCK_P + tl.arange(0, BLOCK_P)).to(tl.int64)
+    q = ((tile % tiles_q) * BLOCK_Q + tl.arange(0, BLOCK_Q)).to(tl.int64)
     t = tl.arange(0, BLOCK_T)
     blocks_of_record = tl.cdiv(T, BLOCK_T)
     first = part * records_each
@@ -114,13 +119,14 @@ def _weighted_sum_kernel(
             right_ptr + rows[:, None] + q[None, :] * right_q, mask=(token[:, None] < T) & (q[None, :] < Q), other=0.0
         )
         total += tl.load(factors_ptr + b) * tl.dot(tl.trans(left), right, input_precision="ieee")
-    place = part.to(tl.int64) * P * Q + p.to(tl.int64)[:, None] * Q + q[None, :]
+    place = part.to(tl.int64) * P * Q + p[:, None] * Q + q[None, :]
     inside = (p[:, None] < P) & (q[None, :] < Q)
     if ACCUMULATE:
         total += tl.load(out_ptr + place, mask=inside, other=0.0)
     tl.store(out_ptr + place, total, mask=inside)
 
 
+@on_device_of_first
 def add_weighted_sum_(
     total_PQ: torch.Tensor, left_BTP: torch.Tensor, right_BTQ: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1
 ) -> None:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -c constraints.txt '.[test]'")
 
+from hf_dpopt import kernels
 from hf_dpopt.kernels import cross_entropy, layer_norm, outer
 
 HAS_GPU = torch.cuda.is_available()
@@ -31,6 +32,14 @@ def test_squares(shape, dtype):
     torch.testing.assert_close(squares.double(), want, rtol=1e-5, atol=0)
     diagonal = (left.double().square().sum(2) * right.double().square().sum(2)).sum(1)
     torch.testing.assert_close(energy.double(), diagonal, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_over_a_vocabulary_of_one_sign(dtype):
+    """Tensor cores truncate what they add up: one long sum of positive numbers would come out too small."""
+    left, right = torch.rand(2, 8, 50_257, device=DEVICE).to(dtype), torch.rand(2, 8, 40, device=DEVICE).to(dtype)
+    want = torch.bmm(left.double().mT, right.double()).square().sum(dim=(1, 2))
+    torch.testing.assert_close(outer.squares(left, right)[0].double(), want, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -112,3 +121,19 @@ def test_logits_in_rows_that_do_not_touch():
     beside = wider[..., 40:].clone()
     cross_entropy.gradient_(logits, labels, torch.ones(2, device=DEVICE), normalisers)
     assert torch.equal(wider[..., 40:], beside)
+
+
+def test_where_they_cannot_be_built_torch_serves_and_says_so(monkeypatch):
+    def no_compiler(*args):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(cross_entropy, "losses", no_compiler)
+    kernels._work_on.cache_clear()
+    with pytest.warns(UserWarning, match="Failed to find C compiler.*HF_DPOPT_KERNELS=0"):
+        assert not kernels._work_on(torch.device(DEVICE))
+    kernels._work_on.cache_clear()
+    monkeypatch.setenv("HF_DPOPT_KERNELS", "0")
+    assert not kernels._work_on(torch.device(DEVICE))
+    kernels._work_on.cache_clear()
+    monkeypatch.undo()
+    assert kernels._work_on(torch.device(DEVICE))
