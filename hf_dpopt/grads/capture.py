@@ -80,6 +80,12 @@ class Site:
     def add(self, attribute: str, contribution: Contribution) -> None:
         self.sink.add(self, self.parameter_names[attribute], contribution)
 
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter in `dtype`, converted once in a step."""
+        return (
+            parameter if parameter.dtype == dtype else self.sink.copy_of(parameter, dtype, lambda: parameter.to(dtype))
+        )
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # The recorded run is the one autograd follows: checkpointing runs two, and both must have the same shapes,
         # which rules for whole methods change.
@@ -121,6 +127,7 @@ class Capture:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.receive: Receiver = _not_recording
         self.num_records = 0
+        self._copies: dict[Any, torch.Tensor] = {}
         self._names = {id(p): name for name, p in self.parameters.items()}
         experts = in_mixture(model, self.parameters)
         if experts:
@@ -177,6 +184,13 @@ class Capture:
             )
         self.receive(name, contribution)
 
+    def copy_of(self, parameter: torch.Tensor, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A copy of a parameter (in autocast's dtype, say) that all its uses in a step share."""
+        key = (id(parameter), kind)
+        if key not in self._copies:
+            self._copies[key] = make()
+        return self._copies[key]
+
     @contextlib.contextmanager
     def recording(self, num_records: int, receive: Receiver) -> Iterator[Capture]:
         """Inside, the sites are patched, and `receive(parameter name, contribution)` is called during the backward."""
@@ -189,3 +203,4 @@ class Capture:
             for site in self.sites:
                 site.remove()
             self.receive = _not_recording
+            self._copies.clear()

@@ -18,7 +18,6 @@ from hf_dpopt.clipping import Clipping
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.contributions import ClippedSum
-from hf_dpopt.grads.products import wide
 
 LossFunction = Callable[[], torch.Tensor]
 
@@ -120,9 +119,9 @@ class ClippingEngine(abc.ABC):
 
     def _no_squares(self, losses_B: torch.Tensor) -> dict[str, torch.Tensor]:
         """Group -> zeros, (B,); unused layers count as groups too. A loss that is not finite drops its record."""
-        return {
-            group: wide(losses_B.detach()) * 0 for group in {self.clipping.group(name) for name in self.parameters}
-        }
+        is_wide = all(p.dtype == torch.float64 for p in self.parameters.values())
+        zeros_B = losses_B.detach().to(torch.float64 if is_wide else torch.float32) * 0  # in the dtype of the sums
+        return {group: zeros_B.clone() for group in {self.clipping.group(name) for name in self.parameters}}
 
     def _statistics(
         self, losses_B: torch.Tensor, factors: dict[str, torch.Tensor], keep_B: torch.Tensor

@@ -1,5 +1,8 @@
 """Two-pass ghost clipping: one forward and two backwards over its graph; the first takes norms, the second sums.
 
+A third runs where norms need contributions together or materialised: in the first batch of a model with tied weights,
+and for a record whose tokens cancel.
+
 Nothing is kept between layers, so gradient checkpointing saves what it saves without privacy. Costs one more pass of
 input gradients (and recomputation) than book-keeping.
 

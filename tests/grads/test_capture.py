@@ -7,6 +7,7 @@ import random
 import peft
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers as tf
 from torch import nn
 
@@ -14,7 +15,8 @@ from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
 from hf_dpopt.clipping import make_clipping
 from hf_dpopt.grads import make_engine
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.rules import broadcast
+from hf_dpopt.grads.rules import broadcast, linear
+from hf_dpopt.losses import RecordLosses
 from tests.grads.models import MODELS, batch_for, bert, gpt2, llama
 from tests.reference import clipping as reference
 
@@ -249,3 +251,65 @@ def test_flattened_tokens_that_are_not_in_order_are_refused():
     ids = torch.randint(3, 60, (3, 4))
     with pytest.raises(UnsupportedModuleError, match="first dimension 12, but the batch has 3 records"):
         clipped_gradient_sum(model, {"input_ids": ids, "labels": ids}, clipping_norm=1.0)
+
+
+def test_a_layer_that_is_used_many_times_keeps_one_converted_weight():
+    """ALBERT runs one layer again and again; autocast converts its weights once."""
+    model = MODELS["albert"]()
+    batch, engine, kept = batch_for(model), make_engine(model, make_clipping("flat", 0.1), "book_keeping"), {}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    def loss():
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", torch.bfloat16):
+            return RecordLosses(model)(batch)
+
+    engine.add_clipped_sum(engine.empty_sum(), loss, len(batch["labels"]))
+    layer = model.albert.encoder.albert_layer_groups[0].albert_layers[0].ffn.weight
+    of_its_shape = [x for x in kept.values() if x.shape == layer.shape and x.dtype == torch.bfloat16]
+    assert model.config.num_hidden_layers > 1 and len(of_its_shape) == 1
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama-untied", "roberta-mlm"])
+def test_a_head_with_padded_rows(name, in_place, engine, monkeypatch):
+    """As on a GPU, where the outputs are no multiple of 8; also when the loss changes the logits in place."""
+    model = MODELS[name]().double()
+    batch = batch_for(model)
+
+    def of_logits(outputs, labels):
+        logits = outputs.logits.mul_(0.7) if in_place else outputs.logits * 0.7
+        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="none").mean(1)
+
+    norm = 0.1
+    want = [clipped_gradient_sum(model, batch, clipping_norm=norm, engine=engine, loss=f) for f in ("auto", of_logits)]
+    monkeypatch.setattr(linear, "wants_alignment", lambda x, num_features: num_features % linear.ALIGNED != 0)
+    assert model.config.vocab_size % linear.ALIGNED
+    got = [clipped_gradient_sum(model, batch, clipping_norm=norm, engine=engine, loss=f) for f in ("auto", of_logits)]
+    for a, b in zip(got, want, strict=True):
+        assert reference.relative_error(a, b) < 1e-12
+
+
+def test_sums_are_tensors_of_their_own():
+    model = MODELS["bert"]()
+    result = clipped_gradient_sum(model, batch_for(model), clipping_norm=0.1)
+    places = [total.untyped_storage().data_ptr() for total in result.values()]
+    assert len(set(places)) == len(places)
+    for name, p in model.named_parameters():
+        p.grad = result[name]
+        p.grad.add_(p.detach(), alpha=0.1)  # weight decay, as an optimizer of one's own may write it
+        assert p.grad.untyped_storage().nbytes() == p.grad.nbytes
+
+
+def test_a_loss_in_float64_leaves_the_bound_of_a_float32_model():
+    model = MODELS["bert"]()
+    for seed in range(12):
+        torch.manual_seed(seed)
+        batch = batch_for(model, [9])
+        got = clipped_gradient_sum(
+            model, batch, clipping_norm=1e-3, loss=lambda o, y: F.cross_entropy(o.logits.double(), y, reduction="none")
+        )
+        assert reference.norm(got).item() <= 1e-3

@@ -370,9 +370,9 @@ def _break_norms(monkeypatch) -> None:
 def _forget_a_tensor(monkeypatch) -> None:
     right = BookKeepingEngine._add_weighted_sums
 
-    def without_the_classifier(self, sums, uses, factors, keep_B):
+    def without_the_classifier(self, sums, uses, packs, factors, keep_B):
         uses.pop("classifier.weight")
-        right(self, sums, uses, factors, keep_B)
+        right(self, sums, uses, packs, factors, keep_B)
 
     monkeypatch.setattr(BookKeepingEngine, "_add_weighted_sums", without_the_classifier)
 

@@ -17,7 +17,7 @@ class _Conv1D(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, site: Site) -> torch.Tensor:
         dtype = autocast_to(x)
-        x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = x.to(dtype), site.cast(weight, dtype)
         ctx.save_for_backward(x, weight)
         ctx.site = site
         return torch.addmm(bias.to(dtype), x.flatten(0, -2), weight).view(*x.shape[:-1], weight.size(1))

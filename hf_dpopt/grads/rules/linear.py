@@ -44,18 +44,32 @@ def autocast_to(x: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.is_floating_point() else x.dtype
 
 
-def _aligned(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The weight, with rows of zeros below it where a GPU's fast bfloat16 products want a multiple of 8 outputs.
+def _aligned(x: torch.Tensor, weight: torch.Tensor, site: Site) -> torch.Tensor:
+    """The weight in the dtype of x; below it rows of zeros where a GPU's fast products want a multiple of 8 outputs.
 
     GPT-2's head has 50,257 rows. Its logits, packed without gaps, send this product and the one of the backward to
     kernels that are several times slower.
     """
-    num_features = weight.size(0)
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and num_features >= MANY and num_features % ALIGNED):
-        return weight.to(x.dtype)
-    padded = x.new_zeros(num_features + -num_features % ALIGNED, weight.size(1))
-    padded[:num_features] = weight
-    return padded
+    if not wants_alignment(x, weight.size(0)):
+        return site.cast(weight, x.dtype)
+
+    def padded() -> torch.Tensor:
+        copy = x.new_zeros(weight.size(0) + -weight.size(0) % ALIGNED, weight.size(1))
+        copy[: weight.size(0)] = weight
+        return copy
+
+    return site.sink.copy_of(weight, "aligned", padded)
+
+
+def wants_alignment(x: torch.Tensor, num_features: int) -> bool:
+    """Whether the rows of ``x W^T`` would start where a GPU's fast bfloat16 products do not take them."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and num_features >= MANY and num_features % ALIGNED != 0
+
+
+def _first_columns(out: torch.Tensor, num_features: int) -> torch.Tensor:
+    """The same memory as a tensor of its own: autograd refuses changes in place of views that are made here."""
+    size, strides = (*out.shape[:-1], num_features), out.stride()
+    return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), size, strides)  # type: ignore[call-overload]
 
 
 def _with_padding(grad: torch.Tensor, weight: torch.Tensor, place: int) -> torch.Tensor:
@@ -76,15 +90,15 @@ class _Linear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site, attribute: str
     ) -> torch.Tensor:
         x = x.to(autocast_to(x))
-        num_features, weight = weight.size(0), _aligned(x, weight)
+        num_features, weight = weight.size(0), _aligned(x, weight, site)
         ctx.save_for_backward(x, weight)
         ctx.site, ctx.attribute = site, attribute
-        if weight.size(0) > num_features:
-            out = F.linear(x, weight)
-            ctx.place = out.data_ptr()
-            out = out[..., :num_features]
-            return out if bias is None else out.add_(bias)
-        return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+        bias = None if bias is None else bias.to(x.dtype)
+        if bias is not None and weight.size(0) > num_features:
+            bias = F.pad(bias, (0, weight.size(0) - num_features))
+        out = F.linear(x, weight, bias)
+        ctx.place = out.data_ptr()
+        return _first_columns(out, num_features)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None, None]:
@@ -97,7 +111,7 @@ class _Linear(torch.autograd.Function):
             site.add("bias", Dense(grad_BTO.sum(dim=1, dtype=torch.promote_types(grad_BTO.dtype, torch.float32))))
         grad_input = None
         if ctx.needs_input_grad[0]:
-            grad_input = _with_padding(grad_output, weight, getattr(ctx, "place", 0)) @ weight.to(grad_output.dtype)
+            grad_input = _with_padding(grad_output, weight, ctx.place) @ weight.to(grad_output.dtype)
         return grad_input, None, None, None, None
 
 
