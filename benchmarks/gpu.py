@@ -52,18 +52,17 @@ class Row:
 
 def measure(name: str, tokens: int, finetuning: str, precision: str, batch: int, options: Any) -> list[Row]:
     """All ways at one physical batch, interleaved; none if one of them does not fit."""
-    case = Case(
-        dataclasses.replace(SHAPES[name], batch=batch, tokens=tokens), finetuning, device=options.device,
-        bf16=precision == "bf16", checkpointing=options.checkpointing,
-    )  # fmt: skip
-    steps: dict[str, Callable[[], None]] = {way: getattr(case, way)() for way in options.ways}
-    times: dict[str, list[float]] = {way: [] for way in steps}
-    memory = {}
+    memory, times = {}, dict[str, list[float]]()
     try:
+        case = Case(
+            dataclasses.replace(SHAPES[name], batch=batch, tokens=tokens), finetuning, device=options.device,
+            bf16=precision == "bf16", checkpointing=options.checkpointing,
+        )  # fmt: skip
+        steps: dict[str, Callable[[], None]] = {way: getattr(case, way)() for way in options.ways}
         for way, step in steps.items():
             seconds(case, step)
             case.release()
-            memory[way] = peak_mib(case, step)
+            memory[way], times[way] = peak_mib(case, step), []
         for _ in range(options.repetitions):
             for way, step in steps.items():
                 times[way].append(1e3 * seconds(case, step))
@@ -71,7 +70,7 @@ def measure(name: str, tokens: int, finetuning: str, precision: str, batch: int,
         return []
     return [
         Row(name, tokens, finetuning, precision, way, batch, statistics.median(times[way]), memory[way])
-        for way in steps
+        for way in times
     ]  # fmt: skip
 
 
@@ -99,6 +98,9 @@ def noise_ms(name: str, finetuning: str, source: str, options: Any) -> float:
 
 def print_best(rows: list[Row]) -> None:
     """A table line per way: its best throughput, and memory at the largest batch that all fit."""
+    if not rows:
+        print("| (no batch fits) |")
+        return
     stock = [row for row in rows if row.way == "stock"]
     for way in dict.fromkeys(row.way for row in rows):
         mine = [row for row in rows if row.way == way]
@@ -117,7 +119,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--finetuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="`stock` is always one of them")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument(
@@ -126,6 +128,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--output", help="rows as json, written after every model")
     options = parser.parse_args()
+    options.ways = list(dict.fromkeys(["stock", *options.ways]))
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured (--device cpu tries the script)")
         return
