@@ -76,6 +76,10 @@ class ColumnNormalized(NoiseStrategy):
             raise DPConfigError(f"this strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
         return np.sqrt(np.cumsum(self.base.strategy_coefs(self.num_steps) ** 2))[::-1][:n]
 
+    def column_norms(self) -> np.ndarray:
+        """L2 norms of the columns of the base, by which the rows of B are multiplied, (num_steps,)."""
+        return self._norms(self.num_steps)
+
     def strategy_matrix(self, n: int) -> np.ndarray:
         return self.base.strategy_matrix(n) / self._norms(n)
 

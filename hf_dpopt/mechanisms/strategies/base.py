@@ -116,6 +116,11 @@ class ToeplitzStrategy(NoiseStrategy):
         return float(np.linalg.norm(self.noising_coefs(t + 1)))
 
 
+def lower_root(gram: np.ndarray) -> np.ndarray:
+    """The lower-triangular C with ``C^T C = gram``."""
+    return np.linalg.cholesky(gram[::-1, ::-1]).T[::-1, ::-1].copy()
+
+
 def inverse_coefs(coefs: np.ndarray) -> np.ndarray:
     """Coefficients of 1 / f(z) from those of f(z), (n,)."""
     unit = np.zeros(len(coefs))

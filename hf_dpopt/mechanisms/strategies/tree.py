@@ -10,11 +10,12 @@ import functools
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
+from scipy.linalg import solve_triangular
 
 from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import sensitivity
-from hf_dpopt.mechanisms.strategies.base import NoiseStrategy
+from hf_dpopt.mechanisms.strategies.base import NoiseStrategy, lower_root
 from hf_dpopt.mechanisms.strategies.participation import Participation
 
 Variant = Literal["vanilla", "honaker", "full_honaker"]
@@ -63,6 +64,12 @@ class TreeAggregation(NoiseStrategy):
         ]
 
     def strategy_matrix(self, n: int) -> np.ndarray:
+        nodes = self._nodes(n)
+        # the best estimate needs later nodes: a rotation with the same privacy makes its noise step by step
+        return lower_root(nodes.T @ nodes) if self.variant == "full_honaker" else nodes
+
+    def _nodes(self, n: int) -> np.ndarray:
+        """Which steps every node adds up, (nodes, n)."""
         rows = []
         for first, end, size in self._blocks(n):
             of_block = _tree(size).nodes[:, : end - first]
@@ -71,6 +78,8 @@ class TreeAggregation(NoiseStrategy):
         return np.concatenate(rows)
 
     def noising_matrix(self, n: int) -> np.ndarray:
+        if self.variant == "full_honaker":
+            return solve_triangular(self.strategy_matrix(n), np.eye(n), lower=True)
         blocks = self._blocks(n)
         num_nodes = [len(_tree(size).nodes) for _, _, size in blocks]
         prefixes, carried, column = np.zeros((n, sum(num_nodes))), np.zeros(sum(num_nodes)), 0
@@ -83,7 +92,7 @@ class TreeAggregation(NoiseStrategy):
         return np.diff(prefixes, axis=0, prepend=0.0)
 
     def sensitivity(self, n: int, participation: Participation) -> float:
-        matrix = self.strategy_matrix(n)
+        matrix = self._nodes(n)
         columns = np.square(matrix).sum(axis=0)
         if participation.fits(n) == 1:
             return float(np.sqrt(columns.max()))
@@ -116,9 +125,6 @@ class _Tree:
 
     def prefix_decoder(self, variant: Variant) -> np.ndarray:
         """Row t: how the sum of the first t + 1 steps is read off the nodes, (n, nodes)."""
-        if variant == "full_honaker":
-            gram = self.nodes.T @ self.nodes
-            return np.tril(np.ones((self.n, self.n))) @ np.linalg.solve(gram, self.nodes.T)
         estimates = self._estimates() if variant == "honaker" else np.eye(len(self.nodes))
         decoder = np.zeros((self.n, len(self.nodes)))
         for t in range(1, self.n + 1):

@@ -17,6 +17,7 @@ from scipy.signal import correlate, lfilter
 from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.banded import BandedToeplitz
+from hf_dpopt.mechanisms.strategies.base import lower_root
 from hf_dpopt.mechanisms.strategies.blt import BufferedLinearToeplitz
 from hf_dpopt.mechanisms.strategies.dense import DenseStrategy
 from hf_dpopt.mechanisms.strategies.participation import Participation
@@ -251,12 +252,7 @@ def _dense_single(queries: np.ndarray) -> DenseStrategy:
         dual = diagonal
     privacy = square_root / root[:, None] / root[None, :]
     privacy /= np.sqrt(np.outer(np.diag(privacy), np.diag(privacy)))  # columns of norm exactly 1
-    return DenseStrategy(_lower_root(privacy))
-
-
-def _lower_root(gram: np.ndarray) -> np.ndarray:
-    """The lower-triangular C with ``C^T C = gram``."""
-    return np.linalg.cholesky(gram[::-1, ::-1]).T[::-1, ::-1].copy()
+    return DenseStrategy(lower_root(privacy))
 
 
 def _unit_columns(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,61 @@
+"""Noise streams: a strategy run step by step, under one key."""
+
+from __future__ import annotations
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.randomness import NoiseSource
+from hf_dpopt.mechanisms.strategies import (
+    BandedToeplitz,
+    BufferedLinearToeplitz,
+    ColumnNormalized,
+    NoiseStrategy,
+    TreeAggregation,
+)
+from hf_dpopt.mechanisms.streams.banded import RecurrentStream
+from hf_dpopt.mechanisms.streams.base import CorrelatedStream
+from hf_dpopt.mechanisms.streams.blt import BufferedStream
+from hf_dpopt.mechanisms.streams.rows import HistoryStream, RegeneratedStream, rows_of
+from hf_dpopt.mechanisms.streams.tree import TreeStream
+
+BACKENDS = ("auto", "history", "regenerate")
+
+
+def make_stream(
+    strategy: NoiseStrategy,
+    source: NoiseSource,
+    *,
+    scale: float,
+    num_steps: int,
+    first_step: int = 0,
+    backend: str = "auto",
+    block: int = 1,
+) -> CorrelatedStream:
+    """The noise of one run.
+
+    Args:
+        strategy: what correlates it.
+        source: standard normals under a key that no other stream uses.
+        scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
+        num_steps: steps at most.
+        first_step: step under which the trainer asks for the first.
+        backend: "auto": buffers, a ring or a stack where the strategy has them, else "regenerate"; "history" keeps all
+            draws, "regenerate" none. The noise is the same, rounding aside.
+        block: with "regenerate", steps that one pass over the earlier draws serves.
+    """
+    if backend not in BACKENDS:
+        raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
+    if isinstance(strategy, TreeAggregation) and strategy.anytime:
+        if backend != "auto":
+            raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
+        return TreeStream(strategy, source, scale=scale, first_step=first_step)
+    if backend == "auto" and isinstance(strategy, BufferedLinearToeplitz):
+        return BufferedStream(strategy, source, scale=scale, first_step=first_step)
+    if backend == "auto" and isinstance(strategy, (BandedToeplitz, ColumnNormalized)):
+        return RecurrentStream(strategy, source, scale=scale, first_step=first_step)
+    rows = rows_of(strategy, num_steps)
+    if backend == "history":
+        return HistoryStream(rows, source, scale=scale, first_step=first_step)
+    return RegeneratedStream(rows, source, scale=scale, first_step=first_step, block=block)
+
+
+__all__ = ["BACKENDS", "CorrelatedStream", "make_stream"]

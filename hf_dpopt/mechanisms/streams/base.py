@@ -1,0 +1,110 @@
+"""What every noise stream does: one step after the other, for all tensors, in float32.
+
+The noise of step t is row t of ``B Z``. The rows of Z are a pure function of (key, row, tensor, element), so a stream
+does not depend on ranks, physical batches or devices; what it keeps besides is only there to save drawing again.
+Everything here is secret: whoever has it can take the noise off again.
+
+t = step within the stream, 0-based.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+from typing import Any
+
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.randomness import NoiseSource
+
+State = dict[str, Any]
+
+
+class CorrelatedStream(abc.ABC):
+    """The correlated noise of one uninterrupted run.
+
+    Formal guarantee: after `add_` for steps 0 .. t, ``scale * (B Z)[0 .. t]`` was added, up to rounding in float32,
+    with one row of Z per row of C and every row drawn under its own (key, row). Steps are neither repeated nor left
+    out: either would break ``B C = I``, on which the privacy of the whole run rests.
+
+    Args:
+        source: standard normals under a key that no other stream uses.
+        scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
+        first_step: step under which the trainer asks for t = 0.
+    """
+
+    def __init__(self, source: NoiseSource, *, scale: float, first_step: int = 0):
+        self.scale, self._source, self._first_step = scale, source, first_step
+        self._num_done = 0
+        self._shapes: dict[str, torch.Size] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps whose noise was added."""
+        return self._num_done
+
+    def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
+        """Adds the noise of `step` in place, to every coordinate of every tensor.
+
+        Args:
+            sums: clipped sums over the whole logical batch, float32; the same names and shapes in every step.
+            step: the one after that of the call before.
+
+        Raises:
+            DPConfigError: for a step left out or repeated, tensors other than before, or sums that are not float32.
+        """
+        t = step - self._first_step
+        if t != self._num_done:
+            raise DPConfigError(
+                f"The noise of step {step} was asked for after {self._num_done} steps from {self._first_step} on. "
+                "Correlated noise has every step once, in order: a step without a batch still takes its noise."
+            )
+        shapes = {name: total.shape for name, total in sums.items()}
+        if self._shapes not in (None, shapes):
+            raise DPConfigError(
+                "The tensors to be noised changed during the run; its noise is for those it began with."
+            )
+        if any(total.dtype != torch.float32 for total in sums.values()):
+            raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
+        self._shapes = shapes
+        self._num_done += 1
+        for tensor, name in enumerate(sorted(sums)):
+            self._add_to(sums[name], name, tensor, t)
+
+    @abc.abstractmethod
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        """Adds ``scale`` times row t to one tensor."""
+
+    def _normal(self, total: torch.Tensor, tensor: int, row: int) -> torch.Tensor:
+        return self._source.normal(total.shape, step=row, tensor=tensor, device=total.device)
+
+    # --- state: secret -----------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """A copy of all that the next steps need besides key and strategy. SECRET, as the key is."""
+        return {"num_done": self._num_done, "shapes": self._shapes, **copy.deepcopy(self._kept())}
+
+    def load_state(self, state: State) -> None:
+        """Continues where `state` was taken, bit for bit."""
+        state = copy.deepcopy(state)
+        self._num_done, self._shapes = state.pop("num_done"), state.pop("shapes")
+        self._restore(state)
+
+    def _kept(self) -> State:
+        return {}
+
+    def _restore(self, state: State) -> None:
+        assert not state, list(state)
+
+    def bytes_kept(self) -> int:
+        """Memory of the tensors it keeps between steps."""
+        return sum(x.numel() * x.element_size() for x in _tensors(self._kept()))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [x for item in value for x in _tensors(item)] if not isinstance(value, (str, int, float)) else []
