@@ -79,9 +79,7 @@ class CorrelatedMechanism:
         participation = self.participation
         if num_steps > self.num_steps:
             more = -(-num_steps // participation.min_sep)
-            participation = dataclasses.replace(
-                participation, max_participations=max(more, participation.fits(num_steps))
-            )
+            participation = dataclasses.replace(participation, max_participations=more)
         return GaussianDpEvent(self.draw_stddev / self.strategy.sensitivity(num_steps, participation))
 
     def epsilon(self, delta: float, num_steps: int | None = None) -> float:
