@@ -1,0 +1,95 @@
+"""Cyclic Poisson sampling: groups of records take turns, and a record tosses a coin when its group is on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import dp_accounting
+import numpy as np
+
+from hf_dpopt.config import check_count
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.randomness import derive_key, random_words
+from hf_dpopt.mechanisms.strategies import Participation
+from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat
+
+
+@functools.lru_cache(maxsize=1)
+def _groups(key: bytes, num_examples: int, num_groups: int) -> np.ndarray:
+    """The group of every record; kept because it is the same in every step."""
+    groups = random_words(derive_key(key, "cyclic groups"), 0, num_examples) % np.uint64(num_groups)
+    groups.setflags(write=False)
+    return groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CyclicPoissonSampler(Sampler):
+    r"""Step t samples from group ``t mod p`` alone, each of its records with probability ``p expected / n``.
+
+    A record can take part in every p-th step at most: with a strategy of p bands or fewer it meets orthogonal columns,
+    and the run is that of ``ceil(T / p)`` Poisson-sampled Gaussian mechanisms.
+
+    Formal guarantee: every record is assigned to a group independently of all others (uniformly up to p 2^-64), so one
+    record more or less leaves the groups of the others as they are. Given its group, it takes part in at most
+    ``ceil(T / p)`` steps with the probability that `event` states; the average over groups is no worse than the worst.
+    The event is that of noise with at most `num_groups` bands and columns of norm 1, independent noise included.
+
+    Args:
+        num_groups: p, >= 1; at most ``n / expected_batch_size``.
+
+    References:
+        Choquette-Choo et al. (2023), arXiv:2306.08153, Theorem 4 and Algorithm 2.
+    """
+
+    num_groups: int
+
+    name: ClassVar[str] = "cyclic_poisson"
+    adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count("num_groups", self.num_groups)
+        most = self.num_examples // self.expected_batch_size
+        if self.num_groups > most:
+            raise DPConfigError(
+                f"{self.num_groups} groups of {self.num_examples} records are too small for batches of "
+                f"{self.expected_batch_size}. Use num_groups <= {most}, or a smaller batch."
+            )
+
+    @property
+    def group_rate(self) -> float:
+        """Probability with which a record takes part when its group is on."""
+        return self.num_groups * self.expected_batch_size / self.num_examples
+
+    def participation(self, num_steps: int) -> Participation:
+        """What a strategy can rely on."""
+        return Participation(max(1, self.max_participations(num_steps)), self.num_groups)
+
+    def draw(self, key: bytes, step: int) -> np.ndarray:
+        is_on = _groups(key, self.num_examples, self.num_groups) == step % self.num_groups
+        if self.group_rate < 1:
+            # scaling a float by 2^64 is exact and int() rounds down: never more often than `event` says
+            is_on &= random_words(key, step, self.num_examples) < np.uint64(int(self.group_rate * 2.0**64))
+        return np.flatnonzero(is_on).astype(np.int64)
+
+    def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
+        step: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise_stddev_over_clip)
+        if self.group_rate < 1:
+            step = dp_accounting.PoissonSampledDpEvent(self.group_rate, step)
+        return repeat(step, self.max_participations(num_steps))
+
+    def max_participations(self, num_steps: Steps) -> int:
+        # each chain has groups of its own
+        return sum(-(-steps // self.num_groups) for steps in as_chains(num_steps))
+
+    def why_not(self, adjacency: str) -> str:
+        return "the analysis compares a record with none."
+
+    def describe(self) -> str:
+        return (
+            f"Cyclic Poisson sampling: the {self.num_examples} records are dealt to {self.num_groups} groups at "
+            f"random, once; groups take turns, and each record of the one that is on takes part with probability "
+            f"{self.group_rate:.6g} ({self.expected_batch_size} records on average)."
+        )

@@ -1,0 +1,82 @@
+"""Cyclic Poisson sampling: groups, coins, and what a run costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hf_dpopt.accounting import accountants
+from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.strategies import Participation
+from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
+from hf_dpopt.sampling.poisson import PoissonSampler
+
+KEY = bytes(range(32))
+
+
+def _sampler(num_groups, n=2000, expected=50):
+    return CyclicPoissonSampler(num_examples=n, expected_batch_size=expected, num_groups=num_groups)
+
+
+def test_a_record_waits_for_its_group():
+    sampler, last = _sampler(8), np.full(2000, -8)
+    for step in range(64):
+        drawn = sampler.draw(KEY, step)
+        assert (step - last[drawn]).min(initial=8) >= 8 and (np.diff(drawn) > 0).all()
+        again = drawn[last[drawn] >= 0]
+        assert ((step - last[again]) % 8 == 0).all()
+        last[drawn] = step
+    assert sampler.participation(64) == Participation(8, 8)
+
+
+def test_batches_follow_the_law_of_the_event():
+    """Sizes and inclusions over 20 keys, within 5 standard errors (false alarm below 1e-6 each)."""
+    sampler, steps = _sampler(8), 40
+    sizes, inclusions = [], np.zeros(2000)
+    for seed in range(20):
+        for step in range(steps):
+            drawn = sampler.draw(bytes([seed]) * 32, step)
+            sizes.append(len(drawn))
+            inclusions[drawn] += 1
+    total, mean = len(sizes) * 2000, 50 / 2000
+    assert abs(sum(sizes) - total * mean) < 5 * np.sqrt(total * mean)
+    assert abs(np.var(sizes) / (50 * (1 - mean)) - 1) < 5 * np.sqrt(2 / len(sizes))
+    assert abs(inclusions.var() / (20 * steps / 8 * sampler.group_rate * (1 - sampler.group_rate)) - 1) < 0.25
+
+
+def test_groups_of_other_keys_differ_and_those_of_a_key_stay():
+    sampler = _sampler(4, expected=500)  # every record of the group that is on
+    assert sampler.group_rate == 1
+    batches = [sampler.draw(KEY, step) for step in range(8)]
+    for first, second in zip(batches[:4], batches[4:], strict=True):
+        assert np.array_equal(first, second)
+    assert np.array_equal(np.sort(np.concatenate(batches[:4])), np.arange(2000))
+    assert not np.array_equal(batches[0], sampler.draw(bytes(32), 0))
+
+
+def test_one_group_costs_what_poisson_sampling_costs():
+    one, plain = _sampler(1), PoissonSampler(num_examples=2000, expected_batch_size=50)
+    assert one.event(1.1, 300) == plain.event(1.1, 300)
+    assert _sampler(8).max_participations([20, 9]) == 3 + 2  # two chains
+
+
+@pytest.mark.parametrize("epsilon, num_groups, want", [(4.0, 1, 0.8226), (4.0, 16, 2.1532), (8.0, 32, 1.7355)])
+def test_known_noise(epsilon, num_groups, want):
+    """50,000 records, batches of 500, 2000 steps, delta 1e-5."""
+    sampler = _sampler(num_groups, n=50_000, expected=500)
+
+    def epsilon_at(noise_multiplier, relative_error):
+        event = sampler.event(noise_multiplier, 2000)
+        return accountants.epsilon(event, 1e-5, "add_or_remove_one", relative_error=relative_error).epsilon
+
+    assert calibrate_noise_multiplier(epsilon_at, epsilon) == pytest.approx(want, rel=2e-3)
+
+
+def test_bad_input():
+    with pytest.raises(DPConfigError, match="num_groups=0"):
+        _sampler(0)
+    with pytest.raises(DPConfigError, match="num_groups <= 40"):
+        _sampler(41)
+    with pytest.raises(DPConfigError, match="zero_out"):
+        _sampler(4).check_adjacency("replace_one")
