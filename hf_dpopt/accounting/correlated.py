@@ -53,8 +53,8 @@ class CorrelatedMechanism:
         check_count("num_steps", self.num_steps)
         _check_adjacency(self.adjacency)
         self.participation.check(self.num_steps)
-        if not (math.isfinite(self.draw_stddev) and self.draw_stddev > 0):
-            raise DPConfigError(f"draw_stddev={self.draw_stddev} is not a finite number > 0.")
+        if not 1e-9 <= self.draw_stddev <= 1e9:
+            raise DPConfigError(f"draw_stddev={self.draw_stddev} is outside [1e-9, 1e9]: no noise, or nothing else.")
 
     @property
     def noise_multiplier(self) -> float:
@@ -72,7 +72,8 @@ class CorrelatedMechanism:
                 f"{self.strategy.name} noise was made for {self.num_steps} steps, and {num_steps} were asked for. "
                 "Plan more steps, or use an anytime strategy (nu_dpftrl, blt, tree, damped_anti_pgd)."
             )
-        return self._event(num_steps)
+        # the matrix of a shorter run need not be the beginning of the planned one: then the plan is charged at once
+        return self._event(num_steps if self.strategy.anytime else self.num_steps)
 
     def _event(self, num_steps: int) -> GaussianDpEvent:
         # beyond the plan, records come back as often as their separation lets them
@@ -120,12 +121,12 @@ def calibrate_correlated(
         Balle and Wang (2018), arXiv:1805.06530 (analytic Gaussian mechanism).
     """
     _check_adjacency(adjacency)
-    if not target_epsilon > 0 or not 0 < delta < 1:
+    if not 0 < target_epsilon < math.inf or not 0 < delta < 1:
         raise DPConfigError(
             f"target_epsilon={target_epsilon} and delta={delta}: use an epsilon > 0 and a delta in (0, 1)."
         )
     sensitivity = strategy.sensitivity(num_steps, participation) * SENSITIVITY_FACTOR[adjacency]
-    stddev = get_sigma_gaussian(target_epsilon, delta) * sensitivity
+    stddev, more = get_sigma_gaussian(target_epsilon, delta) * sensitivity, 1e-9
     while True:
         found = CorrelatedMechanism(
             strategy=strategy,
@@ -136,7 +137,8 @@ def calibrate_correlated(
         )
         if found.epsilon(delta) <= target_epsilon:
             return found
-        stddev *= 1 + 1e-9  # the inverse stops within rounding on either side
+        stddev *= 1 + more  # the inverse stops within rounding on either side
+        more *= 2
 
 
 def _check_adjacency(adjacency: str) -> None:

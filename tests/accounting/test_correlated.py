@@ -14,6 +14,7 @@ from hf_dpopt.mechanisms.strategies import (
     IdentityStrategy,
     NuDPFTRL,
     Participation,
+    Stamped,
     TreeAggregation,
 )
 from hf_dpopt.mechanisms.strategies.tuning import optimize_blt
@@ -91,7 +92,7 @@ def test_the_stream_has_the_noise_that_was_accounted_for():
 def test_a_strategy_made_for_a_run_ends_with_it():
     strategy = DenseStrategy(np.eye(8))
     mechanism = calibrate_correlated(strategy, Participation(2, 4), 8, target_epsilon=4.0, delta=1e-5)
-    assert mechanism.epsilon(1e-5, 3) < mechanism.epsilon(1e-5)
+    assert mechanism.epsilon(1e-5, 3) == mechanism.epsilon(1e-5)
     with pytest.raises(DPBudgetExceeded, match="made for 8 steps.*anytime"):
         mechanism.epsilon(1e-5, 9)
     with pytest.raises(DPBudgetExceeded):
@@ -103,6 +104,7 @@ def test_a_strategy_made_for_a_run_ends_with_it():
     [
         ({"adjacency": "add_or_remove_one"}, "zero_out"),
         ({"target_epsilon": 0.0}, "epsilon > 0"),
+        ({"target_epsilon": float("inf")}, "epsilon > 0"),
         ({"delta": 1.0}, "delta in"),
         ({"num_steps": 5}, "do not fit into 5 steps"),
     ],
@@ -111,3 +113,32 @@ def test_bad_input(changes, mend):
     arguments = {"num_steps": 20, "target_epsilon": 8.0, "delta": 1e-5, **changes}
     with pytest.raises(DPConfigError, match=mend):
         calibrate_correlated(NuDPFTRL(0.1), Participation(4, 5), **arguments)
+
+
+@pytest.mark.parametrize("strategy", [Stamped(NuDPFTRL(0.0), 4), TreeAggregation("full_honaker")])
+def test_a_part_of_a_run_is_never_charged_less_than_its_part_of_the_matrix(strategy):
+    """The matrix of a shorter run is not the beginning of that of a longer one."""
+    n, once = 32, Participation(1, 32)
+    mechanism = calibrate_correlated(strategy, once, n, target_epsilon=4.0, delta=1e-5)
+    matrix = strategy.strategy_matrix(n)
+    for t in (1, 2, 8, 17, 31):
+        planned = CorrelatedMechanism(
+            strategy=DenseStrategy(matrix[:t, :t]), participation=Participation(1, t), num_steps=t,
+            draw_stddev=mechanism.draw_stddev,
+        )  # fmt: skip
+        assert mechanism.epsilon(1e-5, t) >= planned.epsilon(1e-5)
+
+
+@pytest.mark.parametrize("target", [1e-12, 1e-8, 1e-4])
+def test_tiny_budgets_end(target):
+    assert (
+        calibrate_correlated(NuDPFTRL(0.5), Participation(), 4, target_epsilon=target, delta=1e-6).epsilon(1e-6)
+        <= target
+    )
+
+
+@pytest.mark.parametrize("clipping_norm", [0.0, -1.0, float("nan")])
+def test_a_stream_without_noise_is_refused(clipping_norm):
+    mechanism = calibrate_correlated(NuDPFTRL(0.5), Participation(), 4, target_epsilon=1.0, delta=1e-6)
+    with pytest.raises(DPConfigError, match="scale"):
+        mechanism.stream(make_noise_source("secure", bytes(32)), clipping_norm=clipping_norm)

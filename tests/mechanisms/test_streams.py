@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.mechanisms.strategies import (
     BandedInverse,
@@ -195,3 +195,45 @@ def test_unknown_backends():
         make_stream(NuDPFTRL(0.1), _source(), scale=1.0, num_steps=4, backend="fft")
     with pytest.raises(DPConfigError, match="backend='auto'"):
         make_stream(TreeAggregation(), _source(), scale=1.0, num_steps=4, backend="history")
+
+
+@pytest.mark.parametrize("name, backend", CASES)
+def test_no_step_goes_without_noise(name, backend):
+    """Beyond the steps it was made for, a stream ends; it never adds zeros."""
+    stream = _stream(name, backend)
+    assert (_run(stream, range(N)) != 0).any(dim=1).all()
+    with pytest.raises(DPBudgetExceeded, match="made for 23 steps"):
+        stream.add_(_sums(), N)
+
+
+@pytest.mark.parametrize(
+    "name, backend", [("blt", "auto"), ("nu", "regenerate-8"), ("bands", "auto"), ("honaker", "auto")]
+)
+def test_a_state_goes_back_to_where_it_came_from(name, backend):
+    stream = _stream(name, backend)
+    _run(stream, range(5))
+    state = stream.state()
+    others = {
+        "strategy": make_stream(DampedAntiPGD(0.77), _source(), scale=SCALE, num_steps=N, **BACKENDS[backend]),
+        "key": make_stream(_strategy(name), make_noise_source("secure", bytes(32)), scale=SCALE, num_steps=N),
+        "scale": make_stream(_strategy(name), _source(), scale=9.0, num_steps=N),
+        "num_steps": make_stream(_strategy(name), _source(), scale=SCALE, num_steps=N + 8),
+        "first_step": make_stream(_strategy(name), _source(), scale=SCALE, num_steps=N, first_step=1),
+    }
+    if name == "bands":
+        others.pop("strategy")
+    for what, other in others.items():
+        with pytest.raises(DPConfigError, match=what):
+            other.load_state(state)
+        assert other.num_steps == 0
+
+
+@pytest.mark.parametrize("strategy", [Stamped(TreeAggregation("honaker"), 2), Stamped(TreeAggregation("vanilla"), 2)])
+def test_what_has_more_draws_than_steps_is_refused(strategy):
+    with pytest.raises(DPConfigError, match="restart_every"):
+        make_stream(strategy, _source(), scale=1.0, num_steps=16)
+
+
+def test_noise_that_grows_is_refused():
+    with pytest.raises(DPConfigError, match="grows"):
+        make_stream(BandedToeplitz((1.0, 3.0)), _source(), scale=1.0, num_steps=60)

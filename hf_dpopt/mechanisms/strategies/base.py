@@ -20,6 +20,7 @@ from scipy.fft import irfft, next_fast_len, rfft
 from scipy.linalg import solve_triangular, toeplitz
 from scipy.signal import fftconvolve
 
+from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import sensitivity
 from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.mechanisms.strategies.workloads import Workload
@@ -54,9 +55,16 @@ class NoiseStrategy(abc.ABC):
         summed = np.cumsum(noising, axis=0) if workload is None else workload.matrix() @ noising
         return np.square(summed).sum(axis=1)
 
-    def row_norm(self, t: int) -> float:
-        """``||B[t, :]||``: stddev of the noise of step t relative to that of its normals."""
-        return float(np.linalg.norm(self.noising_matrix(t + 1)[t]))
+    def row_norm(self, t: int, num_steps: int | None = None) -> float:
+        """``||B[t, :]||``: stddev of the noise of step t relative to that of its normals.
+
+        Args:
+            t: step.
+            num_steps: of the run; needed where a step depends on it, that is, unless the strategy is anytime.
+        """
+        if num_steps is None and not self.anytime:
+            raise DPConfigError(f"The noise of {self.name} depends on the steps of the run: give num_steps.")
+        return float(np.linalg.norm(self.noising_matrix(num_steps or t + 1)[t]))
 
     def mean_loss(self, n: int, participation: Participation, workload: Workload | None = None) -> float:
         """Root mean square error of the iterates at noise multiplier 1 and clip 1."""
@@ -112,7 +120,7 @@ class ToeplitzStrategy(NoiseStrategy):
         spectrum = rfft(workload.matrix(), size, axis=1) * rfft(noising, size).conj()
         return np.square(irfft(spectrum, size, axis=1)[:, :n]).sum(axis=1)
 
-    def row_norm(self, t: int) -> float:
+    def row_norm(self, t: int, num_steps: int | None = None) -> float:
         return float(np.linalg.norm(self.noising_coefs(t + 1)))
 
 

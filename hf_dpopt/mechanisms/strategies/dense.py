@@ -33,7 +33,7 @@ class DenseStrategy(NoiseStrategy):
     anytime: ClassVar[bool] = False
 
     def __init__(self, matrix: np.ndarray):
-        matrix = np.array(matrix, dtype=float)
+        matrix = np.array(matrix, dtype=float) + 0.0  # -0.0 and 0.0 are one strategy
         is_square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] > 0
         if not is_square or not np.isfinite(matrix).all() or np.triu(matrix, 1).any() or (np.diag(matrix) <= 0).any():
             raise DPConfigError(
@@ -95,6 +95,7 @@ class Stamped(NoiseStrategy):
 
     def __post_init__(self) -> None:
         check_count("repeats", self.repeats)
+        object.__setattr__(self, "repeats", int(self.repeats))
 
     def _lengths(self, n: int) -> list[int]:
         length = -(-n // self.repeats)

@@ -60,6 +60,7 @@ class NuDPFTRL(ToeplitzStrategy):
 
     def __post_init__(self) -> None:
         _check_nu(self.nu)
+        object.__setattr__(self, "nu", float(self.nu))
 
     def strategy_coefs(self, n: int) -> np.ndarray:
         t = np.arange(1, n)
@@ -88,6 +89,7 @@ class DampedAntiPGD(ToeplitzStrategy):
 
     def __post_init__(self) -> None:
         _check_nu(self.nu)
+        object.__setattr__(self, "nu", float(self.nu))
 
     def strategy_coefs(self, n: int) -> np.ndarray:
         return (1 - self.nu) ** np.arange(n)

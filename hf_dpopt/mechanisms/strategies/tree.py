@@ -47,6 +47,7 @@ class TreeAggregation(NoiseStrategy):
             raise DPConfigError(f"variant={self.variant!r} is unknown. Use one of {', '.join(get_args(Variant))}.")
         if self.restart_every is not None:
             check_count("restart_every", self.restart_every)
+            object.__setattr__(self, "restart_every", int(self.restart_every))
             if self.variant == "full_honaker":
                 raise DPConfigError("full_honaker reads all nodes together: use Stamped to restart it, or 'honaker'.")
 

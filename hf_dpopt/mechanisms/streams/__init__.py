@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.mechanisms.strategies import (
@@ -18,6 +21,7 @@ from hf_dpopt.mechanisms.streams.rows import HistoryStream, RegeneratedStream, r
 from hf_dpopt.mechanisms.streams.tree import TreeStream
 
 BACKENDS = ("auto", "history", "regenerate")
+LOUDEST = 1e3  # stddev of the noise of a step relative to that of its draw
 
 
 def make_stream(
@@ -44,18 +48,28 @@ def make_stream(
     """
     if backend not in BACKENDS:
         raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
+    check_count("num_steps", num_steps)
+    check_count("block", block)
+    loudest = strategy.row_norm(num_steps - 1, num_steps)
+    if loudest > LOUDEST:
+        raise DPConfigError(
+            f"The noise of {strategy.name} grows to {loudest:.3g} times its draws by step {num_steps}: float32 would "
+            "round the new draw away. Use coefficients whose inverse does not grow."
+        )
+    bound_to = {"strategy": strategy.digest(), "block": block}
+    options: dict[str, Any] = {"scale": scale, "num_steps": num_steps, "first_step": first_step, "bound_to": bound_to}
     if isinstance(strategy, TreeAggregation) and strategy.anytime:
         if backend != "auto":
             raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
-        return TreeStream(strategy, source, scale=scale, first_step=first_step)
+        return TreeStream(strategy, source, **options)
     if backend == "auto" and isinstance(strategy, BufferedLinearToeplitz):
-        return BufferedStream(strategy, source, scale=scale, first_step=first_step)
+        return BufferedStream(strategy, source, **options)
     if backend == "auto" and isinstance(strategy, (BandedToeplitz, ColumnNormalized)):
-        return RecurrentStream(strategy, source, scale=scale, first_step=first_step)
+        return RecurrentStream(strategy, source, **options)
     rows = rows_of(strategy, num_steps)
     if backend == "history":
-        return HistoryStream(rows, source, scale=scale, first_step=first_step)
-    return RegeneratedStream(rows, source, scale=scale, first_step=first_step, block=block)
+        return HistoryStream(rows, source, **options)
+    return RegeneratedStream(rows, source, block=block, **options)
 
 
 __all__ = ["BACKENDS", "CorrelatedStream", "make_stream"]

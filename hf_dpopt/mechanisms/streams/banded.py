@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_dpopt.mechanisms.randomness import NoiseSource
@@ -12,10 +14,8 @@ from hf_dpopt.mechanisms.streams.base import CorrelatedStream, State
 class RecurrentStream(CorrelatedStream):
     """Keeps the last p - 1 outputs of every tensor in a ring: they cannot be drawn again."""
 
-    def __init__(
-        self, strategy: BandedToeplitz | ColumnNormalized, source: NoiseSource, *, scale: float, first_step: int = 0
-    ):
-        super().__init__(source, scale=scale, first_step=first_step)
+    def __init__(self, strategy: BandedToeplitz | ColumnNormalized, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
         self._coefs = (strategy.base if isinstance(strategy, ColumnNormalized) else strategy).coefs
         self._row_scales = strategy.column_norms() if isinstance(strategy, ColumnNormalized) else None
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of step s at s % (p - 1)

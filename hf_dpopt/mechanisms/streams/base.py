@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import abc
 import copy
+import math
 from typing import Any
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms.randomness import NoiseSource
 
 State = dict[str, Any]
+UNUSED_ROW = 2**62
 
 
 class CorrelatedStream(abc.ABC):
@@ -31,11 +33,26 @@ class CorrelatedStream(abc.ABC):
     Args:
         source: standard normals under a key that no other stream uses.
         scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
+        num_steps: steps it is made for.
         first_step: step under which the trainer asks for t = 0.
+        bound_to: what else fixes the noise; a state is taken back by a stream that is bound to the same alone.
+
+    Raises:
+        DPConfigError: for a scale that is not a finite number > 0.
     """
 
-    def __init__(self, source: NoiseSource, *, scale: float, first_step: int = 0):
-        self.scale, self._source, self._first_step = scale, source, first_step
+    def __init__(
+        self, source: NoiseSource, *, scale: float, num_steps: int, first_step: int = 0, bound_to: State | None = None
+    ):
+        if not (math.isfinite(scale) and scale > 0):
+            raise DPConfigError(f"scale={scale} is not a finite number > 0: noise stddev times clipping norm.")
+        self.scale, self._source, self._first_step, self._num_steps = scale, source, first_step, num_steps
+        # two numbers of a row that no step uses tell one key from another; they are as secret as the rest
+        key = source.normal((2,), step=UNUSED_ROW, tensor=0).tolist()
+        self._bound_to = {
+            "stream": type(self).__name__, "scale": scale, "num_steps": num_steps, "first_step": first_step,
+            "key": key, **(bound_to or {}),
+        }  # fmt: skip
         self._num_done = 0
         self._shapes: dict[str, torch.Size] | None = None
 
@@ -53,6 +70,7 @@ class CorrelatedStream(abc.ABC):
 
         Raises:
             DPConfigError: for a step left out or repeated, tensors other than before, or sums that are not float32.
+            DPBudgetExceeded: after the steps it was made for.
         """
         t = step - self._first_step
         if t != self._num_done:
@@ -61,6 +79,11 @@ class CorrelatedStream(abc.ABC):
                 "Correlated noise has every step once, in order: a step without a batch still takes its noise."
             )
         shapes = {name: total.shape for name, total in sums.items()}
+        if t >= self._num_steps:
+            raise DPBudgetExceeded(
+                f"This noise was made for {self._num_steps} steps, and the next would have none. Make the stream for "
+                "more steps at the start (max_steps)."
+            )
         if self._shapes not in (None, shapes):
             raise DPConfigError(
                 "The tensors to be noised changed during the run; its noise is for those it began with."
@@ -83,11 +106,23 @@ class CorrelatedStream(abc.ABC):
 
     def state(self) -> State:
         """A copy of all that the next steps need besides key and strategy. SECRET, as the key is."""
-        return {"num_done": self._num_done, "shapes": self._shapes, **copy.deepcopy(self._kept())}
+        done = {"num_done": self._num_done, "shapes": self._shapes, "bound_to": self._bound_to}
+        return {**done, **copy.deepcopy(self._kept())}
 
     def load_state(self, state: State) -> None:
-        """Continues where `state` was taken, bit for bit."""
-        state = copy.deepcopy(state)
+        """Continues where `state` was taken, bit for bit.
+
+        Raises:
+            DPConfigError: for the state of another strategy, key, scale, number of steps or backend.
+        """
+        theirs = state["bound_to"]
+        other = [name for name in {**self._bound_to, **theirs} if self._bound_to.get(name) != theirs.get(name)]
+        if other:
+            raise DPConfigError(
+                f"This state belongs to another noise stream ({', '.join(sorted(other))} differ). Continue with what "
+                "the run was started with, or start a new one."
+            )
+        state = copy.deepcopy({name: value for name, value in state.items() if name != "bound_to"})
         self._num_done, self._shapes = state.pop("num_done"), state.pop("shapes")
         self._restore(state)
 

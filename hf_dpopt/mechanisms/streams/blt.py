@@ -6,6 +6,8 @@ McMahan, Xu and Zhang (2024), arXiv:2408.08868.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_dpopt.mechanisms.randomness import NoiseSource
@@ -16,8 +18,8 @@ from hf_dpopt.mechanisms.streams.base import CorrelatedStream, State
 class BufferedStream(CorrelatedStream):
     """Keeps m float32 buffers per tensor; one draw and 2 m passes over them in a step."""
 
-    def __init__(self, strategy: BufferedLinearToeplitz, source: NoiseSource, *, scale: float, first_step: int = 0):
-        super().__init__(source, scale=scale, first_step=first_step)
+    def __init__(self, strategy: BufferedLinearToeplitz, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
         self._decays, self._weights = list(strategy.zeros), strategy.noising_scale.tolist()
         self._buffers: dict[str, list[torch.Tensor]] = {}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
+from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.mechanisms.strategies import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.mechanisms.streams.base import CorrelatedStream, State
@@ -20,14 +22,19 @@ def rows_of(strategy: NoiseStrategy, num_steps: int) -> Rows:
         coefs = strategy.noising_coefs(num_steps)
         return lambda t: coefs[: t + 1][::-1]
     matrix = strategy.noising_matrix(num_steps)
+    if matrix.shape != (num_steps, num_steps) or np.triu(matrix, 1).any():
+        raise DPConfigError(
+            f"The noise of {strategy.name} is not made step by step from one draw a step. To restart a tree, use "
+            "TreeAggregation(restart_every=..)."
+        )
     return lambda t: matrix[t, : t + 1]
 
 
 class HistoryStream(CorrelatedStream):
     """Keeps every draw: t tensors after t steps; each step reads them all."""
 
-    def __init__(self, rows: Rows, source: NoiseSource, *, scale: float, first_step: int = 0):
-        super().__init__(source, scale=scale, first_step=first_step)
+    def __init__(self, rows: Rows, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
         self._rows = rows
         self._draws: dict[str, list[torch.Tensor]] = {}
 
@@ -52,8 +59,8 @@ class RegeneratedStream(CorrelatedStream):
     1/K of the draws. With K = 1 nothing is kept between steps.
     """
 
-    def __init__(self, rows: Rows, source: NoiseSource, *, scale: float, first_step: int = 0, block: int = 1):
-        super().__init__(source, scale=scale, first_step=first_step)
+    def __init__(self, rows: Rows, source: NoiseSource, *, block: int = 1, **options: Any):
+        super().__init__(source, **options)
         self._rows, self._block = rows, block
         self._ahead: dict[str, list[torch.Tensor]] = {}  # outputs of the block from the current step on, unfinished
 
@@ -62,14 +69,14 @@ class RegeneratedStream(CorrelatedStream):
             self._ahead[name] = self._from_before(total, tensor, t)
         ahead, normal = self._ahead[name], self._normal(total, tensor, t)
         for i, output in enumerate(ahead):
-            weight = float(self._row(t + i)[t])
+            weight = float(self._rows(t + i)[t])
             if weight:
                 output.add_(normal, alpha=weight)
         total.add_(ahead.pop(0), alpha=self.scale)
 
     def _from_before(self, total: torch.Tensor, tensor: int, t: int) -> list[torch.Tensor]:
         """What the draws before step t give to the outputs of the block that begins there."""
-        rows = [self._row(t + i) for i in range(self._block)]
+        rows = [self._rows(t + i) for i in range(min(self._block, self._num_steps - t))]
         outputs = [torch.zeros_like(total) for _ in rows]
         for s in range(t):
             weights = [float(row[s]) for row in rows]
@@ -79,14 +86,6 @@ class RegeneratedStream(CorrelatedStream):
             for output, weight in zip(outputs, weights, strict=True):
                 output.add_(draw, alpha=weight)
         return outputs
-
-    def _row(self, t: int) -> np.ndarray:
-        """Row t; zeros beyond the planned steps, whose outputs are never asked for."""
-        try:
-            row = self._rows(t)
-        except IndexError:
-            return np.zeros(t + 1)
-        return row if len(row) == t + 1 else np.zeros(t + 1)
 
     def _kept(self) -> State:
         return {"ahead": self._ahead}

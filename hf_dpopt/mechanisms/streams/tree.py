@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hf_dpopt.mechanisms.randomness import NoiseSource
@@ -12,8 +14,8 @@ from hf_dpopt.mechanisms.streams.base import CorrelatedStream, State
 class TreeStream(CorrelatedStream):
     """Keeps, per tensor, the noise of the last prefix and of at most ``log2(steps) + 1`` complete subtrees."""
 
-    def __init__(self, strategy: TreeAggregation, source: NoiseSource, *, scale: float, first_step: int = 0):
-        super().__init__(source, scale=scale, first_step=first_step)
+    def __init__(self, strategy: TreeAggregation, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
         self._strategy = strategy
         self._carried: dict[str, torch.Tensor] = {}  # noise of the finished trees
         self._last: dict[str, torch.Tensor] = {}  # noise of the last prefix

@@ -67,7 +67,11 @@ def test_matrices(name):
         assert not np.triu(matrix, 1).any() and not np.triu(noising, 1).any()
     if strategy.num_bands is not None:
         assert not np.tril(matrix, -strategy.num_bands).any()
-    assert strategy.row_norm(N - 1) == pytest.approx(np.linalg.norm(noising[-1]), rel=1e-12)
+    for t in (2, N - 1):
+        assert strategy.row_norm(t, N) == pytest.approx(np.linalg.norm(noising[t]), rel=1e-12)
+    if not strategy.anytime:
+        with pytest.raises(DPConfigError, match="give num_steps"):
+            strategy.row_norm(2)
 
 
 @pytest.mark.parametrize("name", [name for name, strategy in ALL.items() if strategy.anytime])
@@ -128,6 +132,11 @@ def test_relatives():
 def test_equal_parameters_are_an_equal_strategy():
     assert len({strategy.digest() for strategy in ALL.values()}) == len(ALL)
     assert len(set(ALL.values())) == len(ALL)
+    assert (
+        NuDPFTRL(0).digest() == NuDPFTRL(0.0).digest() and NuDPFTRL(np.float32(0.5)).digest() == NuDPFTRL(0.5).digest()
+    )
+    assert Stamped(NuDPFTRL(0.1), np.int64(2)).digest() == Stamped(NuDPFTRL(0.1), 2).digest()
+    assert DenseStrategy(-0.0 * np.tri(3, k=-1) + np.eye(3)) == DenseStrategy(np.eye(3))
     assert NuDPFTRL(0.1).digest() == NuDPFTRL(0.1).digest() != NuDPFTRL(0.1 + 1e-16 * 10).digest()
     with pytest.raises(ValueError, match="read-only"):
         ALL["dense"].strategy_matrix(4)[0, 0] = 2.0
