@@ -54,7 +54,7 @@ class BookKeepingEngine(ClippingEngine):
             found.setdefault(self.clipping.group(name), []).append(squares_B)
         squares = self._no_squares(losses_B)
         for group, of_group in found.items():
-            squares[group] = squares[group] + torch.stack(of_group).sum(dim=0)
+            squares[group] += torch.stack(of_group).sum(dim=0)  # in place: the dtype, and its safety, are the sums'
         return squares
 
     def _add_weighted_sums(

@@ -313,3 +313,32 @@ def test_a_loss_in_float64_leaves_the_bound_of_a_float32_model():
             model, batch, clipping_norm=1e-3, loss=lambda o, y: F.cross_entropy(o.logits.double(), y, reduction="none")
         )
         assert reference.norm(got).item() <= 1e-3
+
+
+def test_a_model_in_two_precisions_keeps_the_safety_of_the_narrower():
+    model = MODELS["bert"]()
+    model.classifier.double()
+    model.classifier.register_forward_pre_hook(lambda module, inputs: inputs[0].double())
+    batch, engine = batch_for(model, [9]), make_engine(model, make_clipping("flat", 1e-3), "book_keeping")
+    seen = []
+    engine.clipping = _Spy(engine.clipping, seen)
+    sums = engine.empty_sum()
+    for _ in range(2):  # the second adds to what is there
+        engine.add_clipped_sum(sums, lambda: RecordLosses(model)(batch), 1)
+    assert {squares.dtype for squares in seen} == {torch.float32}
+    assert sums.result()["classifier.weight"].dtype == torch.float64
+    assert reference.norm(sums.result()).item() <= 2e-3
+
+
+class _Spy:
+    """A clipping rule that notes the squares it is given."""
+
+    def __init__(self, rule, seen):
+        self._rule, self._seen = rule, seen
+
+    def __getattr__(self, name):
+        return getattr(self._rule, name)
+
+    def factors(self, squares):
+        self._seen.extend(squares.values())
+        return self._rule.factors(squares)
