@@ -93,10 +93,12 @@ def test_closed_choices_are_refused_on_the_command_line(parse, name, capsys):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_choices_offered_are_those_that_are_accepted(parse, cls):
-    for field in dataclasses.fields(cls):
-        for choice in field.metadata.get("choices", ()) if field.name in FIELDS else ():
-            args = parse(cls, "--noise_multiplier", "1", f"--{field.name}", choice)
-            args.privacy_config(expected_batch_size=8)
+    offered = [(f.name, c) for f in dataclasses.fields(cls) if f.name in FIELDS for c in f.metadata.get("choices", ())]
+    assert offered
+    for name, choice in offered:
+        args = parse(cls, "--noise_multiplier", "1", f"--{name}", choice)
+        assert getattr(args, name) == choice
+        assert args.privacy_config(expected_batch_size=8).noise_multiplier == 1
 
 
 @pytest.mark.parametrize("cls", CLASSES)
