@@ -5,7 +5,6 @@ Every function minimises ``sensitivity * rms error`` for given steps n, particip
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -293,11 +292,3 @@ def _dense_by_gradient(
     found = _descend(loss, start, maxiter=400, maxfun=500, ftol=1e-10, maxcor=20)
     matrix = matrix_of(torch.tensor(found)).numpy()
     return DenseStrategy(matrix * np.sign(np.diag(matrix)))
-
-
-# --- bands under amplification ---------------------------------------------------------------------------------------
-
-
-def bands_to_try(most: int) -> list[int]:
-    """1, 2, 4, .. and `most` itself."""
-    return sorted({most, *itertools.takewhile(lambda p: p <= most, (2**i for i in range(32)))})
