@@ -67,6 +67,7 @@ class CorrelatedMechanism:
         Raises:
             DPBudgetExceeded: beyond the planned steps, if the strategy is not anytime.
         """
+        check_count("num_steps", num_steps)
         if num_steps > self.num_steps and not self.strategy.anytime:
             raise DPBudgetExceeded(
                 f"{self.strategy.name} noise was made for {self.num_steps} steps, and {num_steps} were asked for. "
@@ -85,7 +86,9 @@ class CorrelatedMechanism:
 
     def epsilon(self, delta: float, num_steps: int | None = None) -> float:
         """Epsilon of the first `num_steps` steps; of the planned run by default."""
-        return accountants.epsilon(self.event(num_steps or self.num_steps), delta, self.adjacency).epsilon
+        return accountants.epsilon(
+            self.event(self.num_steps if num_steps is None else num_steps), delta, self.adjacency
+        ).epsilon
 
     def stream(
         self,

@@ -237,3 +237,11 @@ def test_what_has_more_draws_than_steps_is_refused(strategy):
 def test_noise_that_grows_is_refused():
     with pytest.raises(DPConfigError, match="grows"):
         make_stream(BandedToeplitz((1.0, 3.0)), _source(), scale=1.0, num_steps=60)
+    loud_inside = np.eye(4)
+    loud_inside[2, 1] = -1e5
+    with pytest.raises(DPConfigError, match="grows"):
+        make_stream(DenseStrategy(loud_inside), _source(), scale=1.0, num_steps=4)
+
+
+def test_a_long_tree_needs_no_matrix():
+    make_stream(TreeAggregation(), _source(), scale=1.0, num_steps=1_000_000).add_(_sums(), 0)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import NoiseSource
@@ -12,6 +14,7 @@ from hf_dpopt.mechanisms.strategies import (
     BufferedLinearToeplitz,
     ColumnNormalized,
     NoiseStrategy,
+    ToeplitzStrategy,
     TreeAggregation,
 )
 from hf_dpopt.mechanisms.streams.banded import RecurrentStream
@@ -50,18 +53,13 @@ def make_stream(
         raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
     check_count("num_steps", num_steps)
     check_count("block", block)
-    loudest = strategy.row_norm(num_steps - 1, num_steps)
-    if loudest > LOUDEST:
-        raise DPConfigError(
-            f"The noise of {strategy.name} grows to {loudest:.3g} times its draws by step {num_steps}: float32 would "
-            "round the new draw away. Use coefficients whose inverse does not grow."
-        )
     bound_to = {"strategy": strategy.digest(), "block": block}
     options: dict[str, Any] = {"scale": scale, "num_steps": num_steps, "first_step": first_step, "bound_to": bound_to}
     if isinstance(strategy, TreeAggregation) and strategy.anytime:
         if backend != "auto":
             raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
         return TreeStream(strategy, source, **options)
+    _check_loudness(strategy, num_steps)
     if backend == "auto" and isinstance(strategy, BufferedLinearToeplitz):
         return BufferedStream(strategy, source, **options)
     if backend == "auto" and isinstance(strategy, (BandedToeplitz, ColumnNormalized)):
@@ -70,6 +68,18 @@ def make_stream(
     if backend == "history":
         return HistoryStream(rows, source, **options)
     return RegeneratedStream(rows, source, block=block, **options)
+
+
+def _check_loudness(strategy: NoiseStrategy, num_steps: int) -> None:
+    if isinstance(strategy, ToeplitzStrategy):
+        loudest = strategy.row_norm(num_steps - 1)  # every row holds the one before
+    else:
+        loudest = float(np.linalg.norm(strategy.noising_matrix(num_steps), axis=1).max())
+    if not loudest <= LOUDEST:
+        raise DPConfigError(
+            f"The noise of {strategy.name} grows to {loudest:.3g} times its draws within {num_steps} steps: float32 "
+            "would round the new draw away. Use coefficients whose inverse does not grow."
+        )
 
 
 __all__ = ["BACKENDS", "CorrelatedStream", "make_stream"]
