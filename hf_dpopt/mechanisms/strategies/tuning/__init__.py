@@ -1,0 +1,13 @@
+"""Strategies tuned for a run: least error of the iterates per unit of privacy.
+
+Every function minimises ``sensitivity * rms error`` for given steps n, participation and workload; none looks at data.
+"""
+
+from __future__ import annotations
+
+from hf_dpopt.mechanisms.strategies.tuning.banded import optimize_banded
+from hf_dpopt.mechanisms.strategies.tuning.blt import fit_blt, optimize_blt
+from hf_dpopt.mechanisms.strategies.tuning.dense import optimize_dense
+from hf_dpopt.mechanisms.strategies.tuning.nu import optimize_nu
+
+__all__ = ["fit_blt", "optimize_banded", "optimize_blt", "optimize_dense", "optimize_nu"]
