@@ -17,6 +17,7 @@ from hf_dpopt.mechanisms.strategies import (
     DenseStrategy,
     IdentityStrategy,
     NuDPFTRL,
+    Restarted,
     Stamped,
     TreeAggregation,
 )
@@ -38,6 +39,8 @@ STRATEGIES = {
     "dense": DenseStrategy(np.tril(np.random.default_rng(3).uniform(-1, 1, (N, N)), -1) + 2 * np.eye(N)),
     "stamped": Stamped(NuDPFTRL(0.1), 3),
     "full-honaker": TreeAggregation("full_honaker"),
+    "restarted-blt": Restarted(BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)), 7),
+    "restarted-bands": Restarted(BandedToeplitz((1.1, 0.5, 0.1)), 5),
 }
 TREES = {
     "tree": TreeAggregation("vanilla"),
@@ -128,6 +131,22 @@ def test_resumes_at_every_step_bit_for_bit(name, backend):
         second.load_state(kept)
         assert second.num_steps == stopped
         assert torch.equal(_run(second, range(stopped, N)), whole[stopped:])
+
+
+@pytest.mark.parametrize("name, backend", CASES)
+def test_resumes_at_every_step_from_the_key_alone(name, backend):
+    """The state is lost, or that of another moment: what is needed is drawn again."""
+    whole = _run(_stream(name, backend), range(N))
+    old = _stream(name, backend)
+    _run(old, range(2))
+    for stopped in range(3, N):
+        again = _stream(name, backend)
+        again.continue_at(stopped, old.state() if stopped % 2 else None)
+        assert again.num_steps == stopped
+        assert torch.equal(_run(again, range(stopped, N)), whole[stopped:])
+    kept = _stream(name, backend)
+    kept.continue_at(2, old.state())
+    assert torch.equal(_run(kept, range(2, N)), whole[2:])
 
 
 @pytest.mark.parametrize("name, backend", CASES)

@@ -6,8 +6,9 @@ To add one: write a file with a frozen dataclass that satisfies `NoiseStrategy`,
 from hf_dpopt.mechanisms.strategies.banded import BandedInverse, BandedToeplitz, ColumnNormalized
 from hf_dpopt.mechanisms.strategies.base import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.mechanisms.strategies.blt import BufferedLinearToeplitz
-from hf_dpopt.mechanisms.strategies.dense import DenseStrategy, Stamped
+from hf_dpopt.mechanisms.strategies.dense import DenseStrategy
 from hf_dpopt.mechanisms.strategies.participation import Participation
+from hf_dpopt.mechanisms.strategies.restarted import Restarted, Stamped
 from hf_dpopt.mechanisms.strategies.toeplitz import (
     AntiPGD,
     DampedAntiPGD,
@@ -33,6 +34,7 @@ __all__ = [
     "NuDPFTRL",
     "OptimalCC",
     "Participation",
+    "Restarted",
     "Stamped",
     "ToeplitzStrategy",
     "TreeAggregation",

@@ -1,15 +1,13 @@
-"""Any lower-triangular C, and strategies that start anew after a number of steps."""
+"""Any lower-triangular C."""
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.linalg import block_diag, solve_triangular
+from scipy.linalg import solve_triangular
 
-from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import sensitivity
 from hf_dpopt.mechanisms.strategies.base import NoiseStrategy
@@ -77,48 +75,3 @@ class DenseStrategy(NoiseStrategy):
     def parameters(self) -> dict[str, Any]:
         entries = hashlib.sha256(self._matrix.tobytes()).hexdigest()
         return {"name": self.name, "num_steps": self.num_steps, "sha256": entries}
-
-
-@dataclasses.dataclass(frozen=True)
-class Stamped(NoiseStrategy):
-    """`repeats` copies of a strategy, one after the other: no noise is shared across the restarts.
-
-    Args:
-        base: any strategy.
-        repeats: number of copies; a copy lasts ``ceil(n / repeats)`` steps.
-    """
-
-    base: NoiseStrategy
-    repeats: int
-    name: ClassVar[str] = "stamped"
-    anytime: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        check_count("repeats", self.repeats)
-        object.__setattr__(self, "repeats", int(self.repeats))
-
-    def _lengths(self, n: int) -> list[int]:
-        length = -(-n // self.repeats)
-        return [min(length, n - first) for first in range(0, n, length)]
-
-    def strategy_matrix(self, n: int) -> np.ndarray:
-        return block_diag(*[self.base.strategy_matrix(length) for length in self._lengths(n)])
-
-    def noising_matrix(self, n: int) -> np.ndarray:
-        return block_diag(*[self.base.noising_matrix(length) for length in self._lengths(n)])
-
-    def sensitivity(self, n: int, participation: Participation) -> float:
-        """The worst split of the participations over the copies; exact if a copy is no longer than the separation."""
-        best = np.zeros(participation.max_participations + 1)  # squares, by participations used so far
-        for length in self._lengths(n):
-            worst = [0.0] + [
-                self.base.sensitivity(length, dataclasses.replace(participation, max_participations=k)) ** 2
-                for k in range(1, participation.fits(length) + 1)
-            ]
-            best = np.array(
-                [max(best[j - k] + worst[k] for k in range(min(j, len(worst) - 1) + 1)) for j in range(len(best))]
-            )
-        return float(np.sqrt(best[-1]))
-
-    def parameters(self) -> dict[str, Any]:
-        return {"name": self.name, "base": self.base.parameters(), "repeats": self.repeats}

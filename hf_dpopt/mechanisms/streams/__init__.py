@@ -14,12 +14,14 @@ from hf_dpopt.mechanisms.strategies import (
     BufferedLinearToeplitz,
     ColumnNormalized,
     NoiseStrategy,
+    Restarted,
     ToeplitzStrategy,
     TreeAggregation,
 )
 from hf_dpopt.mechanisms.streams.banded import RecurrentStream
 from hf_dpopt.mechanisms.streams.base import CorrelatedStream
 from hf_dpopt.mechanisms.streams.blt import BufferedStream
+from hf_dpopt.mechanisms.streams.restarted import RestartedStream
 from hf_dpopt.mechanisms.streams.rows import HistoryStream, RegeneratedStream, rows_of
 from hf_dpopt.mechanisms.streams.tree import TreeStream
 
@@ -59,6 +61,13 @@ def make_stream(
         if backend != "auto":
             raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
         return TreeStream(strategy, source, **options)
+    if isinstance(strategy, Restarted):
+        steps = min(strategy.every, num_steps)
+
+        def copy(later: NoiseSource) -> CorrelatedStream:
+            return make_stream(strategy.base, later, scale=scale, num_steps=steps, backend=backend, block=block)
+
+        return RestartedStream(strategy.every, copy, source, **options)
     _check_loudness(strategy, num_steps)
     if backend == "auto" and isinstance(strategy, BufferedLinearToeplitz):
         return BufferedStream(strategy, source, **options)

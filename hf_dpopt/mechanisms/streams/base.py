@@ -54,6 +54,7 @@ class CorrelatedStream(abc.ABC):
             "key": key, **(bound_to or {}),
         }  # fmt: skip
         self._num_done = 0
+        self._to_replay = 0
         self._shapes: dict[str, torch.Size] | None = None
 
     @property
@@ -90,14 +91,22 @@ class CorrelatedStream(abc.ABC):
             )
         if any(total.dtype != torch.float32 for total in sums.values()):
             raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
-        self._shapes = shapes
-        self._num_done += 1
         for tensor, name in enumerate(sorted(sums)):
+            if self._to_replay:
+                self._replay(sums[name], name, tensor, self._to_replay)
             self._add_to(sums[name], name, tensor, t)
+        self._shapes, self._to_replay = shapes, 0
+        self._num_done += 1
 
     @abc.abstractmethod
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
         """Adds ``scale`` times row t to one tensor."""
+
+    def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
+        """Brings what is kept for one tensor to where it was after that many steps; costs the noise of all of them."""
+        unused = torch.zeros_like(like)
+        for t in range(num_steps):
+            self._add_to(unused, name, tensor, t)
 
     def _normal(self, total: torch.Tensor, tensor: int, row: int) -> torch.Tensor:
         return self._source.normal(total.shape, step=row, tensor=tensor, device=total.device)
@@ -125,6 +134,20 @@ class CorrelatedStream(abc.ABC):
         state = copy.deepcopy({name: value for name, value in state.items() if name != "bound_to"})
         self._num_done, self._shapes = state.pop("num_done"), state.pop("shapes")
         self._restore(state)
+
+    def continue_at(self, num_steps: int, state: State | None) -> None:
+        """Goes on after that many steps of a run that was interrupted, bit for bit.
+
+        Args:
+            num_steps: steps that were taken, all of them.
+            state: as `state` gave it after them; None, or that of another moment or horizon, if it is not there: what
+                is needed is then drawn again from the key, before the next step.
+        """
+        if state is not None and state["num_done"] == num_steps and state["bound_to"] == self._bound_to:
+            self.load_state(state)
+        else:
+            assert self._num_done == 0, "a stream that has begun cannot be moved"
+            self._num_done = self._to_replay = num_steps
 
     def _kept(self) -> State:
         return {}

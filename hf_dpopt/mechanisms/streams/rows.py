@@ -66,7 +66,7 @@ class RegeneratedStream(CorrelatedStream):
 
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
         if t % self._block == 0:
-            self._ahead[name] = self._from_before(total, tensor, t)
+            self._replay(total, name, tensor, t)
         ahead, normal = self._ahead[name], self._normal(total, tensor, t)
         for i, output in enumerate(ahead):
             weight = float(self._rows(t + i)[t])
@@ -74,9 +74,13 @@ class RegeneratedStream(CorrelatedStream):
                 output.add_(normal, alpha=weight)
         total.add_(ahead.pop(0), alpha=self.scale)
 
+    def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
+        self._ahead[name] = self._from_before(like, tensor, num_steps)
+
     def _from_before(self, total: torch.Tensor, tensor: int, t: int) -> list[torch.Tensor]:
-        """What the draws before step t give to the outputs of the block that begins there."""
-        rows = [self._rows(t + i) for i in range(min(self._block, self._num_steps - t))]
+        """What the draws before step t give to the outputs of what is left of its block."""
+        end = min(t - t % self._block + self._block, self._num_steps)
+        rows = [self._rows(i) for i in range(t, end)]
         outputs = [torch.zeros_like(total) for _ in rows]
         for s in range(t):
             weights = [float(row[s]) for row in rows]
