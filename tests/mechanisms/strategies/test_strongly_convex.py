@@ -1,0 +1,217 @@
+"""The convex program for smooth and strongly convex losses: exact where an exact value exists, a bound elsewhere."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+from scipy.signal import lfilter
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.strategies import (
+    AntiPGD,
+    BandedInverse,
+    BandedToeplitz,
+    BufferedLinearToeplitz,
+    DampedAntiPGD,
+    IdentityStrategy,
+    NuDPFTRL,
+    OptimalCC,
+)
+from hf_dpopt.mechanisms.strategies.strongly_convex import (
+    minimum_phase_coefs,
+    optimize_strongly_convex,
+    strongly_convex_bound,
+)
+
+ETA = 0.3
+STRATEGIES = {
+    "identity": IdentityStrategy(),
+    "nu": NuDPFTRL(0.03),
+    "damped": DampedAntiPGD(0.2),
+    "bands": BandedToeplitz((1, 0.6, 0.3, 0.1)),
+    "inverse-bands": BandedInverse.of_nu(8, 0.02),
+    "blt": BufferedLinearToeplitz((0.9, 0.5), (0.8, 0.1)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _needs_cvxpy():
+    pytest.importorskip("cvxpy", reason="the program is in the extra `convex`")
+
+
+def quadratic(strategy, curvature: float, L: float, eta: float = ETA, n: int = 2000) -> float:
+    """Exact ``(L / 2) E theta^2`` on a quadratic, by what one draw does to all later steps; all have decayed by n."""
+    impulse = lfilter([eta], [1.0, eta * curvature - 1], strategy.noising_coefs(n))
+    return L / 2 * np.sum(strategy.strategy_coefs(n) ** 2) * np.sum(impulse**2)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_quadratic_has_its_exact_gain(name, symmetric):
+    """mu = L leaves one loss; the multipliers tend to infinity there, and the bound comes near from above."""
+    exact = quadratic(STRATEGIES[name], 0.2, 0.2)
+    found = strongly_convex_bound(STRATEGIES[name], mu=0.2, L=0.2, eta=ETA, symmetric=symmetric).value
+    assert exact * (1 - 1e-6) <= found <= exact * (1 + 2e-3)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_no_quadratic_of_the_class_is_worse(name, symmetric):
+    found = strongly_convex_bound(STRATEGIES[name], mu=0.1, L=1.0, eta=ETA, symmetric=symmetric).value
+    assert found >= max(quadratic(STRATEGIES[name], curvature, 1.0) for curvature in np.linspace(0.1, 1.0, 10))
+
+
+def test_independent_noise_has_the_closed_form_on_a_quadratic():
+    assert quadratic(IdentityStrategy(), 0.1, 1.0) == pytest.approx(ETA / (2 * 0.1 * (2 - ETA * 0.1)), rel=1e-9)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_correlated_noise_is_better_and_the_optimised_best_and_the_gap_grows(symmetric):
+    bounds = []
+    for kappa in (2, 5, 10, 20, 50):
+        options = {"mu": 1 / kappa, "L": 1.0, "eta": ETA, "symmetric": symmetric}
+        independent = strongly_convex_bound(IdentityStrategy(), **options).value
+        nu = strongly_convex_bound(NuDPFTRL(ETA / kappa), **options).value
+        optimised = optimize_strongly_convex(**options)
+        assert optimised.history[0] == pytest.approx(nu, rel=1e-9)
+        assert all(after < before for before, after in zip(optimised.history, optimised.history[1:], strict=False))
+        assert optimised.bound == optimised.history[-1]
+        bounds.append((independent, nu, optimised.bound))
+    bounds = np.array(bounds)
+    assert (np.diff(bounds, axis=1) < 0).all()
+    assert (np.diff(bounds, axis=0) > 0).all()  # more condition, more error
+    assert (np.diff(bounds[:, 0] / bounds[:, 2]) > 0).all()
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_the_coefficients_have_the_bound_of_their_spectrum(symmetric):
+    options = {"mu": 0.05, "L": 1.0, "eta": ETA, "symmetric": symmetric}
+    found = optimize_strongly_convex(**options)
+    assert strongly_convex_bound(found.strategy, **options).value == pytest.approx(found.bound, rel=1e-3)
+    powers = np.exp(1j * np.outer(found.frequencies, np.arange(1024)))
+    spectrum = np.abs(powers @ found.strategy.noising_coefs(1024)) ** 2
+    np.testing.assert_allclose(spectrum, found.spectrum, rtol=1e-2)
+
+
+def test_the_gains_are_certified_and_the_least_that_are():
+    """The matrix of the program, written out: positive semidefinite for psi, and not for 1 % less."""
+    mu, L = 0.1, 1.0
+    for symmetric in (False, True):
+        bound = strongly_convex_bound(NuDPFTRL(0.05), mu=mu, L=L, eta=ETA, symmetric=symmetric)
+        lags = np.arange(-15, 16)
+        for omega, psi in zip(bound.frequencies[::10], bound.gains[::10], strict=True):
+            multiplier = np.sum(bound.multipliers * np.exp(1j * omega * lags))
+            cross = mu * np.conj(multiplier) + L * multiplier
+            sector = np.array([[-2 * mu * L * multiplier.real, cross], [np.conj(cross), -2 * multiplier.real]])
+            gradient = np.array([[1, 0], [(1 - np.exp(1j * omega)) / ETA, -1]])  # of theta and the noise
+            part = gradient.conj().T @ sector @ gradient
+            assert np.linalg.eigvalsh(np.diag([-1, psi]) - part).min() > -1e-9 * np.abs(part).max()
+            assert np.linalg.eigvalsh(np.diag([-1, 0.99 * psi]) - part).min() < 0
+
+
+def _energy(multipliers: np.ndarray, theta: np.ndarray, gradient: np.ndarray, mu: float, L: float) -> float:
+    """``sum <L theta - g, Lambda * (g - mu theta)>`` of one period, which the program takes to be >= 0."""
+    lags = range(-(len(multipliers) // 2), len(multipliers) // 2 + 1)
+    above, below = L * theta - gradient, gradient - mu * theta
+    return float(sum(weight * above @ np.roll(below, -lag) for weight, lag in zip(multipliers, lags, strict=True)))
+
+
+def test_the_multipliers_hold_for_the_losses_they_are_for():
+    """And those for symmetric losses do not hold for others: the choice of signs matters."""
+    mu, L, rng = 0.1, 1.0, np.random.default_rng(0)
+    noise = IdentityStrategy()
+    general = strongly_convex_bound(noise, mu=mu, L=L, eta=ETA).multipliers
+    for_odd = strongly_convex_bound(noise, mu=mu, L=L, eta=ETA, symmetric=True).multipliers
+    assert np.abs(np.delete(general, 15)).sum() > 0.1 * general[15], "one sector condition would pass everywhere"
+
+    def one_sided(x: np.ndarray) -> np.ndarray:
+        return np.where(x > 0, L, mu) * x
+
+    def odd(x: np.ndarray) -> np.ndarray:
+        return mu * x + (L - mu) * np.clip(x, -0.5, 0.5)
+
+    trajectories = [np.cumsum(rng.normal(size=64)) - rng.normal() for _ in range(200)] + [
+        rng.normal(size=64) for _ in range(200)
+    ]
+    trajectories += [np.tile(pair, 32) for pair in rng.normal(size=(200, 2))]
+    for theta in trajectories:
+        for gradient in (one_sided, odd):
+            assert _energy(general, theta, gradient(theta), mu, L) > -1e-9
+        assert _energy(for_odd, theta, odd(theta), mu, L) > -1e-9
+    assert min(_energy(for_odd, theta, one_sided(theta), mu, L) for theta in trajectories) < -0.01
+
+
+@pytest.mark.parametrize("name", ["identity", "nu"])
+def test_descent_on_a_crooked_loss_stays_within_the_bound(name):
+    """One-sided and not quadratic; a bound too small by the factor 3 would be seen."""
+    strategy, mu, L, rng = STRATEGIES[name], 0.1, 1.0, np.random.default_rng(1)
+    noise = lfilter(strategy.noising_coefs(400), [1.0], rng.normal(size=(2000, 400)), axis=0)[400:]
+    noise *= np.linalg.norm(strategy.strategy_coefs(5000))
+    theta, squares = np.zeros(400), []
+    for step in noise:
+        theta = theta - ETA * (np.where(theta > 0.0, mu, L) * theta + step)
+        squares.append(np.mean(theta**2))
+    excess = L / 2 * np.mean(squares[400:])
+    bound = strongly_convex_bound(strategy, mu=mu, L=L, eta=ETA).value
+    assert bound / 3 < excess < bound
+
+
+def test_the_bound_converges_in_the_grid_and_falls_with_more_lags():
+    options = {"mu": 0.02, "L": 1.0, "eta": ETA}
+    coarse, fine = (strongly_convex_bound(NuDPFTRL(0.006), num_frequencies=k, **options).value for k in (60, 240))
+    assert coarse == pytest.approx(fine, rel=1e-4)
+    few, more = (strongly_convex_bound(NuDPFTRL(0.006), tau_max=tau, **options).value for tau in (3, 10))
+    assert fine < more < few
+    omega = np.linspace(0, np.pi, 2**17 + 1)
+    spectrum = np.abs(1 - 0.994 * np.exp(1j * omega))
+    assert strongly_convex_bound(spectrum, **options).value == pytest.approx(fine, rel=1e-4)
+    assert strongly_convex_bound(7.0 * spectrum, **options).value == pytest.approx(fine, rel=1e-4)
+
+
+@pytest.mark.parametrize("nu", [0.5, 0.01])
+def test_the_minimum_phase_factor_of_nu_is_nu(nu):
+    spectrum = np.abs(1 - (1 - nu) * np.exp(1j * np.linspace(0, np.pi, 2**14 + 1)))
+    np.testing.assert_allclose(minimum_phase_coefs(spectrum, 500), NuDPFTRL(nu).noising_coefs(500), atol=1e-9)
+    with pytest.raises(DPConfigError, match="Use fewer"):
+        minimum_phase_coefs(spectrum, 2**14 + 1)
+
+
+@pytest.mark.parametrize(
+    "wrong, mend",
+    [
+        ({"mu": 2.0}, "0 < mu <= L"),
+        ({"mu": 0.0}, "0 < mu <= L"),
+        ({"L": float("inf")}, "0 < mu <= L"),
+        ({"eta": 2.0}, r"outside \(0, 2 / L\)"),
+        ({"eta": 0.0}, r"outside \(0, 2 / L\)"),
+        ({"mu": 1e-5}, "Use a larger eta"),
+        ({"tau_max": 0}, "tau_max"),
+        ({"num_frequencies": 0}, "num_frequencies"),
+    ],
+)
+def test_values_outside_their_ranges_are_refused(wrong, mend):
+    options = {"mu": 0.1, "L": 1.0, "eta": ETA, **wrong}
+    with pytest.raises(DPConfigError, match=mend):
+        strongly_convex_bound(IdentityStrategy(), **options)
+    with pytest.raises(DPConfigError, match=mend):
+        optimize_strongly_convex(**options)
+
+
+@pytest.mark.parametrize("noise", [OptimalCC(), AntiPGD(), BandedInverse((1, -2)), BandedToeplitz((1, 2))])
+def test_noise_whose_sensitivity_grows_is_refused(noise):
+    with pytest.raises(DPConfigError, match="nu > 0"):
+        strongly_convex_bound(noise, mu=0.1, L=1.0, eta=ETA)
+
+
+@pytest.mark.parametrize("spectrum", [np.ones(2), np.zeros(9), np.full(9, np.nan), np.ones((3, 3))])
+def test_what_is_no_spectrum_is_refused(spectrum):
+    with pytest.raises(DPConfigError, match="positive, finite"):
+        strongly_convex_bound(spectrum, mu=0.1, L=1.0, eta=ETA)
+
+
+def test_the_missing_solver_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cvxpy", None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_dpopt\[convex\]'"):
+        strongly_convex_bound(IdentityStrategy(), mu=0.1, L=1.0, eta=ETA)
