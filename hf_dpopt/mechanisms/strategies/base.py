@@ -16,14 +16,13 @@ import json
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.fft import irfft, next_fast_len, rfft
 from scipy.linalg import solve_triangular, toeplitz
 from scipy.signal import fftconvolve
 
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import sensitivity
 from hf_dpopt.mechanisms.strategies.participation import Participation
-from hf_dpopt.mechanisms.strategies.workloads import Workload
+from hf_dpopt.mechanisms.strategies.workloads import Workload, scheduled_errors
 
 
 class NoiseStrategy(abc.ABC):
@@ -52,8 +51,10 @@ class NoiseStrategy(abc.ABC):
     def per_query_error(self, n: int, workload: Workload | None = None) -> np.ndarray:
         """Variance of every iterate per unit of noise variance: ``sum_s (A B)[t, s]^2``, (n,). None: prefix sums."""
         noising = self.noising_matrix(n)
-        summed = np.cumsum(noising, axis=0) if workload is None else workload.matrix() @ noising
-        return np.square(summed).sum(axis=1)
+        if workload is None:
+            return np.square(np.cumsum(noising, axis=0)).sum(axis=1)
+        workload.check(n)
+        return np.square(workload.matrix() @ noising).sum(axis=1)
 
     def row_norm(self, t: int, num_steps: int | None = None) -> float:
         """``||B[t, :]||``: stddev of the noise of step t relative to that of its normals.
@@ -114,11 +115,10 @@ class ToeplitzStrategy(NoiseStrategy):
         noising = self.noising_coefs(n)
         if workload is None:
             return np.cumsum(np.cumsum(noising) ** 2)
+        workload.check(n)
         if workload.step_sizes is None:
             return np.cumsum(fftconvolve(workload.coefs, noising)[:n] ** 2)
-        size = next_fast_len(2 * n, real=True)  # every row of A correlated with the coefficients of B
-        spectrum = rfft(workload.matrix(), size, axis=1) * rfft(noising, size).conj()
-        return np.square(irfft(spectrum, size, axis=1)[:, :n]).sum(axis=1)
+        return scheduled_errors(fftconvolve(workload.decay, noising)[:n], np.asarray(workload.step_sizes))
 
     def row_norm(self, t: int, num_steps: int | None = None) -> float:
         return float(np.linalg.norm(self.noising_coefs(t + 1)))

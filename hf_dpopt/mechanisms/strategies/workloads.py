@@ -1,6 +1,10 @@
 """What an optimizer makes of the noise: the linear map from the gradients of a run to its iterates.
 
-A strategy is tuned for a workload; its privacy does not depend on it. n = steps.
+A strategy is tuned for a workload; its privacy does not depend on it. n = steps, t, s, j = a step, 0-based.
+
+With a schedule ``A = L diag(step_sizes) D``: D makes momentum buffers of gradients, L prefix sums. For a Toeplitz B
+``D B`` is Toeplitz; its coefficients are the response g, and row t, column s of ``A B`` is
+``sum_{s <= j <= t} step_sizes[j] g[j - s]``.
 """
 
 from __future__ import annotations
@@ -35,10 +39,44 @@ class Workload:
         """A, (n, n)."""
         if self.step_sizes is None:
             return np.tril(toeplitz(self.coefs))
-        # the momentum buffer of step j decays to coefs[j - s]; the iterate adds up step_sizes[j] times it
-        impulse = np.asarray(self.coefs)
-        decay = np.diff(impulse, prepend=0.0)
-        return np.tril(np.cumsum(np.asarray(self.step_sizes)[:, None] * np.tril(toeplitz(decay)), axis=0))
+        buffers = np.tril(toeplitz(self.decay))
+        return np.tril(np.cumsum(np.asarray(self.step_sizes)[:, None] * buffers, axis=0))
+
+    @property
+    def decay(self) -> np.ndarray:
+        """What is left of a gradient in the momentum buffer after 0, 1, .. steps: first column of D, (n,)."""
+        return np.diff(np.asarray(self.coefs), prepend=0.0)
+
+    def check(self, n: int) -> None:
+        """Refuses another number of steps: the error would be that of another run."""
+        if self.n != n:
+            raise DPConfigError(f"the workload is of {self.n} steps, and the run of {n}. Make one for {n} steps.")
+
+
+def scheduled_errors(response: np.ndarray, step_sizes: np.ndarray) -> np.ndarray:
+    """Variance of every iterate for a Toeplitz B, (n,), in O(n^2) time and O(n) memory.
+
+    At step t it rises by ``step_sizes[t]`` times the covariance of the buffer of t with that iterate and the one
+    before; the covariance of the buffers of j and ``j + lag`` is ``sum_{i <= j} g[i] g[i + lag]``.
+    """
+    n = len(response)
+    rises = np.zeros(n)
+    for lag in range(n):
+        covariances = np.cumsum(response[: n - lag] * response[lag:])
+        rises[lag:] += (2 if lag else 1) * step_sizes[: n - lag] * step_sizes[lag:] * covariances
+    return np.cumsum(rises)
+
+
+def scheduled_error_form(step_sizes: np.ndarray) -> np.ndarray:
+    """Q with ``response @ Q @ response == scheduled_errors(response, step_sizes).mean()``, (n, n), symmetric."""
+    n = len(step_sizes)
+    form, remaining = np.zeros((n, n)), np.arange(n, 0, -1) / n  # share of the iterates that contain step t
+    for lag in range(n):
+        products = step_sizes[: n - lag] * step_sizes[lag:] * remaining[lag:]
+        later = np.cumsum(products[::-1])[::-1]
+        form.ravel()[lag :: n + 1][: n - lag] = later
+        form.ravel()[lag * n :: n + 1][: n - lag] = later
+    return form
 
 
 def prefix_sum_workload(n: int) -> Workload:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 import torch
 from scipy.optimize import least_squares
@@ -14,9 +12,14 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.blt import BufferedLinearToeplitz
 from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.mechanisms.strategies.tuning.descent import descend
+from hf_dpopt.mechanisms.strategies.tuning.objective import (
+    Error,
+    ErrorAndSlope,
+    squared_error,
+    squared_sensitivity,
+)
 from hf_dpopt.mechanisms.strategies.workloads import Workload
 
-Error = Literal["mean", "max"]
 LOWEST_FREQUENCY = 0.1  # of a fit, in radians per run
 
 
@@ -38,22 +41,20 @@ def optimize_blt(
         participation: k and b.
         num_buffers: m >= 1; more than 4 hardly ever help.
         error: "mean" or "max" over the iterates.
-        workload: a Toeplitz one (no schedule); None for prefix sums.
+        workload: of n steps; None for prefix sums. A schedule takes n^2 numbers of memory.
 
     References:
         McMahan, Xu and Zhang (2024), arXiv:2408.08868, Section 5; arXiv:2504.21413 (interlacing).
     """
     check_count("num_buffers", num_buffers)
     participation.check(n)
-    if workload is not None and workload.step_sizes is not None:
-        raise DPConfigError("optimize_blt takes Toeplitz workloads: leave the schedule out, or tune nu for it.")
-    objective = _BltObjective(n, participation, error, workload)
-    starts = [np.log(n) * np.linspace(1, 0.15, num_buffers + 1)[:-1] + shift for shift in (0.0, -1.0)]
-    candidates = [objective.minimize(_from_times(start)) for start in starts]
-    if num_buffers > 1:
-        fewer = optimize_blt(n, participation, num_buffers - 1, error=error, workload=workload)
-        candidates += [objective.minimize(start) for start in _splits(fewer)]
-    best = min(candidates, key=lambda x: objective(x)[0])
+    objective = _BltObjective(n, participation, squared_error(n, workload, error))
+    best = np.empty(0)
+    for m in range(1, num_buffers + 1):
+        starts = [_from_times(np.log(n) * np.linspace(1, 0.15, m + 1)[:-1] + shift) for shift in (0.0, -1.0)]
+        starts += _splits(objective.interlaced(torch.tensor(best)).tolist())
+        candidates = [descend(objective, start, bounds=(-30.0, 30.0)) for start in starts]
+        best = min(candidates, key=lambda x: objective(x)[0])
     falling = objective.interlaced(torch.tensor(best)).tolist()
     return BufferedLinearToeplitz(tuple(falling[0::2]), tuple(falling[1::2]))
 
@@ -61,10 +62,9 @@ def optimize_blt(
 class _BltObjective:
     """Log loss and its gradient, as a function of the logits of successive ratios of poles and zeros."""
 
-    def __init__(self, n: int, participation: Participation, error: Error, workload: Workload | None):
-        self._n, self._participation, self._error = n, participation, error
+    def __init__(self, n: int, participation: Participation, error: ErrorAndSlope):
+        self._participation, self._error = participation, error
         self._powers = torch.arange(n - 1, dtype=torch.float64)
-        self._impulse = None if workload is None else torch.tensor(workload.coefs, dtype=torch.float64)
 
     @staticmethod
     def interlaced(x: torch.Tensor) -> torch.Tensor:
@@ -76,31 +76,18 @@ class _BltObjective:
         falling = self.interlaced(free)
         poles, zeros = falling[0::2], falling[1::2]
         strategy, noising = self._decays(poles, zeros), self._decays(zeros, poles)
-        total = torch.zeros(self._n, dtype=torch.float64)
-        for j in range(self._participation.fits(self._n)):
-            first = j * self._participation.min_sep
-            total = total + torch.nn.functional.pad(strategy[: self._n - first], (first, 0))
-        if self._impulse is None:
-            summed = noising.cumsum(0)
-        else:
-            size = 2 * self._n
-            summed = torch.fft.irfft(torch.fft.rfft(noising, size) * torch.fft.rfft(self._impulse, size), size)[
-                : self._n
-            ]
-        errors = summed.square().cumsum(0)
-        loss = total.square().sum().log() + (errors.mean() if self._error == "mean" else errors[-1]).log()
-        loss.backward()
+        square, of_strategy = squared_sensitivity(strategy.detach().numpy(), self._participation)
+        error, of_noising = self._error(noising.detach().numpy())
+        slopes = [torch.tensor(of_strategy / square), torch.tensor(of_noising / error)]
+        torch.autograd.backward([strategy, noising], slopes)
         assert free.grad is not None
-        return 0.5 * loss.item(), 0.5 * free.grad.numpy()
+        return 0.5 * float(np.log(square) + np.log(error)), 0.5 * free.grad.numpy()
 
     def _decays(self, rates: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
         among = rates[:, None] - rates[None, :] + torch.eye(len(rates), dtype=torch.float64)
         weights = (rates[:, None] - others[None, :]).prod(1) / among.prod(1)
         powers = torch.exp(self._powers[:, None] * rates.log()[None, :])
         return torch.cat([torch.ones(1, dtype=torch.float64), powers @ weights])
-
-    def minimize(self, start: np.ndarray) -> np.ndarray:
-        return descend(self, start, bound=30.0)
 
 
 def _logits_of(falling: np.ndarray) -> np.ndarray:
@@ -116,10 +103,11 @@ def _from_times(log_times: np.ndarray) -> np.ndarray:
     return _logits_of(np.minimum.accumulate(falling) * (1 - 1e-9) ** np.arange(len(falling)))
 
 
-def _splits(blt: BufferedLinearToeplitz) -> list[np.ndarray]:
-    """The same strategy with one more pole and zero, close together, at several places."""
-    falling = [x for pair in zip(blt.poles, blt.zeros, strict=True) for x in pair]
-    starts = []
+def _splits(falling: list[float]) -> list[np.ndarray]:
+    """The same strategy with one more pole and zero, close together, at several places; none for no strategy."""
+    starts: list[np.ndarray] = []
+    if not falling:
+        return starts
     for place in (0.999 * falling[-1], 0.5 * falling[-1], 1 - 0.1 * (1 - falling[0])):
         more = sorted([*falling, place, 0.98 * place], reverse=True)
         starts.append(_logits_of(np.array(more)))

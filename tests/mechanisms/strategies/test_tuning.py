@@ -1,0 +1,135 @@
+"""What tunings minimise, against matrices and finite differences, and what they find, against other strategies."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.linalg import toeplitz
+from scipy.optimize import approx_fprime
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.strategies import (
+    BandedToeplitz,
+    BufferedLinearToeplitz,
+    DampedAntiPGD,
+    NuDPFTRL,
+    Participation,
+    TreeAggregation,
+    Workload,
+    linear_cooldown,
+    momentum_workload,
+)
+from hf_dpopt.mechanisms.strategies.sensitivity import toeplitz_sensitivity
+from hf_dpopt.mechanisms.strategies.tuning import optimize_banded, optimize_blt, optimize_damped, optimize_nu
+from hf_dpopt.mechanisms.strategies.tuning.objective import squared_error, squared_sensitivity
+
+N = 40
+WORKLOADS = {
+    "prefix sums": None,
+    "momentum": momentum_workload(N, 0.9),
+    "cool-down": momentum_workload(N, 0.9, linear_cooldown(N, 20)),
+    "any": Workload(tuple(np.random.default_rng(0).normal(size=N)), tuple(np.random.default_rng(1).uniform(size=N))),
+}
+
+
+@pytest.mark.parametrize("error", ["mean", "max"])
+@pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
+def test_squared_error(workload, error):
+    """Against the matrices, at coefficients that no strategy has, and its gradient against differences."""
+    noising = NuDPFTRL(0.05).noising_coefs(N) + 0.02 * np.random.default_rng(2).normal(size=N)
+    queries = np.tril(np.ones((N, N))) if workload is None else workload.matrix()
+    errors = np.square(queries @ np.tril(toeplitz(noising))).sum(axis=1)
+    objective = squared_error(N, workload, error)
+    value, slope = objective(noising)
+    assert value == pytest.approx(errors.mean() if error == "mean" else errors.max(), rel=1e-12)
+    # a square form: differences over a wide interval have no error but rounding
+    ahead, behind = (np.array([objective(noising + h)[0] for h in s * 0.01 * np.eye(N)]) for s in (1, -1))
+    np.testing.assert_allclose(slope, (ahead - behind) / 0.02, rtol=1e-7, atol=1e-7 * np.abs(slope).max())
+
+
+def test_the_largest_error_of_a_schedule_can_be_in_the_middle():
+    """Later steps without noise of their own take back that of earlier ones."""
+    workload = Workload(tuple(np.ones(N)), tuple(np.r_[np.ones(20), np.full(20, 0.3)]))
+    noising = DampedAntiPGD(0.0).noising_coefs(N)
+    errors = np.square(workload.matrix() @ np.tril(toeplitz(noising))).sum(axis=1)
+    assert errors.argmax() < N - 1
+    assert squared_error(N, workload, "max")(noising)[0] == pytest.approx(errors.max(), rel=1e-12)
+
+
+@pytest.mark.parametrize("participation", [Participation(), Participation(3, 7), Participation(40, 1)], ids=str)
+def test_squared_sensitivity(participation):
+    coefs = NuDPFTRL(0.05).strategy_coefs(N)
+    value, slope = squared_sensitivity(coefs, participation)
+    assert value == pytest.approx(toeplitz_sensitivity(coefs, participation) ** 2, rel=1e-12)
+    want = approx_fprime(coefs, lambda c: squared_sensitivity(c, participation)[0], 1e-7)
+    np.testing.assert_allclose(slope, want, rtol=1e-4)
+
+
+@pytest.mark.parametrize("workload", [WORKLOADS["momentum"], WORKLOADS["cool-down"]], ids=["momentum", "cool-down"])
+def test_tuned_for_a_workload(workload):
+    """Better for it than what is tuned for prefix sums, and than its neighbours."""
+    participation = Participation(4, 10)
+
+    def loss(strategy):
+        return strategy.mean_loss(N, participation, workload)
+
+    for tune in (optimize_nu, optimize_damped):
+        best, other = tune(N, participation, workload), tune(N, participation)
+        assert loss(best) < loss(other)
+        assert all(loss(best) <= loss(type(best)(best.nu * factor)) for factor in (0.9, 1.1))
+    blt = optimize_blt(N, participation, 2, workload=workload)
+    assert loss(blt) < min(loss(optimize_nu(N, participation, workload)), loss(optimize_blt(N, participation, 2)))
+    one = optimize_blt(N, participation, 1, workload=workload)
+    for factor in (0.99, 1.01):  # momentum pushes the zero to its end, 0; the pole is inside
+        assert loss(one) < loss(BufferedLinearToeplitz((one.poles[0] ** factor,), one.zeros))
+    bands = optimize_banded(N, 10, participation, workload)
+    assert loss(bands) < min(loss(blt), loss(optimize_banded(N, 10)))
+
+
+def test_buffers_for_the_largest_error_of_a_schedule():
+    participation, workload = Participation(4, 10), WORKLOADS["cool-down"]
+    for_mean, for_max = (optimize_blt(N, participation, 2, error=e, workload=workload) for e in ("mean", "max"))
+    assert for_max.max_loss(N, participation, workload) < for_mean.max_loss(N, participation, workload)
+    assert for_max.mean_loss(N, participation, workload) > for_mean.mean_loss(N, participation, workload)
+
+
+@pytest.mark.parametrize(
+    "n, num_bands, participation",
+    [
+        (64, 32, Participation(6, 10)),
+        (64, 64, Participation(4, 16)),
+        (50, 14, Participation(4, 14)),  # the end of the run cuts the last columns short
+        (50, 20, Participation(50, 1)),
+        (512, 200, Participation(6, 85, "fixed_epoch")),
+    ],
+    ids=str,
+)
+def test_bands_for_a_participation(n, num_bands, participation):
+    best = optimize_banded(n, num_bands, participation)
+    loss = best.mean_loss(n, participation)
+    assert len(best.coefs) <= num_bands
+    assert loss < optimize_banded(n, num_bands).mean_loss(n, participation)
+    fewer = optimize_banded(n, min(num_bands, participation.min_sep)).mean_loss(n, participation)
+    assert loss <= fewer * (1 + 1e-9)
+    assert loss <= optimize_nu(n, participation).mean_loss(n, participation) * (1 + 1e-9)
+
+
+def test_one_participation_is_what_orthogonal_columns_are_tuned_for():
+    assert optimize_banded(64, 16, Participation(4, 16)) == optimize_banded(64, 16)
+    assert optimize_banded(64, 40, Participation()) == optimize_banded(64, 40)
+
+
+@pytest.mark.parametrize("make", [optimize_nu, optimize_damped, optimize_blt])
+def test_tuned_for_a_run_that_does_not_exist(make):
+    with pytest.raises(DPConfigError, match="max_participations <= 3"):
+        make(30, Participation(4, 10))
+    with pytest.raises(DPConfigError, match="Make one for 30 steps"):
+        make(30, Participation(), workload=WORKLOADS["momentum"])
+    with pytest.raises(DPConfigError, match="Use at most 30"):
+        optimize_banded(30, 31)
+
+
+@pytest.mark.parametrize("strategy", [BandedToeplitz((1.0, 0.5)), TreeAggregation()], ids=["toeplitz", "tree"])
+def test_a_workload_of_other_steps(strategy):
+    with pytest.raises(DPConfigError, match="workload is of 40 steps, and the run of 39"):
+        strategy.per_query_error(39, WORKLOADS["momentum"])
