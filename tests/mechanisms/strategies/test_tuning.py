@@ -20,7 +20,13 @@ from hf_dpopt.mechanisms.strategies import (
     momentum_workload,
 )
 from hf_dpopt.mechanisms.strategies.sensitivity import toeplitz_sensitivity
-from hf_dpopt.mechanisms.strategies.tuning import optimize_banded, optimize_blt, optimize_damped, optimize_nu
+from hf_dpopt.mechanisms.strategies.tuning import (
+    choose_num_bands,
+    optimize_banded,
+    optimize_blt,
+    optimize_damped,
+    optimize_nu,
+)
 from hf_dpopt.mechanisms.strategies.tuning.objective import squared_error, squared_sensitivity
 
 N = 40
@@ -133,3 +139,24 @@ def test_tuned_for_a_run_that_does_not_exist(make):
 def test_a_workload_of_other_steps(strategy):
     with pytest.raises(DPConfigError, match="workload is of 40 steps, and the run of 39"):
         strategy.per_query_error(39, WORKLOADS["momentum"])
+
+
+@pytest.mark.parametrize(
+    "noise_multiplier_of, most, want",
+    [
+        (lambda num_bands: 1.0, 13, 13),  # bands cost nothing
+        (lambda num_bands: float(num_bands), 13, 1),
+        (lambda num_bands: 1.0 if num_bands <= 4 else 9.0, 13, 4),
+        (lambda num_bands: 1.0, 1, 1),
+    ],
+)
+def test_the_number_of_bands(noise_multiplier_of, most, want):
+    assert choose_num_bands(N, most, noise_multiplier_of) == want
+
+
+def test_the_number_of_bands_for_a_workload():
+    """Momentum blurs the noise of neighbouring steps, so that long correlations are worth more."""
+    costs = {1: 1.0, 2: 1.2, 4: 1.6, 8: 2.3, 16: 3.4, 32: 4.6}
+    assert choose_num_bands(N, 32, costs.__getitem__) < choose_num_bands(
+        N, 32, costs.__getitem__, WORKLOADS["momentum"]
+    )

@@ -5,9 +5,17 @@ Every function minimises ``sensitivity * rms error`` for given steps n, particip
 
 from __future__ import annotations
 
-from hf_dpopt.mechanisms.strategies.tuning.banded import optimize_banded
+from hf_dpopt.mechanisms.strategies.tuning.banded import choose_num_bands, optimize_banded
 from hf_dpopt.mechanisms.strategies.tuning.blt import fit_blt, optimize_blt
 from hf_dpopt.mechanisms.strategies.tuning.dense import optimize_dense
 from hf_dpopt.mechanisms.strategies.tuning.nu import optimize_damped, optimize_nu
 
-__all__ = ["fit_blt", "optimize_banded", "optimize_blt", "optimize_damped", "optimize_dense", "optimize_nu"]
+__all__ = [
+    "choose_num_bands",
+    "fit_blt",
+    "optimize_banded",
+    "optimize_blt",
+    "optimize_damped",
+    "optimize_dense",
+    "optimize_nu",
+]

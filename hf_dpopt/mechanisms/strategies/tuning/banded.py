@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from scipy.signal import correlate, lfilter
 
@@ -97,3 +99,26 @@ class _BandedObjective:
         adjoint = lfilter([1.0], coefs, of_noising[::-1])[::-1]
         of_coefs = -correlate(adjoint, noising, method="fft")[self._n - 1 : self._n - 1 + len(coefs)]
         return np.log(error), of_coefs / error
+
+
+def choose_num_bands(
+    n: int, most: int, noise_multiplier_of: Callable[[int], float], workload: Workload | None = None
+) -> int:
+    """The number of bands with the least error of the iterates where bands cost amplification.
+
+    Args:
+        n: steps.
+        most: largest number of bands; it and the powers of two below it are looked through.
+        noise_multiplier_of: noise stddev that so many bands need, for columns of norm 1.
+        workload: of n steps; None for prefix sums.
+
+    References:
+        Choquette-Choo et al. (2023), arXiv:2306.08153, Section 5.
+    """
+    check_count("most", most)
+
+    def error(num_bands: int) -> float:
+        strategy = optimize_banded(n, num_bands, workload=workload)
+        return noise_multiplier_of(num_bands) * strategy.mean_loss(n, Participation(), workload)
+
+    return min({2**i for i in range(int(most).bit_length())} | {int(most)}, key=error)

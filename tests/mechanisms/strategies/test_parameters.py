@@ -1,0 +1,92 @@
+"""Strategies to JSON and back."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.strategies import (
+    BandedInverse,
+    BandedToeplitz,
+    BufferedLinearToeplitz,
+    ColumnNormalized,
+    DampedAntiPGD,
+    DenseStrategy,
+    IdentityStrategy,
+    NuDPFTRL,
+    Restarted,
+    Stamped,
+    TreeAggregation,
+)
+from hf_dpopt.mechanisms.strategies import parameters as module
+from hf_dpopt.mechanisms.strategies.parameters import from_parameters, to_json
+
+BANDS = BandedToeplitz((1.0, 1 / 3, 0.1))
+STRATEGIES = [
+    IdentityStrategy(),
+    NuDPFTRL(1 / 3),
+    NuDPFTRL(0),
+    DampedAntiPGD(1e-300),
+    BANDS,
+    ColumnNormalized(BANDS, 30),
+    BandedInverse.of_nu(20),
+    BufferedLinearToeplitz((0.99, 1 / 3), (2 / 3, 0.1)),
+    TreeAggregation("full_honaker"),
+    TreeAggregation("vanilla", restart_every=7, tree_completion=False),
+    Stamped(NuDPFTRL(0.1), 3),
+    Stamped(Stamped(ColumnNormalized(BANDS, 30), 2), 4),
+    Restarted(BANDS, 8),
+]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_round_trip(strategy):
+    for written in (strategy.parameters(), json.loads(to_json(strategy))):
+        read = from_parameters(written)
+        assert read == strategy and type(read) is type(strategy)
+        assert read.digest() == strategy.digest()
+        np.testing.assert_array_equal(read.noising_matrix(24), strategy.noising_matrix(24))
+
+
+def test_every_strategy_that_can_be_read_was_read():
+    assert {strategy.name for strategy in STRATEGIES} == set(module._STRATEGIES)
+
+
+EDITED = [
+    {},
+    [],
+    {"name": "gaussian"},
+    {"name": ["nu_dpftrl"]},
+    {"name": "nu_dpftrl"},
+    {"name": "nu_dpftrl", "nu": 1.5},
+    {"name": "nu_dpftrl", "nu": "0.5"},
+    {"name": "nu_dpftrl", "nu": True},
+    {"name": "nu_dpftrl", "nu": 0.5, "num_steps": 3},
+    {"name": "banded", "coefs": 3},
+    {"name": "banded", "coefs": "31"},
+    {"name": "banded", "coefs": [1.0, float("nan")]},
+    {"name": "blt", "poles": [0.5], "zeros": [0.7]},
+    {"name": "tree", "variant": "vanilla", "restart_every": 1.5, "tree_completion": True},
+    {"name": "tree", "variant": ["vanilla"], "restart_every": None, "tree_completion": True},
+    {"name": "tree", "variant": "vanilla", "restart_every": None},  # a default is no parameter
+    {"name": "banded_normalized", "base": {"name": "nu_dpftrl", "nu": 0.1}, "num_steps": 3},
+    {"name": "banded_normalized", "base": [1.0], "num_steps": 3},
+    {"name": "stamped", "base": {"name": "sparse"}, "repeats": 3},
+    {"name": "stamped", "base": None, "repeats": 3},
+    {"name": "stamped", "base": {"name": "identity"}, "repeats": 0},
+    {"name": "restarted", "base": TreeAggregation().parameters(), "every": 3},
+]
+
+
+@pytest.mark.parametrize("edited", EDITED, ids=str)
+def test_edited_parameters(edited):
+    with pytest.raises(DPConfigError, match=r"Use|use|optimize_blt|\[0, 1\]|at least one"):
+        from_parameters(edited)
+
+
+def test_a_matrix_is_not_in_its_parameters():
+    with pytest.raises(DPConfigError, match="do not contain its matrix"):
+        from_parameters(DenseStrategy(np.eye(3)).parameters())
