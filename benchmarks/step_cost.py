@@ -31,7 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForS
 from hf_dpopt.clipping import FlatClipping
 from hf_dpopt.grads import make_engine
 from hf_dpopt.losses import RecordLosses
-from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.mechanisms import GaussianMechanism
 from hf_dpopt.mechanisms.randomness import make_noise_source
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -75,7 +75,7 @@ class Case:
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-5)
         self.engine = make_engine(self.model, FlatClipping(clipping_norm=0.1))
         self.losses = RecordLosses(self.model)
-        self.stream = MECHANISMS["gaussian"](1.0).stream(make_noise_source("secure", os.urandom(32)), 0.1)
+        self.stream = GaussianMechanism(1.0).stream(make_noise_source("secure", os.urandom(32)), 0.1)
         self.step = 0
 
     def stock(self) -> None:

@@ -10,6 +10,8 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.sampling import SAMPLERS
 
 
 @dataclass
@@ -27,6 +29,8 @@ class DPTrainingArguments(TrainingArguments):
     Raises:
         DPConfigError: when a `DPTrainer` is made from values that cannot be private; see `hf_dpopt.refusals`.
     """
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "noise_kwargs"]  # JSON on a command line
 
     max_grad_norm: float = field(
         default=0.0,
@@ -74,20 +78,34 @@ class DPTrainingArguments(TrainingArguments):
     sampling: str = field(
         default="auto",
         metadata={
-            "help": "How logical batches are formed; auto is truncated_poisson.",
-            "choices": ["auto", "poisson", "truncated_poisson", "fixed_order"],
+            "help": "How logical batches are formed; auto is what the noise is made for (truncated_poisson for "
+            "independent noise).",
+            "choices": ["auto", *SAMPLERS],
         },
     )
     adjacency: str = field(
-        default="add_or_remove_one",
+        default="auto",
         metadata={
-            "help": "Which datasets the guarantee compares.",
-            "choices": ["add_or_remove_one", "zero_out", "replace_one"],
+            "help": "Which datasets the guarantee compares; auto is the first of these that the sampler has a proof "
+            "for.",
+            "choices": ["auto", "add_or_remove_one", "zero_out", "replace_one"],
         },
     )
     privacy_unit: str = field(default="example", metadata={"help": "What one record is.", "choices": ["example"]})
     noise_mechanism: str = field(
-        default="gaussian", metadata={"help": "How noise is correlated over steps: gaussian."}
+        default="gaussian",
+        metadata={
+            "help": "How noise is correlated over steps; auto is the mechanism with the least predicted error. "
+            + " ".join(f"{name}: {family.summary}." for name, family in MECHANISMS.items()),
+            "choices": [*MECHANISMS, "auto"],
+        },
+    )
+    noise_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={"help": "Options of the noise mechanism as JSON, such as '{\"num_buffers\": 3}'. Default: tuned."},
+    )
+    noise_restart_every: int | None = field(
+        default=None, metadata={"help": "Steps after which correlated noise starts anew. Default: never."}
     )
     noise_rng: str = field(
         default="secure",
@@ -136,7 +154,10 @@ class DPTrainingArguments(TrainingArguments):
                 "Neither target_epsilon nor noise_multiplier is set, so there is no privacy to train with. Add "
                 "--target_epsilon 8 (or a smaller number); to train without privacy use the stock Trainer."
             )
-        return PrivacyConfig(expected_batch_size=expected_batch_size, **{name: getattr(self, name) for name in names})
+        values = {name: getattr(self, name) for name in names}
+        return PrivacyConfig(
+            expected_batch_size=expected_batch_size, **{**values, "noise_kwargs": values["noise_kwargs"] or {}}
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, without what must not reach logs: the test key and the place of the keys."""

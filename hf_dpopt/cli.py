@@ -16,7 +16,8 @@ from rich.table import Table
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.plan import PrivacyPlan, make_plan, make_sampler
+from hf_dpopt.noise_choice import make_sampler
+from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.private_state import PrivateState, default_private_dir
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.release_scan import scan_for_secrets
@@ -52,7 +53,7 @@ def plan(
     noise_multiplier: Annotated[float | None, typer.Option(help="Or the noise: epsilon is computed.")] = None,
     delta: Annotated[float | None, typer.Option(help="Default: the largest power of ten <= 1/n.")] = None,
     sampling: Annotated[str, typer.Option(help="auto, poisson, truncated_poisson or fixed_order.")] = "auto",
-    adjacency: Annotated[str, typer.Option(help="add_or_remove_one, zero_out or replace_one.")] = "add_or_remove_one",
+    adjacency: Annotated[str, typer.Option(help="auto, add_or_remove_one, zero_out or replace_one.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Noise and epsilon of a run, before it is started. Nothing is trained and no data is read."""

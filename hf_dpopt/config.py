@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from hf_dpopt.clipping import CLIPPINGS, Adjacency
@@ -13,7 +14,7 @@ from hf_dpopt.errors import DPConfigError
 ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example"]
-Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order"]
+Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order", "cyclic_poisson"]
 
 NOISE_KEY_BYTES = 32
 
@@ -39,12 +40,19 @@ class PrivacyConfig:
             ``automatic`` (normalised instead of clipped).
         expected_batch_size: records per logical batch on average, over all devices and accumulation steps; >= 1.
             The noisy sum is divided by this public number, never by the realised size.
-        sampling: how logical batches are formed. ``auto`` is ``truncated_poisson``: Poisson sampling with a cap on the
-            batch size that costs next to nothing. ``fixed_order`` fixes the order once and claims no amplification.
+        sampling: how logical batches are formed. ``auto`` is what the noise mechanism is made for; for independent
+            noise ``truncated_poisson``: Poisson sampling with a cap on the batch size that costs next to nothing.
+            ``fixed_order`` fixes the order once and claims no amplification. ``cyclic_poisson`` lets groups of records
+            take turns, for banded noise.
         adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
-            size public) or ``replace_one`` (one record swapped, sensitivity 2C).
+            size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
+            the sampler has a proof for.
         privacy_unit: what one record is. Only ``example`` for now.
-        noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`.
+        noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`, or ``auto`` for the one with the least
+            predicted error.
+        noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend`` and
+            ``block`` of its stream (`hf_dpopt.mechanisms.streams.make_stream`).
+        noise_restart_every: steps after which correlated noise starts anew; None for never.
         noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
         unsafe_fixed_noise_key: 64 hexadecimal digits that replace the operating system's randomness. For tests only:
             the run is stamped NOT PRIVATE and its epsilon is infinite.
@@ -60,9 +68,11 @@ class PrivacyConfig:
     clipping: ClippingName = "flat"
     expected_batch_size: int
     sampling: Sampling = "auto"
-    adjacency: Adjacency = "add_or_remove_one"
+    adjacency: Adjacency | Literal["auto"] = "auto"
     privacy_unit: PrivacyUnit = "example"
     noise_mechanism: str = "gaussian"
+    noise_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    noise_restart_every: int | None = None
     noise_rng: NoiseRng = "secure"
     unsafe_fixed_noise_key: str | None = None
 
@@ -125,15 +135,22 @@ class PrivacyConfig:
         choices: dict[str, tuple[str, ...]] = {
             "clipping": tuple(CLIPPINGS),
             "sampling": ("auto", *SAMPLERS),
-            "adjacency": get_args(Adjacency),
+            "adjacency": ("auto", *get_args(Adjacency)),
             "privacy_unit": get_args(PrivacyUnit),
-            "noise_mechanism": tuple(MECHANISMS),
+            "noise_mechanism": (*MECHANISMS, "auto"),
             "noise_rng": get_args(NoiseRng),
         }
         for field, allowed in choices.items():
             value = getattr(self, field)
             if value not in allowed:
                 raise DPConfigError(f"{field}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
+        if not isinstance(self.noise_kwargs, Mapping) or not all(isinstance(name, str) for name in self.noise_kwargs):
+            raise DPConfigError(
+                f"noise_kwargs={self.noise_kwargs!r} is no mapping of names to values. Use JSON on a command line: "
+                "--noise_kwargs '{\"num_buffers\": 3}'."
+            )
+        if self.noise_restart_every is not None:
+            check_count("noise_restart_every", self.noise_restart_every)
 
 
 def check_noise_multiplier(value: float) -> None:

@@ -9,19 +9,21 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dp_accounting
 
-from hf_dpopt.accounting import accountants, events
+from hf_dpopt.accounting import accountants, events, pairs
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
 from hf_dpopt.clipping import Clipping, make_clipper
 from hf_dpopt.config import PrivacyConfig, PrivacyWarning, check_count, check_noise_multiplier
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import MECHANISMS, NoiseMechanism
-from hf_dpopt.sampling import DEFAULT_SAMPLER, SAMPLERS, Sampler
-from hf_dpopt.sampling.base import Steps
+from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.mechanisms import CorrelatedNoise, GaussianMechanism, NoiseMechanism
+from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Workload
+from hf_dpopt.noise_choice import choose_noise, stream_options
+from hf_dpopt.sampling import FixedOrderSampler, Sampler
+from hf_dpopt.sampling.base import Steps, as_chains
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
 MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_accounting computes huge integers
@@ -29,7 +31,8 @@ MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_acco
 # Entries of `public_dict` that a resumed run must share with the run it continues.
 RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
-    "delta", "noise_multiplier", "noise_mechanism", "is_private",
+    "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
+    "noise_strategy", "is_private",
 )  # fmt: skip
 
 
@@ -46,8 +49,11 @@ class PrivacyPlan:
         num_examples: records in the dataset; public.
         num_steps: planned optimizer steps; `epsilon` accepts other numbers.
         delta: in (0, 1).
-        noise_multiplier: noise stddev / sensitivity (unitless).
+        noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
+        noise_steps: steps the noise was made and its multiplier stated for; another number than `num_steps` only for
+            a run that was continued beyond its first plan.
         sampler, clipper, mechanism: the stages of the step.
+        compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
     """
 
     config: PrivacyConfig
@@ -55,14 +61,31 @@ class PrivacyPlan:
     num_steps: int
     delta: float
     noise_multiplier: float
+    noise_steps: int
     sampler: Sampler
     clipper: Clipping
     mechanism: NoiseMechanism
+    compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def adjacency(self) -> str:
         """Which datasets count as neighbours."""
         return self.config.adjacency
+
+    @property
+    def strategy(self) -> NoiseStrategy:
+        """How the noise of the steps is correlated."""
+        return self.mechanism.strategy
+
+    @property
+    def draw_stddev(self) -> float:
+        """Stddev of the draws that are correlated / sensitivity of one step's sum; unitless, sigma_z in the papers."""
+        return self.noise_multiplier * self.mechanism.sensitivity()
+
+    @property
+    def horizon(self) -> int | None:
+        """Steps after which there is no noise for another one; None if any number may follow."""
+        return None if self.strategy.anytime else self.noise_steps
 
     @property
     def unit(self) -> str:
@@ -83,7 +106,8 @@ class PrivacyPlan:
         """What that many steps release; a sequence gives the steps of each chain of a run that branched."""
         if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
-        return self.sampler.event(events.noise_stddev_over_clip(self.noise_multiplier, self.adjacency), num_steps)
+        stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
+        return pairs.release(self.strategy, self.sampler, stddev, num_steps, planned_steps=self.noise_steps)
 
     def epsilon(self, num_steps: Steps | None = None) -> float:
         """Epsilon after that many steps; all planned steps by default.
@@ -98,12 +122,23 @@ class PrivacyPlan:
         planned = self._spent.epsilon
         if num_steps is None or num_steps == self.num_steps:
             return planned
-        excess = self.sampler.max_participations(num_steps) - self.sampler.max_participations(self.num_steps)
+        if self.horizon is not None and max(as_chains(num_steps), default=0) > self.horizon:
+            return math.inf  # no noise was made for such a step
+        excess = self.excess(num_steps)
         if excess == 0:
             return planned
         event = self.event_after(num_steps)
         rough = accountants.epsilon(event, self.delta, self.adjacency, relative_error=LOG_RELATIVE_ERROR).epsilon
+        if excess is None:
+            return rough
         return max(rough, planned) if excess > 0 else min(rough, planned)
+
+    def excess(self, num_steps: Steps) -> int | None:
+        """Sign of what those steps cost above the plan: 0 for the same, None if that is not known without epsilon."""
+        if isinstance(self.sampler, FixedOrderSampler) and not isinstance(self.strategy, IdentityStrategy):
+            chains = [steps for steps in as_chains(num_steps) if steps > 0]
+            return None if len(chains) > 1 else sum(chains) - self.num_steps
+        return self.sampler.max_participations(num_steps) - self.sampler.max_participations(self.num_steps)
 
     def epsilon_replace_one(self) -> float | None:
         """Epsilon of the planned run, same noise, when one record is swapped for another; None without a proof."""
@@ -146,7 +181,12 @@ class PrivacyPlan:
             "privacy_unit": self.unit,
             "delta": self.delta,
             "noise_multiplier": self.noise_multiplier,
+            "draw_stddev": self.draw_stddev,
             "noise_mechanism": self.config.noise_mechanism,
+            "noise_kwargs": dict(self.config.noise_kwargs),
+            "noise_restart_every": self.config.noise_restart_every,
+            "noise_strategy": self.strategy.parameters(),
+            "noise_steps": self.noise_steps,
             "is_private": self.is_private,
             "noise_rng": self.config.noise_rng,
             "num_steps": self.num_steps,
@@ -162,7 +202,13 @@ class PrivacyPlan:
 
 
 def make_plan(
-    config: PrivacyConfig, *, num_examples: int, num_steps: int, noise_multiplier: float | None = None
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    noise_multiplier: float | None = None,
+    workload: Workload | None = None,
+    recorded: Mapping[str, Any] | None = None,
 ) -> PrivacyPlan:
     """Builds the plan of a run, calibrating the noise where a budget was given.
 
@@ -172,17 +218,19 @@ def make_plan(
         num_steps: optimizer steps of the whole run; >= 1.
         noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
             stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
+        workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
+            on privacy. None for plain sums.
+        recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise.
 
     Raises:
         DPConfigError: for a combination without a privacy proof, or values out of range.
+        DPBudgetExceeded: for more steps than the recorded noise was made for.
 
     Warns:
         PrivacyWarning: if delta is larger than 1 / num_examples.
     """
     check_count("num_examples", num_examples)
     check_count("num_steps", num_steps)
-    sampler = make_sampler(config, num_examples)
-    sampler.check_adjacency(config.adjacency)
     delta = config.target_delta if config.target_delta is not None else default_delta(num_examples)
     if config.target_delta is not None and delta >= 1 / num_examples:
         warnings.warn(
@@ -191,10 +239,29 @@ def make_plan(
             PrivacyWarning,
             stacklevel=2,
         )
+    compared: tuple[Any, ...] = ()
+    if config.noise_mechanism == "auto" and recorded is None:
+        from hf_dpopt.comparison import compare_mechanisms  # it makes plans itself
+
+        rows = compare_mechanisms(config, num_examples=num_examples, num_steps=num_steps, workload=workload)
+        compared, config = tuple(rows), rows[0].plan.config
+    chosen = choose_noise(
+        config, num_examples=num_examples, num_steps=num_steps, delta=delta, workload=workload, recorded=recorded
+    )
+    config, sampler, strategy, noise_steps = chosen
+    sampler.check_adjacency(config.adjacency)
+    pairs.check_pair(strategy, sampler)
+    if not strategy.anytime and num_steps > noise_steps:
+        raise DPBudgetExceeded(
+            f"The {config.noise_mechanism} noise of this run was made for {noise_steps} steps, and {num_steps} were "
+            f"asked for. Stop at {noise_steps}, or start over in another output_dir (what was spent stays spent)."
+        )
+    if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
+        noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:
         noise_multiplier = config.noise_multiplier
     if noise_multiplier is None:
-        noise_multiplier = _calibrate(config, sampler, num_steps, delta)
+        noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
     check_noise_multiplier(noise_multiplier)
     return PrivacyPlan(
         config=config,
@@ -202,16 +269,27 @@ def make_plan(
         num_steps=int(num_steps),
         delta=delta,
         noise_multiplier=noise_multiplier,
+        noise_steps=noise_steps,
         sampler=sampler,
         clipper=make_clipper(config),
-        mechanism=MECHANISMS[config.noise_mechanism](noise_multiplier),
+        mechanism=_make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps),
+        compared=compared,
     )
 
 
-def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
-    """The sampler a config names."""
-    name = DEFAULT_SAMPLER if config.sampling == "auto" else config.sampling
-    return SAMPLERS[name](num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size))
+def _make_mechanism(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, noise_multiplier: float, noise_steps: int
+) -> NoiseMechanism:
+    if isinstance(strategy, IdentityStrategy):
+        return GaussianMechanism(noise_multiplier)
+    return CorrelatedNoise(
+        noise_multiplier=noise_multiplier,
+        strategy=strategy,
+        strategy_sensitivity=pairs.strategy_sensitivity(strategy, sampler, noise_steps),
+        num_steps=noise_steps,
+        backend=stream_options(config)["backend"],
+        block=stream_options(config)["block"],
+    )
 
 
 def default_delta(num_examples: int) -> float:
@@ -219,10 +297,14 @@ def default_delta(num_examples: int) -> float:
     return float(f"1e-{max(1, len(str(num_examples - 1)))}")
 
 
-def _calibrate(config: PrivacyConfig, sampler: Sampler, num_steps: int, delta: float) -> float:
+def _calibrate(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
+) -> float:
+    sensitivity = pairs.strategy_sensitivity(strategy, sampler, num_steps)
+
     def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
-        stddev = events.noise_stddev_over_clip(noise_multiplier, config.adjacency)
-        event = sampler.event(stddev, num_steps)
+        stddev = events.noise_stddev_over_clip(noise_multiplier * sensitivity, config.adjacency)
+        event = pairs.release(strategy, sampler, stddev, num_steps, planned_steps=num_steps)
         return accountants.epsilon(event, delta, config.adjacency, relative_error=relative_error).epsilon
 
     assert config.target_epsilon is not None

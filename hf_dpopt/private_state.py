@@ -1,8 +1,9 @@
 """The secrets of a run: one key per chain of steps, from the operating system, outside everything that is published.
 
-Whoever has a key can recompute the noise and subtract it, so keys live in a directory of their own (mode 0700, never
-inside ``output_dir``) and only for as long as a run may have to be continued. Optimizer steps that follow each other
-under one key are a *chain*; `continue_or_branch` decides when a resumed run may stay on its chain.
+Whoever has a key, or the buffers of correlated noise, can recompute the noise and subtract it. So both live in a
+directory of their own (mode 0700, never inside ``output_dir``) and only for as long as a run may have to be continued.
+Optimizer steps that follow each other under one key are a *chain*; `continue_or_branch` decides when a resumed run may
+stay on its chain.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import io
 import os
+import pickle
 import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from hf_dpopt.accounting.ledger import ChainRecord, Ledger
 from hf_dpopt.config import check_noise_key
@@ -87,7 +93,7 @@ def default_private_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 class PrivateState:
-    """The directory of keys of one ``output_dir``: ``chains/<chain_id>.key``.
+    """The secrets of one ``output_dir``: ``chains/<chain_id>.key``, and ``.noise``, the state of its noise stream.
 
     Formal guarantee: nobody but the owner (and root) can list or read it, and it is not inside ``forbidden``, so
     saving or pushing that directory publishes no key. A key is on the disk before its chain is returned.
@@ -138,15 +144,35 @@ class PrivateState:
             )
         return self._known.setdefault(chain_id, Chain(chain_id, root))
 
-    def secrets(self) -> list[bytes]:
-        """Every key a release may not contain: root and derived, of the chains kept here or used by this object.
+    def save_noise(self, chain_id: str, state: dict[str, Any]) -> None:
+        """Keeps the state of a chain's noise stream, in place of an older one; as secret as the key."""
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_durably(self._noise_file(chain_id), content.getvalue(), mode=0o600)
 
-        Each as its raw bytes; spelling them out (hexadecimal, base64) is the release scan's part.
+    def load_noise(self, chain_id: str) -> dict[str, Any] | None:
+        """The state that was kept last, or None: it can always be drawn again from the key."""
+        path = self._noise_file(chain_id)
+        if not path.exists():
+            return None
+        _refuse_shared(path)
+        try:
+            return torch.load(path, weights_only=True)
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+            return None  # half a file
+
+    def secrets(self) -> list[bytes]:
+        """What a release may not contain, of the chains kept here or used by this object: keys, and noise buffers.
+
+        Keys are root and derived ones, each as its raw bytes; spelling them out (hexadecimal, base64) is the release
+        scan's part. Of every noise buffer kept here, its first bytes that tell it from all others.
         """
         for path in self._chains_dir.glob("*.key"):
             self.load_chain(path.stem)
         chains = self._known.values()
-        return [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key)]
+        keys = [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key)]
+        buffers = [beginning for c in chains for beginning in _beginnings(self.load_noise(c.chain_id))]
+        return keys + buffers
 
     def forget(self, chain_ids: Iterable[str] | None = None) -> None:
         """Deletes keys of a run that will not be continued. `secrets` still knows those used by this object.
@@ -159,6 +185,9 @@ class PrivateState:
             if mine is None or path.name.lstrip(".").startswith(mine):
                 path.unlink()
         fsync_directory(self._chains_dir)
+
+    def _noise_file(self, chain_id: str) -> Path:
+        return self._key_file(chain_id).with_suffix(".noise")
 
     def _key_file(self, chain_id: str) -> Path:
         assert chain_id.isalnum(), f"{chain_id!r} is no name of a chain with a stored key"
@@ -238,6 +267,16 @@ def _why_branch(ledger: Ledger, last: ChainRecord | None, kept: Chain | None, re
 def _reached(ledger: Ledger, chain: ChainRecord) -> int:
     """The last step charged to a chain, or where it starts."""
     return ledger.last_step(chain.chain_id) or chain.start_step
+
+
+def _beginnings(state: Any) -> list[bytes]:
+    """The first 64 bytes of every tensor of a noise state; a tensor that is too short, or constant, tells nothing."""
+    if isinstance(state, torch.Tensor):
+        first = state.detach().flatten()[:16].cpu()
+        return [first.numpy().tobytes()] if len(first) >= 8 and first.unique().numel() > 1 else []
+    if isinstance(state, dict):
+        state = list(state.values())
+    return [found for item in state for found in _beginnings(item)] if isinstance(state, (list, tuple)) else []
 
 
 def _refuse_overlap(directory: Path, forbidden: str | os.PathLike[str]) -> None:

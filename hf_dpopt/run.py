@@ -79,13 +79,21 @@ class PrivateRun:
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        self.noise = plan.mechanism.stream(source, plan.clipper.sensitivity(plan.adjacency))
+        start, noise_state = opened[2:]
+        self.noise = plan.mechanism.stream(
+            source,
+            plan.clipper.sensitivity(plan.adjacency),
+            first_step=start + 1,
+            num_steps=max(1, plan.num_steps - start),
+        )
+        self.noise.continue_at(self.charged[-1], noise_state)
         self.noise_generator = source.name
         self.noise_generator_class = type(source).__name__
 
     def _open(
         self, private_state_dir: str | Path | None, resume_step: int | None, checkpoint: str | Path | None
-    ) -> tuple[Chain, list[int]] | Exception:
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None] | Exception:
+        """The chain of this run, the steps charged to all, the step it starts after, and the state of its noise."""
         try:
             directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
             self.state = PrivateState(directory, forbidden=self.output_dir)
@@ -104,12 +112,20 @@ class PrivateRun:
             return error
         charged = list(self.ledger.charged)
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
+        start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
-        return chain, charged
+        return chain, charged, start, self.state.load_noise(chain.chain_id) if charged[-1] else None
 
     def mark_checkpoint(self, folder: str | Path) -> None:
-        """Notes in a checkpoint which record of the ledger it stands at; rank 0 only."""
+        """Notes in a checkpoint which record of the ledger it stands at, and keeps the noise's state; rank 0 only.
+
+        The state stays in the private directory, never in the checkpoint. Only the last one is kept: a run that goes
+        on from an older checkpoint needs noise of its own.
+        """
         if self.ledger is not None:
+            noise = self.noise.state()
+            if noise and self.state is not None and not self.chain.unsafe:
+                self.state.save_noise(self.chain.chain_id, noise)
             (Path(folder) / CHECKPOINT_MARK).write_text(json.dumps({"ledger_digest": self.ledger.digest()}) + "\n")
 
     def _check_checkpoint(self, resume_step: int | None, checkpoint: str | Path | None) -> None:
@@ -166,9 +182,15 @@ class PrivateRun:
             DPBudgetExceeded: if the step would spend more than `target_epsilon`.
         """
         target, next_charged = self._target, (*self.charged[:-1], self.charged[-1] + 1)
-        participations = self.plan.sampler.max_participations
+        horizon = self.plan.horizon
+        if horizon is not None and next_charged[-1] > horizon:
+            raise DPBudgetExceeded(
+                f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
+                "output_dir, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
+            )
+        excess = self.plan.excess(next_charged)
         # a step that costs no more than the plan was checked at the start
-        if target is not None and participations(next_charged) > participations(self.plan.num_steps):
+        if target is not None and (excess is None or excess > 0):
             spent = self.plan.epsilon(next_charged)
             if spent > target:
                 raise DPBudgetExceeded(
@@ -214,15 +236,19 @@ def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
     )
 
 
-def recorded_noise_multiplier(output_dir: str | Path) -> float | None:
-    """The noise multiplier that an earlier run in this folder was charged at, or None. Rank 0's file counts."""
+def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, Any] | None:
+    """The plan that an earlier run in this folder was charged under, or None. Rank 0's file counts.
+
+    Raises:
+        DPConfigError: if a budget is to be kept and that run had no noise.
+    """
     path = Path(output_dir) / LEDGER
     if aggregate.rank() != 0 or not path.exists():
         return None
     plan = Ledger.read(path).plan
-    if plan is not None and plan["noise_multiplier"] == 0:
+    if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
         raise DPConfigError(
             f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "
             "Choose another output_dir."
         )
-    return None if plan is None else plan["noise_multiplier"]
+    return plan

@@ -28,8 +28,9 @@ from hf_dpopt.grads.self_check import self_check
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.report.publish import ReleaseGuard
-from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_noise_multiplier, spent_for
+from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.step import private_step
+from hf_dpopt.workload import workload_of
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
 UNPRIVATIZED_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
@@ -112,10 +113,15 @@ class DPTrainerMixin(_Trainer):
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
-        recorded = (
-            aggregate.from_main(recorded_noise_multiplier(str(args.output_dir))) if config.target_epsilon else None
+        keeps_budget = config.target_epsilon is not None
+        recorded = aggregate.from_main(recorded_plan(str(args.output_dir), keeps_budget=keeps_budget))
+        return make_plan(
+            config,
+            num_examples=num_examples,
+            num_steps=num_steps,
+            workload=None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given),
+            recorded=recorded,
         )
-        return make_plan(config, num_examples=num_examples, num_steps=num_steps, noise_multiplier=recorded)
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:

@@ -73,7 +73,10 @@ def test_plan_takes_the_relation_and_the_sampler(run: Run) -> None:
         (["--epsilon", "-3", "--steps", "10"], "Use a finite number > 0"),
         (["--epsilon", "3", "--steps", "0"], "Use an integer >= 1"),
         (["--epsilon", "3", "--steps", "10", "--sampling", "shuffle"], "Use one of: 'auto'"),
-        (["--epsilon", "3", "--steps", "10", "--sampling", "fixed_order"], "Use adjacency="),
+        (
+            ["--epsilon", "3", "--steps", "10", "--sampling", "fixed_order", "--adjacency", "add_or_remove_one"],
+            "Use adjac",
+        ),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_code_2(run: Run, arguments: list[str], mend: str) -> None:

@@ -181,7 +181,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "clipping": ({"clipping": "adaptive"}, "clipping='adaptive'.*Use one of: 'flat'"),
     "clipping_engine": ({"clipping_engine": "vmap"}, "clipping_engine='vmap'.*Choose one of: auto, book_keeping"),
     "sampling": ({"sampling": "shuffle"}, "sampling='shuffle'.*Use one of: 'auto'"),
-    "adjacency": ({"adjacency": "add"}, "adjacency='add'.*Use one of: 'add_or_remove_one'"),
+    "adjacency": ({"adjacency": "add"}, "adjacency='add'.*Use one of: 'auto', 'add_or_remove_one'"),
     "privacy_unit": ({"privacy_unit": "user"}, "privacy_unit='user'.*Use 'example'"),
     "batch larger than the dataset": ({"expected_batch_size": 25}, "expected_batch_size.*25"),
     "empty batch": ({"expected_batch_size": 0}, "expected_batch_size=0.*integer >= 1"),

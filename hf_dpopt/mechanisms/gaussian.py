@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 
 from hf_dpopt.config import check_noise_multiplier
 from hf_dpopt.mechanisms.randomness import NoiseSource
+from hf_dpopt.mechanisms.strategies import IdentityStrategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +43,35 @@ class GaussianMechanism:
         """Sensitivity of the strategy (unitless): what multiplies that of one step's sum."""
         return 1.0
 
-    def stream(self, source: NoiseSource, query_sensitivity: float) -> GaussianStream:
+    @property
+    def strategy(self) -> IdentityStrategy:
+        """No correlation."""
+        return IdentityStrategy()
+
+    def row_norm(self, t: int) -> float:
+        """Stddev of the noise of step t relative to that of its draw."""
+        return 1.0
+
+    def stream(
+        self, source: NoiseSource, query_sensitivity: float, *, first_step: int = 0, num_steps: int | None = None
+    ) -> GaussianStream:
         """The noise of one run.
 
         Args:
             source: standard normals under a key that no other run uses.
             query_sensitivity: largest L2 change of one step's clipped sum between adjacent datasets, as the clipper
                 states it; gradient units, finite, > 0.
+            first_step, num_steps: without effect: steps are independent, and any number may follow.
         """
         assert math.isfinite(query_sensitivity) and query_sensitivity > 0, query_sensitivity
-        return GaussianStream(source, noise_stddev=self.noise_multiplier * self.sensitivity() * query_sensitivity)
+        return GaussianStream(source, draw_stddev=self.noise_multiplier * self.sensitivity() * query_sensitivity)
 
 
 class GaussianStream:
-    """The noise of one run, step by step; `noise_stddev` is absolute, in gradient units."""
+    """The noise of one run, step by step; `draw_stddev` is absolute, in gradient units."""
 
-    def __init__(self, source: NoiseSource, *, noise_stddev: float):
-        self.noise_stddev = noise_stddev
+    def __init__(self, source: NoiseSource, *, draw_stddev: float):
+        self.draw_stddev = draw_stddev
         self._source = source
         self._last_step = -1
 
@@ -74,4 +88,11 @@ class GaussianStream:
         self._last_step = step
         for tensor, name in enumerate(sorted(sums)):
             normal = self._source.normal(sums[name].shape, step=step, tensor=tensor, device=sums[name].device)
-            sums[name].add_(normal, alpha=self.noise_stddev)
+            sums[name].add_(normal, alpha=self.draw_stddev)
+
+    def state(self) -> dict[str, Any]:
+        """Nothing: a step needs the key alone."""
+        return {}
+
+    def continue_at(self, num_steps: int, state: dict[str, Any] | None) -> None:
+        """Nothing to bring back: steps are told apart by their numbers."""

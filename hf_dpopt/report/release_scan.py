@@ -27,7 +27,7 @@ RAW = "raw bytes"
 MIN_SECRET_BYTES = 16
 
 # torch's generator states (they replay dropout), key files, and the folder of ledgers and keys itself.
-FORBIDDEN_NAMES = ("rng_state*.pth", "*.key", "*.dp_private", "noise_buffer*")
+FORBIDDEN_NAMES = ("rng_state*.pth", "*.key", "*.noise", "*.dp_private", "noise_buffer*")
 
 # What the stock Trainer writes about the batches it saw. 0 and None are placeholders; any other number is data.
 # `train_samples_per_second` is not among them: the private trainer counts expected, public numbers of samples.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import decimal
 import math
 from collections.abc import Iterable
+from typing import Any
 
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.sampling import SAMPLERS
@@ -166,7 +167,7 @@ def _numbers(facts: RunFacts) -> str:
         ),
         "delta": f"{facts.delta:g}",
         "noise multiplier (noise standard deviation / sensitivity)": f"{plan['noise_multiplier']:.6g}",
-        "noise mechanism": f"`{plan['noise_mechanism']}`",
+        "noise mechanism": _noise(plan),
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
         "sampler": f"`{plan['sampler']['name']}`",
         "records n, expected batch size, sampling rate q": (
@@ -176,6 +177,27 @@ def _numbers(facts: RunFacts) -> str:
         "trained coordinates, all clipped and noised": f"{facts.num_trainable}",
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _noise(plan: dict[str, Any]) -> str:
+    strategy = plan["noise_strategy"]
+    if strategy["name"] == "identity":
+        return f"`{plan['noise_mechanism']}`: independent in every step"
+    return (
+        f"`{plan['noise_mechanism']}`: correlated over the steps (strategy `{_plain(strategy['name'])}`); standard "
+        f"deviation of the draws / sensitivity of one step {plan['draw_stddev']:.6g}, made for {plan['noise_steps']} "
+        "steps"
+    )
+
+
+def _correlation(plan: dict[str, Any]) -> str:
+    if plan["noise_strategy"]["name"] == "identity":
+        return ""
+    return (
+        "Later steps take back part of the noise of earlier ones, so the steps of an uninterrupted run are one "
+        "mechanism; a run that goes on from an older checkpoint begins another, with noise of its own, and both are "
+        "charged. "
+    )
 
 
 def _unnoised(facts: RunFacts) -> str:
@@ -205,8 +227,8 @@ def _accounting(facts: RunFacts) -> str:
         "Epsilon is computed from the mechanism that ran, for the planned number of steps, as the smallest upper "
         f"bound that applies (here from the accountant `{_plain(plan['accountant'])}`). {sampler.describe()} The "
         "coins of the sampling are secret. A step is charged in the ledger before it runs, and an empty batch is a "
-        "step too. Charges add up over resumed, branched, crashed and repeated runs; a run stops before it exceeds "
-        "`target_epsilon`.\n\n"
+        f"step too. {_correlation(plan)}Charges add up over resumed, branched, crashed and repeated runs; a run stops "
+        "before it exceeds `target_epsilon`.\n\n"
         f"The noise generator, `{_plain(facts.noise_generator)}`, is {kind}. Keys used: {facts.chains}, from "
         f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{_plain(facts.ledger_digest)}`."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_dpopt.sampling.base import Sampler
+from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 from hf_dpopt.sampling.fixed_order import FixedOrderSampler
 from hf_dpopt.sampling.poisson import PoissonSampler
 from hf_dpopt.sampling.truncated_poisson import TruncatedPoissonSampler
@@ -11,7 +12,14 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "poisson": PoissonSampler,
     "truncated_poisson": TruncatedPoissonSampler,
     "fixed_order": FixedOrderSampler,
+    "cyclic_poisson": CyclicPoissonSampler,
 }
-DEFAULT_SAMPLER = "truncated_poisson"  # what sampling="auto" means
 
-__all__ = ["DEFAULT_SAMPLER", "SAMPLERS", "FixedOrderSampler", "PoissonSampler", "Sampler", "TruncatedPoissonSampler"]
+__all__ = [
+    "SAMPLERS",
+    "CyclicPoissonSampler",
+    "FixedOrderSampler",
+    "PoissonSampler",
+    "Sampler",
+    "TruncatedPoissonSampler",
+]

@@ -11,6 +11,7 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.strategies.participation import Participation
 
 Steps = int | Sequence[int]  # optimizer steps of one uninterrupted chain, or of each chain of a run that branched
 
@@ -71,6 +72,10 @@ class Sampler(abc.ABC):
             num_steps: optimizer steps, >= 0; a sequence if the run has several chains. A chain is a range of
                 consecutive steps under one key; resuming from an older checkpoint starts another one.
         """
+
+    def participation(self, num_steps: int) -> Participation:
+        """How often, and how far apart, one record takes part in one chain: what correlated noise can rely on."""
+        return Participation(max(1, num_steps))
 
     def max_participations(self, num_steps: Steps) -> int:
         """Largest number of steps, over all chains, in which one record can take part."""

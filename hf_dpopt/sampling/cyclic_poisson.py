@@ -12,7 +12,7 @@ import numpy as np
 from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import derive_key, random_words
-from hf_dpopt.mechanisms.strategies import Participation
+from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat
 
 
@@ -37,13 +37,13 @@ class CyclicPoissonSampler(Sampler):
     The event is that of noise with at most `num_groups` bands and columns of norm 1, independent noise included.
 
     Args:
-        num_groups: p, >= 1; at most ``n / expected_batch_size``.
+        num_groups: p, >= 1; at most ``n / expected_batch_size``. One group is plain Poisson sampling.
 
     References:
         Choquette-Choo et al. (2023), arXiv:2306.08153, Theorem 4 and Algorithm 2.
     """
 
-    num_groups: int
+    num_groups: int = 1
 
     name: ClassVar[str] = "cyclic_poisson"
     adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
@@ -64,7 +64,6 @@ class CyclicPoissonSampler(Sampler):
         return self.num_groups * self.expected_batch_size / self.num_examples
 
     def participation(self, num_steps: int) -> Participation:
-        """What a strategy can rely on."""
         return Participation(max(1, self.max_participations(num_steps)), self.num_groups)
 
     def draw(self, key: bytes, step: int) -> np.ndarray:

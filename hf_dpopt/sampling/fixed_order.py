@@ -11,6 +11,7 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.mechanisms.randomness import random_words
+from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 
 
@@ -49,6 +50,9 @@ class FixedOrderSampler(Sampler):
         if participations == 0:
             return dp_accounting.NoOpDpEvent()
         return dp_accounting.GaussianDpEvent(noise_stddev_over_clip / math.sqrt(participations))
+
+    def participation(self, num_steps: int) -> Participation:
+        return Participation(max(1, -(-num_steps // self.steps_per_epoch)), self.steps_per_epoch, "fixed_epoch")
 
     def max_participations(self, num_steps: Steps) -> int:
         # Each chain has an order of its own: a record may be first in the one and last in the other.

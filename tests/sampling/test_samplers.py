@@ -17,7 +17,8 @@ from scipy import stats
 from hf_dpopt.accounting import events
 from hf_dpopt.accounting.accountants import epsilon
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.sampling import DEFAULT_SAMPLER, SAMPLERS, FixedOrderSampler, PoissonSampler, TruncatedPoissonSampler
+from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.sampling import SAMPLERS, FixedOrderSampler, PoissonSampler, TruncatedPoissonSampler
 
 ALPHA = 1e-6
 
@@ -134,7 +135,7 @@ def test_public_description(make):
 
 
 def test_the_default_is_registered():
-    assert SAMPLERS[DEFAULT_SAMPLER] is TruncatedPoissonSampler
+    assert SAMPLERS[MECHANISMS["gaussian"].sampler] is TruncatedPoissonSampler
     assert all(name == cls.name for name, cls in SAMPLERS.items())
 
 

@@ -93,18 +93,33 @@ class TreeAggregation(NoiseStrategy):
         return np.diff(prefixes, axis=0, prepend=0.0)
 
     def sensitivity(self, n: int, participation: Participation) -> float:
+        if participation.kind == "fixed_epoch":
+            return self._epoch_sensitivity(n, participation)
         matrix = self._nodes(n)
         columns = np.square(matrix).sum(axis=0)
         if participation.fits(n) == 1:
             return float(np.sqrt(columns.max()))
-        if participation.kind == "min_sep":
-            if self.restart_every is None:
-                exact = _worst_pattern(n, participation)
-                if exact is not None:
-                    return exact
-            elif participation.min_sep >= self.restart_every:  # at most one participation in a tree
-                return sensitivity.banded_sensitivity(np.sqrt(columns), participation)
+        if self.restart_every is None:
+            exact = _worst_pattern(n, participation)
+            if exact is not None:
+                return exact
+        elif participation.min_sep >= self.restart_every:  # at most one participation in a tree
+            return sensitivity.banded_sensitivity(np.sqrt(columns), participation)
         return sensitivity.gram_sensitivity(matrix.T @ matrix, participation)
+
+    def _epoch_sensitivity(self, n: int, participation: Participation) -> float:
+        """Exact, for steps ``o, o + b, ..``: the nodes count how many of them they hold, without any matrix."""
+        worst = 0
+        for offset in range(min(participation.min_sep, n)):
+            steps = np.arange(offset, n, participation.min_sep)[: participation.max_participations]
+            total = 0
+            for first, end, size in self._blocks(n):
+                inside = steps[(steps >= first) & (steps < end)] - first
+                for height in range(size.bit_length()):
+                    hits = np.bincount(inside >> height)[: size >> height]  # nodes that are completed
+                    total += int(hits @ hits)
+            worst = max(worst, total)
+        return float(np.sqrt(worst))
 
 
 def _power_at_least(n: int) -> int:

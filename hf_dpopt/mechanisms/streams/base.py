@@ -58,6 +58,11 @@ class CorrelatedStream(abc.ABC):
         self._shapes: dict[str, torch.Size] | None = None
 
     @property
+    def draw_stddev(self) -> float:
+        """Of a coordinate of ``scale * Z``, absolute, in gradient units."""
+        return self.scale
+
+    @property
     def num_steps(self) -> int:
         """Steps whose noise was added."""
         return self._num_done

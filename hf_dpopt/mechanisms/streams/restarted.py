@@ -15,7 +15,8 @@ class _Later:
     """A source whose row r is row ``first + r`` of another one."""
 
     def __init__(self, source: NoiseSource, first: int):
-        self._source, self._first, self.name = source, first, source.name
+        self._source, self._first = source, first
+        self.name, self.description = source.name, source.description
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"

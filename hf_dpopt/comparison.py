@@ -1,0 +1,136 @@
+"""Which noise has the least error for a run and a budget: every mechanism with its sampler, side by side.
+
+The predicted error is that of the optimizer's linear map applied to the noise (`Workload`), at the clipping norm 1 and
+at the noise that the budget asks for. It knows nothing of the data: clipping bias, curvature and the second moments of
+adaptive optimizers are outside of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_dpopt.clipping import SENSITIVITY_FACTOR
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.mechanisms.strategies import Workload
+from hf_dpopt.mechanisms.streams.cost import StreamCost, stream_cost
+from hf_dpopt.noise_choice import stream_options
+
+if TYPE_CHECKING:
+    from hf_dpopt.plan import PrivacyPlan
+
+# What is compared where nothing was asked for: (mechanism, sampler). The others are for research, or never better.
+CANDIDATES = (
+    ("gaussian", "truncated_poisson"),
+    ("banded", "cyclic_poisson"),
+    ("blt", "fixed_order"),
+    ("nu_dpftrl", "fixed_order"),
+    ("anti_pgd", "fixed_order"),
+    ("honaker", "fixed_order"),
+    ("tree", "fixed_order"),
+)
+INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
+MAX_MATRIX_STEPS = 4096  # the error of a tree needs its matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedNoise:
+    """One row of the comparison.
+
+    Attributes:
+        plan: of the run with this noise.
+        rmse: root mean square error of the iterates over the run, per coordinate, in clipping norms times the learning
+            rate; of sums of gradients, not means.
+        max_error: the largest of an iterate, likewise.
+        cost: of the noise, per step.
+    """
+
+    plan: PrivacyPlan
+    rmse: float
+    max_error: float
+    cost: StreamCost
+
+    @property
+    def mechanism(self) -> str:
+        """Its name in `MECHANISMS`."""
+        return self.plan.config.noise_mechanism
+
+
+def compare_mechanisms(
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    workload: Workload | None = None,
+    candidates: tuple[tuple[str, str], ...] = CANDIDATES,
+) -> list[ComparedNoise]:
+    """Mechanisms at the same budget, the least predicted error first; of those as good, the one that keeps least.
+
+    Args:
+        config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
+        num_examples, num_steps: of the run.
+        workload: what the optimizer makes of the gradients; None for plain sums.
+        candidates: (mechanism, sampler) to compare.
+
+    Raises:
+        DPConfigError: without a budget, or if no mechanism fits what was asked for.
+    """
+    from hf_dpopt.plan import make_plan  # a plan may ask for a comparison
+
+    if config.target_epsilon is None:
+        raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
+    if config.noise_kwargs or config.noise_restart_every is not None:
+        raise DPConfigError(
+            "noise_mechanism='auto' chooses the options, too: leave noise_kwargs and noise_restart_every out, or name "
+            f"the mechanism they are for ({', '.join(MECHANISMS)})."
+        )
+    rows, refused = [], []
+    for name, sampling in candidates:
+        if config.sampling not in ("auto", sampling) or (name in ("tree", "honaker") and num_steps > MAX_MATRIX_STEPS):
+            continue
+        asked = dataclasses.replace(config, noise_mechanism=name, sampling=sampling)  # type: ignore[arg-type]
+        try:
+            plan = make_plan(asked, num_examples=num_examples, num_steps=num_steps, workload=workload)
+        except DPConfigError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        rows.append(_row(plan, workload))
+    if not rows:
+        raise DPConfigError(f"No mechanism fits what was asked for. {' '.join(refused)}")
+    rows.sort(key=lambda row: row.rmse)
+    as_good = [row for row in rows if row.rmse <= (1 + INDIFFERENT) * rows[0].rmse]
+    best = min(as_good, key=lambda row: row.cost.kept)
+    return [best, *(row for row in rows if row is not best)]
+
+
+def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.ndarray:
+    """Stddev of a coordinate of every iterate due to the noise, in clipping norms times the learning rate, (n,)."""
+    scale = plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency]
+    return scale * np.sqrt(plan.strategy.per_query_error(plan.num_steps, workload))
+
+
+def _row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
+    errors = predicted_errors(plan, workload)
+    return ComparedNoise(
+        plan=plan,
+        rmse=float(math.sqrt(np.square(errors).mean())),
+        max_error=float(errors.max()),
+        cost=stream_cost(plan.strategy, plan.num_steps, **stream_options(plan.config)),
+    )
+
+
+def as_text(rows: tuple[ComparedNoise, ...] | list[ComparedNoise]) -> str:
+    """The comparison as plain lines, for a log."""
+    lines = ["mechanism    sampler            noise x clip   RMSE    max error  copies kept  adjacency"]
+    for row in rows:
+        plan = row.plan
+        lines.append(
+            f"{row.mechanism:12} {plan.sampler.name:18} {plan.draw_stddev:8.4f} {row.rmse:11.4g} "
+            f"{row.max_error:10.4g} {row.cost.kept:9.3g}     {plan.adjacency}"
+        )
+    return "\n".join(lines)

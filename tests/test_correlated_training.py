@@ -1,0 +1,248 @@
+"""Correlated noise through the trainer: what changes with it, how a run goes on, what it costs, what stays secret."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError
+from hf_dpopt.accounting.correlated import CorrelatedMechanism
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.mechanisms.strategies import IdentityStrategy, Participation
+from hf_dpopt.private_state import PrivateState
+from hf_dpopt.report.release_scan import scan_for_secrets
+from tests import tiny
+
+NUM_STEPS = 8  # two epochs of four
+CASES = {
+    "nu_dpftrl": {"noise_mechanism": "nu_dpftrl"},
+    "nu_dpftrl, exact": {"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.1, "backend": "regenerate"}},
+    "blt": {"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": 2}},
+    "banded": {"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 2}},
+    "banded, fixed order": {"noise_mechanism": "banded", "sampling": "fixed_order"},
+    "banded_inverse": {"noise_mechanism": "banded_inverse", "noise_kwargs": {"num_bands": 4}},
+    "tree": {"noise_mechanism": "tree"},
+    "honaker": {"noise_mechanism": "honaker", "noise_restart_every": 4},
+    "dense": {"noise_mechanism": "dense"},
+    "anti_pgd": {"noise_mechanism": "anti_pgd"},
+    "auto": {"noise_mechanism": "auto", "noise_multiplier": None, "target_epsilon": 8.0},
+}
+
+
+def trainer(folder: Path, **changes):
+    return tiny.trainer(
+        folder / "out", private_state_dir=str(folder / "keys"),
+        **{"max_steps": NUM_STEPS, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 1, **changes},
+    )  # fmt: skip
+
+
+class Died(TrainerCallback):
+    """Copies the whole folder when a checkpoint is on the disk: the machine dies there, in the copy."""
+
+    def __init__(self, folder: Path, to: Path):
+        self.folder, self.to = folder, to
+
+    def on_save(self, args, state, control, **kwargs):
+        shutil.copytree(self.folder, self.to / str(state.global_step))
+
+
+def run_and_die_everywhere(tmp_path, **options):
+    (tmp_path / "whole").mkdir()
+    whole = trainer(tmp_path / "whole", **options)
+    whole.add_callback(Died(tmp_path / "whole", tmp_path / "died"))
+    whole.train()
+    return whole
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_field_switches_everything_that_must_change_with_it(tmp_path, name):
+    run = trainer(tmp_path, save_strategy="no", **CASES[name])
+    run.train()
+    spent, plan = run.privacy_spent(), run.plan
+    assert spent.num_steps == NUM_STEPS and 0 < spent.epsilon < float("inf")
+    report = json.loads((tmp_path / "out/privacy/report.json").read_text())
+    assert report["plan"]["noise_strategy"] == json.loads(json.dumps(plan.strategy.parameters()))
+    statement = (tmp_path / "out/privacy/statement.md").read_text()
+    assert plan.config.noise_mechanism in statement and plan.adjacency in statement
+    if plan.sampler.name == "fixed_order":
+        # the same number from the strategy, the epochs and nothing else of the plan
+        alone = CorrelatedMechanism(
+            strategy=plan.strategy,
+            participation=Participation(2, 4, "fixed_epoch"),
+            num_steps=NUM_STEPS,
+            draw_stddev=plan.draw_stddev,
+        )
+        assert spent.epsilon == pytest.approx(alone.epsilon(plan.delta), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["blt", "nu_dpftrl, exact", "banded", "honaker", "dense"])
+@pytest.mark.parametrize("kept", [True, False], ids=["buffers kept", "buffers lost"])
+def test_a_linear_resume_at_every_step_is_bit_equal(tmp_path, name, kept):
+    whole = run_and_die_everywhere(tmp_path, **CASES[name])
+    want = tiny.weights(whole.model)
+    for step in range(1, NUM_STEPS):
+        folder = tmp_path / "died" / str(step)
+        if not kept:
+            for file in (folder / "keys").rglob("*.noise"):
+                file.unlink()
+        resumed = trainer(folder, **CASES[name])
+        resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
+        assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
+        assert resumed.privacy_spent() == whole.privacy_spent()
+        assert len(Ledger.read(folder / "out/privacy/ledger.jsonl").chains) == 1
+
+
+@pytest.mark.parametrize("name", ["blt", "honaker", "dense"])
+def test_a_branch_has_noise_of_its_own_and_adds_its_cost(tmp_path, name):
+    """rho of the branch on top of that of the run, by hand: 1 / (2 sigma^2) with the sensitivity of each chain."""
+    whole = trainer(tmp_path, **CASES[name])
+    whole.train()
+    branch = trainer(tmp_path, **CASES[name])
+    branch.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
+    ledger = Ledger.read(tmp_path / "out/privacy/ledger.jsonl")
+    first, second = ledger.chains
+    assert ledger.charged == (NUM_STEPS, NUM_STEPS - 3) and first.key_id != second.key_id
+    strategy, stddev = whole.plan.strategy, whole.plan.draw_stddev
+    steps = (NUM_STEPS, NUM_STEPS - 3 if strategy.anytime else NUM_STEPS)
+    rho = sum((strategy.sensitivity(n, Participation(2, 4, "fixed_epoch")) / stddev) ** 2 / 2 for n in steps)
+    together = CorrelatedMechanism(
+        strategy=IdentityStrategy(), participation=Participation(), num_steps=1, draw_stddev=float(np.sqrt(0.5 / rho))
+    )
+    assert branch.privacy_spent().epsilon == pytest.approx(together.epsilon(whole.plan.delta), rel=1e-6)
+    assert branch.privacy_spent().epsilon > whole.privacy_spent().epsilon
+
+
+def test_a_run_without_a_horizon_goes_on_beyond_its_plan(tmp_path):
+    """The noise stays what it was, and epsilon is that of the longer run; a dense matrix has no noise to go on with."""
+    options = CASES["blt"] | {"save_steps": NUM_STEPS}
+    first = trainer(tmp_path / "blt", **options)
+    first.train()
+    copied = tmp_path / "interrupted"
+    longer = trainer(tmp_path / "blt", **options | {"max_steps": NUM_STEPS + 4})
+    assert longer.plan.strategy == first.plan.strategy and longer.plan.draw_stddev == first.plan.draw_stddev
+    longer.train(resume_from_checkpoint=str(tmp_path / f"blt/out/checkpoint-{NUM_STEPS}"))
+    assert longer.privacy_spent().epsilon > first.privacy_spent().epsilon
+    assert not copied.exists()
+
+    dense = trainer(tmp_path / "dense", **CASES["dense"] | {"save_steps": NUM_STEPS})
+    dense.train()
+    with pytest.raises((DPBudgetExceeded, DPConfigError), match="noise_strategy|made for 8 steps"):
+        more = trainer(tmp_path / "dense", **CASES["dense"] | {"max_steps": NUM_STEPS + 1})
+        more.train(resume_from_checkpoint=str(tmp_path / f"dense/out/checkpoint-{NUM_STEPS}"))
+
+
+def test_a_longer_run_that_was_interrupted_continues_its_own_noise(tmp_path):
+    """More steps are planned at the resume: the chain, its key and its buffers go on; equal to a run planned longer."""
+    options = {"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.1, "num_buffers": None}}
+    short = run_and_die_everywhere(tmp_path, **options)
+    folder = tmp_path / "died/5"
+    longer = trainer(folder, **options | {"max_steps": NUM_STEPS + 4})
+    longer.train(resume_from_checkpoint=str(folder / "out/checkpoint-5"))
+    assert len(Ledger.read(folder / "out/privacy/ledger.jsonl").chains) == 1
+    assert longer.privacy_spent().num_steps == NUM_STEPS + 4
+    saved = trainer(folder, **options | {"max_steps": NUM_STEPS + 4}, model=tiny.model())
+    at_eight = type(saved.model).from_pretrained(folder / f"out/checkpoint-{NUM_STEPS}")
+    want = tiny.weights(short.model)
+    assert all(torch.equal(p, want[n]) for n, p in tiny.weights(at_eight).items())
+
+
+@pytest.mark.parametrize(
+    "changes, field",
+    [
+        ({"noise_kwargs": {"num_buffers": 1}}, "noise_kwargs"),
+        ({"noise_mechanism": "honaker", "noise_kwargs": None}, "noise_mechanism"),
+        ({"noise_restart_every": 4}, "noise_restart_every"),
+        ({"expected_batch_size": 8}, "expected_batch_size"),  # another k and b
+        ({"noise_multiplier": 1.5}, "noise_multiplier"),
+        ({"adjacency": "replace_one"}, "adjacency"),
+        ({"noise_mechanism": "gaussian", "noise_kwargs": None, "adjacency": "zero_out"}, "sampler"),
+    ],
+)
+def test_resuming_with_other_noise_is_refused(tmp_path, changes, field):
+    trainer(tmp_path, **CASES["blt"]).train()
+    before = (tmp_path / "out/privacy/ledger.jsonl").read_bytes()
+    with pytest.raises(DPConfigError, match=field):
+        trainer(tmp_path, **CASES["blt"] | changes).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_a_budget_is_kept_and_stops_the_run_before_it_is_spent(tmp_path):
+    options = {"noise_mechanism": "blt", "noise_multiplier": None, "target_epsilon": 8.0}
+    run = trainer(tmp_path, **options)
+    run.train()
+    assert 7.9 < run.privacy_spent().epsilon <= 8.0
+    with pytest.raises(DPBudgetExceeded, match="above target_epsilon=8"):
+        trainer(tmp_path, **options | {"max_steps": NUM_STEPS + 1}).train(resume_from_checkpoint=True)
+
+
+def test_epsilon_so_far_is_logged_and_grows_to_the_planned_value(tmp_path):
+    run = trainer(tmp_path, save_strategy="no", **CASES["blt"])
+    run.train()
+    live = [line["epsilon"] for line in run.state.log_history if "epsilon" in line]
+    assert live[0] < live[3] < live[4] and live == sorted(live)
+    assert live[-1] == pytest.approx(run.plan.epsilon())
+
+
+def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, monkeypatch):
+    """Every file that a run writes and a push would send is looked through for the noise's key and its buffers."""
+    secrets: list[bytes] = []
+
+    class Collect(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            kept = PrivateState(tmp_path / "keys", forbidden=tmp_path / "out")
+            noise = list((tmp_path / "keys").rglob("*.noise"))
+            assert noise and all(file.stat().st_mode & 0o077 == 0 for file in noise)
+            secrets.extend(kept.secrets())
+            for tensors in torch.load(noise[0], weights_only=True)["buffers"].values():
+                secrets.extend(t.flatten()[:16].numpy().tobytes() for t in tensors if t.numel() >= 16)
+
+    pushed: list[str] = []
+    run = trainer(tmp_path, **CASES["blt"])
+    run.add_callback(Collect())
+    monkeypatch.setattr("transformers.Trainer.push_to_hub", lambda self, *a, **k: pushed.append(self.args.output_dir))
+    run.train()
+    run.save_model()
+    run.push_to_hub()
+    assert pushed and len(secrets) > 20
+    for path in (tmp_path / "out").rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        assert not any(secret in content for secret in secrets), path
+    assert not list((tmp_path / "keys").rglob("*.noise")), "buffers of a finished run are deleted"
+    # the scan that stands before every push finds a buffer that somebody copied
+    (tmp_path / "out/state.bin").write_bytes(b"abc" + secrets[-1] + b"def")
+    assert scan_for_secrets(tmp_path / "out", secrets)
+
+
+@pytest.mark.parametrize(
+    "changes, mend",
+    [
+        ({"noise_mechanism": "blt", "sampling": "poisson"}, "no privacy proof.*sampling='fixed_order'"),
+        ({"noise_mechanism": "blt", "sampling": "cyclic_poisson"}, "without bands.*noise_mechanism='banded'"),
+        ({"noise_mechanism": "tree", "sampling": "truncated_poisson"}, "no privacy proof"),
+        ({"noise_mechanism": "banded", "sampling": "poisson", "noise_kwargs": {"num_bands": 2}}, "cyclic_poisson"),
+        ({"noise_mechanism": "blt", "adjacency": "add_or_remove_one"}, "Use adjacency='zero_out'"),
+        ({"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 1.5}}, r"nu=1.5 is outside \[0, 1\]"),
+        ({"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 9}, "sampling": "fixed_order"}, "Use at most 8"),
+        ({"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 5}}, "num_groups <= 4"),
+        ({"noise_mechanism": "blt", "noise_kwargs": {"buffers": 3}}, "does not know. It takes: num_buffers"),
+        ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": "three"}}, "num_buffers"),
+        ({"noise_mechanism": "blt", "noise_kwargs": "num_buffers=3"}, "no mapping.*JSON"),
+        ({"noise_mechanism": "blt", "noise_multiplier": 0.0}, "noise_mechanism='gaussian'"),
+        ({"noise_mechanism": "auto"}, "give target_epsilon"),
+        ({"noise_mechanism": "banded"}, "Use target_epsilon, or say how many"),
+        ({"noise_mechanism": "honaker", "noise_kwargs": {"backend": "history"}}, "backend='auto'"),
+        ({"noise_mechanism": "blt", "noise_kwargs": {"backend": "disk"}}, "backend='disk' is unknown"),
+        ({"noise_mechanism": "gaussian", "noise_restart_every": 4}, "nothing to restart"),
+        ({"noise_mechanism": "banded", "noise_kwargs": {"coefs": [1.0, 3.0]}, "max_steps": 60}, "grows"),
+    ],
+)
+def test_what_has_no_proof_or_makes_no_sense_is_refused_at_construction(tmp_path, changes, mend):
+    with pytest.raises(DPConfigError, match=mend):
+        trainer(tmp_path, **changes)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
