@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from hf_dpopt.accounting.cyclic import choose_num_bands, cyclic_noise_multiplier
@@ -12,6 +14,11 @@ from hf_dpopt.mechanisms.strategies.tuning import optimize_banded
 # 2000 steps with 500 of 50000 records, delta 1e-5: epsilon, bands, noise multiplier and error of prefix sums
 RUN, DELTA = (2000, 50_000, 500), 1e-5
 BEST = {4.0: (16, 2.1532, 18.38), 8.0: (32, 1.7355, 11.25)}
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    monkeypatch.setenv("HF_DPOPT_CACHE_DIR", os.devnull)
 
 
 @pytest.mark.parametrize("epsilon", BEST)

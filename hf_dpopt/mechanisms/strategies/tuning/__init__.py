@@ -1,6 +1,7 @@
 """Strategies tuned for a run: least error of the iterates per unit of privacy.
 
 Every function minimises ``sensitivity * rms error`` for given steps n, participation and workload; none looks at data.
+What an ``optimize_`` function finds is kept on disk, see `cache`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from scipy.signal import correlate, lfilter
 from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.banded import BandedToeplitz
+from hf_dpopt.mechanisms.strategies.cache import cached
 from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.mechanisms.strategies.toeplitz import NuDPFTRL
 from hf_dpopt.mechanisms.strategies.tuning.descent import descend
@@ -19,6 +20,7 @@ from hf_dpopt.mechanisms.strategies.workloads import Workload
 LARGEST = 1e15  # noise beyond it belongs to a C whose inverse grows without bound; a step of the search went too far
 
 
+@cached
 def optimize_banded(
     n: int, num_bands: int, participation: Participation | None = None, workload: Workload | None = None
 ) -> BandedToeplitz:

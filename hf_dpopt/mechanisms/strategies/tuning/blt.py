@@ -10,6 +10,7 @@ from scipy.special import expit
 from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.blt import BufferedLinearToeplitz
+from hf_dpopt.mechanisms.strategies.cache import cached
 from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.mechanisms.strategies.tuning.descent import descend
 from hf_dpopt.mechanisms.strategies.tuning.objective import (
@@ -23,6 +24,7 @@ from hf_dpopt.mechanisms.strategies.workloads import Workload
 LOWEST_FREQUENCY = 0.1  # of a fit, in radians per run
 
 
+@cached
 def optimize_blt(
     n: int,
     participation: Participation,

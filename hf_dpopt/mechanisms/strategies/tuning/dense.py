@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.mechanisms.strategies.base import lower_root
+from hf_dpopt.mechanisms.strategies.cache import cached
 from hf_dpopt.mechanisms.strategies.dense import DenseStrategy
 from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.mechanisms.strategies.toeplitz import NuDPFTRL
@@ -17,6 +18,7 @@ from hf_dpopt.mechanisms.strategies.workloads import Workload
 DUALITY_GAP = 1e-5  # relative, of the mean square error
 
 
+@cached
 def optimize_dense(n: int, participation: Participation, workload: Workload | None = None) -> DenseStrategy:
     """The matrix with the least mean error.
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from hf_dpopt.mechanisms.strategies.cache import cached
 from hf_dpopt.mechanisms.strategies.participation import Participation
 from hf_dpopt.mechanisms.strategies.toeplitz import DampedAntiPGD, NuDPFTRL
 from hf_dpopt.mechanisms.strategies.workloads import Workload
@@ -15,6 +16,7 @@ from hf_dpopt.mechanisms.strategies.workloads import Workload
 Damped = TypeVar("Damped", NuDPFTRL, DampedAntiPGD)
 
 
+@cached
 def optimize_nu(n: int, participation: Participation, workload: Workload | None = None) -> NuDPFTRL:
     """The damping of nu-DP-FTRL with the least mean error.
 
@@ -24,6 +26,7 @@ def optimize_nu(n: int, participation: Participation, workload: Workload | None 
     return _best(NuDPFTRL, n, participation, workload)
 
 
+@cached
 def optimize_damped(n: int, participation: Participation, workload: Workload | None = None) -> DampedAntiPGD:
     """The damping of anti-PGD with the least mean error: the best lambda = 1 - nu of DP-lambda-CGD.
 
