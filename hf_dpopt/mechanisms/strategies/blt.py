@@ -13,6 +13,7 @@ import numpy as np
 
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.base import ToeplitzStrategy
+from hf_dpopt.mechanisms.strategies.participation import Participation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,24 @@ class BufferedLinearToeplitz(ToeplitzStrategy):
 
     def noising_coefs(self, n: int) -> np.ndarray:
         return decays(self.zeros, self.noising_scale, n)
+
+    def sensitivity(self, n: int, participation: Participation) -> float:
+        """Exact, in closed form: O(k m^2), whatever n is.
+
+        The theorem of `sensitivity.toeplitz_sensitivity` needs ``r(L, N) = sum_{s < N} c_s c_{s + L}`` for the lags L
+        between participations and the steps N that the later one leaves. The sums over s are geometric.
+        """
+        rates, scale = np.log(self.poles), self.output_scale
+        k, b = participation.fits(n), participation.min_sep
+        both = rates[:, None] + rates[None, :]
+        # expm1: decays near 1 leave little of 1 - theta_p theta_q
+        left = np.arange(n, n - k * b, -b)[:, None, None]  # steps from each participation on
+        sums = np.expm1((left - 1) * both) / np.expm1(both) * np.outer(scale, scale)  # of s >= 1, for every p and q
+        of_later = np.cumsum(sums[::-1], axis=0)[::-1]  # entry l: of all pairs that are l participations apart
+        apart = np.arange(1, k)[:, None] * b
+        pairs = (k - np.arange(1, k)) @ (np.exp((apart - 1) * rates) @ scale)  # s = 0
+        pairs += np.einsum("lpq,lq->", of_later[1:], np.exp(apart * rates))
+        return float(np.sqrt(k + of_later[0].sum() + 2 * pairs))
 
     @property
     def output_scale(self) -> np.ndarray:

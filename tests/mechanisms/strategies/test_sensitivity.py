@@ -22,6 +22,7 @@ from hf_dpopt.mechanisms.strategies import (
     TreeAggregation,
 )
 from hf_dpopt.mechanisms.strategies.sensitivity import toeplitz_sensitivity, toeplitz_sensitivity_bound
+from hf_dpopt.mechanisms.strategies.tuning import fit_blt
 
 
 def patterns(n: int, participation: Participation):
@@ -113,6 +114,33 @@ def test_exact_where_a_record_meets_orthogonal_columns(name):
     strategy, participation = BOUNDED[name], Participation(3, 4)
     want = brute_force(strategy.strategy_matrix(12), participation)
     assert strategy.sensitivity(12, participation) == pytest.approx(want, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    "blt",
+    [
+        BufferedLinearToeplitz((0.9,), (0.5,)),
+        BufferedLinearToeplitz((0.9, 0.5, 1e-5), (0.7, 0.2, 1e-9)),
+        BufferedLinearToeplitz((1 - 1e-12, 0.9), (1 - 1e-6, 1e-300)),
+        BufferedLinearToeplitz((0.97, 0.97 - 1e-12), (0.97 - 5e-13, 0.1)),  # two decays that are nearly one
+        fit_blt(1e-4, 8),
+    ],
+)
+@pytest.mark.parametrize(
+    "n, k, b",
+    [(1, 1, 1), (2, 2, 1), (7, 3, 3), (100, 1, 100), (100, 100, 1), (2052, 6, 342), (2052, 6, 411), (90, 9, 30)],
+)
+def test_closed_form_of_buffers(blt, n, k, b):
+    participation = Participation(k, b)
+    want = toeplitz_sensitivity(blt.strategy_coefs(n), participation)
+    assert blt.sensitivity(n, participation) == pytest.approx(want, rel=1e-12)
+
+
+def test_closed_form_of_buffers_in_a_long_run():
+    """Too long for the coefficients: 10^9 steps."""
+    blt, n = BufferedLinearToeplitz((0.9,), (0.5,)), 10**9
+    squares = 1 + 0.4**2 / (1 - 0.9**2)
+    assert blt.sensitivity(n, Participation(7, n // 8)) == pytest.approx(np.sqrt(7 * squares), rel=1e-12)
 
 
 def test_the_theorem_refuses_what_it_does_not_cover():
