@@ -1,0 +1,1 @@
+"""Reproductions of papers, one folder each."""

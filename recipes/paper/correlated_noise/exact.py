@@ -1,0 +1,136 @@
+r"""Exact stationary errors of noisy gradient descent, from the spectrum of its noise.
+
+``theta_{t+1} = theta_t - eta (x x^T theta_t + gamma w_t)`` with ``x ~ N(0, diag(eigenvalues))``, ``w`` the correlated
+noise of a strategy and ``gamma`` its sensitivity for one participation in a run without end. Errors are in units of
+``G^2 / (2 rho)`` (clip G, rho-zCDP).
+
+The part ``(x x^T - H) theta`` is a martingale difference, uncorrelated with all noise, so the second moments close:
+with V_j what the noise alone does to coordinate j, ``S = E sum_j lambda_j theta_j^2`` solves a linear equation.
+
+D = coordinates, K = nodes of the quadrature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from scipy.optimize import minimize_scalar
+from scipy.special import ellipk
+
+Spectrum = Callable[[np.ndarray], np.ndarray]
+
+
+def quadrature(slowest: float, num_panels: int = 64, order: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes in (0, pi] and weights of a mean over the circle, for even functions that are flat below `slowest`."""
+    edges = np.linspace(np.log(1e-4 * slowest), np.log(np.pi), num_panels + 1)
+    nodes, weights = np.polynomial.legendre.leggauss(order)
+    half = np.diff(edges)[:, None] / 2
+    omega = np.exp(edges[:-1, None] + half * (nodes + 1)).ravel()
+    weights = (half * weights).ravel() * omega
+    weights[0] += 1e-4 * slowest
+    return omega, weights / np.pi
+
+
+# --- Figure 1: mean estimation ---------------------------------------------------------------------------------------
+
+
+def mean_estimation_sgd(eta: float) -> float:
+    """Stationary ``E theta^2`` of DP-SGD, by its closed form."""
+    return eta / (2 - eta)
+
+
+def mean_estimation_ftrl(eta: float) -> float:
+    """The least that any correlation of the noise leaves: ``nu = eta``; by its closed form."""
+    return eta**2 * gamma_squared_nu(eta) ** 2
+
+
+def mean_estimation_by_quadrature(eta: float, nu: float) -> float:
+    """The same, from the spectrum of nu-DP-FTRL; ``nu = 1`` is DP-SGD."""
+    omega, weights = quadrature(min(eta, nu))
+    spectrum = np.abs(1 - (1 - nu) * np.exp(1j * omega))
+    gain = eta**2 / np.abs(1 - eta - np.exp(1j * omega)) ** 2
+    return float((weights @ (1 / spectrum)) * (weights @ (spectrum * gain)))
+
+
+# --- sensitivities: Table 2 ------------------------------------------------------------------------------------------
+
+
+def gamma_squared_nu(nu: float) -> float:
+    """Squared sensitivity of nu-DP-FTRL, ``(2 / pi) K`` with modulus ``1 - nu``."""
+    return float(2 / np.pi * ellipk((1 - nu) ** 2))
+
+
+def gamma_squared_damped(nu: float) -> float:
+    """Squared sensitivity of damped anti-PGD."""
+    return 1 / (nu * (2 - nu))
+
+
+# --- Figure 2: linear regression -------------------------------------------------------------------------------------
+
+
+def noise_gains_nu(eigenvalues: np.ndarray, eta: float, nu: float) -> np.ndarray:
+    """V_j of nu-DP-FTRL, times ``gamma^2``; (D,)."""
+    omega, weights = quadrature(min(eta * eigenvalues.min(), nu))
+    spectrum = np.abs(1 - (1 - nu) * np.exp(1j * omega))
+    responses = np.abs(1 - eta * eigenvalues[:, None] - np.exp(1j * omega)) ** -2  # (D, K)
+    return gamma_squared_nu(nu) * eta**2 * (responses @ (weights * spectrum))
+
+
+def noise_gains_damped(eigenvalues: np.ndarray, eta: float, nu: float) -> np.ndarray:
+    """V_j of damped anti-PGD, times ``gamma^2``: a sum of squares in closed form; (D,)."""
+    kept = 1 - eta * eigenvalues
+    return gamma_squared_damped(nu) * eta**2 * (1 + (kept - (1 - nu)) ** 2 / (1 - kept**2))
+
+
+def noise_gains_sgd(eigenvalues: np.ndarray, eta: float) -> np.ndarray:
+    """V_j of DP-SGD; (D,)."""
+    return eta**2 / (1 - (1 - eta * eigenvalues) ** 2)
+
+
+def excess_loss(gains: np.ndarray, eigenvalues: np.ndarray, eta: float, *, linearised: bool = False) -> float:
+    """Stationary ``E F(theta) - min F = S / 2`` of linear regression, from V_j.
+
+    Args:
+        gains: V_j, (D,).
+        eigenvalues: of the covariance of x, (D,).
+        eta: learning rate.
+        linearised: leaves out the noise of sampled x, ``(x x^T - H) theta``.
+    """
+    if linearised:
+        return 0.5 * float(eigenvalues @ gains)
+    rest = 2 - 2 * eta * eigenvalues
+    fed_back = float(np.sum(eta * eigenvalues / rest))
+    assert fed_back < 1, "diverges: the sampled directions feed back more than the steps contract"
+    return 0.5 * float(np.sum(eigenvalues * gains * (2 - eta * eigenvalues) / rest)) / (1 - fed_back)
+
+
+def regression_sgd(eigenvalues: np.ndarray, eta: float, **options: bool) -> float:
+    return excess_loss(noise_gains_sgd(eigenvalues, eta), eigenvalues, eta, **options)
+
+
+def regression_nu(eigenvalues: np.ndarray, eta: float, nu: float | None = None, **options: bool) -> float:
+    """nu-DP-FTRL; with the paper's ``nu = eta lambda_min`` unless another is given."""
+    nu = eta * float(eigenvalues.min()) if nu is None else nu
+    return excess_loss(noise_gains_nu(eigenvalues, eta, nu), eigenvalues, eta, **options)
+
+
+def best_damped(eigenvalues: np.ndarray, eta: float, **options: bool) -> tuple[float, float]:
+    """Damped anti-PGD with the damping of least error: (error, nu)."""
+
+    def error(log_nu: float) -> float:
+        gains = noise_gains_damped(eigenvalues, eta, float(np.exp(log_nu)))
+        return excess_loss(gains, eigenvalues, eta, **options)
+
+    found = minimize_scalar(error, bounds=(np.log(1e-8), 0.0), method="bounded", options={"xatol": 1e-6})
+    return float(found.fun), float(np.exp(found.x))
+
+
+def slope(x: list[float] | np.ndarray, y: list[float] | np.ndarray) -> float:
+    """Of a straight line through the logarithms."""
+    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
+
+
+def power_law(d: int, exponent: float = 1.0) -> np.ndarray:
+    """Eigenvalues ``k^-exponent``, k = 1 .. d."""
+    return np.arange(1, d + 1) ** -float(exponent)

@@ -1,0 +1,136 @@
+"""Figure 2: linear regression, simulated and by the exact formula, with the slopes that the paper prints.
+
+Gradient descent on one sample a step, ``x ~ N(0, H)``, with the noise of DP-SGD and of nu-DP-FTRL at ``nu = eta
+lambda_min``; 30,000 steps, of which the last two thirds are averaged. The paper does not state its learning rates;
+ours are 0.02 to 0.16, on which the exact formula has both slopes that it prints.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.fft import irfft, next_fast_len, rfft
+
+from hf_dpopt.mechanisms.strategies import NuDPFTRL
+from recipes.paper.correlated_noise import exact, output
+
+DIMENSIONS = [8, 16, 32, 64, 128]
+EXPONENTS = [0.4, 0.6, 0.8, 1.0]
+ETAS = [0.02, 0.04, 0.08, 0.16]
+D, ETA = 128, 0.02
+NUM_STEPS, NUM_RUNS, SEED = 30_000, 8, 0
+PAPER = {"sgd_d": 1.00, "sgd_d_eff": 0.18, "nu_d_eff": 0.94, "sgd_eta": 1.27, "nu_eta": 2.03}
+
+
+def correlated(white: np.ndarray, coefs: np.ndarray) -> np.ndarray:
+    """Noise of a Toeplitz strategy, from its draws, both (steps, columns)."""
+    size = next_fast_len(2 * len(white), real=True)
+    transfer = rfft(coefs.astype(white.dtype), size)[:, None]
+    out = np.empty_like(white)
+    for first in range(0, white.shape[1], 64):  # a few columns at a time: the spectrum is as large as the noise
+        columns = slice(first, first + 64)
+        out[:, columns] = irfft(rfft(white[:, columns], size, axis=0) * transfer, size, axis=0)[: len(white)]
+    return out
+
+
+def simulate(
+    eigenvalues: np.ndarray, eta: float, *, num_steps: int = NUM_STEPS, num_runs: int = NUM_RUNS, seed: int = SEED
+) -> dict[str, tuple[float, float]]:
+    """Mean excess loss and its standard error over the runs, for both mechanisms, which meet the same samples."""
+    # D = coordinates, R = runs, M = 2 mechanisms
+    rng, d, nu = np.random.default_rng(seed), len(eigenvalues), eta * float(eigenvalues.min())
+    white = rng.standard_normal((num_steps, num_runs * d), dtype=np.float32)
+    noise = [white, np.sqrt(exact.gamma_squared_nu(nu)) * correlated(white, NuDPFTRL(nu).noising_coefs(num_steps))]
+    noise_TMRD = np.stack(noise, axis=1).reshape(num_steps, 2, num_runs, d).astype(np.float32)
+    lambda_D = eigenvalues.astype(np.float32)
+    theta_MRD, total_MR = np.zeros((2, num_runs, d), np.float32), np.zeros((2, num_runs))
+    for t in range(num_steps):
+        x_RD = rng.standard_normal((num_runs, d), dtype=np.float32) * np.sqrt(lambda_D)
+        inner_MR = np.einsum("rd,mrd->mr", x_RD, theta_MRD)
+        theta_MRD -= np.float32(eta) * (x_RD * inner_MR[..., None] + noise_TMRD[t])
+        if t >= num_steps // 3:
+            total_MR += 0.5 * (theta_MRD * theta_MRD) @ lambda_D
+    loss_MR = total_MR / (num_steps - num_steps // 3)
+    errors_M = loss_MR.std(axis=1, ddof=1) / np.sqrt(num_runs)
+    return {name: (float(loss_MR[m].mean()), float(errors_M[m])) for m, name in enumerate(("sgd", "nu"))}
+
+
+def compute() -> dict[str, Any]:
+    settings = {(d, 1.0, ETA) for d in DIMENSIONS} | {(D, a, ETA) for a in EXPONENTS} | {(D, 1.0, eta) for eta in ETAS}
+    points = []
+    for d, exponent, eta in sorted(settings):
+        eigenvalues = exact.power_law(d, exponent)
+        simulated = simulate(eigenvalues, eta)
+        point: dict[str, Any] = {"d": d, "exponent": exponent, "eta": eta, "d_eff": float(eigenvalues.sum())}
+        for name, formula in (("sgd", exact.regression_sgd), ("nu", exact.regression_nu)):
+            point[name] = {"exact": formula(eigenvalues, eta), "simulated": simulated[name][0]}
+            point[name] |= {
+                "standard_error": simulated[name][1],
+                "linearised": formula(eigenvalues, eta, linearised=True),
+            }
+        points.append(point)
+        print(point, flush=True)
+    sweeps = {
+        "d": [p for p in points if p["exponent"] == 1.0 and p["eta"] == ETA],
+        "d_eff": [p for p in points if p["d"] == D and p["eta"] == ETA],
+        "eta": [p for p in points if p["d"] == D and p["exponent"] == 1.0],
+    }
+    slopes = {
+        f"{name}_{along}": {
+            "paper": PAPER.get(f"{name}_{along}"),
+            **{how: exact.slope([p[along] for p in sweep], [p[name][how] for p in sweep])
+               for how in ("exact", "simulated", "linearised")},
+        }
+        for along, sweep in sweeps.items() for name in ("sgd", "nu")
+    }  # fmt: skip
+    off = [p[name]["simulated"] / p[name]["exact"] - 1 for p in points for name in ("sgd", "nu")]
+    eigenvalues, ranges = exact.power_law(D), []
+    for low, high in ((0.01, 0.08), (0.01, 0.1), (0.02, 0.16), (0.02, 0.2)):
+        etas = np.geomspace(low, high, 8)
+        by_name = {
+            name: exact.slope(etas, [formula(eigenvalues, eta) for eta in etas])
+            for name, formula in (("sgd", exact.regression_sgd), ("nu", exact.regression_nu))
+        }
+        ranges.append({"low": low, "high": high, **by_name})
+    return {
+        "num_steps": NUM_STEPS, "num_runs": NUM_RUNS, "seed": SEED, "slopes": slopes,
+        "exact_slopes_by_eta_range": ranges, "largest_relative_difference": max(map(abs, off)), "points": points,
+    }  # fmt: skip
+
+
+def plot(numbers: dict[str, Any], path: Path) -> None:
+    figure, axes = output.panels(3, width=3.7)
+    points, slopes = numbers["points"], numbers["slopes"]
+    labels = {"sgd": "DP-SGD", "nu": r"$\nu$-DP-FTRL"}
+    wanted = {
+        "d": ("dimension $d$, eigenvalues $1/k$", lambda p: p["exponent"] == 1.0 and p["eta"] == ETA),
+        "d_eff": (r"effective dimension, $d = 128$", lambda p: p["d"] == D and p["eta"] == ETA),
+        "eta": (r"learning rate $\eta$, $d = 128$", lambda p: p["d"] == D and p["exponent"] == 1.0),
+    }
+    for axis, (along, (label, chosen)) in zip(axes, wanted.items(), strict=True):
+        sweep = sorted((p for p in points if chosen(p)), key=lambda p: p[along])
+        xs = [p[along] for p in sweep]
+        for name in ("sgd", "nu"):
+            color, fitted = output.COLORS[name], slopes[f"{name}_{along}"]
+            axis.loglog(
+                xs,
+                [p[name]["exact"] for p in sweep],
+                color=color,
+                label=f"{labels[name]}: slope {fitted['exact']:.2f}",
+            )
+            axis.errorbar(
+                xs, [p[name]["simulated"] for p in sweep], [2 * p[name]["standard_error"] for p in sweep],
+                fmt="o", color=color, markersize=4, capsize=2,
+            )  # fmt: skip
+        axis.set_xlabel(label)
+        output.plain_ticks(axis, [round(x, 2) if along == "eta" else round(x) for x in xs])
+        axis.legend(fontsize=8)
+    figure.suptitle("lines: exact formula, with its slope; points: simulated, two standard errors", fontsize=9)
+    axes[0].set_ylabel(r"excess loss, units of $G^2/2\rho$")
+    output.save(figure, path)
+
+
+if __name__ == "__main__":
+    output.run("figure2", compute, plot)

@@ -1,0 +1,61 @@
+"""Table 2: how sensitivity and stationary error scale, by exact formulas.
+
+Squared sensitivities of a run without end, and the slope of the stationary error of linear regression in the learning
+rate: 1 for DP-SGD, 3/2 for the best damped anti-PGD, 2 up to a squared logarithm for nu-DP-FTRL. On a finite range the
+logarithm lowers the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hf_dpopt.mechanisms.strategies import AntiPGD, DampedAntiPGD, NuDPFTRL, Participation
+from recipes.paper.correlated_noise import exact, output
+
+NUS = [0.1, 0.01, 1e-3, 1e-4]
+ETAS = np.geomspace(1e-4, 1e-2, 9)
+D = 128
+
+
+def compute() -> dict[str, Any]:
+    sensitivities = []
+    for nu in NUS:
+        long_enough = int(20 / nu)  # the coefficients have decayed by e^-20
+        once = Participation()
+        sensitivities.append({
+            "nu": nu,
+            "nu_dpftrl": exact.gamma_squared_nu(nu),
+            "nu_dpftrl_from_coefficients": NuDPFTRL(nu).sensitivity(long_enough, once) ** 2,
+            "log_8_over_nu_over_pi": float(np.log(8 / nu) / np.pi),
+            "damped_anti_pgd": exact.gamma_squared_damped(nu),
+            "damped_anti_pgd_from_coefficients": DampedAntiPGD(nu).sensitivity(long_enough, once) ** 2,
+        })  # fmt: skip
+    anti_pgd = {str(n): AntiPGD().sensitivity(n, Participation()) ** 2 for n in (100, 1000, 10_000)}
+    slopes = {}
+    for name, eigenvalues in (("1/k", exact.power_law(D)), ("all 1", np.ones(D))):
+        linearised = name == "all 1"  # 128 equal directions feed back too much to be left to sampled x
+        damped = [exact.best_damped(eigenvalues, eta, linearised=linearised) for eta in ETAS]
+        errors = {
+            "sgd": [exact.regression_sgd(eigenvalues, eta, linearised=linearised) for eta in ETAS],
+            "best_damped_anti_pgd": [error for error, _ in damped],
+            "nu_dpftrl": [exact.regression_nu(eigenvalues, eta, linearised=linearised) for eta in ETAS],
+        }
+        local = {key: exact.slope(ETAS[:2], values[:2]) for key, values in errors.items()}
+        slopes[name] = {
+            "sampled_x": not linearised,
+            "slope_in_eta": {key: exact.slope(ETAS, values) for key, values in errors.items()},
+            "slope_at_the_smallest_eta": local,
+            "best_damping_over_root_of_eta_mean_eigenvalue": [
+                nu / float(np.sqrt(eta * eigenvalues.mean())) for eta, (_, nu) in zip(ETAS, damped, strict=True)
+            ],
+        }
+    return {
+        "squared_sensitivities": sensitivities, "anti_pgd_squared_sensitivity_by_steps": anti_pgd,
+        "eta_range": [float(ETAS[0]), float(ETAS[-1])], "slopes": slopes,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    output.run("table2", compute, None)
