@@ -83,9 +83,9 @@ def strongly_convex_bound(
     truth.
 
     Formal guarantee: for F differentiable, mu-strongly convex and L-smooth with its minimum at 0, and stationary
-    noise of spectrum ``|B|^2`` alone (no noise of sampled batches), the excess loss is at most `value`. With
-    ``mu = L`` it tends to the exact one. For independent noise it is not tight: steps that contract give
-    ``eta L / (2 mu (2 - eta mu))``, what the worst quadratic has, for ``eta <= 2 / (mu + L)``.
+    noise of spectrum ``|B|^2`` alone (no noise of sampled batches), ``(L / 2) E |theta|^2``, and so the excess loss,
+    is at most `value`. With ``mu = L`` it tends to the exact one. For independent noise it is not tight: contraction
+    gives ``eta L / (2 mu (2 - eta mu))`` for ``eta <= 2 / (mu + L)``, which a quadratic attains.
 
     Args:
         noise: the strategy, or ``|B|^2`` at frequencies evenly spaced from 0 to pi, both included; positive.
