@@ -10,7 +10,7 @@ import pytest
 from scipy.signal import lfilter
 
 from hf_dpopt.mechanisms.strategies import DampedAntiPGD, NuDPFTRL, Participation
-from recipes.paper.correlated_noise import exact, figure1, figure2, figure3, phi, table2
+from recipes.paper.correlated_noise import exact, figure1, figure2, figure3, phi, table2, table3
 
 
 def energy(coefs: np.ndarray, curvature: float, eta: float) -> float:
@@ -122,7 +122,7 @@ def test_a_short_simulation_has_the_exact_error(d, eta):
         assert mean > 1.08 * formula(eigenvalues, eta, linearised=True)
 
 
-# --- Figure 3, phi, and the commands ---
+# --- Figure 3, Table 3, phi, and the commands ---
 
 
 def test_figure_3_orders_the_mechanisms():
@@ -133,6 +133,17 @@ def test_figure_3_orders_the_mechanisms():
             assert row["optimised"] < row["nu"] < row["sgd_by_contraction"] < row["sgd"]
             assert row["nu"] == pytest.approx(row["history"][0], rel=1e-9)
         assert many["sgd"] / many["nu"] > few["sgd"] / few["nu"]
+
+
+def test_table_3_keeps_what_each_mechanism_has_to_keep(monkeypatch):
+    monkeypatch.setattr(table3, "D", 40)
+    monkeypatch.setattr(table3, "NUM_STEPS", 20)
+    kept = {row["name"]: row["gradients_kept_at_most"] for row in table3.streams()}
+    assert kept["DP-SGD"] == kept["anti-PGD, drawn again"] == kept["nu-DP-FTRL, drawn again"] == 0
+    assert kept["nu-DP-FTRL, all draws kept"] == 20
+    assert kept["BLT, 3 buffers"] == 3
+    assert kept["banded, 16 bands"] == 15
+    assert 0 < kept["tree, Honaker"] <= 6
 
 
 def test_phi_is_least_where_the_design_has_it():
