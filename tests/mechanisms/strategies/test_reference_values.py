@@ -1,7 +1,7 @@
 """Sensitivity, mean and max loss of every strategy beside tabulated values, for prefix sums.
 
 Closed forms to the digits printed; best nu to 1e-4 in loss and 2 % in nu; optimised buffers and matrices no worse than
-0.5 and 0.1 % above the tabulated mean loss.
+0.5 and 0.01 % above the tabulated mean loss. Long runs, large matrices: ``python -m tests.mechanisms.strategies.slow_rows``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from hf_dpopt.mechanisms.strategies import (
     linear_cooldown,
     momentum_workload,
 )
-from hf_dpopt.mechanisms.strategies.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
+from hf_dpopt.mechanisms.strategies.tuning import (
+    optimize_banded,
+    optimize_blt,
+    optimize_damped,
+    optimize_dense,
+    optimize_nu,
+)
 
 SEPARATION = {64: {1: 64, 4: 16, 6: 10}, 512: {1: 512, 4: 128, 6: 85}}
 CLOSED_FORMS = {
@@ -63,6 +69,14 @@ VALUES = {
 BEST_NU = {
     64: [(0.0126, 2.1871), (0.0439, 5.0783), (0.0637, 6.8262)],
     512: [(0.00149, 2.8458), (0.00498, 6.4121), (0.00679, 8.3890)],
+}
+BEST_DAMPED = {
+    64: [(0.163, 2.4768), (0.193, 5.1143), (0.228, 6.6622)],
+    512: [(0.0606, 4.0611), (0.0609, 8.1241), (0.0629, 9.9842)],
+}
+AS_MANY_BANDS_AS_THE_SEPARATION = {  # for 4 and 6 participations
+    64: [(2.9546, 4.7001, 5.7890), (3.6294, 6.2195, 7.9259)],
+    512: [(3.4408, 6.0044, 7.1295), (4.2961, 7.7305, 9.4342)],
 }
 BLT = {
     64: [[2.2162, 2.1799, 2.1797], [4.9168, 4.9166, 4.9166], [6.5726, 6.5726, 6.5726]],
@@ -112,6 +126,14 @@ def test_best_nu(n, position, k):
     assert found.mean_loss(n, participation) == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.parametrize("n, position, k", _cases(BEST_DAMPED))
+def test_best_damped_anti_pgd(n, position, k):
+    participation, (nu, loss) = Participation(k, SEPARATION[n][k]), BEST_DAMPED[n][position]
+    found = optimize_damped(n, participation)
+    assert found.nu == pytest.approx(nu, rel=0.02)
+    assert found.mean_loss(n, participation) == pytest.approx(loss, rel=1e-4)
+
+
 @pytest.mark.parametrize("n, position, k", _cases(BLT))
 def test_buffers(n, position, k):
     participation = Participation(k, SEPARATION[n][k])
@@ -134,6 +156,19 @@ def test_bands(n):
             assert strategy.mean_loss(n, Participation(k, SEPARATION[n][k])) == pytest.approx(want, rel=1e-4)
 
 
+@pytest.mark.parametrize("n", AS_MANY_BANDS_AS_THE_SEPARATION)
+@pytest.mark.parametrize("position, k", enumerate((4, 6)))
+def test_as_many_bands_as_the_separation(n, position, k):
+    participation = Participation(k, SEPARATION[n][k])
+    strategy = optimize_banded(n, participation.min_sep, participation)
+    got = [
+        strategy.sensitivity(n, participation),
+        strategy.mean_loss(n, participation),
+        strategy.max_loss(n, participation),
+    ]
+    assert got == pytest.approx(AS_MANY_BANDS_AS_THE_SEPARATION[n][position], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     "n, participation, want",
     [
@@ -146,15 +181,22 @@ def test_bands(n):
     ],
 )
 def test_dense(n, participation, want):
+    """The rest of the rows: `slow_rows`. Not much below the tabulated loss, as a sensitivity that is too small gives."""
     strategy = optimize_dense(n, participation)
-    assert strategy.mean_loss(n, participation) == pytest.approx(want, rel=1e-3)
-    assert strategy.sensitivity(n, participation) == pytest.approx(max(1, strategy.sensitivity(n, participation)))
+    assert want * (1 - 1e-3) < strategy.mean_loss(n, participation) < want * (1 + 1e-4)
+    sensitivity = 1.0 if participation.kind == "fixed_epoch" else participation.max_participations**0.5
+    assert strategy.sensitivity(n, participation) == pytest.approx(sensitivity)
 
 
 SWEEP = {  # 2000 steps, 20 participations 100 apart: prefix sums, once with one participation, momentum, with cool-down
     0.0: (17.1906, 30.5965, 3.3230, 456.510, 442.170),
+    1e-4: (16.5217, 29.7056, 3.3008, 446.601, 432.898),
+    10**-3.4: (14.8758, 27.5907, 3.2796, 423.906, 411.705),
     1e-3: (12.6340, 24.9616, 3.3417, 398.283, 387.979),
+    10**-2.6: (9.9088, 22.5995, 3.6566, 384.105, 375.801),
+    10**-2.4: (8.7190, 22.3036, 3.9836, 392.689, 385.033),
     1e-2: (7.0440, 24.6891, 5.1236, 460.667, 453.069),
+    1e-1: (5.3886, 54.2900, 12.1396, 1065.51, 1049.61),
     1.0: (4.4721, 141.4567, 31.6307, 2788.66, 2747.02),
 }
 
@@ -178,4 +220,6 @@ def test_the_best_nu_of_the_papers_setting():
     found = optimize_nu(2000, participation)
     assert found.nu == pytest.approx(3.7e-3, rel=0.03)
     assert found.mean_loss(2000, participation) == pytest.approx(22.29, rel=1e-3)
-    assert optimize_nu(2000, participation, momentum_workload(2000, 0.95)).nu == pytest.approx(2.3e-3, rel=0.05)
+    for schedule in (None, linear_cooldown(2000, 500)):
+        workload = momentum_workload(2000, 0.95, schedule)
+        assert optimize_nu(2000, participation, workload).nu == pytest.approx(2.3e-3, rel=0.025)

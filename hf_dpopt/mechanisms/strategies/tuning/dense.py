@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from hf_dpopt.mechanisms.strategies.tuning.descent import descend
 from hf_dpopt.mechanisms.strategies.workloads import Workload
 
 DUALITY_GAP = 1e-5  # relative, of the mean square error
+BLURS = (3e-3, 3e-4, 3e-5)  # one after the other; the last costs less than 1e-5 of the loss
+
+Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 @cached
@@ -35,11 +39,9 @@ def optimize_dense(n: int, participation: Participation, workload: Workload | No
     if participation.max_participations == 1:
         return _dense_single(queries)
     if participation.kind == "min_sep":
-        bands = min(participation.min_sep, n)
-        scale: Callable[[torch.Tensor], torch.Tensor] = _unit_columns
-    else:
-        bands, scale = n, lambda matrix: _unit_epochs(matrix, participation)
-    return _dense_by_gradient(queries, bands, scale)
+        return _dense_by_gradient(queries, min(participation.min_sep, n), [_unit_columns], _unit_columns)
+    blurred = [partial(_unit_epochs, participation=participation, blur=blur) for blur in BLURS]
+    return _dense_by_gradient(queries, n, blurred, partial(_unit_epochs, participation=participation))
 
 
 def _dense_single(queries: np.ndarray) -> DenseStrategy:
@@ -64,37 +66,43 @@ def _unit_columns(matrix: torch.Tensor) -> torch.Tensor:
     return matrix / matrix.norm(dim=0)
 
 
-def _unit_epochs(matrix: torch.Tensor, participation: Participation) -> torch.Tensor:
+def _unit_epochs(matrix: torch.Tensor, participation: Participation, blur: float = 0.0) -> torch.Tensor:
+    """Columns that one record meets, scaled to sensitivity 1 together.
+
+    The worst signs give ``sum |X_ij|`` over their Gram matrix X, which has a kink where X_ij = 0, and the optimum lies
+    there; ``sqrt(X_ij^2 + blur^2 X_ii X_jj)`` has none.
+    """
     n, b = len(matrix), participation.min_sep
-    scaled = matrix.clone()
-    for offset in range(min(b, n)):
-        steps = torch.arange(offset, n, b)[: participation.max_participations]
-        together = (matrix[:, steps].T @ matrix[:, steps]).abs().sum().sqrt()
-        scaled[:, offset::b] = matrix[:, offset::b] / together
-    return scaled
+    num_epochs = -(-n // b)
+    epochs = torch.nn.functional.pad(matrix, (0, num_epochs * b - n)).view(n, num_epochs, b)
+    met = epochs[:, : participation.max_participations].permute(2, 0, 1)  # (offset, n, participation)
+    gram = met.mT @ met
+    squares = gram.diagonal(dim1=1, dim2=2)
+    sizes = (gram.square() + blur**2 * squares[:, :, None] * squares[:, None, :]).sqrt() if blur else gram.abs()
+    return matrix / sizes.sum(dim=(1, 2)).sqrt().repeat(num_epochs)[:n]
 
 
-def _dense_by_gradient(
-    queries: np.ndarray, bands: int, scale: Callable[[torch.Tensor], torch.Tensor]
-) -> DenseStrategy:
+def _dense_by_gradient(queries: np.ndarray, bands: int, scales: Sequence[Scale], last: Scale) -> DenseStrategy:
+    """Descends with one scaling after another, each from where the one before ended; `last` is for the result."""
     n = len(queries)
     step = torch.arange(n)
     inside = (step[:, None] >= step[None, :]) & (step[:, None] - step[None, :] < bands)
     wanted = torch.tensor(queries)
 
-    def matrix_of(free: torch.Tensor) -> torch.Tensor:
+    def matrix_of(free: torch.Tensor, scale: Scale) -> torch.Tensor:
         return scale(torch.zeros(n, n, dtype=torch.float64).masked_scatter(inside, free))
 
-    def loss(x: np.ndarray) -> tuple[float, np.ndarray]:
+    def loss(x: np.ndarray, scale: Scale) -> tuple[float, np.ndarray]:
         free = torch.tensor(x, dtype=torch.float64, requires_grad=True)
         # A C^-1, solved from the right
-        noise = torch.linalg.solve_triangular(matrix_of(free), wanted, upper=False, left=False)
+        noise = torch.linalg.solve_triangular(matrix_of(free, scale), wanted, upper=False, left=False)
         value = noise.square().sum().log()
         value.backward()
         assert free.grad is not None
         return value.item(), free.grad.numpy()
 
-    start = torch.tensor(NuDPFTRL(1 / bands).strategy_matrix(n))[inside].numpy()
-    found = descend(loss, start, maxiter=400, maxfun=500, ftol=1e-10, maxcor=20)
-    matrix = matrix_of(torch.tensor(found)).numpy()
+    found = torch.tensor(NuDPFTRL(1 / bands).strategy_matrix(n))[inside].numpy()
+    for scale in scales:
+        found = descend(partial(loss, scale=scale), found, maxiter=400, maxfun=500, ftol=1e-10, maxcor=20)
+    matrix = matrix_of(torch.tensor(found), last).numpy()
     return DenseStrategy(matrix * np.sign(np.diag(matrix)))
