@@ -1,0 +1,76 @@
+"""Balls in bins: every record is thrown into one batch of the epoch, once and for all epochs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import dp_accounting
+import numpy as np
+
+from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
+from hf_dpopt.mechanisms.randomness import derive_key, random_words
+from hf_dpopt.mechanisms.strategies import IdentityStrategy, Participation
+from hf_dpopt.sampling.base import Sampler, Steps, as_chains
+
+
+@functools.lru_cache(maxsize=1)
+def _bins(key: bytes, num_examples: int, num_bins: int) -> tuple[np.ndarray, ...]:
+    """The records of every bin; kept because they are the same in every epoch."""
+    bins = random_words(derive_key(key, "balls in bins"), 0, num_examples) % np.uint64(num_bins)
+    order = np.argsort(bins, kind="stable").astype(np.int64)
+    order.setflags(write=False)
+    return tuple(np.split(order, np.searchsorted(bins[order], np.arange(1, num_bins, dtype=np.uint64))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BallsInBinsSampler(Sampler):
+    r"""Step t serves bin ``t mod b``; every record lies in one of ``b = steps_per_epoch`` bins, drawn uniformly.
+
+    Batches look like those of ordinary epochs: each record once per epoch, but batches of random size (``n / b`` on
+    average), the same ones in every epoch.
+
+    Formal guarantee: bins are independent of each other, secret, uniform up to b 2^-64, and drawn once for a chain.
+    One record more or less leaves the bins of all others as they are as long as b does not change: b is public and has
+    to be held fixed, like the rate of Poisson sampling. A record takes part in at most ``ceil(T / b)`` steps of a
+    chain, b apart. `event` is that of independent noise; correlated noise has its own `BallsInBinsDpEvent` with the
+    same bins.
+
+    References:
+        Chua et al. (2024), arXiv:2412.16802; Choquette-Choo et al. (2024), arXiv:2410.06266.
+    """
+
+    name: ClassVar[str] = "balls_in_bins"
+    adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
+
+    def draw(self, key: bytes, step: int) -> np.ndarray:
+        return _bins(key, self.num_examples, self.steps_per_epoch)[step % self.steps_per_epoch]
+
+    def participation(self, num_steps: int) -> Participation:
+        """What a strategy can rely on."""
+        return Participation(max(1, self.max_participations(num_steps)), self.steps_per_epoch, "fixed_epoch")
+
+    def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
+        chains = [
+            BallsInBinsDpEvent(IdentityStrategy(), noise_stddev_over_clip, steps, self.steps_per_epoch)
+            for steps in as_chains(num_steps)
+            if steps > 0
+        ]
+        if not chains:
+            return dp_accounting.NoOpDpEvent()
+        return chains[0] if len(chains) == 1 else dp_accounting.ComposedDpEvent(chains)
+
+    def max_participations(self, num_steps: Steps) -> int:
+        # each chain has bins of its own
+        return sum(-(-steps // self.steps_per_epoch) for steps in as_chains(num_steps))
+
+    def why_not(self, adjacency: str) -> str:
+        return "the analysis compares a record with none."
+
+    def describe(self) -> str:
+        return (
+            f"Balls in bins: each of the {self.num_examples} records is put into one of {self.steps_per_epoch} "
+            f"batches at random, once and in secret ({self.num_examples / self.steps_per_epoch:.6g} records on "
+            "average); the batches take turns, the same in every epoch."
+        )
