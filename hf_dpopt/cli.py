@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import sys
@@ -14,15 +15,21 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.comparison import ComparedNoise, compare_mechanisms
+from hf_dpopt.config import PrivacyConfig, check_count
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.noise_choice import make_sampler
+from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.mechanisms.strategies import Workload, momentum_workload
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.private_state import PrivateState, default_private_dir
 from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.mechanisms import mechanism_facts, mechanisms_table
+from hf_dpopt.report.noise_plots import plot_comparison
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, read_report
 from hf_dpopt.report.statement import render_statement, round_up
+from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.workload import MAX_SCHEDULED_STEPS
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,6 +37,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Differentially private finetuning.",
 )
+
+PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.")]
 
@@ -45,18 +54,40 @@ def main() -> None:
 
 @app.command()
 def plan(
-    num_examples: Annotated[int, typer.Option("--num-examples", "-n", help="Records in the training set.")],
-    batch_size: Annotated[int, typer.Option("--batch-size", "-b", help="Expected records per optimizer step.")],
+    num_examples: Annotated[
+        int, typer.Option("--num-examples", "--num_examples", "-n", help="Records in the training set.")
+    ],
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "--batch", "-b", help="Expected records per optimizer step.")
+    ],
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Or passes over the data, counted as the Trainer does.")] = None,
     epsilon: Annotated[float | None, typer.Option(help="Budget: the noise is computed.")] = None,
-    noise_multiplier: Annotated[float | None, typer.Option(help="Or the noise: epsilon is computed.")] = None,
+    noise_multiplier: Annotated[
+        float | None,
+        typer.Option("--noise-multiplier", "--noise_multiplier", help="Or the noise: epsilon is computed."),
+    ] = None,
     delta: Annotated[float | None, typer.Option(help="Default: the largest power of ten <= 1/n.")] = None,
-    sampling: Annotated[str, typer.Option(help="auto, poisson, truncated_poisson or fixed_order.")] = "auto",
+    sampling: Annotated[str, typer.Option(help=f"auto, {', '.join(SAMPLERS)}.")] = "auto",
     adjacency: Annotated[str, typer.Option(help="auto, add_or_remove_one, zero_out or replace_one.")] = "auto",
+    noise_mechanism: Annotated[
+        str, typer.Option("--noise-mechanism", "--noise_mechanism", help=f"auto, {', '.join(MECHANISMS)}.")
+    ] = "gaussian",
+    noise_kwargs: Annotated[
+        str | None, typer.Option("--noise-kwargs", "--noise_kwargs", help="Options of the mechanism, as JSON.")
+    ] = None,
+    momentum: Annotated[float, typer.Option(help="Of the optimizer (AdamW: beta_1); noise is tuned for it.")] = 0.9,
+    schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
+    num_parameters: Annotated[
+        int, typer.Option("--num-parameters", "--num_parameters", help="Trained coordinates, for memory and time.")
+    ] = 10**6,
+    compare: Annotated[
+        bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots of the comparison (PNG and SVG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
-    """Noise and epsilon of a run, before it is started. Nothing is trained and no data is read."""
+    """Noise and epsilon of a run, before it is started, and which noise suits it. No data is read."""
     config = PrivacyConfig(
         target_epsilon=epsilon,
         noise_multiplier=noise_multiplier,
@@ -64,16 +95,34 @@ def plan(
         expected_batch_size=batch_size,
         sampling=sampling,  # type: ignore[arg-type]  # PrivacyConfig says which names there are
         adjacency=adjacency,  # type: ignore[arg-type]
+        noise_mechanism=noise_mechanism,
+        noise_kwargs=_json(noise_kwargs),
     )
+    num_steps = _num_steps(batch_size, num_examples, steps, epochs)
+    sizes = {
+        "num_examples": num_examples,
+        "num_steps": num_steps,
+        "workload": _workload(num_steps, momentum, schedule),
+    }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        made = make_plan(config, num_examples=num_examples, num_steps=_num_steps(config, num_examples, steps, epochs))
-    for warning in caught:
-        sys.stderr.write(f"hf-dpopt: warning: {warning.message}\n")
+        made = make_plan(config, **sizes)  # type: ignore[arg-type]
+        rows = _compared(config, made, sizes, wanted=bool(plots) or (compare if compare is not None else not as_json))
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        sys.stderr.write(f"hf-dpopt: warning: {message}\n")
     if as_json:
-        typer.echo(json.dumps(made.public_dict(), indent=2, sort_keys=True))
+        listed = {"mechanisms": [mechanism_facts(row, num_parameters) for row in rows]} if rows else {}
+        typer.echo(json.dumps(made.public_dict() | listed, indent=2, sort_keys=True))
     else:
-        Console().print(_table(made))
+        console = Console()
+        console.print(_table(made))
+        if rows:
+            # a pipe has 80 columns, which the table does not fit into
+            Console(width=max(console.width, 120)).print(mechanisms_table(rows, num_parameters))
+    if plots is not None and rows:
+        by_epsilon = {target: _compared(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
+        for path in plot_comparison(rows, plots, workload=sizes["workload"], by_epsilon=by_epsilon):  # type: ignore[arg-type]
+            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
 @app.command()
@@ -109,17 +158,60 @@ def scan(
         raise typer.Exit(1)
 
 
-def _num_steps(config: PrivacyConfig, num_examples: int, steps: int | None, epochs: float | None) -> int:
+def _json(text: str | None) -> dict[str, Any]:
+    try:
+        return {} if text is None else json.loads(text)
+    except ValueError:
+        raise DPConfigError(
+            f"--noise-kwargs {text} is not JSON. Use --noise-kwargs '{{\"num_buffers\": 3}}'."
+        ) from None
+
+
+def _workload(num_steps: int, momentum: float, schedule: str) -> Workload:
+    """What the optimizer makes of the gradients."""
+    if schedule not in ("constant", "linear"):
+        raise DPConfigError(f"--schedule {schedule} is unknown. Use constant or linear.")
+    scheduled = schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
+    sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
+    return momentum_workload(num_steps, momentum, sizes)
+
+
+def _compared(
+    config: PrivacyConfig,
+    made: PrivacyPlan | None,
+    sizes: dict[str, Any],
+    *,
+    wanted: bool = True,
+    target: float | None = None,
+) -> list[ComparedNoise]:
+    """All mechanisms at the budget of the config, or at another one."""
+    if not wanted or config.target_epsilon is None:
+        return []
+    if made is not None and made.compared:
+        return list(made.compared)
+    asked = dataclasses.replace(
+        config, noise_mechanism="auto", noise_kwargs={}, target_epsilon=target or config.target_epsilon
+    )
+    try:
+        return compare_mechanisms(asked, **sizes)
+    except DPConfigError:
+        if target is None:
+            raise
+        return []  # a budget of the plot that nothing can keep
+
+
+def _num_steps(batch_size: int, num_examples: int, steps: int | None, epochs: float | None) -> int:
     """Optimizer steps of the run; epochs are converted as `Trainer` does."""
     if (steps is None) == (epochs is None):
         given = "neither" if steps is None else "both"
         raise DPConfigError(f"{given} of --steps and --epochs given. Give exactly one, such as --epochs 3.")
     if steps is not None:
+        check_count("num_steps", steps)
         return steps
     assert epochs is not None
     if not 0 < epochs < math.inf:
         raise DPConfigError(f"--epochs {epochs} is not a number of passes. Use a finite number > 0, such as 3.")
-    return math.ceil(epochs * make_sampler(config, num_examples).steps_per_epoch)
+    return math.ceil(epochs * -(-num_examples // batch_size))
 
 
 def _table(made: PrivacyPlan) -> Table:
@@ -131,6 +223,7 @@ def _table(made: PrivacyPlan) -> Table:
         "epsilon if one record is swapped": "no analysis is known" if replaced is None else round_up(replaced),
         "delta": f"{made.delta:g}",
         "noise multiplier": f"{made.noise_multiplier:.6g}",
+        "noise": made.config.noise_mechanism,
         "sampling": made.sampler.describe(),
         "optimizer steps": made.num_steps,
         "accountant": made.public_dict()["accountant"],

@@ -18,8 +18,7 @@ from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.mechanisms.strategies import Workload
-from hf_dpopt.mechanisms.streams.cost import StreamCost, stream_cost
-from hf_dpopt.noise_choice import stream_options
+from hf_dpopt.mechanisms.streams.cost import StreamCost
 
 if TYPE_CHECKING:
     from hf_dpopt.plan import PrivacyPlan
@@ -120,7 +119,7 @@ def _row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
         plan=plan,
         rmse=float(math.sqrt(np.square(errors).mean())),
         max_error=float(errors.max()),
-        cost=stream_cost(plan.strategy, plan.num_steps, **stream_options(plan.config)),
+        cost=plan.cost,
     )
 
 

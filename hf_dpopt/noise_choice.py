@@ -15,6 +15,7 @@ from hf_dpopt.mechanisms.strategies.parameters import from_parameters
 from hf_dpopt.sampling import SAMPLERS, CyclicPoissonSampler, Sampler
 
 STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1}  # of noise_kwargs: how the noise is kept
+MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
 NO_MATRIX = "dense"  # the ledger has its digest alone, so it is tuned again
 
 
@@ -112,6 +113,7 @@ def _num_bands(
         delta,
         adjacency=sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency,
         workload=workload,
+        max_bands=MAX_CHOSEN_BANDS,
     )
 
 

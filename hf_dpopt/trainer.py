@@ -19,6 +19,7 @@ from transformers.trainer_utils import TrainOutput, seed_worker
 from hf_dpopt import aggregate, console, refusals
 from hf_dpopt.args import DPTrainingArguments
 from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is, explained_out_of_memory
+from hf_dpopt.comparison import as_text
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
@@ -26,6 +27,7 @@ from hf_dpopt.grads import UnprivatizedStatistics, choose_engine, explain, make_
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.self_check import self_check
 from hf_dpopt.losses import RecordLosses, base_model
+from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
@@ -244,6 +246,13 @@ class DPTrainerMixin(_Trainer):
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{sum(run.charged)} already charged"
         )
+        if not isinstance(plan.strategy, IdentityStrategy):
+            logger.info(
+                f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
+                f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
+            )
+        if plan.compared:
+            logger.info(f"Compared for this run, least predicted error first:\n{as_text(plan.compared)}")
         logger.info(f"Clipping engine: {self._engine.name}, {self._engine_reason}.")
         if self.args.explain_clipping:
             logger.info(explain(self._engine))

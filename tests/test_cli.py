@@ -62,9 +62,36 @@ def test_plan_takes_the_relation_and_the_sampler(run: Run) -> None:
     assert content["epsilon"] == pytest.approx(13.20, abs=0.01)  # any order, zero-out
 
 
+def test_plan_compares_all_mechanisms_at_the_budget(run: Run, tmp_path: Path) -> None:
+    """As the documentation writes it; the numbers of a row are those of a plan with that mechanism."""
+    asked = ["--num_examples", "4000", "--batch", "200", "--epochs", "2", "--epsilon", "8"]
+    code, out, err = run("plan", *asked, "--plots", tmp_path / "plots")
+    assert code == 0
+    for name in ("gaussian", "banded", "blt", "nu_dpftrl", "anti_pgd", "honaker", "tree"):
+        assert name in out
+    assert {"noise.png", "noise.svg"} == {file.name for file in (tmp_path / "plots").iterdir()} and "wrote" in err
+    rows = json.loads(run("plan", *asked, "--compare", "--json")[1])["mechanisms"]
+    blt = next(row for row in rows if row["mechanism"] == "blt")
+    alone = json.loads(run("plan", *asked, "--noise_mechanism", "blt", "--json")[1])
+    assert blt["draw_stddev"] == alone["draw_stddev"] and blt["strategy"] == alone["noise_strategy"]
+    assert all(row["epsilon"] <= 8 and row["max_error"] >= row["rmse"] > 0 for row in rows)
+    best = min(row["rmse"] for row in rows)
+    assert rows[0]["rmse"] <= 1.02 * best
+
+
+def test_plan_with_auto_takes_the_first_row(run: Run) -> None:
+    asked = ["-n", "4000", "-b", "200", "--epochs", "2", "--epsilon", "8", "--json", "--compare"]
+    content = json.loads(run("plan", *asked, "--noise_mechanism", "auto")[1])
+    assert content["noise_mechanism"] == content["mechanisms"][0]["mechanism"] != "gaussian"
+
+
 @pytest.mark.parametrize(
     ("arguments", "mend"),
     [
+        (["--epsilon", "3", "--steps", "10", "--noise_mechanism", "laplace"], "Use one of: 'gaussian'"),
+        (["--epsilon", "3", "--steps", "10", "--noise_kwargs", "nu=1"], "is not JSON. Use --noise-kwargs"),
+        (["--epsilon", "3", "--steps", "10", "--schedule", "cosine"], "Use constant or linear"),
+        (["--epsilon", "3", "--steps", "10", "--momentum", "1"], "momentum=1.0 is outside"),
         (["--steps", "10"], "Give exactly one: target_epsilon"),
         (["--steps", "10", "--epsilon", "3", "--noise-multiplier", "1"], "Give exactly one: target_epsilon"),
         (["--epsilon", "3"], "neither of --steps and --epochs given. Give exactly one"),

@@ -47,6 +47,7 @@ def choose_num_bands(
     *,
     adjacency: str = "add_or_remove_one",
     workload: Workload | None = None,
+    max_bands: int | None = None,
 ) -> int:
     """How many bands, and groups of a cyclic sampler, give the least error for a budget.
 
@@ -59,6 +60,7 @@ def choose_num_bands(
         epsilon, delta: the budget.
         adjacency: "add_or_remove_one" or "zero_out".
         workload: what the bands are tuned for; None for prefix sums.
+        max_bands: limit of the memory, for every band but the first keeps a copy of the gradient; None for no limit.
 
     References:
         Choquette-Choo et al. (2023), arXiv:2306.08153, Section 5.
@@ -69,5 +71,5 @@ def choose_num_bands(
             num_steps, num_examples, batch_size, num_bands, epsilon, delta, adjacency=adjacency
         )
 
-    most = max(1, min(num_steps, num_examples // batch_size))
+    most = max(1, min(num_steps, num_examples // batch_size, max_bands or num_steps))
     return tuning.choose_num_bands(num_steps, most, noise_multiplier_of, workload)
