@@ -14,7 +14,7 @@ from hf_dpopt.errors import DPConfigError
 ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example"]
-Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order", "cyclic_poisson"]
+Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order", "cyclic_poisson", "balls_in_bins"]
 
 NOISE_KEY_BYTES = 32
 
@@ -43,7 +43,8 @@ class PrivacyConfig:
         sampling: how logical batches are formed. ``auto`` is what the noise mechanism is made for; for independent
             noise ``truncated_poisson``: Poisson sampling with a cap on the batch size that costs next to nothing.
             ``fixed_order`` fixes the order once and claims no amplification. ``cyclic_poisson`` lets groups of records
-            take turns, for banded noise.
+            take turns, for banded noise; ``balls_in_bins`` puts every record into one batch of the epoch, secretly and
+            once, for noise with coefficients >= 0.
         adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
             size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
             the sampler has a proof for.

@@ -21,8 +21,9 @@ from hf_dpopt.config import PrivacyConfig, PrivacyWarning, check_count, check_no
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms import CorrelatedNoise, GaussianMechanism, NoiseMechanism
 from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Workload
+from hf_dpopt.mechanisms.streams.cost import StreamCost, stream_cost
 from hf_dpopt.noise_choice import choose_noise, stream_options
-from hf_dpopt.sampling import FixedOrderSampler, Sampler
+from hf_dpopt.sampling import BallsInBinsSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
@@ -83,6 +84,11 @@ class PrivacyPlan:
         return self.noise_multiplier * self.mechanism.sensitivity()
 
     @property
+    def cost(self) -> StreamCost:
+        """What the noise of a step costs, per trained coordinate."""
+        return stream_cost(self.strategy, self.noise_steps, **stream_options(self.config))
+
+    @property
     def horizon(self) -> int | None:
         """Steps after which there is no noise for another one; None if any number may follow."""
         return None if self.strategy.anytime else self.noise_steps
@@ -127,15 +133,24 @@ class PrivacyPlan:
         excess = self.excess(num_steps)
         if excess == 0:
             return planned
-        event = self.event_after(num_steps)
+        event = self.event_after(self._cheap(num_steps))
         rough = accountants.epsilon(event, self.delta, self.adjacency, relative_error=LOG_RELATIVE_ERROR).epsilon
         if excess is None:
             return rough
         return max(rough, planned) if excess > 0 else min(rough, planned)
 
+    def _cheap(self, num_steps: Steps) -> Steps:
+        """So many steps or a few more: whole epochs of balls in bins, whose epsilon takes a second to compute."""
+        if not isinstance(self.sampler, BallsInBinsSampler):
+            return num_steps
+        epoch, most = self.sampler.steps_per_epoch, self.num_steps
+        whole = [-(-steps // epoch) * epoch for steps in as_chains(num_steps)]
+        return [min(up, most) if t <= most else up for t, up in zip(as_chains(num_steps), whole, strict=True)]
+
     def excess(self, num_steps: Steps) -> int | None:
         """Sign of what those steps cost above the plan: 0 for the same, None if that is not known without epsilon."""
-        if isinstance(self.sampler, FixedOrderSampler) and not isinstance(self.strategy, IdentityStrategy):
+        by_steps = isinstance(self.sampler, FixedOrderSampler) and not isinstance(self.strategy, IdentityStrategy)
+        if by_steps or isinstance(self.sampler, BallsInBinsSampler):
             chains = [steps for steps in as_chains(num_steps) if steps > 0]
             return None if len(chains) > 1 else sum(chains) - self.num_steps
         return self.sampler.max_participations(num_steps) - self.sampler.max_participations(self.num_steps)
@@ -251,6 +266,7 @@ def make_plan(
     config, sampler, strategy, noise_steps = chosen
     sampler.check_adjacency(config.adjacency)
     pairs.check_pair(strategy, sampler)
+    pairs.release(strategy, sampler, 1.0, noise_steps, planned_steps=noise_steps)  # refuses what it has no proof for
     if not strategy.anytime and num_steps > noise_steps:
         raise DPBudgetExceeded(
             f"The {config.noise_mechanism} noise of this run was made for {noise_steps} steps, and {num_steps} were "

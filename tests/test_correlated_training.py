@@ -31,6 +31,7 @@ CASES = {
     "honaker": {"noise_mechanism": "honaker", "noise_restart_every": 4},
     "dense": {"noise_mechanism": "dense"},
     "anti_pgd": {"noise_mechanism": "anti_pgd"},
+    "nu_dpftrl, balls in bins": {"noise_mechanism": "nu_dpftrl", "sampling": "balls_in_bins"},
     "auto": {"noise_mechanism": "auto", "noise_multiplier": None, "target_epsilon": 8.0},
 }
 
@@ -225,6 +226,9 @@ def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, m
         ({"noise_mechanism": "blt", "sampling": "poisson"}, "no privacy proof.*sampling='fixed_order'"),
         ({"noise_mechanism": "blt", "sampling": "cyclic_poisson"}, "without bands.*noise_mechanism='banded'"),
         ({"noise_mechanism": "tree", "sampling": "truncated_poisson"}, "no privacy proof"),
+        ({"noise_mechanism": "honaker", "sampling": "balls_in_bins"}, "needs a square matrix. Use nu_dpftrl"),
+        ({"noise_mechanism": "banded", "sampling": "balls_in_bins", "noise_kwargs": {"coefs": [1.0, -0.3]}}, "entries"),
+        ({"noise_mechanism": "blt", "sampling": "balls_in_bins", "adjacency": "replace_one"}, "a record with none"),
         ({"noise_mechanism": "banded", "sampling": "poisson", "noise_kwargs": {"num_bands": 2}}, "cyclic_poisson"),
         ({"noise_mechanism": "blt", "adjacency": "add_or_remove_one"}, "Use adjacency='zero_out'"),
         ({"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 1.5}}, r"nu=1.5 is outside \[0, 1\]"),

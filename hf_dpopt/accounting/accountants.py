@@ -19,6 +19,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from hf_dpopt.accounting import events
+from hf_dpopt.accounting.balls_in_bins import balls_in_bins_epsilon
 from hf_dpopt.accounting.events import Composition
 from hf_dpopt.clipping import SENSITIVITY_FACTOR
 from hf_dpopt.errors import DPConfigError
@@ -143,6 +144,7 @@ ACCOUNTANTS: dict[str, Callable[[Composition, float, str, float], float | None]]
     "gaussian": gaussian_epsilon,
     "pld": pld_epsilon,
     "rdp": rdp_epsilon,
+    "balls in bins (sampling-free)": balls_in_bins_epsilon,
 }
 
 

@@ -23,6 +23,7 @@ from dp_accounting import (
 )
 from scipy import stats
 
+from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
 from hf_dpopt.clipping import SENSITIVITY_FACTOR
 from hf_dpopt.errors import DPConfigError
 
@@ -55,8 +56,8 @@ def flatten(event: DpEvent) -> Composition:
     """The mechanisms an event is composed of, equal ones counted together; hashable.
 
     Raises:
-        DPConfigError: for a mechanism other than the (truncated, Poisson-sampled) Gaussian. dp_accounting knows more,
-            but which of its analyses are right for which adjacency was not checked here.
+        DPConfigError: for a mechanism other than the (truncated, Poisson-sampled) Gaussian and balls in bins.
+            dp_accounting knows more, but which of its analyses are right for which adjacency was not checked here.
     """
     counts: dict[DpEvent, int] = {}
     for leaf, count in _leaves(event, 1):
@@ -80,14 +81,14 @@ def noise_of(leaf: DpEvent) -> float:
     match leaf:
         case NonPrivateDpEvent():
             return 0.0
-        case GaussianDpEvent() | TruncatedSubsampledGaussianDpEvent():
+        case GaussianDpEvent() | TruncatedSubsampledGaussianDpEvent() | BallsInBinsDpEvent():
             return leaf.noise_multiplier
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=noise)):
             return noise
         case _:
             raise DPConfigError(
                 f"no proof is known here for the event {leaf}. Use the events that the samplers in hf_dpopt.sampling "
-                "make: Gaussian, Poisson-sampled Gaussian and truncated Poisson-sampled Gaussian."
+                "make: Gaussian, Poisson-sampled Gaussian, truncated Poisson-sampled Gaussian and balls in bins."
             )
 
 

@@ -9,6 +9,7 @@ noise         sampler                        event
 independent   Poisson, truncated, fixed      the sampler's own, per step
 any           fixed order                    one Gaussian of noise stddev / sensitivity (arXiv:2211.06530)
 <= p bands    cyclic Poisson, p groups       ceil(T / p) Poisson-sampled Gaussians (arXiv:2306.08153, Theorem 4)
+C >= 0        balls in bins                  the mixture over the bins (arXiv:2410.06266)
 ============  =============================  =====================================================================
 """
 
@@ -18,9 +19,10 @@ import functools
 
 from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, NoOpDpEvent
 
+from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Participation
-from hf_dpopt.sampling import CyclicPoissonSampler, FixedOrderSampler, Sampler
+from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Participation, TreeAggregation
+from hf_dpopt.sampling import BallsInBinsSampler, CyclicPoissonSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
 
@@ -41,6 +43,10 @@ def _why_not(strategy: NoiseStrategy, sampler: Sampler) -> str:
             return ""
         case FixedOrderSampler():
             return ""
+        case BallsInBinsSampler():
+            if isinstance(strategy, TreeAggregation) and strategy.anytime:
+                return "its analysis needs a square matrix. Use nu_dpftrl or blt, or sampling='fixed_order'."
+            return ""  # the event looks at the signs of all coefficients
         case CyclicPoissonSampler():
             bands = strategy.num_bands
             if bands is None:
@@ -112,5 +118,7 @@ def _of_chain(
                 "steps, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker, anti_pgd)."
             )
         num_steps = planned_steps
+    if isinstance(sampler, BallsInBinsSampler):
+        return BallsInBinsDpEvent(strategy, noise_stddev, num_steps, sampler.steps_per_epoch)
     stddev = noise_stddev / strategy_sensitivity(strategy, sampler, num_steps)
     return sampler.event(stddev, num_steps) if isinstance(sampler, CyclicPoissonSampler) else GaussianDpEvent(stddev)

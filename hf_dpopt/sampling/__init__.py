@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hf_dpopt.sampling.balls_in_bins import BallsInBinsSampler
 from hf_dpopt.sampling.base import Sampler
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 from hf_dpopt.sampling.fixed_order import FixedOrderSampler
@@ -13,10 +14,12 @@ SAMPLERS: dict[str, type[Sampler]] = {
     "truncated_poisson": TruncatedPoissonSampler,
     "fixed_order": FixedOrderSampler,
     "cyclic_poisson": CyclicPoissonSampler,
+    "balls_in_bins": BallsInBinsSampler,
 }
 
 __all__ = [
     "SAMPLERS",
+    "BallsInBinsSampler",
     "CyclicPoissonSampler",
     "FixedOrderSampler",
     "PoissonSampler",
