@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_dpopt.errors import DPConfigError
+
+T = TypeVar("T")
 
 BUCKET_ELEMENTS = 2**23  # 32 MB of float32 per collective: few launches, no second copy of a large model
 
@@ -54,6 +57,20 @@ def from_main(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def agreed(compute: Callable[[], T]) -> T:
+    """What rank 0 computes, on every rank; its error stops every rank, with the same message."""
+    computed: Any = None
+    if rank() == 0:
+        try:
+            computed = compute()
+        except Exception as error:
+            computed = error
+    computed = from_main(computed)
+    if isinstance(computed, Exception):
+        raise computed
+    return computed
 
 
 def broadcast_parameters(model: torch.nn.Module) -> None:

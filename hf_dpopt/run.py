@@ -70,12 +70,7 @@ class PrivateRun:
         self.output_dir = Path(output_dir)
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
-        opened: Any = None
-        if aggregate.rank() == 0:
-            opened = self._open(private_state_dir, resume_step, checkpoint)
-        opened = aggregate.from_main(opened)  # an error on rank 0 stops every rank, with the same message
-        if isinstance(opened, Exception):
-            raise opened
+        opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
@@ -92,24 +87,21 @@ class PrivateRun:
 
     def _open(
         self, private_state_dir: str | Path | None, resume_step: int | None, checkpoint: str | Path | None
-    ) -> tuple[Chain, list[int], int, dict[str, Any] | None] | Exception:
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None]:
         """The chain of this run, the steps charged to all, the step it starts after, and the state of its noise."""
+        directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
+        self.state = PrivateState(directory, forbidden=self.output_dir)
+        self.ledger = Ledger.open(self.output_dir / LEDGER)
         try:
-            directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
-            self.state = PrivateState(directory, forbidden=self.output_dir)
-            self.ledger = Ledger.open(self.output_dir / LEDGER)
-            try:
-                check_resumable(self.ledger, resume_step)
-                self._check_checkpoint(resume_step, checkpoint)
-                self._check_budget(resume_step or 0)
-                self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
-                fixed = self.plan.config.unsafe_fixed_noise_key
-                chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
-            except BaseException:
-                self.ledger.close()
-                raise
-        except (DPConfigError, DPBudgetExceeded, OSError) as error:
-            return error
+            check_resumable(self.ledger, resume_step)
+            self._check_checkpoint(resume_step, checkpoint)
+            self._check_budget(resume_step or 0)
+            self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
+            fixed = self.plan.config.unsafe_fixed_noise_key
+            chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
+        except BaseException:
+            self.ledger.close()
+            raise
         charged = list(self.ledger.charged)
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
         start = self.ledger.chains[position].start_step

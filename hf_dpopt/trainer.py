@@ -114,16 +114,16 @@ class DPTrainerMixin(_Trainer):
         num_examples = len(train_dataset)
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
-        keeps_budget = config.target_epsilon is not None
-        recorded = aggregate.from_main(recorded_plan(str(args.output_dir), keeps_budget=keeps_budget))
-        return make_plan(
-            config,
-            num_examples=num_examples,
-            num_steps=num_steps,
-            workload=None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given),
-            recorded=recorded,
-        )
+        workload = None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given)
+
+        def planned() -> PrivacyPlan:
+            # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
+            recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
+            return make_plan(
+                config, num_examples=num_examples, num_steps=num_steps, workload=workload, recorded=recorded
+            )
+
+        return aggregate.agreed(planned)  # tuning on other hardware may end in other digits
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:

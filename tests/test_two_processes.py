@@ -43,15 +43,16 @@ def test_the_clipped_sum_equals_that_of_one_process(folders):
         assert reference.relative_error(got, want) < 1e-5
 
 
-def test_noise_is_added_once(folders):
+@pytest.mark.parametrize("name", ["noise", "blt"])
+def test_noise_is_added_once(folders, name):
     one, two = folders
-    _, alone = _load(one, "noise", 0)
-    _, rank0 = _load(two, "noise", 0)
+    _, alone = _load(one, name, 0)
+    _, rank0 = _load(two, name, 0)
     for got, want in zip(rank0["grads"], alone["grads"], strict=True):
         assert reference.relative_error(got, want) < 1e-5  # the same key gives the same noise, not twice or half of it
 
 
-@pytest.mark.parametrize("name", ["sum", "noise", "empty", "private"])
+@pytest.mark.parametrize("name", ["sum", "noise", "empty", "private", "blt", "banded", "resumed"])
 def test_replicas_are_bit_equal(folders, name):
     (_, rank0), (_, rank1) = _load(folders[1], name, 0), _load(folders[1], name, 1)
     assert all(torch.equal(p, rank1["weights"][n]) for n, p in rank0["weights"].items())
@@ -63,6 +64,12 @@ def test_each_record_is_served_once(folders, name):
     assert facts0["drawn"] == facts1["drawn"]
     for step, drawn in enumerate(facts0["drawn"]):
         assert sorted(facts0["served"][step] + facts1["served"][step]) == drawn
+
+
+@pytest.mark.parametrize("name", ["blt", "banded", "resumed"])
+def test_ranks_and_worlds_have_the_same_strategy_and_epsilon(folders, name):
+    facts = [_load(folders[0], name, 0)[0], *(_load(folders[1], name, rank)[0] for rank in (0, 1))]
+    assert len({f["strategy"] for f in facts}) == len({f["epsilon"] for f in facts}) == 1
 
 
 def test_empty_shares_make_noise_only_steps(folders):

@@ -23,7 +23,7 @@ class Gradients(TrainerCallback):
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters()})
 
 
-def run(folder: Path, name: str, **changes) -> None:
+def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
     records = [r | {"index": i} for i, r in enumerate(tiny.records())]
     served: list[list[int]] = []
 
@@ -35,15 +35,16 @@ def run(folder: Path, name: str, **changes) -> None:
     trainer = tiny.trainer(
         folder / name, model=tiny.model(dropout=0.0), train_dataset=records, data_collator=collate,
         callbacks=[seen := Gradients()], private_state_dir=str(folder / f"{name}-keys"), skip_self_check=True,
-        per_device_train_batch_size=64, max_steps=5, learning_rate=1e-2, **changes,
+        **{"per_device_train_batch_size": 64, "max_steps": 5, "learning_rate": 1e-2, **changes},
     )  # fmt: skip
-    output = trainer.train()
+    output = trainer.train(resume_from_checkpoint=resume or None)
     rank = aggregate.rank()
     torch.save({"grads": seen.steps, "weights": tiny.weights(trainer.model)}, folder / f"{name}-{rank}.pt")
     facts = {
         "world": aggregate.world_size(),
         "served": served,
         "epsilon": output.metrics["epsilon"],
+        "strategy": trainer.plan.strategy.digest(),
         "planned": trainer.plan.epsilon(),
         "drawn": [trainer._run.draw(s).tolist() for s in range(1, 6)],
         "wrapped": type(trainer.model_wrapped).__name__,
@@ -57,3 +58,8 @@ if __name__ == "__main__":
     run(folder, "noise", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED)
     run(folder, "empty", noise_multiplier=1.0, expected_batch_size=1)
     run(folder, "private", noise_multiplier=1.0, dataloader_num_workers=0)
+    run(folder, "blt", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED, noise_mechanism="blt")
+    run(folder, "banded", noise_multiplier=1.0, noise_mechanism="banded", noise_kwargs={"num_bands": 2})
+    correlated = {"noise_multiplier": 1.0, "noise_mechanism": "nu_dpftrl", "save_strategy": "steps", "save_steps": 3}
+    run(folder, "resumed", max_steps=3, **correlated)
+    run(folder, "resumed", resume=True, max_steps=5, **correlated)
