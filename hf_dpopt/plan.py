@@ -15,7 +15,7 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import accountants, events, pairs
-from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
+from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.clipping import Clipping, make_clipper
 from hf_dpopt.config import PrivacyConfig, PrivacyWarning, check_count, check_noise_multiplier
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
@@ -318,10 +318,16 @@ def _calibrate(
 ) -> float:
     sensitivity = pairs.strategy_sensitivity(strategy, sampler, num_steps)
 
+    assert config.target_epsilon is not None
+
     def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
         stddev = events.noise_stddev_over_clip(noise_multiplier * sensitivity, config.adjacency)
         event = pairs.release(strategy, sampler, stddev, num_steps, planned_steps=num_steps)
         return accountants.epsilon(event, delta, config.adjacency, relative_error=relative_error).epsilon
 
-    assert config.target_epsilon is not None
+    unit = events.noise_stddev_over_clip(sensitivity, config.adjacency)
+    event = pairs.release(strategy, sampler, unit, num_steps, planned_steps=num_steps)
+    precision = events.gaussian_precision(events.flatten(event))
+    if precision is not None:
+        return calibrate_gaussian(epsilon_at, config.target_epsilon, delta, precision, config.adjacency)
     return calibrate_noise_multiplier(epsilon_at, config.target_epsilon)

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dp_accounting import get_epsilon_gaussian
 from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError
-from hf_dpopt.accounting.correlated import CorrelatedMechanism
 from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.mechanisms.strategies import IdentityStrategy, Participation
+from hf_dpopt.mechanisms.strategies import Participation
 from hf_dpopt.private_state import PrivateState
 from hf_dpopt.report.release_scan import scan_for_secrets
 from tests import tiny
@@ -73,13 +73,9 @@ def test_one_field_switches_everything_that_must_change_with_it(tmp_path, name):
     assert plan.config.noise_mechanism in statement and plan.adjacency in statement
     if plan.sampler.name == "fixed_order":
         # the same number from the strategy, the epochs and nothing else of the plan
-        alone = CorrelatedMechanism(
-            strategy=plan.strategy,
-            participation=Participation(2, 4, "fixed_epoch"),
-            num_steps=NUM_STEPS,
-            draw_stddev=plan.draw_stddev,
-        )
-        assert spent.epsilon == pytest.approx(alone.epsilon(plan.delta), rel=1e-6)
+        sensitivity = plan.strategy.sensitivity(NUM_STEPS, Participation(2, 4, "fixed_epoch"))
+        alone = get_epsilon_gaussian(plan.draw_stddev / sensitivity, plan.delta)
+        assert spent.epsilon == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["blt", "nu_dpftrl, exact", "banded", "honaker", "dense"])
@@ -112,10 +108,8 @@ def test_a_branch_has_noise_of_its_own_and_adds_its_cost(tmp_path, name):
     strategy, stddev = whole.plan.strategy, whole.plan.draw_stddev
     steps = (NUM_STEPS, NUM_STEPS - 3 if strategy.anytime else NUM_STEPS)
     rho = sum((strategy.sensitivity(n, Participation(2, 4, "fixed_epoch")) / stddev) ** 2 / 2 for n in steps)
-    together = CorrelatedMechanism(
-        strategy=IdentityStrategy(), participation=Participation(), num_steps=1, draw_stddev=float(np.sqrt(0.5 / rho))
-    )
-    assert branch.privacy_spent().epsilon == pytest.approx(together.epsilon(whole.plan.delta), rel=1e-6)
+    together = get_epsilon_gaussian(float(np.sqrt(0.5 / rho)), whole.plan.delta)
+    assert branch.privacy_spent().epsilon == pytest.approx(together, rel=1e-6)
     assert branch.privacy_spent().epsilon > whole.privacy_spent().epsilon
 
 
@@ -227,7 +221,10 @@ def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, m
         ({"noise_mechanism": "blt", "sampling": "cyclic_poisson"}, "without bands.*noise_mechanism='banded'"),
         ({"noise_mechanism": "tree", "sampling": "truncated_poisson"}, "no privacy proof"),
         ({"noise_mechanism": "honaker", "sampling": "balls_in_bins"}, "needs a square matrix. Use nu_dpftrl"),
-        ({"noise_mechanism": "banded", "sampling": "balls_in_bins", "noise_kwargs": {"coefs": [1.0, -0.3]}}, "entries"),
+        (
+            {"noise_mechanism": "banded", "sampling": "balls_in_bins", "noise_kwargs": {"coefs": [1.0, -0.3]}},
+            "entries",
+        ),
         ({"noise_mechanism": "blt", "sampling": "balls_in_bins", "adjacency": "replace_one"}, "a record with none"),
         ({"noise_mechanism": "banded", "sampling": "poisson", "noise_kwargs": {"num_bands": 2}}, "cyclic_poisson"),
         ({"noise_mechanism": "blt", "adjacency": "add_or_remove_one"}, "Use adjacency='zero_out'"),

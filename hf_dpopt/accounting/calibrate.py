@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from dp_accounting import get_sigma_gaussian
+
 from hf_dpopt.accounting.accountants import FINE
+from hf_dpopt.clipping import SENSITIVITY_FACTOR
 from hf_dpopt.errors import DPConfigError
 
 MARGIN = 1e-3  # aim this far below the target, so that rounding never ends above it
@@ -41,6 +44,28 @@ def calibrate_noise_multiplier(epsilon_at: Callable[[float, float], float], targ
     while epsilon_at(math.exp(log_sigma), FINE) > target_epsilon:
         log_sigma += MARGIN
     return math.exp(log_sigma)
+
+
+def calibrate_gaussian(
+    epsilon_at: Callable[[float, float], float], target_epsilon: float, delta: float, precision: float, adjacency: str
+) -> float:
+    """The same where the run is one Gaussian mechanism: in closed form, to a relative 1e-9.
+
+    Args:
+        epsilon_at: as above.
+        target_epsilon, delta: the budget.
+        precision: `events.gaussian_precision` of the run at a noise multiplier of 1.
+        adjacency: decides how many clips a record moves.
+
+    References:
+        Balle and Wang (2018), arXiv:1805.06530 (analytic Gaussian mechanism).
+    """
+    noise = get_sigma_gaussian(target_epsilon, delta) * math.sqrt(precision) * SENSITIVITY_FACTOR[adjacency]
+    more = 1e-9
+    while epsilon_at(noise, FINE) > target_epsilon:  # the inverse stops within rounding on either side
+        noise *= 1 + more
+        more *= 2
+    return noise
 
 
 def _solve(

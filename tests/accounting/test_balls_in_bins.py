@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 import pytest
-from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, get_epsilon_gaussian
 from scipy import stats
 
 from hf_dpopt.accounting import accountants, balls_in_bins
@@ -30,7 +30,6 @@ from hf_dpopt.accounting.balls_in_bins import (
     verify,
     without_amplification,
 )
-from hf_dpopt.accounting.correlated import CorrelatedMechanism
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import (
     BandedInverse,
@@ -88,10 +87,8 @@ def test_known_values(stddev, remove, add):
     spread = 2e-4 if stddev == 2.0 else 5e-6  # the known values' own
     assert found.remove == pytest.approx(remove, abs=4 * (found.remove_error + spread) + 5e-7)
     assert found.add == pytest.approx(add, abs=4 * (found.add_error + spread) + 5e-7)
-    fixed = CorrelatedMechanism(
-        strategy=strategy, participation=Participation(4, 16), num_steps=64, draw_stddev=stddev
-    )  # fmt: skip
-    assert fixed.epsilon(found.delta) > 1.0
+    known = stddev / strategy.sensitivity(64, Participation(4, 16))
+    assert get_epsilon_gaussian(known, found.delta) > 1.0
 
 
 @pytest.mark.parametrize("n, bins", [(11, 4), (12, 4), (3, 5), (7, 7)])
@@ -107,10 +104,8 @@ def test_grams_by_definition(make, n, bins):
 
 
 def test_a_known_bin_is_the_fixed_order():
-    fixed = CorrelatedMechanism(
-        strategy=EVENT.strategy, participation=Participation(4, 16), num_steps=64, draw_stddev=4.0
-    )
-    assert without_amplification(EVENT).noise_multiplier == pytest.approx(fixed.event(64).noise_multiplier)
+    sensitivity = EVENT.strategy.sensitivity(64, Participation(4, 16))
+    assert without_amplification(EVENT).noise_multiplier == pytest.approx(4.0 / sensitivity)
 
 
 # --- verification ---
