@@ -76,7 +76,8 @@ def plan(
     noise_kwargs: Annotated[
         str | None, typer.Option("--noise-kwargs", "--noise_kwargs", help="Options of the mechanism, as JSON.")
     ] = None,
-    momentum: Annotated[float, typer.Option(help="Of the optimizer (AdamW: beta_1); noise is tuned for it.")] = 0.9,
+    optimizer: Annotated[str, typer.Option(help="adamw (any adaptive one) or sgd.")] = "adamw",
+    momentum: Annotated[float, typer.Option(help="Of SGD; noise is tuned for it.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
     num_parameters: Annotated[
         int, typer.Option("--num-parameters", "--num_parameters", help="Trained coordinates, for memory and time.")
@@ -102,7 +103,7 @@ def plan(
     sizes = {
         "num_examples": num_examples,
         "num_steps": num_steps,
-        "workload": _workload(num_steps, momentum, schedule),
+        "workload": (workload := _workload(num_steps, optimizer, momentum, schedule)),
     }
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -117,11 +118,11 @@ def plan(
         console = Console()
         console.print(_table(made))
         if rows:
-            # a pipe has 80 columns, which the table does not fit into
-            Console(width=max(console.width, 120)).print(mechanisms_table(rows, num_parameters))
+            # the table does not fit into the 80 columns of a pipe
+            Console(width=max(console.width, 132)).print(mechanisms_table(rows, num_parameters))
     if plots is not None and rows:
         by_epsilon = {target: _compared(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
-        for path in plot_comparison(rows, plots, workload=sizes["workload"], by_epsilon=by_epsilon):  # type: ignore[arg-type]
+        for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
             sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
@@ -167,13 +168,17 @@ def _json(text: str | None) -> dict[str, Any]:
         ) from None
 
 
-def _workload(num_steps: int, momentum: float, schedule: str) -> Workload:
+def _workload(num_steps: int, optimizer: str, momentum: float, schedule: str) -> Workload:
     """What the optimizer makes of the gradients."""
+    if optimizer not in ("adamw", "sgd"):
+        raise DPConfigError(f"--optimizer {optimizer} is unknown. Use adamw (for any adaptive one) or sgd.")
+    if optimizer == "adamw" and momentum:
+        raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
     if schedule not in ("constant", "linear"):
         raise DPConfigError(f"--schedule {schedule} is unknown. Use constant or linear.")
     scheduled = schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
     sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
-    return momentum_workload(num_steps, momentum, sizes)
+    return dataclasses.replace(momentum_workload(num_steps, momentum, sizes), adaptive=optimizer == "adamw")
 
 
 def _compared(

@@ -29,6 +29,7 @@ CANDIDATES = (
     ("banded", "cyclic_poisson"),
     ("blt", "fixed_order"),
     ("nu_dpftrl", "fixed_order"),
+    ("nu_dpftrl", "balls_in_bins"),
     ("anti_pgd", "fixed_order"),
     ("honaker", "fixed_order"),
     ("tree", "fixed_order"),
@@ -47,17 +48,31 @@ class ComparedNoise:
             rate; of sums of gradients, not means.
         max_error: the largest of an iterate, likewise.
         cost: of the noise, per step.
+        score: what decides; the smaller, the better. `rmse` for SGD. For an adaptive optimizer its geometric mean with
+            the noise of a single step, which shortens every step: a rule that was measured, not derived
+            (docs/mechanisms.md).
     """
 
     plan: PrivacyPlan
     rmse: float
     max_error: float
     cost: StreamCost
+    score: float
 
     @property
     def mechanism(self) -> str:
         """Its name in `MECHANISMS`."""
         return self.plan.config.noise_mechanism
+
+    @property
+    def label(self) -> str:
+        """A name that tells the rows apart."""
+        return f"{self.mechanism}, {self.plan.sampler.name}"
+
+    @property
+    def step_stddev(self) -> float:
+        """Stddev of the noise of the last step, in clipping norms."""
+        return _step_stddev(self.plan)
 
 
 def compare_mechanisms(
@@ -68,7 +83,7 @@ def compare_mechanisms(
     workload: Workload | None = None,
     candidates: tuple[tuple[str, str], ...] = CANDIDATES,
 ) -> list[ComparedNoise]:
-    """Mechanisms at the same budget, the least predicted error first; of those as good, the one that keeps least.
+    """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
 
     Args:
         config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
@@ -101,8 +116,8 @@ def compare_mechanisms(
         rows.append(_row(plan, workload))
     if not rows:
         raise DPConfigError(f"No mechanism fits what was asked for. {' '.join(refused)}")
-    rows.sort(key=lambda row: row.rmse)
-    as_good = [row for row in rows if row.rmse <= (1 + INDIFFERENT) * rows[0].rmse]
+    rows.sort(key=lambda row: row.score)
+    as_good = [row for row in rows if row.score <= (1 + INDIFFERENT) * rows[0].score]
     best = min(as_good, key=lambda row: row.cost.kept)
     return [best, *(row for row in rows if row is not best)]
 
@@ -113,23 +128,31 @@ def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.
     return scale * np.sqrt(plan.strategy.per_query_error(plan.num_steps, workload))
 
 
+def _step_stddev(plan: PrivacyPlan) -> float:
+    row_norm = plan.mechanism.row_norm(plan.noise_steps - 1)
+    return plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency] * row_norm
+
+
 def _row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
     errors = predicted_errors(plan, workload)
+    rmse = float(math.sqrt(np.square(errors).mean()))
+    is_adaptive = workload is not None and workload.adaptive
     return ComparedNoise(
         plan=plan,
-        rmse=float(math.sqrt(np.square(errors).mean())),
+        rmse=rmse,
         max_error=float(errors.max()),
         cost=plan.cost,
+        score=math.sqrt(rmse * _step_stddev(plan)) if is_adaptive else rmse,
     )
 
 
 def as_text(rows: tuple[ComparedNoise, ...] | list[ComparedNoise]) -> str:
     """The comparison as plain lines, for a log."""
-    lines = ["mechanism    sampler            noise x clip   RMSE    max error  copies kept  adjacency"]
+    lines = ["mechanism    sampler            noise of a step   RMSE    max error  copies kept  adjacency"]
     for row in rows:
         plan = row.plan
         lines.append(
-            f"{row.mechanism:12} {plan.sampler.name:18} {plan.draw_stddev:8.4f} {row.rmse:11.4g} "
+            f"{row.mechanism:12} {plan.sampler.name:18} {row.step_stddev:11.4f} {row.rmse:11.4g} "
             f"{row.max_error:10.4g} {row.cost.kept:9.3g}     {plan.adjacency}"
         )
     return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,13 +12,14 @@ from transformers import TrainingArguments, get_scheduler
 from hf_dpopt.mechanisms.strategies import Workload, momentum_workload
 
 MAX_SCHEDULED_STEPS = 4096  # a schedule makes the matrix of the workload dense; beyond, noise is tuned without it
-FIRST_MOMENT = ("adam", "lion", "galore", "apollo", "radam")  # optimizers that average gradients with beta_1
 
 
 def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any] | None = None) -> Workload:
     """Learning rates and momentum of a run, as a linear map from gradients to iterates.
 
-    An adaptive optimizer divides by a second moment, which no linear map has; its first moment is the proxy.
+    An adaptive optimizer divides by a second moment, which no linear map has. Its proxy is the plain sum of gradients,
+    not their average with beta_1: noise that is tuned for an average may be loud in every single step, where it fills
+    the second moment and shortens the steps (docs/mechanisms.md has the measurement).
 
     Args:
         args: of the run.
@@ -28,20 +30,16 @@ def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any
         A workload that has no influence on privacy: nothing in it depends on the data.
     """
     optimizer, scheduler = (given or {}).get("optimizers") or (None, None)
-    momentum = _momentum(optimizer) if optimizer is not None else _momentum_of(args)
-    if scheduler is not None or num_steps > MAX_SCHEDULED_STEPS:
-        return momentum_workload(num_steps, momentum)  # a scheduler that has begun cannot be asked without moving it
-    return momentum_workload(num_steps, momentum, _step_sizes(args, num_steps))
-
-
-def _momentum_of(args: TrainingArguments) -> float:
-    name = str(getattr(args.optim, "value", args.optim)).lower()
-    return args.adam_beta1 if any(part in name for part in FIRST_MOMENT) else 0.0
+    momentum = 0.0 if optimizer is None else _momentum(optimizer)  # the Trainer's own SGD has none
+    # a scheduler that has begun cannot be asked without moving it
+    is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
+    workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
+    is_sgd = isinstance(optimizer, torch.optim.SGD) if optimizer is not None else "sgd" in str(args.optim).lower()
+    return dataclasses.replace(workload, adaptive=not is_sgd)
 
 
 def _momentum(optimizer: torch.optim.Optimizer) -> float:
-    group = optimizer.param_groups[0]
-    return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
+    return float(optimizer.param_groups[0].get("momentum", 0.0))
 
 
 def _step_sizes(args: TrainingArguments, num_steps: int) -> list[float] | None:

@@ -43,6 +43,7 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "strategy": plan.strategy.parameters(),
         "noise_multiplier": plan.noise_multiplier,
         "draw_stddev": plan.draw_stddev,
+        "step_stddev": row.step_stddev,
         "rmse": row.rmse,
         "max_error": row.max_error,
         "memory_bytes": row.cost.kept * num_parameters * BYTES,
@@ -58,13 +59,14 @@ def mechanisms_table(rows: Sequence[ComparedNoise], num_parameters: int) -> Tabl
     table = Table(
         title=f"Noise mechanisms at epsilon {plan.config.target_epsilon:g}, delta {plan.delta:g}",
         caption=(
-            "RMSE and max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer "
-            f"and schedule. Memory and time of the noise for {num_parameters:,} trained coordinates on this CPU."
+            "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
+            "max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer and "
+            f"schedule. Memory and time of the noise for {num_parameters:,} trained coordinates on this CPU."
         ),
     )
     for name in ("mechanism", "sampling", "adjacency"):
         table.add_column(name)
-    for name in ("sigma", "sigma_z", "RMSE", "max error", "memory", "s / step"):
+    for name in ("sigma", "sigma_z", "one step", "RMSE", "max error", "memory", "s / step"):
         table.add_column(name, justify="right")
     for row in rows:
         facts = mechanism_facts(row, num_parameters)
@@ -74,6 +76,7 @@ def mechanisms_table(rows: Sequence[ComparedNoise], num_parameters: int) -> Tabl
             row.plan.adjacency,
             f"{facts['noise_multiplier']:.4g}",
             f"{facts['draw_stddev']:.4g}",
+            f"{facts['step_stddev']:.4g}",
             f"{row.rmse:.4g}",
             f"{row.max_error:.4g}",
             f"{facts['memory_bytes'] / 2**20:.4g} MiB",

@@ -41,9 +41,9 @@ def plot_comparison(
         DPConfigError: if matplotlib is not installed.
     """
     plt = _pyplot()
-    colors = {row.mechanism: f"C{i}" for i, row in enumerate(rows)}
+    colors = {row.label: f"C{i}" for i, row in enumerate(rows)}
     shown = list(rows)[:SHOWN]
-    figure, axes = plt.subplots(2, 3, figsize=(14.5, 8.0))
+    figure, axes = plt.subplots(2, 3, figsize=(14.5, 8.6))
     _coefficients(axes[0, 0], axes[0, 1], shown, colors)
     _errors(axes[0, 2], rows, colors, workload)
     _correlation(figure, axes[1, 0], rows)
@@ -54,7 +54,9 @@ def plot_comparison(
         f"{plan.num_examples} records, batches of {plan.sampler.expected_batch_size}, {plan.num_steps} steps, "
         f"epsilon {plan.config.target_epsilon:g} at delta {plan.delta:g}"
     )
-    figure.tight_layout()
+    lines, labels = axes[0, 2].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="lower center", ncols=min(len(labels), 4), fontsize=9)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"noise.{extension}" for extension in FORMATS]
     for path in paths:
@@ -91,20 +93,18 @@ def _coefficients(in_time: Any, in_frequency: Any, rows: Sequence[ComparedNoise]
         used = np.flatnonzero(np.abs(coefs[1:]) > NEGLIGIBLE * abs(coefs[0])) + 1
         if len(used):
             marker = "o" if len(used) == 1 else None
-            in_time.loglog(used, np.abs(coefs[used]), color=colors[row.mechanism], label=row.mechanism, marker=marker)
+            in_time.loglog(used, np.abs(coefs[used]), color=colors[row.label], marker=marker)
         gain = np.abs(np.fft.rfft(coefs, 8 * n))
-        in_frequency.loglog(np.arange(1, len(gain)) / (8 * n), gain[1:], color=colors[row.mechanism])
+        in_frequency.loglog(np.arange(1, len(gain)) / (8 * n), gain[1:], color=colors[row.label])
     in_time.set(title="noise taken back", xlabel="steps ago", ylabel="|coefficient of B|")
-    in_time.legend(fontsize=8)
     in_frequency.set(title="gain of the noise", xlabel="frequency (1 / steps)", ylabel="|B|")
 
 
 def _errors(axis: Any, rows: Sequence[ComparedNoise], colors: Mapping[str, str], workload: Workload | None) -> None:
     for row in rows:
         errors = predicted_errors(row.plan, workload)
-        axis.plot(np.arange(1, len(errors) + 1), errors, color=colors[row.mechanism], label=row.mechanism)
+        axis.plot(np.arange(1, len(errors) + 1), errors, color=colors[row.label], label=row.label)
     axis.set(title="error of every iterate", xlabel="step", ylabel="stddev / (clip x learning rate)", ylim=(0, None))
-    axis.legend(fontsize=8)
 
 
 def _correlation(figure: Any, axis: Any, rows: Sequence[ComparedNoise]) -> None:
@@ -115,7 +115,7 @@ def _correlation(figure: Any, axis: Any, rows: Sequence[ComparedNoise]) -> None:
     scale = np.sqrt(np.diag(covariance))
     image = axis.imshow(covariance / np.outer(scale, scale), cmap="RdBu", vmin=-1, vmax=1)
     axis.grid(False)
-    axis.set(title=f"correlation of the noise ({row.mechanism})", xlabel="step", ylabel="step")
+    axis.set(title=f"correlation of the noise ({row.label})", xlabel="step", ylabel="step")
     figure.colorbar(image, ax=axis, shrink=0.8)
 
 
@@ -124,9 +124,8 @@ def _epsilon_so_far(axis: Any, rows: Sequence[ComparedNoise], colors: Mapping[st
         n = row.plan.num_steps
         steps = np.unique(np.linspace(1, n, min(n, NUM_PREFIXES)).astype(int))
         epsilons = [row.plan.epsilon(int(t)) for t in steps]
-        axis.plot(steps, epsilons, color=colors[row.mechanism], label=row.mechanism)
+        axis.plot(steps, epsilons, color=colors[row.label])
     axis.set(title="epsilon so far", xlabel="step", ylabel="epsilon", ylim=(0, None))
-    axis.legend(fontsize=8)
 
 
 def _error_by_epsilon(
@@ -136,10 +135,10 @@ def _error_by_epsilon(
     curves: dict[str, list[tuple[float, float]]] = {}
     for epsilon in sorted(by_epsilon):
         for row in by_epsilon[epsilon]:
-            curves.setdefault(row.mechanism, []).append((epsilon, row.rmse))
+            curves.setdefault(row.label, []).append((epsilon, row.rmse))
     for name, points in curves.items():
         x, y = zip(*points, strict=True)
-        axis.loglog(x, y, marker="o", markersize=3, color=colors.get(name, "gray"), label=name)
+        axis.loglog(x, y, marker="o", markersize=3, color=colors.get(name, "gray"))
     overtaken = crossover(by_epsilon)
     if overtaken is not None:
         axis.axvline(overtaken, color="black", linestyle=":", linewidth=1)
@@ -151,7 +150,6 @@ def _error_by_epsilon(
         ticks = sorted(by_epsilon)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axis.minorticks_off()
-        axis.legend(fontsize=8)
 
 
 def crossover(by_epsilon: Mapping[float, Sequence[ComparedNoise]]) -> float | None:

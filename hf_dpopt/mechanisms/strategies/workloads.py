@@ -26,10 +26,13 @@ class Workload:
         coefs: first column where A is Toeplitz, (n,); unitless.
         step_sizes: learning rates relative to the largest; every column of A is that of `coefs` times its own, (n,).
             None: all one, and A is Toeplitz.
+        adaptive: the optimizer divides by a running second moment, which the noise of single steps fills; that is
+            outside of A, and only a comparison of mechanisms asks.
     """
 
     coefs: tuple[float, ...]
     step_sizes: tuple[float, ...] | None = None
+    adaptive: bool = False
 
     @property
     def n(self) -> int:
