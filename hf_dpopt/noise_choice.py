@@ -14,7 +14,7 @@ from hf_dpopt.mechanisms.strategies import NoiseStrategy, Workload
 from hf_dpopt.mechanisms.strategies.parameters import from_parameters
 from hf_dpopt.sampling import SAMPLERS, CyclicPoissonSampler, Sampler
 
-STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1}  # of noise_kwargs: how the noise is kept
+STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
 MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
 NO_MATRIX = "dense"  # the ledger has its digest alone, so it is tuned again
 
@@ -54,7 +54,7 @@ def choose_noise(
     kept = _kept(config, recorded)
     options = {name: value for name, value in config.noise_kwargs.items() if name not in STREAM_OPTIONS}
     if config.noise_mechanism == "gaussian" and set(config.noise_kwargs) - set(options):
-        raise DPConfigError("Independent noise keeps nothing: leave backend and block out of noise_kwargs.")
+        raise DPConfigError("Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs.")
     sampler = make_sampler(config, num_examples)
     if isinstance(sampler, CyclicPoissonSampler) and config.noise_mechanism == "banded":
         bands = (kept[0].num_bands or 1) if kept else _num_bands(config, sampler, options, num_steps, delta, workload)
@@ -80,7 +80,7 @@ def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
 
 
 def stream_options(config: PrivacyConfig) -> dict[str, Any]:
-    """How the noise is kept between steps: `backend` and `block` of `make_stream`."""
+    """How the noise is kept between steps: `backend`, `block` and `offload` of `make_stream`."""
     given = {name: value for name, value in config.noise_kwargs.items() if name in STREAM_OPTIONS}
     if given.get("backend") == "blt" and config.noise_mechanism == "nu_dpftrl":
         given["backend"] = "auto"  # buffers are what it has by default

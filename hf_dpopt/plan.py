@@ -86,7 +86,8 @@ class PrivacyPlan:
     @property
     def cost(self) -> StreamCost:
         """What the noise of a step costs, per trained coordinate."""
-        return stream_cost(self.strategy, self.noise_steps, **stream_options(self.config))
+        options = stream_options(self.config)
+        return stream_cost(self.strategy, self.noise_steps, backend=options["backend"], block=options["block"])
 
     @property
     def horizon(self) -> int | None:
@@ -303,8 +304,7 @@ def _make_mechanism(
         strategy=strategy,
         strategy_sensitivity=pairs.strategy_sensitivity(strategy, sampler, noise_steps),
         num_steps=noise_steps,
-        backend=stream_options(config)["backend"],
-        block=stream_options(config)["block"],
+        **stream_options(config),
     )
 
 

@@ -157,7 +157,7 @@ class PrivateState:
             return None
         _refuse_shared(path)
         try:
-            return torch.load(path, weights_only=True)
+            return torch.load(path, weights_only=True, map_location="cpu")  # a rank's device is its own affair
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
             return None  # half a file
 

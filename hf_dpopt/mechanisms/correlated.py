@@ -41,6 +41,7 @@ class CorrelatedNoise:
         num_steps: steps the strategy was made for.
         backend: how the noise of earlier steps is kept; see `make_stream`.
         block: with ``backend="regenerate"``, steps that one pass over the earlier draws serves.
+        offload: keep the noise in the host's memory.
 
     Raises:
         DPConfigError: for noise that is absent, or numbers out of range.
@@ -55,6 +56,7 @@ class CorrelatedNoise:
     num_steps: int
     backend: str = "auto"
     block: int = 1
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_noise_multiplier(self.noise_multiplier)
@@ -98,4 +100,5 @@ class CorrelatedNoise:
             first_step=first_step,
             backend=self.backend,
             block=self.block,
+            offload=self.offload,
         )

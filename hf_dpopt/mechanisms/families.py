@@ -187,7 +187,7 @@ def make_strategy(
     if unknown:
         raise DPConfigError(
             f"noise_kwargs has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
-            f"{', '.join((*family.options, 'backend', 'block')) if name != 'gaussian' else 'nothing'}."
+            f"{', '.join((*family.options, 'backend', 'block', 'offload')) if name != 'gaussian' else 'nothing'}."
         )
     if restart_every is None:
         return _made(family, name, setting, options)

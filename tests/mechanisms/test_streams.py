@@ -53,9 +53,10 @@ BACKENDS = {
     "history": {"backend": "history"},
     "regenerate": {"backend": "regenerate"},
     "regenerate-8": {"backend": "regenerate", "block": 8},
+    "offloaded": {"offload": True},
 }
 CASES = [(name, backend) for name in STRATEGIES for backend in BACKENDS]
-CASES += [(name, "auto") for name in TREES]
+CASES += [(name, backend) for name in TREES for backend in ("auto", "offloaded")]
 
 
 def _strategy(name):

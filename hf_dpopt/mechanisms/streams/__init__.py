@@ -38,6 +38,7 @@ def make_stream(
     first_step: int = 0,
     backend: str = "auto",
     block: int = 1,
+    offload: bool = False,
 ) -> CorrelatedStream:
     """The noise of one run.
 
@@ -50,6 +51,8 @@ def make_stream(
         backend: "auto": buffers, a ring or a stack where the strategy has them, else "regenerate"; "history" keeps all
             draws, "regenerate" none. The noise is the same, rounding aside.
         block: with "regenerate", steps that one pass over the earlier draws serves.
+        offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step. The
+            noise is the same, rounding aside.
     """
     if backend not in BACKENDS:
         raise DPConfigError(f"backend={backend!r} is unknown. Use one of {', '.join(BACKENDS)}.")
@@ -57,6 +60,7 @@ def make_stream(
     check_count("block", block)
     bound_to = {"strategy": strategy.digest(), "block": block}
     options: dict[str, Any] = {"scale": scale, "num_steps": num_steps, "first_step": first_step, "bound_to": bound_to}
+    options["offload"] = bool(offload)
     if isinstance(strategy, TreeAggregation) and strategy.anytime:
         if backend != "auto":
             raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")

@@ -35,6 +35,7 @@ class CorrelatedStream(abc.ABC):
         scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
         num_steps: steps it is made for.
         first_step: step under which the trainer asks for t = 0.
+        offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
         bound_to: what else fixes the noise; a state is taken back by a stream that is bound to the same alone.
 
     Raises:
@@ -42,7 +43,14 @@ class CorrelatedStream(abc.ABC):
     """
 
     def __init__(
-        self, source: NoiseSource, *, scale: float, num_steps: int, first_step: int = 0, bound_to: State | None = None
+        self,
+        source: NoiseSource,
+        *,
+        scale: float,
+        num_steps: int,
+        first_step: int = 0,
+        offload: bool = False,
+        bound_to: State | None = None,
     ):
         if not (math.isfinite(scale) and scale > 0):
             raise DPConfigError(f"scale={scale} is not a finite number > 0: noise stddev times clipping norm.")
@@ -53,8 +61,10 @@ class CorrelatedStream(abc.ABC):
             "stream": type(self).__name__, "scale": scale, "num_steps": num_steps, "first_step": first_step,
             "key": key, **(bound_to or {}),
         }  # fmt: skip
+        self._offload = offload
         self._num_done = 0
         self._to_replay = 0
+        self._to_place = False  # a state that was read lies in the host's memory
         self._shapes: dict[str, torch.Size] | None = None
 
     @property
@@ -96,10 +106,17 @@ class CorrelatedStream(abc.ABC):
             )
         if any(total.dtype != torch.float32 for total in sums.values()):
             raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
+        if self._to_place and sums:
+            device = next(iter(sums.values())).device
+            self._restore(_moved(self._kept(), "cpu" if self._offload else device))
+            self._to_place = False
         for tensor, name in enumerate(sorted(sums)):
+            total = sums[name] if not self._offload else self._on_host(sums[name])
             if self._to_replay:
-                self._replay(sums[name], name, tensor, self._to_replay)
-            self._add_to(sums[name], name, tensor, t)
+                self._replay(total, name, tensor, self._to_replay)
+            self._add_to(total, name, tensor, t)
+            if self._offload:
+                sums[name].add_(total.to(sums[name].device, non_blocking=True))
         self._shapes, self._to_replay = shapes, 0
         self._num_done += 1
 
@@ -112,6 +129,11 @@ class CorrelatedStream(abc.ABC):
         unused = torch.zeros_like(like)
         for t in range(num_steps):
             self._add_to(unused, name, tensor, t)
+
+    @staticmethod
+    def _on_host(total: torch.Tensor) -> torch.Tensor:
+        """Zeros of that shape; pinned where a copy to a GPU would wait for pageable memory."""
+        return torch.zeros(total.shape, dtype=torch.float32, pin_memory=total.is_cuda)
 
     def _normal(self, total: torch.Tensor, tensor: int, row: int) -> torch.Tensor:
         return self._source.normal(total.shape, step=row, tensor=tensor, device=total.device)
@@ -139,6 +161,7 @@ class CorrelatedStream(abc.ABC):
         state = copy.deepcopy({name: value for name, value in state.items() if name != "bound_to"})
         self._num_done, self._shapes = state.pop("num_done"), state.pop("shapes")
         self._restore(state)
+        self._to_place = True
 
     def continue_at(self, num_steps: int, state: State | None) -> None:
         """Goes on after that many steps of a run that was interrupted, bit for bit.
@@ -163,6 +186,15 @@ class CorrelatedStream(abc.ABC):
     def bytes_kept(self) -> int:
         """Memory of the tensors it keeps between steps."""
         return sum(x.numel() * x.element_size() for x in _tensors(self._kept()))
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """The same, with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(item, device) for name, item in value.items()}
+    return type(value)(_moved(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
