@@ -252,7 +252,7 @@ class DPTrainerMixin(_Trainer):
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
         if plan.compared:
-            logger.info(f"Compared for this run, least predicted error first:\n{as_text(plan.compared)}")
+            logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
         logger.info(f"Clipping engine: {self._engine.name}, {self._engine_reason}.")
         if self.args.explain_clipping:
             logger.info(explain(self._engine))

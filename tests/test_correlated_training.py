@@ -95,6 +95,25 @@ def test_a_linear_resume_at_every_step_is_bit_equal(tmp_path, name, kept):
         assert len(Ledger.read(folder / "out/privacy/ledger.jsonl").chains) == 1
 
 
+def test_what_auto_chose_is_kept_by_a_resume(tmp_path, monkeypatch):
+    """Even if the comparison would end differently today: the noise is that of the ledger."""
+    whole = run_and_die_everywhere(
+        tmp_path, **CASES["auto"], optimizers=(_sgd(model := tiny.model()), None), model=model
+    )
+    assert whole.plan.config.noise_mechanism != "gaussian" and whole.plan.compared
+    folder = tmp_path / "died/5"
+    monkeypatch.setattr("hf_dpopt.comparison.CANDIDATES", (("gaussian", "truncated_poisson"),))
+    resumed = trainer(folder, **CASES["auto"], optimizers=(_sgd(model := tiny.model()), None), model=model)
+    assert resumed.plan.strategy == whole.plan.strategy and resumed.plan.sampler == whole.plan.sampler
+    resumed.train(resume_from_checkpoint=str(folder / "out/checkpoint-5"))
+    want = tiny.weights(whole.model)
+    assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items())
+
+
+def _sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
 @pytest.mark.parametrize("name", ["blt", "honaker", "dense"])
 def test_a_branch_has_noise_of_its_own_and_adds_its_cost(tmp_path, name):
     """rho of the branch on top of that of the run, by hand: 1 / (2 sigma^2) with the sensitivity of each chain."""

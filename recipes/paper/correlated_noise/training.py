@@ -91,7 +91,7 @@ def train_once(
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=MOMENTUM)
     sizes = linear_cooldown(num_steps, num_steps // 4)
     for step in range(1, num_steps + 1):
-        rows = torch.from_numpy(plan.sampler.draw(key, step))
+        rows = torch.tensor(plan.sampler.draw(key, step))
         clipped = engine.empty_sum()
         if len(rows):
             longest = int(train["mask"][rows].sum(dim=1).max())
