@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hf_dpopt.accounting.cyclic import choose_num_bands
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.grads import make_engine
 from hf_dpopt.mechanisms import make_noise_source
@@ -125,11 +126,13 @@ def workload(num_steps: int) -> Workload:
 
 
 def make(name: str, epsilon: float, num_steps: int) -> PrivacyPlan:
-    """The plan of a cell."""
-    config = PrivacyConfig(
-        target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=BATCH, **MECHANISMS[name]
-    )  # fmt: skip
-    return make_plan(config, num_examples=NUM_TRAIN, num_steps=num_steps, workload=workload(num_steps))
+    """The plan of a cell; as many bands as are best, whatever they keep."""
+    wanted, options = workload(num_steps), dict(MECHANISMS[name])
+    if options["noise_mechanism"] == "banded":
+        bands = choose_num_bands(num_steps, NUM_TRAIN, BATCH, epsilon, DELTA, workload=wanted)
+        options["noise_kwargs"] = {"num_bands": bands}
+    config = PrivacyConfig(target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=BATCH, **options)
+    return make_plan(config, num_examples=NUM_TRAIN, num_steps=num_steps, workload=wanted)
 
 
 def cells(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
