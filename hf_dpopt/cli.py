@@ -99,6 +99,7 @@ def plan(
         noise_mechanism=noise_mechanism,
         noise_kwargs=_json(noise_kwargs),
     )
+    check_count("num_parameters", num_parameters)
     num_steps = _num_steps(batch_size, num_examples, steps, epochs)
     sizes = {
         "num_examples": num_examples,
@@ -199,10 +200,11 @@ def _compared(
     )
     try:
         return compare_mechanisms(asked, **sizes)
-    except DPConfigError:
-        if target is None:
-            raise
-        return []  # a budget of the plot that nothing can keep
+    except DPConfigError as error:
+        if made is None:
+            return []  # a budget of the plot that nothing can keep
+        sys.stderr.write(f"hf-dpopt: warning: mechanisms are not compared: {error}\n")
+        return []
 
 
 def _num_steps(batch_size: int, num_examples: int, steps: int | None, epochs: float | None) -> int:

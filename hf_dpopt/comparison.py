@@ -16,9 +16,9 @@ import numpy as np
 from hf_dpopt.clipping import SENSITIVITY_FACTOR
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.mechanisms.strategies import Workload
 from hf_dpopt.mechanisms.streams.cost import StreamCost
+from hf_dpopt.noise_choice import refuse_options_of_auto
 
 if TYPE_CHECKING:
     from hf_dpopt.plan import PrivacyPlan
@@ -98,11 +98,7 @@ def compare_mechanisms(
 
     if config.target_epsilon is None:
         raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
-    if config.noise_kwargs or config.noise_restart_every is not None:
-        raise DPConfigError(
-            "noise_mechanism='auto' chooses the options, too: leave noise_kwargs and noise_restart_every out, or name "
-            f"the mechanism they are for ({', '.join(MECHANISMS)})."
-        )
+    refuse_options_of_auto(config)
     rows, refused = [], []
     for name, sampling in candidates:
         if config.sampling not in ("auto", sampling) or (name in ("tree", "honaker") and num_steps > MAX_MATRIX_STEPS):

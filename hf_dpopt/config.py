@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import numbers
 from collections.abc import Mapping
@@ -150,6 +151,13 @@ class PrivacyConfig:
                 f"noise_kwargs={self.noise_kwargs!r} is no mapping of names to values. Use JSON on a command line: "
                 "--noise_kwargs '{\"num_buffers\": 3}'."
             )
+        try:  # as a ledger would give them back
+            plain = json.loads(json.dumps(dict(self.noise_kwargs), default=lambda value: value.tolist()))
+        except (TypeError, ValueError, AttributeError):
+            raise DPConfigError(
+                f"noise_kwargs={self.noise_kwargs!r} holds what JSON cannot. Use numbers, texts and lists of them."
+            ) from None
+        object.__setattr__(self, "noise_kwargs", plain)
         if self.noise_restart_every is not None:
             check_count("noise_restart_every", self.noise_restart_every)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_dpopt.accounting.cyclic import choose_num_bands
@@ -97,6 +97,10 @@ def _num_bands(
 ) -> int:
     """Bands, and so groups, that were asked for; the best for the budget if nobody said."""
     if options.get("coefs") is not None:
+        if not isinstance(options["coefs"], Sequence) or isinstance(options["coefs"], str):
+            raise DPConfigError(
+                f"coefs={options['coefs']!r} is no list of bands. Use noise_kwargs={{'coefs': [1.0, 0.5]}}."
+            )
         return len(options["coefs"])
     if options.get("num_bands") is not None:
         return options["num_bands"]
@@ -119,18 +123,34 @@ def _num_bands(
 
 def _as_recorded(config: PrivacyConfig, recorded: Mapping[str, Any]) -> PrivacyConfig:
     """What "auto" was decided to be."""
+    refuse_options_of_auto(config)
     return dataclasses.replace(
         config,
         noise_mechanism=recorded["noise_mechanism"],
         noise_kwargs=recorded["noise_kwargs"],
-        sampling=recorded["sampler"]["name"],
-        adjacency=recorded["adjacency"],
+        noise_restart_every=recorded["noise_restart_every"],
+        sampling=recorded["sampler"]["name"] if config.sampling == "auto" else config.sampling,
+        adjacency=recorded["adjacency"] if config.adjacency == "auto" else config.adjacency,
     )
+
+
+def refuse_options_of_auto(config: PrivacyConfig) -> None:
+    """Options are of a mechanism, and "auto" is none yet."""
+    if config.noise_kwargs or config.noise_restart_every is not None:
+        raise DPConfigError(
+            "noise_mechanism='auto' chooses the options, too: leave noise_kwargs and noise_restart_every out, or name "
+            f"the mechanism they are for ({', '.join(MECHANISMS)})."
+        )
+
+
+def _is_whole(parameters: Mapping[str, Any]) -> bool:
+    """Whether a strategy can be read back from its parameters."""
+    return parameters["name"] != NO_MATRIX and ("base" not in parameters or _is_whole(parameters["base"]))
 
 
 def _kept(config: PrivacyConfig, recorded: Mapping[str, Any] | None) -> tuple[NoiseStrategy, int] | None:
     """Strategy and steps of the run that is continued, if the same noise was asked for."""
-    if recorded is None or recorded["noise_strategy"]["name"] == NO_MATRIX:
+    if recorded is None or not _is_whole(recorded["noise_strategy"]):
         return None
     asked = (config.noise_mechanism, dict(config.noise_kwargs), config.noise_restart_every)
     if asked != tuple(recorded[name] for name in ("noise_mechanism", "noise_kwargs", "noise_restart_every")):

@@ -33,7 +33,7 @@ MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_acco
 RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
     "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
-    "noise_strategy", "is_private",
+    "noise_strategy", "noise_rng", "is_private",
 )  # fmt: skip
 
 
@@ -120,7 +120,8 @@ class PrivacyPlan:
         """Epsilon after that many steps; all planned steps by default.
 
         Formal guarantee: an upper bound, non-decreasing in the steps. The planned number of steps gets the fine value;
-        any other number one that is cheap enough for every log line, and about 1% larger at most.
+        any other number one that is cheap enough for every log line: about 1% larger at most or, for balls in bins,
+        that of the whole epoch.
 
         Args:
             num_steps: optimizer steps, >= 0. If the run has several chains (it was resumed from an older checkpoint,
@@ -141,27 +142,44 @@ class PrivacyPlan:
         return max(rough, planned) if excess > 0 else min(rough, planned)
 
     def _cheap(self, num_steps: Steps) -> Steps:
-        """So many steps or a few more: whole epochs of balls in bins, whose epsilon takes a second to compute."""
-        if not isinstance(self.sampler, BallsInBinsSampler):
+        """So many steps or a few more: whole epochs of balls in bins, whose epsilon takes a second to compute.
+
+        For the log of a run on its way alone; what a run of several chains, or beyond its plan, costs is exact.
+        """
+        chains = as_chains(num_steps)
+        if not isinstance(self.sampler, BallsInBinsSampler) or len(chains) > 1 or chains[0] > self.num_steps:
             return num_steps
-        epoch, most = self.sampler.steps_per_epoch, self.num_steps
-        whole = [-(-steps // epoch) * epoch for steps in as_chains(num_steps)]
-        return [min(up, most) if t <= most else up for t, up in zip(as_chains(num_steps), whole, strict=True)]
+        epoch = self.sampler.steps_per_epoch
+        return min(-(-chains[0] // epoch) * epoch, self.num_steps)
 
     def excess(self, num_steps: Steps) -> int | None:
         """Sign of what those steps cost above the plan: 0 for the same, None if that is not known without epsilon."""
+        chains = [steps for steps in as_chains(num_steps) if steps > 0]
+        if not isinstance(self.strategy, IdentityStrategy):
+            # what a chain is charged as, see `pairs.release`
+            chains = [steps if self.strategy.anytime else self.noise_steps for steps in chains]
+            planned = self.num_steps if self.strategy.anytime else self.noise_steps
+        else:
+            planned = self.num_steps
         by_steps = isinstance(self.sampler, FixedOrderSampler) and not isinstance(self.strategy, IdentityStrategy)
         if by_steps or isinstance(self.sampler, BallsInBinsSampler):
-            chains = [steps for steps in as_chains(num_steps) if steps > 0]
-            return None if len(chains) > 1 else sum(chains) - self.num_steps
-        return self.sampler.max_participations(num_steps) - self.sampler.max_participations(self.num_steps)
+            return sum(chains) - planned if len(chains) == 1 else None
+        sensitivities = {pairs.strategy_sensitivity(self.strategy, self.sampler, t) for t in (*chains, planned)}
+        if len(sensitivities) > 1:  # a chain shorter than the bands has columns of other norms
+            return None
+        return self.sampler.max_participations(chains) - self.sampler.max_participations(planned)
 
-    def epsilon_replace_one(self) -> float | None:
-        """Epsilon of the planned run, same noise, when one record is swapped for another; None without a proof."""
+    def epsilon_replace_one(self, num_steps: Steps | None = None) -> float | None:
+        """Epsilon, same noise, when one record is swapped for another; None without a proof.
+
+        Args:
+            num_steps: as for `epsilon`.
+        """
         if "replace_one" not in self.sampler.adjacencies:
             return None
         try:
-            return accountants.epsilon(self.event, self.delta, "replace_one").epsilon
+            event = self.event if num_steps is None else self.event_after(num_steps)
+            return accountants.epsilon(event, self.delta, "replace_one").epsilon
         except DPConfigError:  # a delta at which only RDP works, which is not valid here
             return None
 
@@ -267,6 +285,11 @@ def make_plan(
     config, sampler, strategy, noise_steps = chosen
     sampler.check_adjacency(config.adjacency)
     pairs.check_pair(strategy, sampler)
+    if not 0 < pairs.strategy_sensitivity(strategy, sampler, noise_steps) < math.inf:
+        raise DPConfigError(
+            f"The sensitivity of the {config.noise_mechanism} noise is no finite number > 0: its coefficients are out "
+            "of the range of floating-point numbers. Use coefficients near 1."
+        )
     pairs.release(strategy, sampler, 1.0, noise_steps, planned_steps=noise_steps)  # refuses what it has no proof for
     if not strategy.anytime and num_steps > noise_steps:
         raise DPBudgetExceeded(

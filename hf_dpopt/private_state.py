@@ -251,6 +251,13 @@ def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
         )
 
 
+def stays_on_its_chain(ledger: Ledger, state: PrivateState, resume_step: int | None) -> bool:
+    """Whether `continue_or_branch` would go on with the last chain."""
+    last = ledger.last_chain
+    kept = state.load_chain(last.chain_id) if last is not None else None
+    return not _why_branch(ledger, last, kept, resume_step)
+
+
 def _why_branch(ledger: Ledger, last: ChainRecord | None, kept: Chain | None, resume_step: int | None) -> str:
     """Why the last chain cannot go on (the note of the new one), or an empty string if it can."""
     if last is None:

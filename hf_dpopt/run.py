@@ -15,7 +15,14 @@ from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
-from hf_dpopt.private_state import Chain, PrivateState, check_resumable, continue_or_branch, default_private_dir
+from hf_dpopt.private_state import (
+    Chain,
+    PrivateState,
+    check_resumable,
+    continue_or_branch,
+    default_private_dir,
+    stays_on_its_chain,
+)
 
 LEDGER = Path("privacy") / "ledger.jsonl"
 CHECKPOINT_MARK = "privacy_ledger.json"
@@ -70,18 +77,23 @@ class PrivateRun:
         self.output_dir = Path(output_dir)
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
+        self._is_closed = False
         opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
         start, noise_state = opened[2:]
-        self.noise = plan.mechanism.stream(
-            source,
-            plan.clipper.sensitivity(plan.adjacency),
-            first_step=start + 1,
-            num_steps=max(1, plan.num_steps - start),
-        )
-        self.noise.continue_at(self.charged[-1], noise_state)
+        try:
+            self.noise = plan.mechanism.stream(
+                source,
+                plan.clipper.sensitivity(plan.adjacency),
+                first_step=start + 1,
+                num_steps=max(1, plan.num_steps - start),
+            )
+            self.noise.continue_at(self.charged[-1], noise_state)
+        except BaseException:
+            self._release_ledger()
+            raise
         self.noise_generator = source.name
         self.noise_generator_class = type(source).__name__
 
@@ -95,7 +107,7 @@ class PrivateRun:
         try:
             check_resumable(self.ledger, resume_step)
             self._check_checkpoint(resume_step, checkpoint)
-            self._check_budget(resume_step or 0)
+            self._check_budget(resume_step)
             self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
             fixed = self.plan.config.unsafe_fixed_noise_key
             chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
@@ -107,6 +119,10 @@ class PrivateRun:
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
         return chain, charged, start, self.state.load_noise(chain.chain_id) if charged[-1] else None
+
+    def _release_ledger(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
 
     def mark_checkpoint(self, folder: str | Path) -> None:
         """Notes in a checkpoint which record of the ledger it stands at, and keeps the noise's state; rank 0 only.
@@ -139,15 +155,15 @@ class PrivateRun:
         # without privacy (a fixed key in a test) there is no budget to keep
         return self.plan.config.target_epsilon if self.plan.is_private else None
 
-    def _check_budget(self, resume_step: int) -> None:
+    def _check_budget(self, resumed_at: int | None) -> None:
         """Before anything runs: are all steps of this call still affordable?"""
-        assert self.ledger is not None
+        assert self.ledger is not None and self.state is not None
         target, charged = self._target, self.ledger.charged
+        resume_step = resumed_at or 0
         needed = self.plan.num_steps - resume_step
         if target is None or needed <= 0:
             return
-        last = self.ledger.last_chain
-        if last is not None and (self.ledger.last_step(last.chain_id) or last.start_step) == resume_step > 0:
+        if stays_on_its_chain(self.ledger, self.state, resumed_at):
             before, same_chain = charged[:-1], charged[-1]  # the run stays on its chain
         else:
             before, same_chain = charged, 0
@@ -173,6 +189,8 @@ class PrivateRun:
         Raises:
             DPBudgetExceeded: if the step would spend more than `target_epsilon`.
         """
+        if self._is_closed:
+            raise DPConfigError(f"Step {step} cannot run: the run was closed, and its ledger takes no more steps.")
         target, next_charged = self._target, (*self.charged[:-1], self.charged[-1] + 1)
         horizon = self.plan.horizon
         if horizon is not None and next_charged[-1] > horizon:
@@ -209,7 +227,7 @@ class PrivateRun:
             self.ledger.close()
             if self.state is not None and last is not None and last >= self.plan.num_steps:
                 self.state.forget(mine)
-        self.ledger = None
+        self.ledger, self._is_closed = None, True
 
 
 def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dp_accounting import get_epsilon_gaussian
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, get_epsilon_gaussian
+from dp_accounting.pld import PLDAccountant
 from transformers import TrainerCallback
 
-from hf_dpopt import DPBudgetExceeded, DPConfigError
+from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.mechanisms.strategies import Participation
 from hf_dpopt.private_state import PrivateState
@@ -170,6 +171,7 @@ def test_a_longer_run_that_was_interrupted_continues_its_own_noise(tmp_path):
     "changes, field",
     [
         ({"noise_kwargs": {"num_buffers": 1}}, "noise_kwargs"),
+        ({"noise_rng": "fast"}, "noise_rng"),
         ({"noise_mechanism": "honaker", "noise_kwargs": None}, "noise_mechanism"),
         ({"noise_restart_every": 4}, "noise_restart_every"),
         ({"expected_batch_size": 8}, "expected_batch_size"),  # another k and b
@@ -184,6 +186,71 @@ def test_resuming_with_other_noise_is_refused(tmp_path, changes, field):
     with pytest.raises(DPConfigError, match=field):
         trainer(tmp_path, **CASES["blt"] | changes).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
     assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_a_restarted_dense_run_is_tuned_again_and_continued(tmp_path):
+    options = {"noise_mechanism": "dense", "noise_restart_every": 4}
+    whole = run_and_die_everywhere(tmp_path, **options)
+    folder = tmp_path / "died/5"
+    resumed = trainer(folder, **options)
+    resumed.train(resume_from_checkpoint=str(folder / "out/checkpoint-5"))
+    want = tiny.weights(whole.model)
+    assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items())
+
+
+def test_bands_are_charged_for_columns_that_a_longer_run_fills():
+    """A plan shorter than the bands has smaller columns; more steps are charged at theirs, by dp_accounting itself."""
+    coefs = [1.0, 0.8, 0.6, 0.5]
+    config = PrivacyConfig(
+        noise_multiplier=1.0, expected_batch_size=10, target_delta=1e-3, noise_mechanism="banded",
+        noise_kwargs={"coefs": coefs},
+    )  # fmt: skip
+    plan = make_plan(config, num_examples=80, num_steps=2)
+    for steps in (1, 2, 4, 6):
+        accountant = PLDAccountant(value_discretization_interval=1e-3)
+        norm = float(np.linalg.norm(coefs[:steps]))
+        event = PoissonSampledDpEvent(0.5, GaussianDpEvent(plan.draw_stddev / norm))
+        accountant.compose(event, -(-steps // 4))
+        assert plan.epsilon(steps) == pytest.approx(accountant.get_epsilon(1e-3), rel=0.02), steps
+    assert plan.epsilon(4) > 1.1 * plan.epsilon(2)
+
+
+def test_a_finished_run_that_goes_on_is_asked_for_the_cost_of_two_chains(tmp_path):
+    """Its key is gone, so the next steps have noise of their own: refused at the start, not at the first step."""
+    options = {"noise_mechanism": "blt", "noise_multiplier": None, "save_steps": 6}
+    first = trainer(tmp_path, **options | {"max_steps": 6}, target_epsilon=3.0)
+    first.train()
+    before = (tmp_path / "out/privacy/ledger.jsonl").read_bytes()
+    one_chain, two_chains = first.plan.epsilon(8), first.plan.epsilon((6, 2))
+    assert one_chain < two_chains - 0.1
+    more = trainer(tmp_path, **options, target_epsilon=(one_chain + two_chains) / 2)
+    with pytest.raises(DPBudgetExceeded, match="still to run would bring epsilon"):
+        more.train(resume_from_checkpoint=True)
+    assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_explicit_wishes_beside_auto_are_not_overruled_by_the_ledger(tmp_path):
+    trainer(tmp_path, **CASES["auto"]).train()
+    for wish in ({"sampling": "poisson"}, {"adjacency": "replace_one"}):
+        with pytest.raises(DPConfigError, match="sampl|adjacency"):
+            trainer(tmp_path, **CASES["auto"] | wish).train(resume_from_checkpoint=True)
+    with pytest.raises(DPConfigError, match="chooses the options, too"):
+        trainer(tmp_path, **CASES["auto"] | {"noise_kwargs": {"nu": 0.1}})
+
+
+def test_a_closed_run_takes_no_more_steps(tmp_path):
+    run = trainer(tmp_path, **CASES["blt"])
+    run.train()
+    with pytest.raises(DPConfigError, match="was closed"):
+        run._run.charge(NUM_STEPS + 1)
+
+
+def test_options_are_what_the_ledger_gives_back(tmp_path):
+    """Arrays, tuples and lists of the same numbers are the same options."""
+    given = {"poles": np.array([0.9]), "zeros": (np.float32(0.5),)}
+    trainer(tmp_path, noise_mechanism="blt", noise_kwargs=given).train()
+    again = trainer(tmp_path, noise_mechanism="blt", noise_kwargs={"poles": [0.9], "zeros": [0.5]}, max_steps=10)
+    assert again.plan.noise_steps == NUM_STEPS  # of the recorded plan
 
 
 def test_a_budget_is_kept_and_stops_the_run_before_it_is_spent(tmp_path):
@@ -252,6 +319,20 @@ def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, m
         ({"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 5}}, "num_groups <= 4"),
         ({"noise_mechanism": "blt", "noise_kwargs": {"buffers": 3}}, "does not know. It takes: num_buffers"),
         ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": "three"}}, "num_buffers"),
+        ({"noise_mechanism": "blt", "noise_kwargs": {"error": "median"}}, "Use 'mean' or 'max'"),
+        ({"noise_mechanism": "blt", "noise_kwargs": {"poles": {0.9}, "zeros": {0.5}}}, "holds what JSON cannot"),
+        ({"noise_mechanism": "banded", "noise_kwargs": {"coefs": 5}}, "is no list of bands"),
+        (
+            {"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 2, "column_normalize": "no"}},
+            "neither true nor",
+        ),
+        ({"noise_mechanism": "banded", "noise_kwargs": {"coefs": [1e200, 1]}, "sampling": "fixed_order"}, "near 1"),
+        ({"noise_mechanism": "banded_inverse", "noise_kwargs": {"coefs": [1e200, 1.0]}}, "near 1|does not fit"),
+        (
+            {"noise_mechanism": "banded_inverse", "noise_kwargs": {"coefs": [1, 5e3]}, "noise_restart_every": 4},
+            "grows",
+        ),
+        ({"noise_mechanism": "blt", "noise_multiplier": None, "target_epsilon": 1e300}, "between 0.01 and 100"),
         ({"noise_mechanism": "blt", "noise_kwargs": "num_buffers=3"}, "no mapping.*JSON"),
         ({"noise_mechanism": "blt", "noise_multiplier": 0.0}, "noise_mechanism='gaussian'"),
         ({"noise_mechanism": "auto"}, "give target_epsilon"),

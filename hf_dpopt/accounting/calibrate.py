@@ -60,7 +60,12 @@ def calibrate_gaussian(
     References:
         Balle and Wang (2018), arXiv:1805.06530 (analytic Gaussian mechanism).
     """
-    noise = get_sigma_gaussian(target_epsilon, delta) * math.sqrt(precision) * SENSITIVITY_FACTOR[adjacency]
+    try:
+        noise = get_sigma_gaussian(target_epsilon, delta) * math.sqrt(precision) * SENSITIVITY_FACTOR[adjacency]
+    except (ValueError, ArithmeticError):
+        raise DPConfigError(
+            f"no noise multiplier gives epsilon={target_epsilon:.4g}. Use a target_epsilon between 0.01 and 100."
+        ) from None
     more = 1e-9
     while epsilon_at(noise, FINE) > target_epsilon:  # the inverse stops within rounding on either side
         noise *= 1 + more

@@ -45,6 +45,7 @@ TAIL = 1e-7  # of delta, that one trimmed tail may cost
 FINE, COARSE = 150, 12  # grid points per standard deviation of the privacy loss: of a result, and of the search
 SMALLEST_STEP = 2e-4  # of a grid: two equal values add up to log(2) / step steps above
 MAX_VARIANCE = 400.0  # of the privacy loss: beyond, values overflow and nothing is protected
+MIN_DELTA = 1e-40  # below, the likelihood ratios that matter leave the range of floating-point numbers
 KEPT = 12  # trees to which a third level is tried
 
 
@@ -277,7 +278,7 @@ def epsilon(rings: Sequence[Ring], delta: float, *, gaussian: float = 0.0) -> fl
     """
     rings = [ring for ring in rings if ring.variance]
     total = math.fsum([gaussian, *(ring.variance * ring.chains for ring in rings)])
-    if total > MAX_VARIANCE:
+    if total > MAX_VARIANCE or delta < MIN_DELTA:
         return math.inf
     if not total:
         return 0.0
@@ -290,15 +291,19 @@ def epsilon(rings: Sequence[Ring], delta: float, *, gaussian: float = 0.0) -> fl
 
 def _epsilon(law: Law, delta: float) -> float:
     low, high = 0.0, 1.0
-    if max(law.deltas(0.0)) <= delta:
+
+    def is_within(epsilon: float) -> bool:
+        return all(math.isfinite(value) and value <= delta for value in law.deltas(epsilon))  # NaN proves nothing
+
+    if is_within(0.0):
         return 0.0
-    while max(law.deltas(high)) > delta:
+    while not is_within(high):
         high *= 2
         if high > 2 * MAX_VARIANCE:
             return math.inf
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if max(law.deltas(middle)) > delta else (low, middle)
+        low, high = (low, middle) if is_within(middle) else (middle, high)
     return high
 
 

@@ -94,6 +94,8 @@ def _blt(
     poles: Sequence[float] | None = None,
     zeros: Sequence[float] | None = None,
 ) -> NoiseStrategy:
+    if error not in ("mean", "max"):
+        raise DPConfigError(f"error={error!r} is unknown. Use 'mean' or 'max'.")
     if poles is not None or zeros is not None:
         return BufferedLinearToeplitz(tuple(poles or ()), tuple(zeros or ()))
     return tuning.optimize_blt(
@@ -107,6 +109,8 @@ def _banded(
     coefs: Sequence[float] | None = None,
     column_normalize: bool = False,
 ) -> NoiseStrategy:
+    if not isinstance(column_normalize, bool):
+        raise DPConfigError(f"column_normalize={column_normalize!r} is neither true nor false.")
     if coefs is not None:
         bands = BandedToeplitz(tuple(coefs))
     else:
@@ -208,7 +212,7 @@ def make_strategy(
 def _made(family: Family, name: str, setting: Setting, options: dict[str, Any]) -> NoiseStrategy:
     try:
         return family.make(setting, **options)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, DPConfigError):
             raise
         raise DPConfigError(

@@ -34,7 +34,8 @@ class RunFacts:
     Args:
         plan: `PrivacyPlan.public_dict()`.
         epsilon_spent: epsilon of the charged steps, under the plan's adjacency; infinite if nothing is guaranteed.
-        epsilon_replace_one: the planned steps under ``replace_one``; None where no analysis of the sampler is known.
+        epsilon_replace_one: the planned steps under ``replace_one``, or those charged if they cost more; None where no
+            analysis of the sampler is known.
         delta: the delta of both.
         steps_charged: steps in the ledger, over all resumes, branches and crashes.
         steps_planned: steps the noise was calibrated for.

@@ -49,7 +49,7 @@ class ReleaseGuard:
         return RunFacts(
             plan=plan.public_dict(),
             epsilon_spent=spent.epsilon,
-            epsilon_replace_one=self._replace_one(spent.num_steps),
+            epsilon_replace_one=self._replace_one(),
             delta=plan.delta,
             steps_charged=spent.num_steps,
             steps_planned=plan.num_steps,
@@ -70,11 +70,13 @@ class ReleaseGuard:
             versions=collect_versions(),
         )
 
-    def _replace_one(self, num_steps: int) -> float | None:
+    def _replace_one(self) -> float | None:
+        """Of the plan, or of the steps charged if they cost more."""
         plan = self.trainer._planned()
         if not plan.is_private:
             return math.inf
-        return plan.epsilon_replace_one() if num_steps <= plan.num_steps else None
+        planned, charged = plan.epsilon_replace_one(), plan.epsilon_replace_one(tuple(self.charged()))
+        return None if planned is None or charged is None else max(planned, charged)
 
     def write_report(self) -> None:
         """Writes `privacy/statement.md` and `privacy/report.json`; rank 0 only."""

@@ -59,6 +59,7 @@ _NOT_COVERED = (
 
 _INVALIDATES = (
     "user code that changes parameters, buffers or gradients outside the optimizer;",
+    "resuming with other records than before, or with the same in another order;",
     "a noise key that is fixed by hand, known to somebody, or used twice;",
     "publishing what is named under *What is not released*;",
     "deleting, editing or rolling back the ledger;",
@@ -162,7 +163,7 @@ def _numbers(facts: RunFacts) -> str:
         f"epsilon claimed (`{plan['adjacency']}`)": round_up(facts.epsilon),
         "epsilon of the plan / of the steps charged": f"{round_up(planned)} / {round_up(spent)}",
         "epsilon asked for (`target_epsilon`)": "none, the noise was given" if target is None else f"{target:g}",
-        "epsilon of the plan if one record is swapped (`replace_one`)": (
+        "epsilon if one record is swapped (`replace_one`)": (
             "no analysis is known for this sampler" if swapped is None else round_up(swapped)
         ),
         "delta": f"{facts.delta:g}",

@@ -72,5 +72,6 @@ class BallsInBinsSampler(Sampler):
         return (
             f"Balls in bins: each of the {self.num_examples} records is put into one of {self.steps_per_epoch} "
             f"batches at random, once and in secret ({self.num_examples / self.steps_per_epoch:.6g} records on "
-            "average); the batches take turns, the same in every epoch."
+            f"average; sums are divided by {self.expected_batch_size}); the batches take turns, the same in every "
+            "epoch."
         )

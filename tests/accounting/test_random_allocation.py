@@ -15,7 +15,8 @@ from dp_accounting import get_epsilon_gaussian
 from scipy import stats
 
 from hf_dpopt.accounting import random_allocation
-from hf_dpopt.accounting.balls_in_bins import balls_in_bins_delta, bin_grams, bin_lags
+from hf_dpopt.accounting.balls_in_bins import bin_grams, bin_lags
+from hf_dpopt.accounting.balls_in_bins_sampled import balls_in_bins_delta
 from hf_dpopt.accounting.random_allocation import (
     Law,
     Ring,
@@ -224,3 +225,13 @@ def test_known_bound():
     for nu, stddev, want in [(0.01, 5.43, 4.0), (0.005, 4.015, 8.0)]:
         ring = Ring.of(bin_lags(NuDPFTRL(nu), 2000, 100), stddev)
         assert random_allocation.epsilon([ring], 1e-5) == pytest.approx(want, rel=1e-2)
+
+
+@pytest.mark.parametrize("delta", [1e-41, 1e-70, 1e-200, 1e-300])
+def test_a_delta_beyond_floating_point_numbers_gives_no_epsilon(delta):
+    """Products of likelihood ratios overflow there, and a comparison with NaN must not read as a proof."""
+    ring = Ring.of(bin_lags(IdentityStrategy(), 8, 4), 0.0711)
+    assert random_allocation.epsilon([Ring(ring.covariances, ring.num_bins, 2)], delta) == math.inf
+    law = random_allocation.lognormal(1.0, 0.1, 1e-10)
+    broken = type(law)(law.step, law.origin, law.mass * math.nan, law.zero, law.excess)
+    assert random_allocation._epsilon(broken, 1e-5) == math.inf

@@ -36,7 +36,7 @@ def test_the_numbers_of_the_run_are_in_the_text(make_facts: MakeFacts, plan: Pri
     assert row(text, "records n") == "5000, 100, 0.02"
     assert row(text, "steps planned / charged") == "40 / 40"
     assert row(text, "trained coordinates") == "123457"
-    assert row(text, "epsilon of the plan if one record is swapped") == "1.5"
+    assert row(text, "epsilon if one record is swapped") == "1.5"
     assert row(text, "epsilon asked for").startswith("none")
     for fact in (
         "truncated_poisson",

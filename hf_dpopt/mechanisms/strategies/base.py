@@ -16,8 +16,8 @@ import json
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.linalg import solve_triangular, toeplitz
-from scipy.signal import fftconvolve
+from scipy.linalg import toeplitz
+from scipy.signal import fftconvolve, lfilter
 
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import sensitivity
@@ -133,4 +133,4 @@ def inverse_coefs(coefs: np.ndarray) -> np.ndarray:
     """Coefficients of 1 / f(z) from those of f(z), (n,)."""
     unit = np.zeros(len(coefs))
     unit[0] = 1.0
-    return solve_triangular(toeplitz(coefs, np.zeros(len(coefs))), unit, lower=True)
+    return lfilter([1.0], coefs, unit)

@@ -71,6 +71,7 @@ def make_stream(
         def copy(later: NoiseSource) -> CorrelatedStream:
             return make_stream(strategy.base, later, scale=scale, num_steps=steps, backend=backend, block=block)
 
+        copy(source)  # refuses what it cannot make
         return RestartedStream(strategy.every, copy, source, **options)
     _check_loudness(strategy, num_steps)
     if backend == "auto" and isinstance(strategy, BufferedLinearToeplitz):

@@ -170,7 +170,17 @@ class CorrelatedStream(abc.ABC):
             num_steps: steps that were taken, all of them.
             state: as `state` gave it after them; None, or that of another moment or horizon, if it is not there: what
                 is needed is then drawn again from the key, before the next step.
+
+        Raises:
+            DPConfigError: for the state of another key or strategy.
         """
+        if state is not None:
+            others = [name for name in ("key", "strategy") if state["bound_to"].get(name) != self._bound_to.get(name)]
+            if others:
+                raise DPConfigError(
+                    f"The noise that was kept belongs to another run ({', '.join(others)} differ). Continue with the "
+                    "options the run was started with."
+                )
         if state is not None and state["num_done"] == num_steps and state["bound_to"] == self._bound_to:
             self.load_state(state)
         else:
