@@ -88,7 +88,10 @@ def test_every_pair_calibrates_or_is_refused(sampling, adjacency):
     arguments = {"target_epsilon": 2.0, "sampling": sampling, "adjacency": adjacency, "target_delta": 1e-4}
     arguments |= {"num_examples": 300, "num_steps": 40, "expected_batch_size": 20}
     if adjacency not in SAMPLERS[sampling].adjacencies:
-        with pytest.raises(DPConfigError, match="Use adjacency='zero_out' or adjacency='replace_one'|Use .*'zero_out', or sampling='auto'"):
+        with pytest.raises(
+            DPConfigError,
+            match="Use adjacency='zero_out' or adjacency='replace_one'|Use .*'zero_out', or sampling='auto'",
+        ):
             plan_for(**arguments)
     else:
         assert 1.99 <= plan_for(**arguments).epsilon() <= 2.0
@@ -263,7 +266,10 @@ def test_a_delta_of_one_over_n_or_more_warns():
         ({"num_examples": 0}, "num_examples=0.*Use an integer >= 1"),
         ({"num_steps": 0}, "num_steps=0.*Use an integer >= 1"),
         ({"num_steps": 2.5}, "num_steps=2.5.*Use an integer >= 1"),
-        ({"sampling": "fixed_order", "adjacency": "add_or_remove_one"}, "shifts the blocks.*Use adjacency='zero_out' or adjacency='replace_one'"),
+        (
+            {"sampling": "fixed_order", "adjacency": "add_or_remove_one"},
+            "shifts the blocks.*Use adjacency='zero_out' or adjacency='replace_one'",
+        ),
         ({"target_delta": 1e-12, "adjacency": "replace_one", "target_epsilon": 8.0}, "Use delta >= 1e-10"),
     ],
 )
