@@ -24,7 +24,7 @@ from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.private_state import PrivateState, default_private_dir
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.mechanisms import mechanism_facts, mechanisms_table
-from hf_dpopt.report.noise_plots import plot_comparison
+from hf_dpopt.report.noise_plots import plot_comparison, pyplot
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, read_report
 from hf_dpopt.report.statement import render_statement, round_up
@@ -100,6 +100,8 @@ def plan(
         noise_kwargs=_json(noise_kwargs),
     )
     check_count("num_parameters", num_parameters)
+    if plots is not None:
+        pyplot()  # what cannot be drawn is found before anything is computed
     num_steps = _num_steps(batch_size, num_examples, steps, epochs)
     sizes = {
         "num_examples": num_examples,

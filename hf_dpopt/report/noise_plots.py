@@ -40,7 +40,7 @@ def plot_comparison(
     Raises:
         DPConfigError: if matplotlib is not installed.
     """
-    plt = _pyplot()
+    plt = pyplot()
     colors = {row.label: f"C{i}" for i, row in enumerate(rows)}
     shown = list(rows)[:SHOWN]
     figure, axes = plt.subplots(2, 3, figsize=(14.5, 8.6))
@@ -65,7 +65,12 @@ def plot_comparison(
     return paths
 
 
-def _pyplot() -> Any:
+def pyplot() -> Any:
+    """Matplotlib without a display.
+
+    Raises:
+        DPConfigError: if it is not installed.
+    """
     try:
         import matplotlib
     except ImportError:

@@ -28,7 +28,9 @@ def test_clipped_sum_equals_a_loop_over_records(name, dtype, clipping):
     norm = _median_norm(model, batch)  # half of the records are clipped, half are not
     want = reference.clipped_sum(model, batch, norm, clipping)
     got = clipped_gradient_sum(model, batch, clipping_norm=norm, clipping=clipping)
-    assert reference.relative_error(got, want) <= (1e-10 if dtype == torch.float64 else 1e-5)
+    # automatic clipping divides by the norm of every record, however small: 3e-6 in the middle, once 1.4e-5
+    rounding = 5e-5 if clipping == "automatic" else 1e-5
+    assert reference.relative_error(got, want) <= (1e-10 if dtype == torch.float64 else rounding)
 
 
 @pytest.mark.parametrize("name", MODELS)
