@@ -52,8 +52,8 @@ class PrivacyConfig:
         privacy_unit: what one record is. Only ``example`` for now.
         noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`, or ``auto`` for the one with the least
             predicted error.
-        noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend`` and
-            ``block`` of its stream (`hf_dpopt.mechanisms.streams.make_stream`).
+        noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
+            and ``offload`` of its stream (`hf_dpopt.mechanisms.streams.make_stream`).
         noise_restart_every: steps after which correlated noise starts anew; None for never.
         noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
         unsafe_fixed_noise_key: 64 hexadecimal digits that replace the operating system's randomness. For tests only:

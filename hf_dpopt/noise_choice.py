@@ -57,7 +57,10 @@ def choose_noise(
         raise DPConfigError("Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs.")
     sampler = make_sampler(config, num_examples)
     if isinstance(sampler, CyclicPoissonSampler) and config.noise_mechanism == "banded":
-        bands = (kept[0].num_bands or 1) if kept else _num_bands(config, sampler, options, num_steps, delta, workload)
+        if recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
+            bands = recorded["sampler"].get("num_groups", 1)
+        else:
+            bands = _num_bands(config, sampler, options, num_steps, delta, workload)
         sampler = dataclasses.replace(sampler, num_groups=bands)
         if "coefs" not in options:
             options["num_bands"] = bands

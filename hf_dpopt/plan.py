@@ -147,7 +147,7 @@ class PrivacyPlan:
         For the log of a run on its way alone; what a run of several chains, or beyond its plan, costs is exact.
         """
         chains = as_chains(num_steps)
-        if not isinstance(self.sampler, BallsInBinsSampler) or len(chains) > 1 or chains[0] > self.num_steps:
+        if not isinstance(self.sampler, BallsInBinsSampler) or len(chains) != 1 or chains[0] > self.num_steps:
             return num_steps
         epoch = self.sampler.steps_per_epoch
         return min(-(-chains[0] // epoch) * epoch, self.num_steps)

@@ -82,13 +82,13 @@ class PrivateRun:
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        start, noise_state = opened[2:]
+        self._start, noise_state = opened[2:]
         try:
             self.noise = plan.mechanism.stream(
                 source,
                 plan.clipper.sensitivity(plan.adjacency),
-                first_step=start + 1,
-                num_steps=max(1, plan.num_steps - start),
+                first_step=self._start + 1,
+                num_steps=max(1, plan.num_steps - self._start),
             )
             self.noise.continue_at(self.charged[-1], noise_state)
         except BaseException:
@@ -198,9 +198,8 @@ class PrivateRun:
                 f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
                 "output_dir, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
             )
-        excess = self.plan.excess(next_charged)
-        # a step that costs no more than the plan was checked at the start
-        if target is not None and (excess is None or excess > 0):
+        # all steps of the plan on this chain were found affordable at the start
+        if target is not None and next_charged[-1] > self.plan.num_steps - self._start:
             spent = self.plan.epsilon(next_charged)
             if spent > target:
                 raise DPBudgetExceeded(
@@ -256,6 +255,11 @@ def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, An
     if aggregate.rank() != 0 or not path.exists():
         return None
     plan = Ledger.read(path).plan
+    if plan is not None and "noise_strategy" not in plan:
+        raise DPConfigError(
+            f"{path} was written by an earlier release, which did not say how the noise was correlated. Continue that "
+            "run with the release that began it, or choose another output_dir."
+        )
     if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
         raise DPConfigError(
             f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "

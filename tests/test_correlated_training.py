@@ -15,7 +15,8 @@ from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.mechanisms.strategies import Participation
+from hf_dpopt.mechanisms.strategies import BandedToeplitz, Participation
+from hf_dpopt.mechanisms.streams import CorrelatedStream
 from hf_dpopt.private_state import PrivateState
 from hf_dpopt.report.release_scan import scan_for_secrets
 from tests import tiny
@@ -81,8 +82,15 @@ def test_one_field_switches_everything_that_must_change_with_it(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["blt", "nu_dpftrl, exact", "banded", "honaker", "dense"])
 @pytest.mark.parametrize("kept", [True, False], ids=["buffers kept", "buffers lost"])
-def test_a_linear_resume_at_every_step_is_bit_equal(tmp_path, name, kept):
+def test_a_linear_resume_at_every_step_is_bit_equal(tmp_path, name, kept, monkeypatch):
     whole = run_and_die_everywhere(tmp_path, **CASES[name])
+    if kept:  # what was kept is read, not drawn again
+
+        def refuse(self, num_steps, state):
+            assert state is not None and state["num_done"] == num_steps and state["bound_to"] == self._bound_to
+            self.load_state(state)
+
+        monkeypatch.setattr(CorrelatedStream, "continue_at", refuse)
     want = tiny.weights(whole.model)
     for step in range(1, NUM_STEPS):
         folder = tmp_path / "died" / str(step)
@@ -236,6 +244,46 @@ def test_explicit_wishes_beside_auto_are_not_overruled_by_the_ledger(tmp_path):
             trainer(tmp_path, **CASES["auto"] | wish).train(resume_from_checkpoint=True)
     with pytest.raises(DPConfigError, match="chooses the options, too"):
         trainer(tmp_path, **CASES["auto"] | {"noise_kwargs": {"nu": 0.1}})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_that_has_not_begun_has_spent_nothing(tmp_path, name):
+    assert trainer(tmp_path, **CASES[name]).privacy_spent().epsilon == 0.0
+
+
+def test_a_branch_on_balls_in_bins_asks_for_epsilon_once_and_not_in_every_step(tmp_path, monkeypatch):
+    """A second of computation each; the start has found all steps of the plan affordable."""
+    options = {"noise_mechanism": "nu_dpftrl", "sampling": "balls_in_bins", "noise_multiplier": None}
+    trainer(tmp_path, **options, target_epsilon=3.0).train()
+    branch = trainer(tmp_path, **options, target_epsilon=9.0)
+    branch.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
+    run = branch._run
+    run._is_closed, run.charged = False, [NUM_STEPS, 0]
+    asked = []
+    monkeypatch.setattr(type(branch.plan), "epsilon", lambda self, *steps: asked.append(steps) or 99.0)
+    for step in range(1, NUM_STEPS - 3 + 1):
+        run.charge(step + 3)
+    assert not asked
+    with pytest.raises(DPBudgetExceeded, match="to 99"):
+        run.charge(NUM_STEPS + 1)
+
+
+def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):
+    options = {"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 3}, "save_steps": 4}
+    first = trainer(tmp_path, **options)
+    narrow = BandedToeplitz((1.0, 0.5))
+    recorded = first.plan.public_dict() | {"noise_strategy": narrow.parameters()}
+    again = make_plan(first.plan.config, num_examples=64, num_steps=NUM_STEPS, recorded=recorded)
+    assert again.strategy == narrow and again.sampler == first.plan.sampler and again.sampler.num_groups == 3
+
+
+def test_the_ledger_of_an_earlier_release_is_refused_in_words(tmp_path):
+    first = trainer(tmp_path, **CASES["blt"])
+    plan = {key: value for key, value in first.plan.public_dict().items() if not key.startswith("noise_str")}
+    with Ledger.open(tmp_path / "out/privacy/ledger.jsonl") as ledger:
+        ledger.record_plan(plan, must_match=())
+    with pytest.raises(DPConfigError, match="earlier release.*another output_dir"):
+        trainer(tmp_path, **CASES["blt"])
 
 
 def test_a_closed_run_takes_no_more_steps(tmp_path):
