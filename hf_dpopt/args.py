@@ -95,7 +95,7 @@ class DPTrainingArguments(TrainingArguments):
     noise_mechanism: str = field(
         default="gaussian",
         metadata={
-            "help": "How noise is correlated over steps; auto is the mechanism with the least predicted error. "
+            "help": "How noise is correlated over steps; auto compares them for this run and takes one. "
             + " ".join(f"{name}: {family.summary}." for name, family in MECHANISMS.items()),
             "choices": [*MECHANISMS, "auto"],
         },

@@ -50,8 +50,8 @@ class PrivacyConfig:
             size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
             the sampler has a proof for.
         privacy_unit: what one record is. Only ``example`` for now.
-        noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`, or ``auto`` for the one with the least
-            predicted error.
+        noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`, or ``auto`` for the one that
+            `hf_dpopt.comparison` takes for the run.
         noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
             and ``offload`` of its stream (`hf_dpopt.mechanisms.streams.make_stream`).
         noise_restart_every: steps after which correlated noise starts anew; None for never.
