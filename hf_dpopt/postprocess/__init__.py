@@ -1,25 +1,40 @@
-"""After the noise everything is free: maps of the noisy sum, in any order and number, at no privacy cost.
+"""After the noise everything is free: maps of the released mean gradient, in any order and number, at no privacy cost.
 
-A new one is one file with a function or an object `(name -> tensor) -> (name -> tensor)` and one line in
-`POSTPROCESSORS`. They run inside `private_step`, after `# private from here`, on released values only.
+A new one is one file with a class that follows `Postprocess`, and one line in `POSTPROCESSORS`. They run inside
+`private_step`, after `# released from here`, on released values only; so their state may be stored and published.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 
+from hf_dpopt.postprocess.noise_level import IndependentNoise, NoiseLevel
+
 Gradients = dict[str, torch.Tensor]
-Postprocess = Callable[[Gradients], Gradients]
+
+
+class Postprocess(Protocol):
+    """A map of the released mean gradient, called once per optimizer step; it may keep state."""
+
+    def __call__(self, released: Gradients) -> Gradients:
+        """Parameter name -> float32 tensor of the parameter's shape, to the same."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: tensors, numbers, texts, and lists and dicts of them; {} if there is none."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where the state was taken, bit for bit."""
+
 
 POSTPROCESSORS: dict[str, Callable[..., Postprocess]] = {}
 
 
 def mean_over_expected_batch(noisy_sums: Gradients, expected_batch_size: int) -> Gradients:
     """Divides by the public expected size. The realised size of a logical batch is data and may not be the divisor."""
-    for total in noisy_sums.values():
-        total.div_(expected_batch_size)
+    torch._foreach_div_(list(noisy_sums.values()), expected_batch_size)
     return noisy_sums
 
 
@@ -28,3 +43,14 @@ def apply(chain: Iterable[Postprocess], released: Gradients) -> Gradients:
     for postprocess in chain:
         released = postprocess(released)
     return released
+
+
+__all__ = [
+    "POSTPROCESSORS",
+    "Gradients",
+    "IndependentNoise",
+    "NoiseLevel",
+    "Postprocess",
+    "apply",
+    "mean_over_expected_batch",
+]

@@ -1,0 +1,33 @@
+"""How loud the noise in the released gradient is: what optimizers and filters that know the noise ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+
+class NoiseLevel(Protocol):
+    """The noise of the latest release, per coordinate of the mean gradient; public. Never typed in by the user."""
+
+    def variance(self) -> float:
+        """Variance of a coordinate of the latest released mean gradient, in gradient units squared; 0 without noise."""
+
+    def covariance(self, lag: int) -> float:
+        """Covariance of that coordinate's noise with its noise `lag` >= 1 releases before; 0 if it is independent."""
+
+
+@dataclasses.dataclass(frozen=True)
+class IndependentNoise:
+    """Noise of one stddev in every step, independent over the steps.
+
+    Args:
+        stddev: of a coordinate of the released mean gradient, gradient units; >= 0.
+    """
+
+    stddev: float = 0.0
+
+    def variance(self) -> float:
+        return self.stddev**2
+
+    def covariance(self, lag: int) -> float:
+        return 0.0
