@@ -16,6 +16,7 @@ from hf_dpopt.clipping import usable
 from hf_dpopt.grads.contributions import ClippedSum, Contribution, Dense, Pack, squared_norms
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.grads.products import GramCache
+from hf_dpopt.grads.scaling import UNSCALED, Scale
 
 
 class BookKeepingEngine(ClippingEngine):
@@ -32,7 +33,7 @@ class BookKeepingEngine(ClippingEngine):
             self._backward(losses_B)
         with torch.no_grad(), full_precision(losses_B.device.type):
             packs = self._pack(contributions)
-            squares = self._squares(losses_B, contributions, packs)
+            squares = self._squares(losses_B, contributions, packs, sums.scale or UNSCALED)
             factors, keep_B = self.clipping.factors(squares), usable(squares)
             self._add_weighted_sums(sums, contributions, packs, factors, keep_B)
         return self._statistics(losses_B, factors, keep_B)
@@ -46,15 +47,20 @@ class BookKeepingEngine(ClippingEngine):
         return {group: Pack(gradients) for group, gradients in small.items()}
 
     def _squares(
-        self, losses_B: torch.Tensor, contributions: dict[str, list[Contribution]], packs: dict[str, Pack]
+        self,
+        losses_B: torch.Tensor,
+        contributions: dict[str, list[Contribution]],
+        packs: dict[str, Pack],
+        scale: Scale,
     ) -> dict[str, torch.Tensor]:
-        """Group -> squared norms, (B,)."""
-        found: dict[str, list[torch.Tensor]] = {group: [pack.squared_norms()] for group, pack in packs.items()}
-        for name, squares_B in squared_norms(contributions, GramCache()).items():
+        """Group -> squared norms of the scaled gradients, (B,)."""
+        found: dict[str, list[torch.Tensor]] = {group: [pack.squared_norms(scale)] for group, pack in packs.items()}
+        for name, squares_B in squared_norms(contributions, GramCache(), scale).items():
             found.setdefault(self.clipping.group(name), []).append(squares_B)
         squares = self._no_squares(losses_B)
         for group, of_group in found.items():
             squares[group] += torch.stack(of_group).sum(dim=0)  # in place: the dtype, and its safety, are the sums'
+        scale.scale_squares_(squares)
         return squares
 
     def _add_weighted_sums(

@@ -12,11 +12,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_dpopt.grads import products
 from hf_dpopt.grads.products import GramCache, scaled, wide
+
+if TYPE_CHECKING:
+    from hf_dpopt.grads.scaling import Scale
 
 # A record whose tokens or uses cancel loses digits in the Gram form; below this share of the un-cancelled energy its
 # norm is taken from the materialised gradient instead. At 0.05, float32 rounding stays within 4e-6 of the norm.
@@ -70,18 +74,23 @@ class Rows:
         return self.ids_BT.size(0)
 
     def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        # Tokens of one record that share a row add up before the square, in O(B T D). Sorted ids give the shares their
-        # place; to count the distinct ones would make the host wait for a GPU.
+        squares_B = self.combined()[0].square().sum(dim=(1, 2))
+        return squares_B, squares_B
+
+    def combined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of one record that share a row added up, (B, T, D) with zeros at the end, and their rows, (B, T)."""
+        # In O(B T D). Sorted ids give the shares their place; to count the distinct ones would make the host wait for
+        # a GPU.
         num_records, num_tokens = self.ids_BT.shape
         sorted_BT, order_BT = self.ids_BT.sort(dim=1)
         is_new_BT = torch.ones_like(sorted_BT)
         is_new_BT[:, 1:] = sorted_BT[:, 1:] != sorted_BT[:, :-1]
         row_BT = torch.empty_like(order_BT).scatter_(1, order_BT, is_new_BT.cumsum(dim=1) - 1)
+        ids_BT = torch.zeros_like(self.ids_BT).scatter_(1, row_BT, self.ids_BT)
         row_BT += num_tokens * torch.arange(num_records, device=row_BT.device).unsqueeze(1)
         grad_ND = wide(self.grad_BTD).flatten(0, 1)
         rows_ND = torch.zeros_like(grad_ND).index_add_(0, row_BT.flatten(), grad_ND)
-        squares_B = rows_ND.view(num_records, -1).square().sum(dim=1)
-        return squares_B, squares_B
+        return rows_ND.view(num_records, num_tokens, -1), ids_BT
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         grad_BTD = scaled(self.grad_BTD, factors_B).to(total.dtype)
@@ -166,6 +175,7 @@ class Pack:
     def __init__(self, gradients: Mapping[str, Dense]):
         flat = [_flat(dense.grad_B) for dense in gradients.values()]
         self._names, self._sizes = list(gradients), [x_BN.size(1) for x_BN in flat]
+        self._shapes = [dense.grad_B.shape[1:] for dense in gradients.values()]
         self._grad_BN = wide(torch.cat(flat, dim=1))
 
     @staticmethod
@@ -174,9 +184,13 @@ class Pack:
         first = uses[0]
         return len(uses) == 1 and isinstance(first, Dense) and first.grad_B[:1].numel() <= MAX_PACKED
 
-    def squared_norms(self) -> torch.Tensor:
-        """Of the parameters together, (B,)."""
-        return Dense(self._grad_BN).squares()[0]
+    def squared_norms(self, scale: Scale | None = None) -> torch.Tensor:
+        """Of the parameters together, (B,), divided by the scale's D."""
+        if scale is None or not scale.parts.keys() & set(self._names):
+            return Dense(self._grad_BN).squares()[0]
+        like = zip(self._names, self._shapes, strict=True)
+        weights = [scale.weights(name, self._grad_BN.new_empty(1).expand(shape)) for name, shape in like]
+        return Dense(self._grad_BN * torch.cat(weights)).squares()[0]
 
     def select(self, keep_B: torch.Tensor) -> Pack:
         kept = copy.copy(self)
@@ -197,14 +211,17 @@ class ClippedSum:
 
     Args:
         parameters: name -> parameter; all of them are in the result, those without contributions as zeros.
+        scale: what the records are multiplied by before the clip; None for nothing.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor]):
+    def __init__(self, parameters: Mapping[str, torch.Tensor], scale: Scale | None = None):
         self._parameters = parameters
         self._totals: dict[str, torch.Tensor] = {}
+        self.scale, self._is_scaled = scale, False
 
     def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
         """Adds ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
+        assert not self._is_scaled, "the sum was taken"
         if contribution.num_records == 0:
             return
         if name in self._totals:
@@ -235,7 +252,14 @@ class ClippedSum:
         return make(p.shape, dtype=self._dtype(p), device=p.device)
 
     def result(self) -> dict[str, torch.Tensor]:
-        """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy."""
+        """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy.
+
+        What is added afterwards would not be scaled, so nothing can be.
+        """
+        if self.scale is not None and not self._is_scaled:
+            self._is_scaled = True
+            for name, total in self._totals.items():
+                self.scale.apply_(name, total)
         return {
             name: self._totals[name] if name in self._totals else self._new(name, torch.zeros)
             for name in self._parameters
@@ -310,15 +334,17 @@ def _squares(contributions: list[Contribution], grams: GramCache | None) -> tupl
 
 
 def squared_norms(
-    contributions: Mapping[str, list[Contribution]], grams: GramCache | None = None
+    contributions: Mapping[str, list[Contribution]], grams: GramCache | None = None, scale: Scale | None = None
 ) -> dict[str, torch.Tensor]:
-    """Name -> squared norms of the records' gradients, (B,), given every use of each parameter.
+    """Name -> squared norms of the records' gradients, (B,), given every use of each parameter; divided by D of `scale`.
 
     A record whose tokens or uses cancel is taken again from its materialised gradient. Which ones do is asked once for
     all parameters: on a GPU, every question is a wait for the device.
     """
     if not contributions:
         return {}
+    if scale is not None:
+        contributions = {name: scale.of(name, uses) for name, uses in contributions.items()}
     found = [_squares(uses, grams) for uses in contributions.values()]
     squares_NB, energy_NB = (torch.stack(x) for x in zip(*found, strict=True))
     names = list(contributions)

@@ -18,6 +18,7 @@ from hf_dpopt.clipping import Clipping
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.contributions import ClippedSum
+from hf_dpopt.grads.scaling import Scale
 
 LossFunction = Callable[[], torch.Tensor]
 
@@ -55,7 +56,8 @@ class ClippingEngine(abc.ABC):
     """Clipped gradient sums of a model, one physical batch at a time.
 
     Formal guarantee: what `add_clipped_sum` adds for one record has L2 norm at most `clipping.clipping_norm` over all
-    trainable parameters together (float32 rounding aside), provided the loss of a record depends on that record alone.
+    trainable parameters together (float32 rounding aside), in the coordinates of the sum's scale if it has one,
+    provided the loss of a record depends on that record alone.
     A record without finite gradient adds exactly nothing.
 
     Args:
@@ -73,9 +75,14 @@ class ClippingEngine(abc.ABC):
         self.capture = Capture(model)
         self.parameters = self.capture.parameters
 
-    def empty_sum(self) -> ClippedSum:
-        """Where the clipped sums of one logical batch add up."""
-        return ClippedSum(self.parameters)
+    def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
+        """Where the clipped sums of one logical batch add up.
+
+        Args:
+            scale: what a record's gradient is multiplied by before its norm is taken. It may depend on public and on
+                released values alone; clip, sum and sensitivity are then those of the scaled gradients.
+        """
+        return ClippedSum(self.parameters, scale)
 
     @abc.abstractmethod
     def add_clipped_sum(

@@ -22,6 +22,7 @@ from hf_dpopt.clipping import Clipping, usable
 from hf_dpopt.grads.capture import is_compiled
 from hf_dpopt.grads.contributions import ClippedSum, Contribution, has_cancelled, squared_norms
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
+from hf_dpopt.grads.scaling import UNSCALED, Scale
 
 
 class TwoPassEngine(ClippingEngine):
@@ -44,7 +45,7 @@ class TwoPassEngine(ClippingEngine):
             device = losses_B.device.type
             # whatever a backward recomputes with dropout must see the same masks in every backward
             random_state = framework_rng.snapshot(losses_B.device)
-            squares = self._squares(losses_B, random_state)
+            squares = self._squares(losses_B, random_state, sums.scale or UNSCALED)
             with torch.no_grad():
                 factors, keep_B = self.clipping.factors(squares), usable(squares)
             all_kept = bool(keep_B.all())
@@ -61,11 +62,13 @@ class TwoPassEngine(ClippingEngine):
             self._backward(losses_B)
         return self._statistics(losses_B, factors, keep_B)
 
-    def _squares(self, losses_B: torch.Tensor, random_state: framework_rng.Snapshot) -> dict[str, torch.Tensor]:
-        """The first backward: group -> squared norms, (B,)."""
+    def _squares(
+        self, losses_B: torch.Tensor, random_state: framework_rng.Snapshot, scale: Scale
+    ) -> dict[str, torch.Tensor]:
+        """The first backward: group -> squared norms of the scaled gradients, (B,)."""
         keep = set(self._reused)
         while True:
-            norms = _Norms(self.clipping, self._no_squares(losses_B), keep)
+            norms = _Norms(self.clipping, self._no_squares(losses_B), keep, scale)
             self.capture.receive = norms.measure
             framework_rng.restore(random_state)
             self._backward(losses_B, keep_graph=True)
@@ -87,10 +90,11 @@ class _Norms:
         clipping: names the group of a parameter.
         squares: group -> zeros, (B,).
         keep: parameters whose norms need their contributions together, or materialised.
+        scale: of the records' gradients.
     """
 
-    def __init__(self, clipping: Clipping, squares: dict[str, torch.Tensor], keep: set[str]):
-        self._clipping, self._squares, self._keep = clipping, squares, frozenset(keep)
+    def __init__(self, clipping: Clipping, squares: dict[str, torch.Tensor], keep: set[str], scale: Scale):
+        self._clipping, self._squares, self._keep, self._scale = clipping, squares, frozenset(keep), scale
         self._kept: dict[str, list[Contribution]] = {}
         self._cancelled: dict[str, torch.Tensor] = {}
         self.reused: set[str] = set()
@@ -104,7 +108,7 @@ class _Norms:
             self.reused.add(name)
         else:
             with torch.no_grad(), full_precision(self._device):
-                squares_B, energy_B = use.squares()
+                squares_B, energy_B = self._scale.of(name, [use])[0].squares()
                 self._squares[self._clipping.group(name)] += squares_B
                 self._cancelled[name] = has_cancelled(squares_B, energy_B)
 
@@ -118,6 +122,7 @@ class _Norms:
     def squares(self) -> dict[str, torch.Tensor]:
         """Group -> squared norms, (B,)."""
         with torch.no_grad(), full_precision(self._device):
-            for name, squares_B in squared_norms(self._kept).items():
+            for name, squares_B in squared_norms(self._kept, scale=self._scale).items():
                 self._squares[self._clipping.group(name)] += squares_B
+            self._scale.scale_squares_(self._squares)
         return self._squares

@@ -1,0 +1,184 @@
+"""Per-record gradients divided coordinate by coordinate before the clip: ``clip(g_b / D)``.
+
+The sum needs no gradient of a record, for ``sum_b f_b (g_b / D) = (sum_b f_b g_b) / D``. The norms do: the Gram trick
+knows no elementwise D. A full diagonal takes them from the gradients of one layer, some records at a time; a factored
+one, ``D = r c^T``, leaves an outer product an outer product, and the ghost norm stays valid.
+
+Shape legend: B = records, T = tokens, P / Q = rows / columns of a parameter, D = width of a table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.contributions import (
+    MAX_SQUARED,
+    Contribution,
+    Dense,
+    Outer,
+    Rows,
+    Transposed,
+)
+from hf_dpopt.grads.products import GramCache, wide
+
+MAX_ON_A_GPU = 2**26  # elements of the gradients that are formed at once; on a CPU they should stay in its cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagonal:
+    """Any D; ``inverse`` is 1 / D in the shape of the parameter."""
+
+    inverse: torch.Tensor
+
+    def of(self, uses: Sequence[Contribution]) -> list[Contribution]:
+        return [Divided(tuple(uses), self.inverse)]  # type: ignore[list-item]
+
+    def divide_(self, total: torch.Tensor) -> None:
+        total.mul_(self.inverse.to(total.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Factored:
+    """``D = r c^T``; both are inverted: (P,) and (Q,), of a parameter seen as P x Q (the first dimension, the rest)."""
+
+    inverse_P: torch.Tensor
+    inverse_Q: torch.Tensor
+
+    def of(self, uses: Sequence[Contribution]) -> list[Contribution]:
+        return [self._divided(use) for use in uses]
+
+    def _divided(self, use: Contribution) -> Contribution:
+        match use:
+            case Outer(left_BTP, right_BTQ):
+                return Outer(wide(left_BTP) * self.inverse_P, wide(right_BTQ) * self.inverse_Q)
+            case Rows(ids_BT, grad_BTD, num_rows):
+                # a row number that is no row (padding below 0 or beyond) would have been refused by the layer
+                return Rows(ids_BT, wide(grad_BTD) * self.inverse_Q * self.inverse_P[ids_BT].unsqueeze(-1), num_rows)
+            case Transposed(rows):
+                return Transposed(Factored(self.inverse_Q, self.inverse_P)._divided(rows))  # type: ignore[arg-type]
+            case Dense(grad_B):
+                return Dense(wide(grad_B) * self.matrix(grad_B[0].shape).to(wide(grad_B[:0]).dtype))
+        raise AssertionError(type(use))
+
+    def matrix(self, shape: torch.Size) -> torch.Tensor:
+        """1 / D in the shape of the parameter."""
+        return torch.outer(self.inverse_P, self.inverse_Q).view(shape)
+
+    def divide_(self, total: torch.Tensor) -> None:
+        matrix_PQ = total.view(len(self.inverse_P), -1)
+        matrix_PQ.mul_(self.inverse_P.to(total.dtype).unsqueeze(1)).mul_(self.inverse_Q.to(total.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Divided:
+    """All uses of a parameter together, divided by a full diagonal. For norms alone."""
+
+    uses: tuple[Contribution, ...]
+    inverse: torch.Tensor
+
+    @property
+    def num_records(self) -> int:
+        return self.uses[0].num_records
+
+    def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        most = MAX_ON_A_GPU if self.inverse.is_cuda else MAX_SQUARED
+        at_once = max(1, most // max(1, self.inverse.numel()))
+        parts = torch.arange(self.num_records).split(at_once)
+        squares_B = torch.cat([self._squares(int(part[0]), int(part[-1]) + 1) for part in parts])
+        return squares_B, squares_B  # nothing cancels in a gradient that was formed
+
+    def _squares(self, first: int, end: int) -> torch.Tensor:
+        if len(self.uses) == 1 and isinstance(self.uses[0], Rows):
+            return _squares_of_rows(self.uses[0].select(slice(first, end)), self.inverse)  # type: ignore[arg-type]
+        grads = [_materialised(use.select(slice(first, end))) for use in self.uses]  # type: ignore[arg-type]
+        total = grads[0] if len(grads) == 1 else torch.stack(grads).sum(dim=0)
+        divided = total * self.inverse.to(total.dtype)
+        return torch.linalg.vector_norm(divided.flatten(1), dim=1).square()
+
+    def of_record(self, b: int) -> torch.Tensor:
+        total = torch.stack([use.of_record(b) for use in self.uses]).sum(dim=0)
+        return total * self.inverse.to(total.dtype)
+
+
+def _materialised(use: Contribution) -> torch.Tensor:
+    """The gradients of the records, (B, *parameter shape)."""
+    match use:
+        case Outer(left_BTP, right_BTQ):
+            return torch.bmm(wide(left_BTP).mT, wide(right_BTQ))
+        case Dense(grad_B):
+            return wide(grad_B)
+    return torch.stack([use.of_record(b) for b in range(use.num_records)])
+
+
+def _squares_of_rows(use: Rows, inverse: torch.Tensor) -> torch.Tensor:
+    """Of an embedding's gradients, without a table for every record: tokens of a row add up before they are divided."""
+    rows_NTD, ids_BT = use.combined()
+    return (rows_NTD * inverse.to(rows_NTD.dtype)[ids_BT]).square().sum(dim=(1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """What the gradient of a record is multiplied by before its norm: ``factor / D``.
+
+    Args:
+        parts: parameter name -> 1 / D; those left out are not divided.
+        factor: one number for all coordinates: a clip norm of its own, in units of the clipping rule's.
+    """
+
+    parts: Mapping[str, Diagonal | Factored] = dataclasses.field(default_factory=dict)
+    factor: float = 1.0
+
+    def of(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
+        """The uses of a parameter, divided; `factor` is left to the caller. For norms."""
+        return self.parts[name].of(uses) if name in self.parts else list(uses)
+
+    def weights(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """1 / D of a parameter, flat, for gradients of the shape and dtype of `like`."""
+        match self.parts.get(name):
+            case Diagonal(inverse):
+                return inverse.reshape(-1).to(like.dtype)
+            case Factored() as part:
+                return part.matrix(like.shape).reshape(-1).to(like.dtype)
+        return like.new_ones(like.numel())
+
+    def apply_(self, name: str, total: torch.Tensor) -> None:
+        """Multiplies a sum, which is then one of scaled records."""
+        if name in self.parts:
+            self.parts[name].divide_(total)
+        if self.factor != 1.0:
+            total.mul_(self.factor)
+
+    def scale_squares_(self, squares: Mapping[str, torch.Tensor]) -> None:
+        """The factor's share of squared norms."""
+        if self.factor != 1.0:
+            for squares_B in squares.values():
+                squares_B.mul_(self.factor**2)
+
+    def check(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Refuses what does not fit the parameters, is not finite or not positive.
+
+        Raises:
+            DPConfigError: naming the parameter.
+        """
+        for name, part in self.parts.items():
+            if name not in parameters:
+                raise DPConfigError(f"There is a scale for {name!r}, which is no trained parameter. Leave it out.")
+            shape = parameters[name].shape
+            if isinstance(part, Diagonal):
+                values, fits = [part.inverse], part.inverse.shape == shape
+            else:
+                values = [part.inverse_P, part.inverse_Q]
+                fits = len(part.inverse_P) == shape[0] and len(part.inverse_Q) == shape[1:].numel()
+            if not fits or not all(bool((v.isfinite() & (v > 0)).all()) for v in values):
+                raise DPConfigError(
+                    f"The scale of {name} has another shape than the parameter, or entries that are not finite and "
+                    "> 0: a coordinate that is multiplied by 0 would be neither trained nor told apart from noise. "
+                    "Give D in the parameter's shape, with a floor (eps) above 0."
+                )
+
+
+UNSCALED = Scale()
