@@ -11,6 +11,8 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.optim import OPTIMIZERS
+from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.sampling import SAMPLERS
 
 
@@ -30,7 +32,11 @@ class DPTrainingArguments(TrainingArguments):
         DPConfigError: when a `DPTrainer` is made from values that cannot be private; see `hf_dpopt.refusals`.
     """
 
-    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "noise_kwargs"]  # JSON on a command line
+    _VALID_DICT_FIELDS = [  # JSON on a command line
+        *TrainingArguments._VALID_DICT_FIELDS,
+        "noise_kwargs",
+        "preconditioner_kwargs",
+    ]
 
     max_grad_norm: float = field(
         default=0.0,
@@ -111,6 +117,33 @@ class DPTrainingArguments(TrainingArguments):
         default="secure",
         metadata={"help": "secure: AES-CTR. fast: a statistical generator, labelled.", "choices": ["secure", "fast"]},
     )
+    preconditioner: str = field(
+        default="none",
+        metadata={
+            "help": "What divides a record's gradient before the clip: delayed preconditioners (dp2_*), made of the "
+            "noisy gradients of earlier steps, or adadps, made of public_dataset. Costs no privacy.",
+            "choices": list(PRECLIPS),
+        },
+    )
+    preconditioner_kwargs: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Its options as JSON, such as "
+            '\'{"clipping_norm": 5, "learning_rate_ratio": 3, "factored": true}\'.'
+        },
+    )
+    dp2_delay: int | None = field(
+        default=None, metadata={"help": "Steps of SGD from which a delayed preconditioner is made. Default: 200."}
+    )
+    filter: str | None = field(
+        default=None,
+        metadata={
+            "help": "Low-pass filter of the noisy gradients: a preset (momentum, first_order_v1, second_order ..), "
+            "butterworth:ORDER:CUTOFF, chebyshev:ORDER:CUTOFF:RIPPLE, 'b=0.1;a=-0.9' or adaptive:TAPS. In Adam it "
+            "takes the place of the first moment."
+        },
+    )
+    public_batch_size: int = field(default=32, metadata={"help": "Records of public_dataset in one public gradient."})
     private_state_dir: str | None = field(
         default=None,
         metadata={
@@ -146,6 +179,13 @@ class DPTrainingArguments(TrainingArguments):
         metadata={"help": "64 hex digits. For tests only: the run is stamped NOT PRIVATE, epsilon is inf."},
     )
 
+    def __post_init__(self) -> None:
+        asked = self.optim
+        if asked in OPTIMIZERS:  # transformers' enumeration has no place for more
+            self.optim = "adamw_torch"
+        super().__post_init__()
+        self.optim = asked if asked in OPTIMIZERS else self.optim
+
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
         """The privacy side of these arguments, checked."""
         names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size"}
@@ -155,9 +195,28 @@ class DPTrainingArguments(TrainingArguments):
                 "--target_epsilon 8 (or a smaller number); to train without privacy use the stock Trainer."
             )
         values = {name: getattr(self, name) for name in names}
-        return PrivacyConfig(
-            expected_batch_size=expected_batch_size, **{**values, "noise_kwargs": values["noise_kwargs"] or {}}
-        )
+        for name in ("noise_kwargs", "preconditioner_kwargs"):
+            values[name] = values[name] or {}
+        if self.dp2_delay is not None:
+            values["preconditioner_kwargs"] = self._with_delay(values["preconditioner_kwargs"])
+        return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
+
+    def _with_delay(self, options: Any) -> dict[str, Any]:
+        if not self.preconditioner.startswith("dp2"):
+            raise DPConfigError(
+                f"dp2_delay={self.dp2_delay} is for delayed preconditioners, and preconditioner is "
+                f"{self.preconditioner!r}. Add --preconditioner dp2_rmsprop, or leave dp2_delay out."
+            )
+        if "delay" in options:
+            raise DPConfigError("dp2_delay and the delay of preconditioner_kwargs are the same. Give one of them.")
+        return {**options, "delay": self.dp2_delay}
+
+    def optimizer_name(self) -> str | None:
+        """The optimizer of ours that runs, or None for one of transformers'; a filter turns AdamW into ours."""
+        name = str(getattr(self.optim, "value", self.optim))
+        if name in OPTIMIZERS:
+            return name
+        return "dp_adamw" if self.filter is not None and name.startswith("adamw_torch") else None
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, without what must not reach logs: the test key and the place of the keys."""

@@ -56,6 +56,8 @@ class PrivacyConfig:
             and ``offload`` of its stream (`hf_dpopt.mechanisms.streams.make_stream`).
         noise_restart_every: steps after which correlated noise starts anew; None for never.
         noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
+        preconditioner: what divides a record's gradient before the clip: a name in `hf_dpopt.preclip.PRECLIPS`.
+        preconditioner_kwargs: its options (``delay``, ``clipping_norm``, ``learning_rate_ratio``, ``factored`` ...).
         unsafe_fixed_noise_key: 64 hexadecimal digits that replace the operating system's randomness. For tests only:
             the run is stamped NOT PRIVATE and its epsilon is infinite.
 
@@ -76,6 +78,8 @@ class PrivacyConfig:
     noise_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     noise_restart_every: int | None = None
     noise_rng: NoiseRng = "secure"
+    preconditioner: str = "none"
+    preconditioner_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     unsafe_fixed_noise_key: str | None = None
 
     def __post_init__(self) -> None:
@@ -98,7 +102,7 @@ class PrivacyConfig:
                 "calibrates the noise to a budget, noise_multiplier=1.0 fixes it and epsilon is what comes out."
             )
         if self.target_epsilon is not None:
-            _check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
+            check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
             if self.target_epsilon <= 0:
                 raise DPConfigError(
                     f"target_epsilon={self.target_epsilon} is not a budget. Use a finite number > 0; 1 to 8 is usual "
@@ -108,7 +112,7 @@ class PrivacyConfig:
             check_noise_multiplier(self.noise_multiplier)
 
     def _check_numbers(self) -> None:
-        _check_real("clipping_norm", self.clipping_norm, "a finite number > 0, in gradient units; 0.1 to 1 is usual")
+        check_real("clipping_norm", self.clipping_norm, "a finite number > 0, in gradient units; 0.1 to 1 is usual")
         if self.clipping_norm <= 0:
             raise DPConfigError(
                 f"clipping_norm={self.clipping_norm} lets no gradient through. Use a finite number > 0, in gradient "
@@ -120,7 +124,7 @@ class PrivacyConfig:
             "an integer >= 1: the records of one optimizer step on average, over all devices and accumulation steps",
         )
         if self.target_delta is not None:
-            _check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
+            check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
             if not 0 < self.target_delta < 1:
                 raise DPConfigError(
                     f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / number of records, or leave "
@@ -129,6 +133,7 @@ class PrivacyConfig:
 
     def _check_choices(self) -> None:
         from hf_dpopt.mechanisms import MECHANISMS  # not at the top: mechanisms check their numbers with this module
+        from hf_dpopt.preclip import make_preclip
         from hf_dpopt.sampling import SAMPLERS
 
         unit: str = self.privacy_unit
@@ -146,25 +151,30 @@ class PrivacyConfig:
             value = getattr(self, field)
             if value not in allowed:
                 raise DPConfigError(f"{field}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
-        if not isinstance(self.noise_kwargs, Mapping) or not all(isinstance(name, str) for name in self.noise_kwargs):
-            raise DPConfigError(
-                f"noise_kwargs={self.noise_kwargs!r} is no mapping of names to values. Use JSON on a command line: "
-                "--noise_kwargs '{\"num_buffers\": 3}'."
-            )
-        try:  # as a ledger would give them back
-            plain = json.loads(json.dumps(dict(self.noise_kwargs), default=lambda value: value.tolist()))
-        except (TypeError, ValueError, AttributeError):
-            raise DPConfigError(
-                f"noise_kwargs={self.noise_kwargs!r} holds what JSON cannot. Use numbers, texts and lists of them."
-            ) from None
-        object.__setattr__(self, "noise_kwargs", plain)
+        for field, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"delay": 200}')):
+            object.__setattr__(self, field, _plain_options(field, getattr(self, field), example))
+        make_preclip(self.preconditioner, self.preconditioner_kwargs)  # refuses what it does not know
         if self.noise_restart_every is not None:
             check_count("noise_restart_every", self.noise_restart_every)
 
 
+def _plain_options(field: str, options: Any, example: str) -> dict[str, Any]:
+    """Options as a ledger would give them back."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise DPConfigError(
+            f"{field}={options!r} is no mapping of names to values. Use JSON on a command line: --{field} '{example}'."
+        )
+    try:
+        return json.loads(json.dumps(dict(options), default=lambda value: value.tolist()))
+    except (TypeError, ValueError, AttributeError):
+        raise DPConfigError(
+            f"{field}={options!r} holds what JSON cannot. Use numbers, texts and lists of them."
+        ) from None
+
+
 def check_noise_multiplier(value: float) -> None:
     """Refuses what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
-    _check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
+    check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
     if value < 0:
         raise DPConfigError(
             f"noise_multiplier={value} is negative. Use a finite number > 0; 0.0 switches the noise off, and epsilon "
@@ -191,7 +201,7 @@ def check_noise_key(value: str) -> None:
         )
 
 
-def _check_real(name: str, value: Any, allowed: str) -> None:
+def check_real(name: str, value: Any, allowed: str) -> None:
     """Refuses text, None, NaN and infinity with one message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise DPConfigError(f"{name}={value!r} is not a finite number. Use {allowed}.")

@@ -76,6 +76,30 @@ def choose_noise(
     return NoiseChoice(config, sampler, strategy, int(num_steps))
 
 
+def restarted_with(config: PrivacyConfig, changes_every: int | None) -> PrivacyConfig:
+    """Noise that starts anew wherever the coordinates change, in which later steps take it back.
+
+    Args:
+        config: what was asked for.
+        changes_every: steps after which a preconditioner may change its scale; None for never.
+
+    Raises:
+        DPConfigError: for restarts of one's own at other steps.
+    """
+    if changes_every is None or config.noise_mechanism in ("gaussian", "auto"):
+        return config
+    every = config.noise_restart_every
+    if every is None:
+        return dataclasses.replace(config, noise_restart_every=changes_every)
+    if changes_every % every:
+        raise DPConfigError(
+            f"noise_restart_every={every} does not meet every change of the preconditioner, which is after "
+            f"{changes_every} steps: noise would be taken back in other coordinates than it was added in. Leave it "
+            f"out, or use a divisor of {changes_every}."
+        )
+    return config
+
+
 def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
     """The sampler a config names; of several groups, with one group."""
     name = MECHANISMS[config.noise_mechanism].sampler if config.sampling == "auto" else config.sampling

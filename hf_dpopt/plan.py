@@ -22,7 +22,8 @@ from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms import CorrelatedNoise, GaussianMechanism, NoiseMechanism
 from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Workload
 from hf_dpopt.mechanisms.streams.cost import StreamCost, stream_cost
-from hf_dpopt.noise_choice import choose_noise, stream_options
+from hf_dpopt.noise_choice import choose_noise, restarted_with, stream_options
+from hf_dpopt.preclip import Identity, Preclip, make_preclip
 from hf_dpopt.sampling import BallsInBinsSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
@@ -33,7 +34,7 @@ MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_acco
 RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
     "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
-    "noise_strategy", "noise_rng", "is_private",
+    "noise_strategy", "noise_rng", "is_private", "preclip",
 )  # fmt: skip
 
 
@@ -41,9 +42,9 @@ RESUME_KEYS = (
 class PrivacyPlan:
     """Everything public about a private run. Made by `make_plan`; holds no key and nothing that depends on records.
 
-    Formal guarantee: ``num_steps`` steps that draw their batches from ``sampler`` under a secret key, clip with
-    ``clipper``, sum, and add the noise of ``mechanism`` at ``clipper.sensitivity(adjacency)``, are together
-    ``(epsilon(), delta)``-differentially private under ``adjacency``, whatever is computed from their outputs.
+    Formal guarantee: ``num_steps`` steps that draw their batches from ``sampler`` under a secret key, divide by the
+    scales of ``preclip``, clip with ``clipper``, sum, and add the noise of ``mechanism`` at ``sensitivity``, are
+    together ``(epsilon(), delta)``-differentially private under ``adjacency``, whatever is made of their outputs.
 
     Attributes:
         config: what was asked for.
@@ -53,7 +54,7 @@ class PrivacyPlan:
         noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
         noise_steps: steps the noise was made and its multiplier stated for; another number than `num_steps` only for
             a run that was continued beyond its first plan.
-        sampler, clipper, mechanism: the stages of the step.
+        sampler, preclip, clipper, mechanism: the stages of the step.
         compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
     """
 
@@ -66,12 +67,21 @@ class PrivacyPlan:
     sampler: Sampler
     clipper: Clipping
     mechanism: NoiseMechanism
+    preclip: Preclip = Identity()
     compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     @property
     def adjacency(self) -> str:
         """Which datasets count as neighbours."""
         return self.config.adjacency
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 change of what one step sums, between adjacent datasets: all its queries together.
+
+        In the coordinates of the clip, those of g / D where records are divided by D; gradient units without D.
+        """
+        return math.sqrt(self.preclip.num_queries) * self.clipper.sensitivity(self.adjacency)
 
     @property
     def strategy(self) -> NoiseStrategy:
@@ -221,6 +231,7 @@ class PrivacyPlan:
             "noise_restart_every": self.config.noise_restart_every,
             "noise_strategy": self.strategy.parameters(),
             "noise_steps": self.noise_steps,
+            "preclip": self.preclip.parameters(),
             "is_private": self.is_private,
             "noise_rng": self.config.noise_rng,
             "num_steps": self.num_steps,
@@ -243,6 +254,7 @@ def make_plan(
     noise_multiplier: float | None = None,
     workload: Workload | None = None,
     recorded: Mapping[str, Any] | None = None,
+    preclip: Preclip | None = None,
 ) -> PrivacyPlan:
     """Builds the plan of a run, calibrating the noise where a budget was given.
 
@@ -255,6 +267,7 @@ def make_plan(
         workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
             on privacy. None for plain sums.
         recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise.
+        preclip: a preconditioner of one's own; None for the one that ``config`` names.
 
     Raises:
         DPConfigError: for a combination without a privacy proof, or values out of range.
@@ -273,12 +286,14 @@ def make_plan(
             PrivacyWarning,
             stacklevel=2,
         )
+    preclip = preclip or make_preclip(config.preconditioner, config.preconditioner_kwargs)
     compared: tuple[Any, ...] = ()
     if config.noise_mechanism == "auto" and recorded is None:
         from hf_dpopt.comparison import compare_mechanisms  # it makes plans itself
 
         rows = compare_mechanisms(config, num_examples=num_examples, num_steps=num_steps, workload=workload)
         compared, config = tuple(rows), rows[0].plan.config
+    config = restarted_with(config, preclip.changes_every)
     chosen = choose_noise(
         config, num_examples=num_examples, num_steps=num_steps, delta=delta, workload=workload, recorded=recorded
     )
@@ -313,6 +328,7 @@ def make_plan(
         sampler=sampler,
         clipper=make_clipper(config),
         mechanism=_make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps),
+        preclip=preclip,
         compared=compared,
     )
 

@@ -13,8 +13,11 @@ import numpy as np
 from hf_dpopt import aggregate
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.grads import ClippingEngine
+from hf_dpopt.mechanisms.level import MechanismLevel
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.preclip import Identity, Preconditioning, PublicSource
 from hf_dpopt.private_state import (
     Chain,
     PrivateState,
@@ -78,6 +81,7 @@ class PrivateRun:
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
         self._is_closed = False
+        self._preclip: Preconditioning | None = None
         opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
@@ -86,7 +90,7 @@ class PrivateRun:
         try:
             self.noise = plan.mechanism.stream(
                 source,
-                plan.clipper.sensitivity(plan.adjacency),
+                plan.sensitivity,
                 first_step=self._start + 1,
                 num_steps=max(1, plan.num_steps - self._start),
             )
@@ -209,6 +213,53 @@ class PrivateRun:
         if self.ledger is not None:
             self.ledger.charge(self.chain.chain_id, step)
         self.charged[-1] += 1
+
+    def start_preclip(self, engine: ClippingEngine, *, public: PublicSource | None = None) -> Preconditioning:
+        """The plan's preconditioner for this run, made once, before its first step.
+
+        Args:
+            engine: of the model.
+            public: gradients of public records, for preconditioners that need them.
+
+        Raises:
+            DPConfigError: if it does not fit the model, or public gradients are missing.
+        """
+        norm = self.plan.config.clipping_norm
+        self._preclip = self.plan.preclip.start(
+            engine.parameters, clipping_norm=norm, noise=self.noise_level(), public=public
+        )
+        return self._preclip
+
+    def allowed(self, preclip: Preconditioning | None) -> Preconditioning:
+        """The preconditioner of a step, if it is one that this run started; none at all if the plan has none.
+
+        Raises:
+            DPConfigError: for that of another run, or none where the plan has one.
+        """
+        if preclip is None and isinstance(self.plan.preclip, Identity):
+            return Identity().start()
+        if preclip is None or preclip is not self._preclip:
+            raise DPConfigError(
+                "The plan's noise is calibrated to its own preconditioner, which keeps state from step to step. Make "
+                "it once, preclip = run.start_preclip(engine), and give it to every step: private_step(.., "
+                "preclip=preclip)."
+            )
+        return preclip
+
+    def noise_level(self, preclip: Preconditioning | None = None) -> MechanismLevel:
+        """How loud the noise is in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
+
+        Args:
+            preclip: the preconditioner of the run, which may multiply what was released.
+        """
+        plan = self.plan
+        return MechanismLevel(
+            plan.mechanism,
+            stddev=self.noise.draw_stddev / plan.config.expected_batch_size,
+            num_steps=plan.noise_steps,
+            steps_done=lambda: self.charged[-1],
+            gain=(lambda: 1.0) if preclip is None else (lambda: preclip.gain),
+        )
 
     def draw(self, step: int) -> np.ndarray:
         """Indices of the logical batch of a step, over all ranks; int64, possibly empty. A function of (key, step)."""

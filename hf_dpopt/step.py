@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_dpopt import aggregate, postprocess
+from hf_dpopt import aggregate, postprocess, queries
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.losses import RecordLosses, num_records
 from hf_dpopt.postprocess import Postprocess
+from hf_dpopt.preclip import Preconditioning
 from hf_dpopt.run import PrivateRun
 
 
@@ -19,9 +20,10 @@ def private_step(
     *,
     run: PrivateRun,
     step: int,
+    preclip: Preconditioning | None = None,
     chain: Sequence[Postprocess] = (),
 ) -> UnprivatizedStatistics:
-    r"""Leaves ``(sum_b clip(g_b) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
+    r"""Leaves ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
 
     Call it once per optimizer step, also when the logical batch is empty, then `optimizer.step()`.
 
@@ -35,6 +37,7 @@ def private_step(
         physical_batches: this rank's share of the logical batch, collated, on the device; may be empty.
         run: keys, ledger and plan of the run.
         step: optimizer step, 1-based; every step of a run once, in order.
+        preclip: D, made once by `run.start_preclip(engine)`; None for the plan's if that is no division at all.
         chain: maps of the released mean gradient.
 
     Returns:
@@ -43,17 +46,21 @@ def private_step(
     Raises:
         DPBudgetExceeded: before the step runs, if it would spend more than the target.
     """
+    preclip = run.allowed(preclip)
+    scales = preclip.scales()
     run.charge(step)
-    clipped = engine.empty_sum()
+    clipped = [engine.empty_sum(scale) for scale in scales]
     seen = UnprivatizedStatistics()
     for batch in physical_batches:
-        seen += engine.add_clipped_sum(clipped, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]
-    sums = {name: total.float() for name, total in clipped.result().items()}
+        for query in clipped:
+            seen += engine.add_clipped_sum(query, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]
+    sums = queries.joined([query.result() for query in clipped])
     aggregate.sum_over_ranks(sums)
     # private from here
     run.noise.add_(sums, step)
     # released from here
     released = postprocess.mean_over_expected_batch(sums, run.plan.config.expected_batch_size)
+    released = preclip.receive(queries.split(released, len(clipped)))
     released = postprocess.apply(chain, released)
     for name, p in engine.parameters.items():
         p.grad = released[name].to(p.dtype)

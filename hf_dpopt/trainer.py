@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, seed_worker
 
-from hf_dpopt import aggregate, console, refusals
+from hf_dpopt import aggregate, console, optim, refusals
 from hf_dpopt.args import DPTrainingArguments
 from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is, explained_out_of_memory
 from hf_dpopt.comparison import as_text
@@ -29,8 +29,13 @@ from hf_dpopt.grads.self_check import self_check
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt.postprocess import IndependentNoise, Postprocess
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.preclip import Preclip
+from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
+from hf_dpopt.stages import Stages
 from hf_dpopt.step import private_step
 from hf_dpopt.workload import workload_of
 
@@ -44,6 +49,10 @@ else:
     _Trainer = object
 
 
+def _low_pass(text: str) -> Postprocess:
+    return LowPassFilter.parse(text, noise=IndependentNoise())  # told the level of the run by its stages
+
+
 class DPTrainerMixin(_Trainer):
     """Mix in front of a `Trainer` subclass: `class DPMyTrainer(DPTrainerMixin, MyTrainer)`.
 
@@ -52,6 +61,10 @@ class DPTrainerMixin(_Trainer):
 
     Args:
         per_example_loss_func: (outputs, labels) -> one loss per record, (B,); replaces `compute_loss_func`.
+        public_dataset: records like those of train_dataset that are public, labels included; for what learns from
+            them (``preconditioner="adadps"``).
+        preclip: a preconditioner of one's own, in place of the one that the arguments name.
+        postprocess: maps of the noisy mean gradient of one's own, after those of the arguments.
         *args, **kwargs: as for the Trainer; `args` must be `DPTrainingArguments`.
 
     Raises:
@@ -64,7 +77,15 @@ class DPTrainerMixin(_Trainer):
     optimizer: Any
 
     def __init__(
-        self, model: Any = None, args: Any = None, *positional: Any, per_example_loss_func: Any = None, **kwargs: Any
+        self,
+        model: Any = None,
+        args: Any = None,
+        *positional: Any,
+        per_example_loss_func: Any = None,
+        public_dataset: Any = None,
+        preclip: Preclip | None = None,
+        postprocess: Sequence[Postprocess] = (),
+        **kwargs: Any,
     ):
         if not isinstance(args, DPTrainingArguments):
             raise DPConfigError(
@@ -85,6 +106,8 @@ class DPTrainerMixin(_Trainer):
         expected = args.expected_batch_size
         if expected is None:
             expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
+        refusals.check_stages(args, preclip, given, public_dataset)
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, expected)
         self._per_example_loss_func = per_example_loss_func
@@ -120,7 +143,12 @@ class DPTrainerMixin(_Trainer):
             # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
             recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
             return make_plan(
-                config, num_examples=num_examples, num_steps=num_steps, workload=workload, recorded=recorded
+                config,
+                num_examples=num_examples,
+                num_steps=num_steps,
+                workload=workload,
+                recorded=recorded,
+                preclip=self._own_preclip,
             )
 
         return aggregate.agreed(planned)  # tuning on other hardware may end in other digits
@@ -206,10 +234,48 @@ class DPTrainerMixin(_Trainer):
             resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
             checkpoint=resume_from_checkpoint,
         )
+        self._stages = self._make_stages(model)
+        if resume_from_checkpoint is not None:
+            self._stages.load(resume_from_checkpoint)
         reseed_from_the_system()  # args.seed is public: nothing drawn from here on may depend on it
         self._release.write_report()
         self._announce()
         return model, loader
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As `Trainer`'s, and the optimizers of `hf_dpopt.optim` by their names."""
+        name = args.optimizer_name()
+        if name is None:
+            return Trainer.get_optimizer_cls_and_kwargs(args, model)
+        cls, options = optim.from_arguments(name, args)
+        return cls, options if args.filter is None else {**options, "filter": _low_pass(args.filter)}
+
+    def _make_stages(self, model: nn.Module) -> Stages:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        is_inside = isinstance(optimizer, optim.NoiseAwareOptimizer)
+        chain = [] if self.args.filter is None or is_inside else [_low_pass(self.args.filter)]
+        return Stages(
+            self._current_run(),
+            self._engine,
+            optimizer,
+            [*chain, *self._own_postprocess],
+            public=self._public_gradients(model),
+        )
+
+    def _public_gradients(self, model: nn.Module) -> PublicGradients | None:
+        dataset = self._public_dataset
+        if dataset is None:
+            return None
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="public")
+        return PublicGradients(
+            model,
+            self._losses,
+            dataset,
+            lambda records: self._prepare_inputs(self._record_collator(records)),
+            batch_size=self.args.public_batch_size,
+        )
 
     def _check_optimizer(self) -> None:
         stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -321,7 +387,13 @@ class DPTrainerMixin(_Trainer):
             secret_randomness(run.chain.dropout_key, step, aggregate.rank(), device),
         ):
             self._unprivatized += private_step(
-                self._engine, self._losses, self._physical_batches(inputs), run=run, step=step
+                self._engine,
+                self._losses,
+                self._physical_batches(inputs),
+                run=run,
+                step=step,
+                preclip=self._stages.preclip,
+                chain=self._stages.chain,
             )
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
             aggregate.check_replicas_agree(model)
@@ -376,6 +448,11 @@ class DPTrainerMixin(_Trainer):
         # a proof of its cost: which record of which ledger it stands at.
         os.makedirs(output_dir, exist_ok=True)
         self._current_run().mark_checkpoint(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            self._stages.save(output_dir)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         return None

@@ -336,7 +336,7 @@ def _squares(contributions: list[Contribution], grams: GramCache | None) -> tupl
 def squared_norms(
     contributions: Mapping[str, list[Contribution]], grams: GramCache | None = None, scale: Scale | None = None
 ) -> dict[str, torch.Tensor]:
-    """Name -> squared norms of the records' gradients, (B,), given every use of each parameter; divided by D of `scale`.
+    """Name -> squared norms of the records' gradients, (B,), divided by D of `scale`, given every use of a parameter.
 
     A record whose tokens or uses cancel is taken again from its materialised gradient. Which ones do is asked once for
     all parameters: on a GPU, every question is a wait for the device.

@@ -40,10 +40,13 @@ class Diagonal:
     def divide_(self, total: torch.Tensor) -> None:
         total.mul_(self.inverse.to(total.dtype))
 
+    def multiply_(self, total: torch.Tensor) -> None:
+        total.div_(self.inverse.to(total.dtype))
+
 
 @dataclasses.dataclass(frozen=True)
 class Factored:
-    """``D = r c^T``; both are inverted: (P,) and (Q,), of a parameter seen as P x Q (the first dimension, the rest)."""
+    """``D = r c^T``, both inverted: (P,) and (Q,), of a parameter seen as P x Q (the first dimension, the rest)."""
 
     inverse_P: torch.Tensor
     inverse_Q: torch.Tensor
@@ -71,6 +74,9 @@ class Factored:
     def divide_(self, total: torch.Tensor) -> None:
         matrix_PQ = total.view(len(self.inverse_P), -1)
         matrix_PQ.mul_(self.inverse_P.to(total.dtype).unsqueeze(1)).mul_(self.inverse_Q.to(total.dtype))
+
+    def multiply_(self, total: torch.Tensor) -> None:
+        Factored(1 / self.inverse_P, 1 / self.inverse_Q).divide_(total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +121,7 @@ def _materialised(use: Contribution) -> torch.Tensor:
 
 
 def _squares_of_rows(use: Rows, inverse: torch.Tensor) -> torch.Tensor:
-    """Of an embedding's gradients, without a table for every record: tokens of a row add up before they are divided."""
+    """Of an embedding's gradients, without a table for every record: tokens of a row add up, then are divided."""
     rows_NTD, ids_BT = use.combined()
     return (rows_NTD * inverse.to(rows_NTD.dtype)[ids_BT]).square().sum(dim=(1, 2))
 

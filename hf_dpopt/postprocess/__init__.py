@@ -19,7 +19,7 @@ Gradients = dict[str, torch.Tensor]
 class Postprocess(Protocol):
     """A map of the released mean gradient, called once per optimizer step; it may keep state."""
 
-    def __call__(self, released: Gradients) -> Gradients:
+    def __call__(self, released: Gradients, /) -> Gradients:
         """Parameter name -> float32 tensor of the parameter's shape, to the same."""
 
     def state_dict(self) -> dict[str, Any]:

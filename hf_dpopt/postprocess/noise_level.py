@@ -10,10 +10,13 @@ class NoiseLevel(Protocol):
     """The noise of the latest release, per coordinate of the mean gradient; public. Never typed in by the user."""
 
     def variance(self) -> float:
-        """Variance of a coordinate of the latest released mean gradient, in gradient units squared; 0 without noise."""
+        """Variance of a coordinate of the latest released mean gradient, gradient units squared; 0 without noise."""
 
     def covariance(self, lag: int) -> float:
         """Covariance of that coordinate's noise with its noise `lag` >= 1 releases before; 0 if it is independent."""
+
+    def variance_of_mean(self, num_steps: int) -> float:
+        """Variance of the mean of that coordinate over the latest `num_steps` releases."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,3 +34,6 @@ class IndependentNoise:
 
     def covariance(self, lag: int) -> float:
         return 0.0
+
+    def variance_of_mean(self, num_steps: int) -> float:
+        return self.variance() / num_steps

@@ -1,9 +1,58 @@
-"""Before the clip: maps of one record's gradient (delayed preconditioners, scale-then-privatize).
+r"""Before the clip: division of one record's gradient by a scale D of public or already released values.
 
-None is there yet, so `PRECLIPS` is empty and a record reaches the clip as it is. A map belongs here only if it depends
-on that record and on public or already released values; the clip and the sensitivity are then those of its output.
+The clip then acts on ``g_b / D``, noise is calibrated to that clip, and what is released is the mean of the clipped
+``g_b / D``: every record is still used once per step, so D costs nothing. D may never depend on the records but
+through released values.
+
+A kind is a frozen spec of public values (`Preclip`); `start` gives what a run mutates (`Preconditioning`). A new one
+is one file and one line in `PRECLIPS`, from which configurations, command lines and the contract tests read.
 """
 
 from __future__ import annotations
 
-PRECLIPS: dict[str, type] = {}
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.preclip.base import Identity, Preclip, Preconditioning, PublicSource
+from hf_dpopt.preclip.delayed import DelayedPreconditioner
+from hf_dpopt.preclip.public import PublicPreconditioner
+from hf_dpopt.preclip.scale import ScaleThenPrivatize
+
+PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
+    "none": (Identity, {}),
+    "dp2_rmsprop": (DelayedPreconditioner, {"second_moment": "rmsprop"}),
+    "dp2_adagrad": (DelayedPreconditioner, {"second_moment": "adagrad"}),
+    "dp2_yogi": (DelayedPreconditioner, {"second_moment": "yogi"}),
+    "adadps": (PublicPreconditioner, {}),
+}
+
+
+def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip:
+    """The spec of a registered preconditioner.
+
+    Raises:
+        DPConfigError: for an unknown name or option, or values out of range.
+    """
+    if name not in PRECLIPS:
+        raise DPConfigError(f"preconditioner={name!r} is unknown. Use one of: {', '.join(map(repr, PRECLIPS))}.")
+    cls, fixed = PRECLIPS[name]
+    known = [field for field in getattr(cls, "__dataclass_fields__", {}) if field not in fixed]
+    unknown = sorted(set(options or {}) - set(known))
+    if unknown:
+        what = f"It knows: {', '.join(known)}." if known else "It has no options: leave preconditioner_kwargs out."
+        raise DPConfigError(f"preconditioner={name!r} does not know {', '.join(unknown)}. {what}")
+    return cls(**fixed, **(options or {}))
+
+
+__all__ = [
+    "PRECLIPS",
+    "DelayedPreconditioner",
+    "Identity",
+    "Preclip",
+    "Preconditioning",
+    "PublicPreconditioner",
+    "PublicSource",
+    "ScaleThenPrivatize",
+    "make_preclip",
+]

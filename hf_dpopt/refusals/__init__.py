@@ -7,6 +7,7 @@ from hf_dpopt.refusals.arguments import check_accelerator, check_arguments
 from hf_dpopt.refusals.data import check_data, check_labels, is_training_data
 from hf_dpopt.refusals.lengths import check_lengths
 from hf_dpopt.refusals.model import check_model
+from hf_dpopt.refusals.stages import check_stages
 from hf_dpopt.refusals.trainer import check_hooks, check_loss
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "check_lengths",
     "check_loss",
     "check_model",
+    "check_stages",
     "is_training_data",
 ]

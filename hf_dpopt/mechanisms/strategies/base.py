@@ -67,6 +67,12 @@ class NoiseStrategy(abc.ABC):
             raise DPConfigError(f"The noise of {self.name} depends on the steps of the run: give num_steps.")
         return float(np.linalg.norm(self.noising_matrix(num_steps or t + 1)[t]))
 
+    def noising_rows(self, first: int, end: int, num_steps: int | None = None) -> np.ndarray:
+        """Rows first .. end - 1 of B without columns of zeros, (end - first, columns); arguments as for `row_norm`."""
+        if num_steps is None and not self.anytime:
+            raise DPConfigError(f"The noise of {self.name} depends on the steps of the run: give num_steps.")
+        return self.noising_matrix(num_steps or end)[first:end]
+
     def mean_loss(self, n: int, participation: Participation, workload: Workload | None = None) -> float:
         """Root mean square error of the iterates at noise multiplier 1 and clip 1."""
         return self.sensitivity(n, participation) * float(np.sqrt(self.per_query_error(n, workload).mean()))
@@ -122,6 +128,10 @@ class ToeplitzStrategy(NoiseStrategy):
 
     def row_norm(self, t: int, num_steps: int | None = None) -> float:
         return float(np.linalg.norm(self.noising_coefs(t + 1)))
+
+    def noising_rows(self, first: int, end: int, num_steps: int | None = None) -> np.ndarray:
+        coefs = np.concatenate([self.noising_coefs(end)[::-1], np.zeros(end - 1)])
+        return np.stack([coefs[end - 1 - t : 2 * end - 1 - t] for t in range(first, end)])
 
 
 def lower_root(gram: np.ndarray) -> np.ndarray:

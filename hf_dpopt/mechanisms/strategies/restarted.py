@@ -112,5 +112,13 @@ class Restarted(_Blocks):
     def row_norm(self, t: int, num_steps: int | None = None) -> float:
         return self.base.row_norm(t % self.every, None if num_steps is None else min(num_steps, self.every))
 
+    def noising_rows(self, first: int, end: int, num_steps: int | None = None) -> np.ndarray:
+        length = None if num_steps is None else min(num_steps, self.every)
+        blocks = []
+        for start in range(first - first % self.every, end, self.every):
+            here = max(first, start) - start, min(end - start, self.every)
+            blocks.append(self.base.noising_rows(*here, length))
+        return block_diag(*blocks)
+
     def parameters(self) -> dict[str, Any]:
         return {"name": self.name, "base": self.base.parameters(), "every": self.every}

@@ -1,0 +1,213 @@
+"""DP^2: delayed preconditioners, built from the gradients of the phase before."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from hf_dpopt.config import check_count
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.postprocess import Gradients, NoiseLevel
+from hf_dpopt.preclip.base import PublicSource, check_keys, check_positive
+from hf_dpopt.preclip.checks import check_moment
+from hf_dpopt.preclip.scale import ScaledStep
+from hf_dpopt.preclip.second_moments import SecondMoment
+
+VARIANTS = ("dp2", "extra_query", "noise_first")
+SMALLEST_EPS = 1e-8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DelayedPreconditioner:
+    r"""`delay` steps of private SGD, then `adaptive_steps` steps of private RMSProp, and again.
+
+    With G the mean of the releases g~ of an SGD phase: ``v = beta v + (1 - beta) G^2`` at its end, ``D = 1`` in the
+    SGD phase and ``sqrt(v) + eps`` in the adaptive one, ``g~ = (sum_b clip(g_b / D) + sigma C z) / B`` in both.
+
+    Formal guarantee: as without it. Every record is used once per step, clipped to the same C in the step's own
+    coordinates, and D is made of releases alone. ``variant="extra_query"`` releases two sums a step, which one record
+    moves by ``sqrt(2) C`` together: the same epsilon needs noise of that much more on each.
+
+    Args:
+        delay: s1, steps of SGD, from which D is made; >= 1.
+        adaptive_steps: s2, steps that use it; None for s1, as in the paper.
+        second_moment: "rmsprop", "adagrad" or "yogi".
+        eps: floor of D, in gradient units; > 0. None takes the stddev of the noise in the mean of the SGD phase:
+            below it, a D is a draw of the noise.
+        beta: of the second moment, in [0, 1).
+        clipping_norm: bound on the norm of g / D in the adaptive phase; None for that of the clipping rule, which
+            always holds in the SGD phase.
+        learning_rate_ratio: step size of the adaptive phase relative to the optimizer's.
+        unbiased: subtract the variance of the noise in G from G^2.
+        factored: D = rows columns^T, which keeps ghost norms: any model size. Ours, not the paper's.
+        variant: "dp2", or an ablation of the paper: "extra_query" (1) releases the plain sum in every step beside the
+            preconditioned one, refreshes D every `delay` steps from the plain ones, and uses D in every step after;
+            "noise_first" (2) adds the noise to the plain sum and divides afterwards.
+
+    Raises:
+        DPConfigError: for values outside these ranges.
+
+    References:
+        Li et al. (2022), arXiv:2212.00309, Algorithm 1; variants: its Section 5.3.
+    """
+
+    delay: int = 200
+    adaptive_steps: int | None = None
+    second_moment: str = "rmsprop"
+    eps: float | None = None
+    beta: float = 0.9
+    clipping_norm: float | None = None
+    learning_rate_ratio: float = 1.0
+    unbiased: bool = False
+    factored: bool = False
+    variant: str = "dp2"
+    name: ClassVar[str] = "dp2"
+
+    def __post_init__(self) -> None:
+        check_count("delay", self.delay, "the steps of an SGD phase, an integer >= 1")
+        if self.adaptive_steps is not None:
+            check_count("adaptive_steps", self.adaptive_steps, "the steps of an adaptive phase, an integer >= 1")
+        check_moment(self.second_moment, self.beta, self.eps, self.factored)
+        check_positive(clipping_norm=self.clipping_norm, learning_rate_ratio=self.learning_rate_ratio)
+        if not isinstance(self.unbiased, bool):
+            raise DPConfigError(f"unbiased={self.unbiased!r} is neither true nor false.")
+        if self.variant not in VARIANTS:
+            raise DPConfigError(f"variant={self.variant!r} is unknown. Use one of: {', '.join(map(repr, VARIANTS))}.")
+        if self.variant == "extra_query" and self.adaptive_steps not in (None, self.delay):
+            raise DPConfigError("variant='extra_query' has no SGD phase: leave adaptive_steps out.")
+
+    @property
+    def num_queries(self) -> int:
+        return 2 if self.variant == "extra_query" else 1
+
+    @property
+    def changes_every(self) -> int:
+        if self.variant == "extra_query":
+            return self.delay
+        return math.gcd(self.delay, self.adaptive_steps or self.delay)
+
+    @property
+    def period(self) -> int:
+        """Steps of an SGD and an adaptive phase."""
+        return self.delay + (self.adaptive_steps or self.delay)
+
+    def parameters(self) -> dict[str, Any]:
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    def start(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        clipping_norm: float,
+        noise: NoiseLevel,
+        public: PublicSource | None = None,
+    ) -> DelayedPreconditioning:
+        """See `Preclip.start`."""
+        return DelayedPreconditioning(self, parameters, clipping_norm, noise)
+
+
+class DelayedPreconditioning:
+    """`DelayedPreconditioner` at work. Two buffers of the model's size: v, and G or 1 / D; factored, one at a time."""
+
+    def __init__(
+        self,
+        spec: DelayedPreconditioner,
+        parameters: Mapping[str, torch.Tensor],
+        clipping_norm: float,
+        noise: NoiseLevel,
+    ):
+        self._spec, self._clipping_norm, self._noise = spec, clipping_norm, noise
+        self._devices = {name: p.device for name, p in parameters.items()}
+        self.moment = SecondMoment(parameters, spec.second_moment, spec.beta, spec.factored)
+        self._t = 0  # steps done
+        self._sum: Gradients = {}  # of the releases since the last refresh
+        self._eps: float | None = None  # of the D in use; None while there is none
+        self._sgd = ScaledStep({}, clipping_norm=clipping_norm)
+        self._adaptive: ScaledStep | None = None
+        self._gain: float | None = 1.0  # of the latest release
+
+    @property
+    def uses_preconditioner(self) -> bool:
+        """Whether the next step divides by D."""
+        return self._eps is not None
+
+    def _step(self) -> ScaledStep:
+        if self._eps is None:
+            return self._sgd
+        if self._adaptive is None:
+            self._adaptive = ScaledStep(
+                self.moment.inverse(self._eps),
+                clipping_norm=self._clipping_norm,
+                own_clipping_norm=self._spec.clipping_norm,
+                learning_rate_ratio=self._spec.learning_rate_ratio,
+            )
+        return self._adaptive
+
+    @property
+    def gain(self) -> float | None:
+        return self._gain
+
+    def scales(self) -> tuple[Scale | None, ...]:
+        scale = self._step().scale
+        if self._spec.variant == "extra_query":
+            return None, scale
+        if self._spec.variant == "noise_first" and scale is not None:
+            return (Scale(factor=scale.factor),)
+        return (scale,)
+
+    def receive(self, released: Sequence[Gradients]) -> Gradients:
+        step, plain, update = self._step(), released[0], released[-1]
+        is_divided_now = self._spec.variant == "noise_first" and self.uses_preconditioner
+        self._gain = None if is_divided_now else step.gain
+        if self._is_averaging:
+            self._add(plain)
+        if is_divided_now and step.scale is not None:
+            for name, part in step.scale.parts.items():
+                part.divide_(update[name])
+        update = step.receive(update)
+        self._t += 1
+        self._turn()
+        return update
+
+    @property
+    def _is_averaging(self) -> bool:
+        return self._spec.variant == "extra_query" or self._t % self._spec.period < self._spec.delay
+
+    def _add(self, plain: Gradients) -> None:
+        if not self._sum:
+            self._sum = {name: g.clone() for name, g in plain.items()}
+        else:
+            torch._foreach_add_(list(self._sum.values()), [plain[name] for name in self._sum])
+
+    def _turn(self) -> None:
+        """What changes between the step that was done and the next."""
+        delay = self._spec.delay
+        is_extra = self._spec.variant == "extra_query"
+        position = self._t % (delay if is_extra else self._spec.period)
+        if position == (0 if is_extra else delay):
+            mean = {name: g.div_(delay) for name, g in self._sum.items()}
+            variance = self._noise.variance_of_mean(delay)
+            self.moment.update(mean, variance if self._spec.unbiased else 0.0)
+            self._eps = self._spec.eps or max(math.sqrt(variance), SMALLEST_EPS)
+            self._adaptive, self._sum = None, {}
+        elif position == 0:
+            self._eps, self._adaptive, self._sum = None, None, {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "t": self._t,
+            "eps": self._eps,
+            "sum": {name: g.clone() for name, g in self._sum.items()},
+            "moment": self.moment.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_keys(state, {"t", "eps", "sum", "moment"})
+        self.moment.load_state_dict(state["moment"])
+        self._t, self._eps, self._adaptive = state["t"], state["eps"], None
+        self._sum = {name: g.to(self._devices[name], copy=True) for name, g in state["sum"].items()}

@@ -1,0 +1,151 @@
+"""Scale, then privatize: records are divided by D, clipped, summed and noised in those coordinates."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
+from hf_dpopt.postprocess import Gradients, NoiseLevel
+from hf_dpopt.preclip.base import PublicSource, check_keys, check_positive, multiply_
+
+Parts = Mapping[str, Diagonal | Factored]
+
+
+class ScaledStep:
+    """One kind of step: 1 / D, a clip norm of its own, and what is done with the release.
+
+    ``clip(g / D, C')`` is ``C' / C`` times ``clip(C / C' g / D, C)``. So every step is clipped to the C of the
+    clipping rule, noise and sensitivity never change, and a clip norm of one's own is a factor before and one after.
+
+    Args:
+        parts: 1 / D by parameter; what is left out is not divided.
+        clipping_norm: C of the clipping rule.
+        own_clipping_norm: C' of this kind of step, in units of g / D.
+        learning_rate_ratio: step size relative to the optimizer's.
+        unscale: multiply the release by D again, so that its mean is that of g.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        clipping_norm: float,
+        own_clipping_norm: float | None = None,
+        learning_rate_ratio: float = 1.0,
+        unscale: bool = False,
+    ):
+        ratio = 1.0 if own_clipping_norm is None else own_clipping_norm / clipping_norm
+        self.scale = Scale(parts, 1 / ratio) if parts or ratio != 1.0 else None
+        self._factor, self._unscale = ratio * learning_rate_ratio, unscale
+
+    @property
+    def gain(self) -> float | None:
+        return None if self._unscale else self._factor
+
+    def receive(self, released: Gradients) -> Gradients:
+        if self._unscale and self.scale is not None:
+            for name, part in self.scale.parts.items():
+                part.multiply_(released[name])
+        return multiply_(released, self._factor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ScaleThenPrivatize:
+    """Division by a fixed D, which is public or was released before the run.
+
+    Formal guarantee: as without D. The clip bounds ``g_b / D``, so the sum of one step moves by at most the clipping
+    norm whatever D is, provided that D does not depend on the records but through what was already charged for.
+
+    Args:
+        scale: parameter name -> D, in the parameter's shape or as a pair (rows, columns) of D = rows columns^T; finite
+            and > 0. Parameters left out are not divided.
+        clipping_norm: bound on the norm of g / D; None for that of the clipping rule.
+        learning_rate_ratio: step size relative to the optimizer's.
+        unscale: multiply the release by D again: noise shaped by D, gradients in their own units.
+
+    Raises:
+        DPConfigError: at `start`, for a scale that does not fit the parameters.
+    """
+
+    scale: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    clipping_norm: float | None = None
+    learning_rate_ratio: float = 1.0
+    unscale: bool = False
+    name: ClassVar[str] = "scale"
+    num_queries: ClassVar[int] = 1
+    changes_every: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        check_positive(clipping_norm=self.clipping_norm, learning_rate_ratio=self.learning_rate_ratio)
+
+    def parameters(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for name in sorted(self.scale):
+            given = self.scale[name]
+            for values in given if isinstance(given, tuple) else (given,):
+                digest.update(name.encode() + values.detach().cpu().double().numpy().tobytes())
+        return {
+            "name": self.name,
+            "scale_digest": digest.hexdigest(),
+            "clipping_norm": self.clipping_norm,
+            "learning_rate_ratio": self.learning_rate_ratio,
+            "unscale": self.unscale,
+        }
+
+    def start(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        clipping_norm: float,
+        noise: NoiseLevel | None = None,
+        public: PublicSource | None = None,
+    ) -> FixedScale:
+        """See `Preclip.start`."""
+        parts: dict[str, Diagonal | Factored] = {}
+        for name, given in self.scale.items():
+            if name not in parameters:
+                raise DPConfigError(f"There is a scale for {name!r}, which is no trained parameter. Leave it out.")
+            device = parameters[name].device
+            if isinstance(given, tuple):
+                rows, columns = (1 / x.detach().to(device) for x in given)
+                parts[name] = Factored(rows, columns)
+            else:
+                parts[name] = Diagonal(1 / given.detach().to(device))
+        Scale(parts).check(parameters)
+        step = ScaledStep(
+            parts,
+            clipping_norm=clipping_norm,
+            own_clipping_norm=self.clipping_norm,
+            learning_rate_ratio=self.learning_rate_ratio,
+            unscale=self.unscale,
+        )
+        return FixedScale(step)
+
+
+class FixedScale:
+    """`ScaleThenPrivatize` at work: the same in every step, so there is nothing to keep."""
+
+    def __init__(self, step: ScaledStep):
+        self._step = step
+
+    @property
+    def gain(self) -> float | None:
+        return self._step.gain
+
+    def scales(self) -> tuple[Scale | None, ...]:
+        return (self._step.scale,)
+
+    def receive(self, released: Sequence[Gradients]) -> Gradients:
+        return self._step.receive(released[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_keys(state, set())

@@ -1,0 +1,100 @@
+"""Second moments of averaged gradients: per coordinate, or as the means of rows and columns.
+
+Shape legend: P / Q = rows / columns of a parameter (its first dimension, the rest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.scaling import Diagonal, Factored
+from hf_dpopt.preclip.base import check_keys
+
+Rule = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+
+
+def _rmsprop(v: torch.Tensor, x: torch.Tensor, beta: float) -> torch.Tensor:
+    return v.mul_(beta).add_(x, alpha=1 - beta)
+
+
+def _adagrad(v: torch.Tensor, x: torch.Tensor, beta: float) -> torch.Tensor:
+    return v.add_(x)
+
+
+def _yogi(v: torch.Tensor, x: torch.Tensor, beta: float) -> torch.Tensor:
+    return v.add_(torch.sign(x - v).mul_(x), alpha=1 - beta)
+
+
+RULES: dict[str, Rule] = {"rmsprop": _rmsprop, "adagrad": _adagrad, "yogi": _yogi}
+
+
+class SecondMoment:
+    r"""v of ``x = max(g^2 - noise variance, 0)``, and D = sqrt(v) + eps.
+
+    RMSProp: ``v = beta v + (1 - beta) x``. AdaGrad: ``v += x``. Yogi: ``v += (1 - beta) sign(x - v) x``
+    (Zaheer et al. 2018); arXiv:2212.00309 prints ``sign(g - v^2)`` there, whose units do not agree.
+
+    Factored, a parameter of two dimensions or more keeps the means r and c of the rows and columns of x under the same
+    rule, and ``D = (sqrt(r) + eps) (sqrt(c) + eps)^T / (sqrt(mean r) + eps)``: the approximation of Adafactor
+    (arXiv:1804.04235, Algorithm 1), with eps where a full diagonal has it. It is not part of arXiv:2212.00309.
+
+    Args:
+        parameters: name -> parameter; for shapes and devices.
+        rule: "rmsprop", "adagrad" or "yogi".
+        beta: in [0, 1); without effect for AdaGrad.
+        factored: keep means of rows and columns.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], rule: str, beta: float, factored: bool):
+        self._rule, self._beta = RULES[rule], beta
+        self._values: dict[str, list[torch.Tensor]] = {}
+        for name, p in parameters.items():
+            shapes: list[Any] = [(p.shape[0],), (p[0].numel(),)] if factored and p.dim() > 1 else [p.shape]
+            self._values[name] = [torch.zeros(shape, dtype=torch.float32, device=p.device) for shape in shapes]
+
+    def update(self, gradients: Mapping[str, torch.Tensor], noise_variance: float = 0.0) -> None:
+        """Takes an averaged gradient whose coordinates have noise of that variance, which is subtracted."""
+        for name, g in gradients.items():
+            x = g.float().square()
+            if noise_variance:
+                x.sub_(noise_variance).clamp_(min=0.0)
+            values = self._values[name]
+            if len(values) == 1:
+                self._rule(values[0], x, self._beta)
+            else:
+                x_PQ = x.flatten(1)
+                self._rule(values[0], x_PQ.mean(dim=1), self._beta)
+                self._rule(values[1], x_PQ.mean(dim=0), self._beta)
+
+    def inverse(self, eps: float) -> dict[str, Diagonal | Factored]:
+        """Name -> 1 / D."""
+        parts: dict[str, Diagonal | Factored] = {}
+        for name, values in self._values.items():
+            if len(values) == 1:
+                parts[name] = Diagonal(1 / (values[0].sqrt() + eps))
+            else:
+                rows_P, columns_Q = (v.sqrt() + eps for v in values)
+                parts[name] = Factored((values[0].mean().sqrt() + eps) / rows_P, 1 / columns_Q)
+        return parts
+
+    def diagonal(self) -> dict[str, torch.Tensor]:
+        """Name -> sqrt(v), flat, or the roots of its row and column means: for plots."""
+        return {name: torch.cat([v.sqrt().flatten() for v in values]) for name, values in self._values.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: [v.clone() for v in values] for name, values in self._values.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_keys(state, set(self._values))
+        for name, values in self._values.items():
+            if [v.shape for v in values] != [v.shape for v in state[name]]:
+                raise DPConfigError(
+                    f"The second moment kept of {name} has other shapes than this one: it was factored and is not "
+                    "now, or the other way round. Resume with the options that the run began with."
+                )
+            for v, kept in zip(values, state[name], strict=True):
+                v.copy_(kept)
