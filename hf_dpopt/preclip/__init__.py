@@ -10,6 +10,7 @@ is one file and one line in `PRECLIPS`, from which configurations, command lines
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +38,7 @@ def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip
     if name not in PRECLIPS:
         raise DPConfigError(f"preconditioner={name!r} is unknown. Use one of: {', '.join(map(repr, PRECLIPS))}.")
     cls, fixed = PRECLIPS[name]
-    known = [field for field in getattr(cls, "__dataclass_fields__", {}) if field not in fixed]
+    known = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]
     unknown = sorted(set(options or {}) - set(known))
     if unknown:
         what = f"It knows: {', '.join(known)}." if known else "It has no options: leave preconditioner_kwargs out."

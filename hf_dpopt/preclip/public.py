@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.config import check_count
+from hf_dpopt.config import check_count, check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
@@ -49,6 +49,7 @@ class PublicPreconditioner:
 
     def __post_init__(self) -> None:
         check_count("refresh_every", self.refresh_every)
+        check_real("eps", self.eps, "a finite number > 0, in gradient units")
         check_moment(self.second_moment, self.beta, self.eps, self.factored)
         check_positive(clipping_norm=self.clipping_norm, learning_rate_ratio=self.learning_rate_ratio)
 

@@ -1,0 +1,175 @@
+"""What a preconditioner changes in the plan: nothing, but for a second query in every step."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from hf_dpopt import DPConfigError, PrivacyConfig, make_plan, private_step
+from hf_dpopt.preclip import DelayedPreconditioner, ScaleThenPrivatize
+from hf_dpopt.run import LEDGER
+from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
+
+
+@pytest.mark.parametrize("name", ["dp2_rmsprop", "dp2_adagrad", "dp2_yogi"])
+@pytest.mark.parametrize("variant", ["dp2", "noise_first"])
+def test_a_scale_of_released_values_costs_nothing(name, variant):
+    options = {"delay": 3, "variant": variant, "clipping_norm": 5.0}
+    with_it = plan(20, preconditioner=name, preconditioner_kwargs=options)
+    without = plan(20)
+    assert with_it.epsilon() == without.epsilon() and with_it.event == without.event
+    assert with_it.sensitivity == without.sensitivity == CLIP_SGD
+
+
+def test_two_queries_are_one_gaussian_of_noise_smaller_by_the_root_of_two(tmp_path):
+    """sigma on each of two sums costs what sigma / sqrt(2) on one does; the plan's noise is sqrt(2) louder on each."""
+    double = DelayedPreconditioner(delay=3, variant="extra_query")
+    sigma = 1.3
+    two, one = plan(20, double, noise_multiplier=sigma / math.sqrt(2)), plan(20, noise_multiplier=sigma / math.sqrt(2))
+    assert two.epsilon() == one.epsilon()
+    assert two.sensitivity == pytest.approx(math.sqrt(2) * CLIP_SGD)
+    loop = Loop(tmp_path, two)
+    assert loop.run.noise.draw_stddev == pytest.approx(sigma * CLIP_SGD)
+    loop.step(1)
+    first, second = loop.noise[0]
+    assert not any(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # noise of its own for each
+    swapped = plan(20, double, noise_multiplier=sigma, adjacency="replace_one", sampling="fixed_order")
+    assert swapped.sensitivity == pytest.approx(2 * math.sqrt(2) * CLIP_SGD)
+
+
+def test_a_budget_is_kept_with_two_queries():
+    config = dict(target_epsilon=4.0, noise_multiplier=None)
+    two = plan(20, DelayedPreconditioner(variant="extra_query"), **config)
+    assert two.epsilon() <= 4.0 and two.noise_multiplier == plan(20, **config).noise_multiplier
+
+
+def test_the_ledger_names_the_preconditioner_and_keeps_to_it(tmp_path):
+    loop = Loop(tmp_path, plan(6, DelayedPreconditioner(delay=2, clipping_norm=3.0)))
+    loop.step(1)
+    loop.run.close()
+    text = (tmp_path / "out" / LEDGER).read_text()
+    recorded = [json.loads(line) for line in text.splitlines() if '"preclip"' in line]
+    assert recorded and '"delay": 2' in text.replace('":2', '": 2') and "dp2" in text
+    with pytest.raises(DPConfigError, match="preclip"):
+        Loop(tmp_path, plan(6, DelayedPreconditioner(delay=3, clipping_norm=3.0)))
+    with pytest.raises(DPConfigError, match="preclip"):
+        Loop(tmp_path, plan(6))
+
+
+def test_a_step_takes_the_preconditioner_of_its_own_run_alone(tmp_path):
+    spec = DelayedPreconditioner(delay=2)
+    loop = Loop(tmp_path, plan(6, spec))
+    others = spec.start(loop.engine.parameters, clipping_norm=1.0, noise=loop.run.noise_level())
+    for wrong in (None, others):
+        with pytest.raises(DPConfigError, match="start_preclip"):
+            private_step(loop.engine, loop.losses, [], run=loop.run, step=1, preclip=wrong)
+    assert loop.run.charged == [0]  # refused before it was charged
+    loop.step(1)
+    plain = Loop(tmp_path / "plain", plan(6))
+    private_step(plain.engine, plain.losses, [], run=plain.run, step=1)  # none is needed where there is none
+    with pytest.raises(DPConfigError, match="start_preclip"):
+        private_step(plain.engine, plain.losses, [], run=plain.run, step=2, preclip=others)
+
+
+SPECS = {
+    "dp2": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4),
+    "dp2 factored": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4, factored=True),
+    "extra query": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4, variant="extra_query"),
+    "noise first": DelayedPreconditioner(delay=2, clipping_norm=0.3, eps=1e-4, variant="noise_first"),
+    "fixed": ScaleThenPrivatize(
+        scale={"weight": torch.tensor([[1e-3], [1.0], [1e3]]).expand(3, 6)}, clipping_norm=2.0
+    ),
+    "fixed factored": ScaleThenPrivatize(
+        scale={"weight": (torch.tensor([1e-3, 1.0, 1e3]), torch.linspace(0.1, 9, 6))}, unscale=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_one_record_moves_the_sums_of_a_step_by_the_plans_sensitivity_at_most(tmp_path, name):
+    """Leave-one-out in preconditioned coordinates: the un-noised vector of a step, with and without each record.
+
+    A step of the adaptive phase, with D made of that run's own noisy releases.
+    """
+    loop = Loop(tmp_path, plan(8, SPECS[name]))
+    for t in (1, 2, 3):
+        loop.step(t)
+    scales = loop.preclip.scales()
+    if name.startswith("dp2") or name == "extra query":
+        assert any(s is not None and s.parts for s in scales)
+
+    def sums(rows: list[int]) -> torch.Tensor:
+        whole = []
+        for scale in scales:
+            clipped = loop.engine.empty_sum(scale)
+            batch = {"x": loop.x[rows], "labels": loop.y[rows]}
+            loop.engine.add_clipped_sum(clipped, lambda batch=batch: loop.losses(batch), len(rows))
+            whole += [total.double().flatten() for total in clipped.result().values()]
+        return torch.cat(whole)
+
+    everyone = list(range(NUM_RECORDS))
+    total = sums(everyone)
+    moved = [(total - sums(everyone[:b] + everyone[b + 1 :])).norm().item() for b in everyone]
+    bound = loop.run.plan.sensitivity
+    assert bound == pytest.approx(math.sqrt(len(scales)) * CLIP_SGD)
+    assert max(moved) <= bound * (1 + 1e-4)
+    assert max(moved) >= 0.9 * bound, "no record reaches the bound, so the test sees nothing"
+
+
+@pytest.mark.parametrize("strategy", ["gaussian", "nu_dpftrl", "blt", "banded", "honaker", "tree", "dense"])
+@pytest.mark.parametrize("restart", [None, 4])
+def test_the_level_of_the_noise_is_that_of_the_matrices(tmp_path, strategy, restart):
+    """`MechanismLevel` against B B^T of the whole run."""
+    num_steps = 11
+    options = {} if strategy == "gaussian" else {"sampling": "fixed_order", "noise_restart_every": restart}
+    if strategy == "banded":
+        options["noise_kwargs"] = {"num_bands": 3}
+    made = plan(num_steps, noise_mechanism=strategy, **options)
+    loop = Loop(tmp_path, made)
+    level = loop.run.noise_level()
+    noising = made.strategy.noising_matrix(num_steps)
+    gram = noising @ noising.T * (made.draw_stddev * made.sensitivity / EXPECTED) ** 2
+    for t in range(num_steps):
+        loop.run.charged[-1] = t + 1
+        assert level.variance() == pytest.approx(gram[t, t], rel=1e-9)
+        for lag in range(1, num_steps):
+            expected = gram[t, t - lag] if lag <= t else 0.0
+            assert level.covariance(lag) == pytest.approx(expected, rel=1e-9, abs=1e-12 * gram[0, 0])
+        for k in range(1, t + 2):
+            mean = gram[t + 1 - k : t + 1, t + 1 - k : t + 1].sum() / k**2
+            assert level.variance_of_mean(k) == pytest.approx(mean, rel=1e-9)
+
+
+def test_the_level_follows_the_gain_of_the_phase(tmp_path):
+    spec = DelayedPreconditioner(delay=2, clipping_norm=3 * CLIP_SGD, learning_rate_ratio=5.0)
+    loop = Loop(tmp_path, plan(6, spec))
+    level = loop.run.noise_level(loop.preclip)
+    base = (loop.run.plan.draw_stddev * CLIP_SGD / EXPECTED) ** 2
+    seen = []
+    for t in range(1, 7):
+        loop.step(t)
+        seen.append(level.variance() / base)
+    assert seen == pytest.approx([1, 1, 225, 225, 1, 1])
+
+
+def test_a_level_that_differs_between_coordinates_is_not_given(tmp_path):
+    loop = Loop(tmp_path, plan(6, DelayedPreconditioner(delay=1, variant="noise_first")))
+    level = loop.run.noise_level(loop.preclip)
+    loop.step(1)
+    assert level.variance() > 0
+    loop.step(2)
+    with pytest.raises(DPConfigError, match="not the same in all coordinates"):
+        level.variance()
+
+
+def test_auto_compares_mechanisms_that_restart_with_the_preconditioner():
+    config = PrivacyConfig(
+        target_epsilon=4.0, expected_batch_size=50, noise_mechanism="auto", preconditioner="dp2_rmsprop",
+        preconditioner_kwargs={"delay": 5},
+    )  # fmt: skip
+    made = make_plan(config, num_examples=1000, num_steps=40)
+    restarts = {row.plan.config.noise_mechanism: row.plan.config.noise_restart_every for row in made.compared}
+    assert restarts["gaussian"] is None and {v for k, v in restarts.items() if k != "gaussian"} == {5}

@@ -1,0 +1,146 @@
+"""DP^2 against a slow float64 reference that is fed the same batches and the same noise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.preclip import DelayedPreconditioner, make_preclip
+from tests.preclip.loop import EXPECTED, Loop, model, plan
+from tests.preclip.loop import gradient as of_record
+from tests.reference.dp2 import trajectory
+
+CLIP, OWN_CLIP, RATE, RATIO, BETA, EPS = 0.7, 2.5, 0.05, 3.0, 0.8, 1e-3
+
+
+def _compare(tmp_path, spec: DelayedPreconditioner, num_steps: int, noise_multiplier: float = 1.0, **config) -> None:
+    made = plan(num_steps, spec, clipping_norm=CLIP, noise_multiplier=noise_multiplier, **config)
+    loop = Loop(tmp_path, made, rate=RATE)
+    seen = []
+    for t in range(1, num_steps + 1):
+        loop.step(t)
+        seen.append(loop.weights())
+    s1 = spec.delay
+    variance = (noise_multiplier * math.sqrt(spec.num_queries) * CLIP / EXPECTED) ** 2 / s1
+    want = trajectory(
+        [p.detach() for p in model().parameters()], of_record, loop.batches, loop.noise,
+        expected=EXPECTED, s1=s1, s2=spec.adaptive_steps or s1, clip_sgd=CLIP,
+        clip_adaptive=spec.clipping_norm or CLIP, rate=RATE, rate_adaptive=RATE * spec.learning_rate_ratio,
+        rule=spec.second_moment, beta=spec.beta, eps=spec.eps if spec.eps is not None else math.sqrt(variance),
+        factored=spec.factored, variance=variance if spec.unbiased else 0.0, variant=spec.variant,
+    )  # fmt: skip
+    for got, expected in zip(seen, want, strict=True):
+        for g, w in zip(got, expected, strict=True):
+            assert (g.double() - w).abs().max() <= 2e-5 * w.abs().max()
+
+
+@pytest.mark.parametrize("variant", ["dp2", "extra_query", "noise_first"])
+@pytest.mark.parametrize("factored", [False, True], ids=["full", "factored"])
+@pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "yogi"])
+def test_every_step_is_the_papers(tmp_path, rule, factored, variant):
+    spec = DelayedPreconditioner(
+        delay=3, second_moment=rule, eps=EPS, beta=BETA, clipping_norm=OWN_CLIP, learning_rate_ratio=RATIO,
+        factored=factored, variant=variant,
+    )  # fmt: skip
+    _compare(tmp_path, spec, 14)
+
+
+@pytest.mark.parametrize("changes", [
+    {"adaptive_steps": 2}, {"adaptive_steps": 7}, {"delay": 1}, {"unbiased": True}, {"eps": None},
+    {"unbiased": True, "factored": True, "eps": None}, {"clipping_norm": None, "learning_rate_ratio": 1.0},
+])  # fmt: skip
+def test_options_do_what_they_say(tmp_path, changes):
+    values = dict(delay=3, eps=EPS, beta=BETA, clipping_norm=OWN_CLIP, learning_rate_ratio=RATIO)
+    _compare(tmp_path, DelayedPreconditioner(**(values | changes)), 12)
+
+
+def test_without_noise_it_is_exact(tmp_path):
+    _compare(tmp_path, DelayedPreconditioner(delay=3, eps=EPS, clipping_norm=OWN_CLIP), 12, noise_multiplier=0.0)
+
+
+def test_correlated_noise_starts_anew_at_every_change_of_the_scale(tmp_path):
+    spec = DelayedPreconditioner(delay=4, adaptive_steps=2, eps=EPS, clipping_norm=OWN_CLIP, unbiased=False)
+    made = plan(12, spec, noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}, sampling="fixed_order")
+    assert made.config.noise_restart_every == 2 and made.strategy.name == "restarted"
+    _compare(tmp_path, spec, 12, noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}, sampling="fixed_order")
+
+
+def test_restarts_that_miss_a_change_are_refused():
+    spec = DelayedPreconditioner(delay=4)
+    correlated = dict(noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}, sampling="fixed_order")
+    assert plan(16, spec, noise_restart_every=2, **correlated).config.noise_restart_every == 2
+    with pytest.raises(DPConfigError, match="divisor of 4"):
+        plan(16, spec, noise_restart_every=3, **correlated)
+
+
+@pytest.mark.parametrize("variant", ["dp2", "extra_query", "noise_first"])
+@pytest.mark.parametrize("factored", [False, True], ids=["full", "factored"])
+def test_a_state_continues_bit_for_bit_in_every_phase(factored, variant):
+    spec = DelayedPreconditioner(delay=3, adaptive_steps=None if variant == "extra_query" else 2, factored=factored,
+                                 eps=None, clipping_norm=2.0, variant=variant)  # fmt: skip
+    shapes = {"w": torch.zeros(4, 3), "b": torch.zeros(4)}
+    noise = IndependentNoise(0.01)
+    generator = torch.Generator().manual_seed(0)
+    steps = [
+        [{n: torch.randn(p.shape, generator=generator) for n, p in shapes.items()} for _ in range(spec.num_queries)]
+        for _ in range(14)
+    ]
+
+    def take(state, step):
+        scales = state.scales()
+        out = state.receive([{n: g.clone() for n, g in query.items()} for query in step])
+        whole = [
+            {n: s.weights(n, p) for n, p in shapes.items()} | {"factor": torch.tensor(s.factor)} for s in scales if s
+        ]
+        return [*whole, out, {"gain": torch.tensor(state.gain if state.gain is not None else math.nan)}]
+
+    reference = spec.start(shapes, clipping_norm=1.0, noise=noise)
+    for k, step in enumerate(steps):
+        resumed = spec.start(shapes, clipping_norm=1.0, noise=noise)
+        resumed.load_state_dict(reference.state_dict())
+        for later in steps[k:]:
+            a = take(resumed, later)
+            if later is steps[k]:
+                b = take(reference, step)
+                assert len(a) == len(b)
+                for x, y in zip(a, b, strict=True):
+                    assert all(torch.equal(x[n], y[n]) or x[n].isnan().all() for n in y), k
+
+
+def test_the_state_of_another_preconditioner_is_refused():
+    shapes = {"w": torch.zeros(4, 3)}
+    full, factored = (DelayedPreconditioner(factored=f).start(shapes, clipping_norm=1.0, noise=IndependentNoise(1.0))
+                      for f in (False, True))  # fmt: skip
+    with pytest.raises(DPConfigError, match="options that the run began with"):
+        factored.load_state_dict(full.state_dict())
+    with pytest.raises(DPConfigError, match="options that the run began with"):
+        full.load_state_dict({})
+
+
+@pytest.mark.parametrize(("options", "match"), [
+    ({"delay": 0}, "delay"), ({"delay": 2.5}, "delay"), ({"adaptive_steps": 0}, "adaptive_steps"),
+    ({"second_moment": "adam"}, "rmsprop"), ({"eps": 0.0}, "> 0"), ({"eps": math.nan}, "finite"),
+    ({"beta": 1.0}, r"\[0, 1\)"), ({"beta": -0.1}, r"\[0, 1\)"), ({"clipping_norm": 0}, "> 0"),
+    ({"clipping_norm": math.inf}, "finite"), ({"learning_rate_ratio": -1}, "> 0"), ({"unbiased": 1}, "true nor false"),
+    ({"factored": "yes"}, "true nor false"), ({"variant": "variant1"}, "extra_query"),
+    ({"variant": "extra_query", "adaptive_steps": 3, "delay": 2}, "leave adaptive_steps out"),
+])  # fmt: skip
+def test_what_is_out_of_range_is_refused(options, match):
+    with pytest.raises(DPConfigError, match=match):
+        DelayedPreconditioner(**options)
+
+
+def test_options_of_a_name_are_checked():
+    assert make_preclip("dp2_yogi", {"delay": 7}).second_moment == "yogi"
+    with pytest.raises(DPConfigError, match="does not know delays.*It knows: delay"):
+        make_preclip("dp2_rmsprop", {"delays": 7})
+    with pytest.raises(DPConfigError, match="does not know second_moment"):
+        make_preclip("dp2_rmsprop", {"second_moment": "yogi"})
+    with pytest.raises(DPConfigError, match="leave preconditioner_kwargs out"):
+        make_preclip("none", {"delay": 7})
+    with pytest.raises(DPConfigError, match="Use one of"):
+        make_preclip("dp2")
