@@ -8,4 +8,30 @@ from __future__ import annotations
 
 import torch
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {}
+from hf_dpopt.optim.adagrad import DPAdaGrad
+from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
+from hf_dpopt.optim.arguments import from_arguments
+from hf_dpopt.optim.base import Filter, NoiseAwareOptimizer, state_bytes
+from hf_dpopt.optim.galore import DPGaLore
+from hf_dpopt.optim.rmsprop import DPRMSProp
+
+OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+    "dp_adamw": DPAdamW,
+    "dp_adam_bc": DPAdamBC,
+    "dp_rmsprop": DPRMSProp,
+    "dp_adagrad": DPAdaGrad,
+    "dp_galore": DPGaLore,
+}
+
+__all__ = [
+    "OPTIMIZERS",
+    "DPAdaGrad",
+    "DPAdamBC",
+    "DPAdamW",
+    "DPGaLore",
+    "DPRMSProp",
+    "Filter",
+    "NoiseAwareOptimizer",
+    "from_arguments",
+    "state_bytes",
+]

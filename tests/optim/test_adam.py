@@ -1,0 +1,259 @@
+"""AdamW on released gradients, with and without the noise in its second moment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import scipy.integrate
+import scipy.stats
+import torch
+from torch import nn
+
+from hf_dpopt.optim import DPAdamBC, DPAdamW
+from hf_dpopt.postprocess import IndependentNoise
+from tests.reference import optim as reference
+from tests.reference.optim import ExponentialAverage, StepNoise
+
+ALPHA = 1e-6  # two-sided false-alarm probability per case, whatever the seed
+SHAPES = [(5, 7), (3,), (4, 2, 3)]
+NUM_STEPS = 12
+LRS = [0.02 * (1 - t / 20) for t in range(NUM_STEPS)]
+VARIANCES = [0.5 * (1 + t % 3) ** 2 for t in range(NUM_STEPS)]  # as loud as the gradients, and not constant
+
+
+def weights_and_gradients(dtype=torch.float32, shapes=SHAPES, num_steps=NUM_STEPS):
+    weights = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    return weights, [[torch.randn(shape).to(dtype) for _ in range(num_steps)] for shape in shapes]
+
+
+def two_groups(weights):
+    return [{"params": weights[:1], "weight_decay": 0.3}, {"params": weights[1:], "weight_decay": 0.0}]
+
+
+def train(optimizer, weights, gradients, lrs=LRS, noise=None):
+    for t, lr in enumerate(lrs):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        for w, of_w in zip(weights, gradients, strict=True):
+            w.grad = None if of_w[t] is None else of_w[t].clone()
+        if noise is not None:
+            noise.step = t
+        optimizer.step()
+
+
+def assert_equals_reference(weights, before, gradients, rtol=1e-7, **options):
+    for w, start, of_w, decay in zip(weights, before, gradients, [0.3, 0.0, 0.0], strict=True):
+        expected = reference.adam(start, of_w, lrs=LRS, weight_decay=decay, **options)
+        torch.testing.assert_close(w.detach().double(), expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("filter_beta", [None, 0.6])
+def test_adamw_is_the_sum_over_all_gradients(filter_beta):
+    weights, gradients = weights_and_gradients(torch.float64)
+    before = [w.detach().clone() for w in weights]
+    low_pass = None if filter_beta is None else ExponentialAverage(filter_beta, torch.float64)
+    optimizer = DPAdamW(two_groups(weights), lr=9.0, betas=(0.8, 0.95), eps=1e-3, filter=low_pass)
+    train(optimizer, weights, gradients)
+    assert_equals_reference(weights, before, gradients, betas=(0.8, 0.95), eps=1e-3, filter_beta=filter_beta)
+
+
+@pytest.mark.parametrize("filter_beta", [None, 0.6])
+@pytest.mark.parametrize("form", ["clamped_variance", "clamped_stddev"])
+@pytest.mark.parametrize("variance_floor", [None, 0.0, 0.7])
+def test_adam_bc_subtracts_the_average_variance(form, variance_floor, filter_beta):
+    weights, gradients = weights_and_gradients(torch.float64)
+    before = [w.detach().clone() for w in weights]
+    noise = StepNoise(VARIANCES)
+    options = dict(betas=(0.8, 0.95), eps=0.4, variance_floor=variance_floor, form=form)
+    low_pass = None if filter_beta is None else ExponentialAverage(filter_beta, torch.float64)
+    optimizer = DPAdamBC(two_groups(weights), lr=9.0, noise=noise, filter=low_pass, **options)
+    train(optimizer, weights, gradients, noise=noise)
+    options |= dict(variances=VARIANCES, filter_beta=filter_beta)
+    assert_equals_reference(weights, before, gradients, **options)
+
+
+def test_the_two_forms_are_one_where_the_other_floor_is_off():
+    """max(sqrt((v - Phi)^+), eps) = sqrt(max(v - Phi, eps^2))."""
+    ends = []
+    for options in (
+        {"form": "clamped_stddev", "eps": 0.5, "variance_floor": 0.0},
+        {"eps": 0.0, "variance_floor": 0.25},
+    ):
+        torch.manual_seed(0)
+        weights, gradients = weights_and_gradients()
+        train(DPAdamBC(weights, lr=0.1, noise=IndependentNoise(0.8), **options), weights, gradients)
+        ends.append(torch.cat([w.detach().flatten() for w in weights]))
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_is_torchs_to_the_last_bit(dtype):
+    """Through a schedule, groups, missing gradients and a closure."""
+    weights, gradients = weights_and_gradients(dtype)
+    gradients[1][3] = gradients[1][4] = None
+    theirs = [nn.Parameter(w.detach().clone()) for w in weights]
+    optimizers = [
+        DPAdamW(two_groups(weights), lr=0.1, betas=(0.8, 0.97), eps=1e-4, noise=IndependentNoise(5.0)),
+        torch.optim.AdamW(two_groups(theirs), lr=0.1, betas=(0.8, 0.97), eps=1e-4, foreach=True),
+    ]
+    schedulers = [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=5) for o in optimizers]
+    for t in range(NUM_STEPS):
+        for ws, optimizer, scheduler in zip((weights, theirs), optimizers, schedulers, strict=True):
+
+            def closure(ws=ws, t=t):
+                assert torch.is_grad_enabled()
+                for w, of_w in zip(ws, gradients, strict=True):
+                    w.grad = None if of_w[t] is None else of_w[t].clone()
+                return t
+
+            assert optimizer.step(closure) == t
+            scheduler.step()
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True)), t
+
+
+def test_a_group_of_mixed_dtypes_is_torchs_too():
+    weights, gradients = weights_and_gradients()
+    weights[1] = nn.Parameter(weights[1].detach().bfloat16())
+    gradients[1] = [g.bfloat16() for g in gradients[1]]
+    theirs = [nn.Parameter(w.detach().clone()) for w in weights]
+    train(DPAdamW(weights, lr=0.1), weights, gradients)
+    train(torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.0), theirs, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+
+
+@pytest.mark.parametrize("low_pass", [False, True])
+def test_without_noise_adam_bc_is_adamw_to_the_last_bit(low_pass):
+    ends = []
+    for cls, options in ((DPAdamW, {}), (DPAdamBC, {"noise": IndependentNoise(0.0)})):
+        torch.manual_seed(0)
+        weights, gradients = weights_and_gradients()
+        optimizer = cls(two_groups(weights), lr=0.1, filter=ExponentialAverage(0.7) if low_pass else None, **options)
+        train(optimizer, weights, gradients)
+        ends.append(torch.cat([w.detach().flatten() for w in weights]))
+    assert torch.equal(*ends)
+
+
+def test_averages_of_bfloat16_weights_hold_the_difference():
+    """In bfloat16, 0.999 v rounds to v again: v^ would only ever grow, and v^ - Phi would be nothing but that error."""
+    num_steps, stddev = 300, 1.0
+    weights = [nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))]
+    optimizer = DPAdamBC(weights, lr=0.01, noise=IndependentNoise(stddev))
+    total = torch.zeros(2000, dtype=torch.float64)
+    beta2 = 0.999
+    for _ in range(num_steps):
+        weights[0].grad = (torch.randn(2000) * stddev).bfloat16()
+        total = beta2 * total + (1 - beta2) * weights[0].grad.double() ** 2
+        optimizer.step()
+    state = optimizer.state[weights[0]]
+    assert state["exp_avg_sq"].dtype == state["exp_avg"].dtype == torch.float32
+    torch.testing.assert_close(state["exp_avg_sq"].double(), total, rtol=1e-4, atol=0)
+    assert weights[0].dtype == torch.bfloat16
+
+
+def test_a_filter_on_bfloat16_weights():
+    weights, gradients = weights_and_gradients(torch.bfloat16)
+    before = [w.detach().clone() for w in weights]
+    train(DPAdamW(two_groups(weights), lr=1.0, filter=ExponentialAverage(0.6)), weights, gradients)
+    options = dict(betas=(0.9, 0.999), eps=1e-8, filter_beta=0.6)
+    assert_equals_reference(weights, before, gradients, rtol=0.05, **options)  # 12 roundings of up to 2^-8
+
+
+def test_the_second_moment_less_its_noise_has_mean_zero():
+    """Variances that differ by a factor of 16. Power: Phi wrong by 1% is caught with probability > 0.999."""
+    d, beta2, num_steps = 200_000, 0.98, 40
+    stddevs = [0.01 * (1, 4, 2)[t % 3] for t in range(num_steps)]
+    noise = StepNoise([s**2 for s in stddevs])
+    w = nn.Parameter(torch.zeros(d))
+    optimizer = DPAdamBC([w], lr=1e-9, betas=(0.9, beta2), noise=noise)
+    train(optimizer, [w], [[torch.randn(d) * s for s in stddevs]], [1e-9] * num_steps, noise)
+    state = optimizer.state[w]
+    excess = (state["exp_avg_sq"].double() - state["noise_avg_sq"]).mean().item()
+    c = torch.tensor([(1 - beta2) * beta2 ** (num_steps - 1 - t) * stddevs[t] ** 2 for t in range(num_steps)]).double()
+    bound = reference.tail_bound((c / d).repeat_interleave(d), ALPHA)
+    assert abs(excess) < bound
+    assert bound < 0.005 * state["noise_avg_sq"]  # what the power rests on
+
+
+@pytest.mark.parametrize("filter_beta", [None, 0.5])
+def test_the_update_has_the_predicted_variance(filter_beta):
+    """Under a floor far above v^ the update is linear in the noise: chi-square on its energy at level ALPHA.
+
+    Power: a stddev wrong by 1% is caught with probability > 0.999.
+    """
+    d, num_steps, lr, floor = 400_000, 6, 0.5, 100.0
+    stddevs = [0.01 * (1, 4, 2)[t % 3] for t in range(num_steps)]
+    noise = StepNoise([s**2 for s in stddevs])
+    w = nn.Parameter(torch.zeros(d))
+    low_pass = None if filter_beta is None else ExponentialAverage(filter_beta)
+    optimizer = DPAdamBC([w], lr=lr, variance_floor=floor, eps=0.0, noise=noise, filter=low_pass)
+    gradients = [[torch.randn(d) * s for s in stddevs]]
+    train(optimizer, [w], [gradients[0][:-1]], [lr] * (num_steps - 1), noise)
+    before = w.detach().clone()
+    w.grad, noise.step = gradients[0][-1], num_steps - 1
+    optimizer.step()
+    weights = reference.average_weights(filter_beta or 0.9, num_steps)
+    variance = sum(a**2 * s**2 for a, s in zip(weights.tolist(), stddevs, strict=True)) * lr**2 / floor
+    energy = ((w.detach() - before).double().square().sum() / variance).item()
+    low, high = scipy.stats.chi2.ppf([ALPHA / 2, 1 - ALPHA / 2], df=d)
+    assert low < energy < high
+
+
+def test_the_default_floor_bounds_what_noise_alone_does():
+    """First step of nothing but noise: E[z^2 / max(z^2 - 1, sqrt 2)] per coordinate, by Hoeffding at level ALPHA.
+
+    Power: a default floor 10% off is caught with probability > 0.999.
+    """
+    d, stddev, lr = 1_000_000, 0.003, 0.1
+    w = nn.Parameter(torch.zeros(d))
+    optimizer = DPAdamBC([w], lr=lr, eps=0.0, noise=IndependentNoise(stddev))
+    train(optimizer, [w], [[torch.randn(d) * stddev]], [lr])
+    measured = (w.detach().double() / lr).square().mean().item()
+    root2, largest = math.sqrt(2), 1 + 1 / math.sqrt(2)
+    inside = scipy.integrate.quad(lambda z: z**2 / root2 * scipy.stats.norm.pdf(z), 0, math.sqrt(1 + root2))[0]
+    outside = scipy.integrate.quad(lambda z: z**2 / (z**2 - 1) * scipy.stats.norm.pdf(z), math.sqrt(1 + root2), 40)[0]
+    expected = 2 * (inside + outside)
+    assert abs(measured - expected) < largest * math.sqrt(math.log(2 / ALPHA) / (2 * d))
+
+
+@pytest.mark.parametrize("cls", [DPAdamW, DPAdamBC])
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"lr": -1.0}, "lr=-1.0 is out of range. Use a finite number >= 0"),
+        ({"lr": torch.tensor(0.1)}, "lr is a tensor. Use a float"),
+        ({"lr": math.nan}, "lr=nan is out of range"),
+        ({"lr": "0.1"}, "lr='0.1' is out of range"),
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0 is out of range. Use a number in \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\]=-0.1 is out of range"),
+        ({"eps": -1e-8}, "eps=-1e-08 is out of range"),
+        ({"weight_decay": math.inf}, "weight_decay=inf is out of range"),
+    ],
+)
+def test_options_out_of_range_are_refused(cls, options, match):
+    with pytest.raises(ValueError, match=match):
+        cls([nn.Parameter(torch.zeros(1))], **{"lr": 0.1, **options})
+    with pytest.raises(ValueError, match=match):  # also in a group
+        cls([{"params": [nn.Parameter(torch.zeros(1))], **options}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "options, match",
+    [
+        ({"form": "clamped"}, "form='clamped' is unknown. Use one of: clamped_variance, clamped_stddev"),
+        ({"variance_floor": -1.0}, "variance_floor=-1.0 is out of range"),
+        ({"variance_floor": 0.0, "eps": 0.0}, "divide by zero.*leave variance_floor out"),
+    ],
+)
+def test_adam_bc_refuses(options, match):
+    with pytest.raises(ValueError, match=match):
+        DPAdamBC([nn.Parameter(torch.zeros(1))], lr=0.1, **options)
+
+
+@pytest.mark.parametrize("variance", [-1.0, math.nan, math.inf])
+def test_a_noise_level_out_of_range_is_refused(variance):
+    w = nn.Parameter(torch.zeros(2))
+    w.grad = torch.ones(2)
+    with pytest.raises(ValueError, match=r"noise.variance\(\)=.* is out of range"):
+        DPAdamBC([w], lr=0.1, noise=StepNoise([variance])).step()
+    assert torch.equal(w, torch.zeros(2))

@@ -1,0 +1,98 @@
+"""RMSProp and AdaGrad on released gradients, with and without the noise in their second moment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpopt.optim import DPAdaGrad, DPRMSProp
+from hf_dpopt.postprocess import IndependentNoise
+from tests.optim.test_adam import ALPHA, LRS, NUM_STEPS, VARIANCES, train, two_groups, weights_and_gradients
+from tests.reference import optim as reference
+from tests.reference.optim import ExponentialAverage, StepNoise
+
+CASES = [
+    (DPRMSProp, torch.optim.RMSprop, reference.rmsprop, {"alpha": 0.8, "eps": 1e-3}),
+    (DPAdaGrad, torch.optim.Adagrad, reference.adagrad, {"eps": 1e-3}),
+    (
+        DPAdaGrad,
+        torch.optim.Adagrad,
+        reference.adagrad,
+        {"eps": 1e-3, "lr_decay": 0.2, "initial_accumulator_value": 0.7},
+    ),
+]
+
+
+@pytest.mark.parametrize("cls, torchs, slow, options", CASES)
+@pytest.mark.parametrize("filter_beta", [None, 0.6])
+@pytest.mark.parametrize("extra", [{}, {"unbiased": True}, {"unbiased": True, "variance_floor": 0.4}])
+def test_it_is_the_sum_over_all_gradients(cls, torchs, slow, options, extra, filter_beta):
+    weights, gradients = weights_and_gradients(torch.float64)
+    before = [w.detach().clone() for w in weights]
+    noise = StepNoise(VARIANCES)
+    low_pass = None if filter_beta is None else ExponentialAverage(filter_beta, torch.float64)
+    optimizer = cls(two_groups(weights), lr=9.0, noise=noise, filter=low_pass, **options, **extra)
+    train(optimizer, weights, gradients, noise=noise)
+    options = {**options, "variance_floor": extra.get("variance_floor"), "filter_beta": filter_beta}
+    if extra:
+        options["variances"] = VARIANCES
+    for w, start, of_w, decay in zip(weights, before, gradients, [0.3, 0.0, 0.0], strict=True):
+        expected = slow(start, of_w, lrs=LRS, weight_decay=decay, **options)
+        torch.testing.assert_close(w.detach(), expected, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("cls, torchs, slow, options", CASES)
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_without_noise_it_is_torchs_to_the_last_bit(cls, torchs, slow, options, unbiased):
+    weights, gradients = weights_and_gradients()
+    gradients[1][3] = gradients[1][4] = None
+    theirs = [nn.Parameter(w.detach().clone()) for w in weights]
+    noise = IndependentNoise(0.0 if unbiased else 3.0)
+    train(cls(two_groups(weights), lr=9.0, unbiased=unbiased, noise=noise, **options), weights, gradients)
+    train(torchs(two_groups(theirs), lr=9.0, foreach=False, **options), theirs, gradients)
+    assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+
+
+@pytest.mark.parametrize("cls, beta, key", [(DPRMSProp, 0.8, "square_avg"), (DPAdaGrad, 1.0, "sum")])
+def test_the_squares_less_their_noise_have_mean_zero(cls, beta, key):
+    """Variances that differ by a factor of 16. Power: a variance wrong by 1% is caught with probability > 0.999."""
+    d = 400_000
+    stddevs = [0.01 * (1, 4, 2)[t % 3] for t in range(NUM_STEPS)]
+    noise = StepNoise([s**2 for s in stddevs])
+    w = nn.Parameter(torch.zeros(d))
+    options = {"alpha": beta} if cls is DPRMSProp else {}
+    optimizer = cls([w], lr=1e-9, unbiased=True, noise=noise, **options)
+    train(optimizer, [w], [[torch.randn(d) * s for s in stddevs]], noise=noise)
+    state = optimizer.state[w]
+    level = state["noise_avg_sq" if cls is DPRMSProp else "noise_sum"]
+    excess = (state[key].double() - level).mean().item()
+    scale = 1 - beta if beta < 1 else 1.0
+    c = torch.tensor([scale * beta ** (NUM_STEPS - 1 - t) * s**2 for t, s in enumerate(stddevs)]).double()
+    bound = reference.tail_bound((c / d).repeat_interleave(d), ALPHA)
+    assert abs(excess) < bound < 0.006 * level
+
+
+@pytest.mark.parametrize("cls", [DPRMSProp, DPAdaGrad])
+def test_unbiased_averages_of_bfloat16_weights_are_float32(cls):
+    for unbiased, dtype in ((False, torch.bfloat16), (True, torch.float32)):
+        weights, gradients = weights_and_gradients(torch.bfloat16)
+        optimizer = cls(weights, lr=0.1, unbiased=unbiased, noise=IndependentNoise(0.1))
+        train(optimizer, weights, gradients)
+        tensors = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        assert len(tensors) == len(weights) and {t.dtype for t in tensors} == {dtype}
+
+
+@pytest.mark.parametrize(
+    "cls, options, match",
+    [
+        (DPRMSProp, {"alpha": 1.0}, r"alpha=1.0 is out of range. Use a number in \[0, 1\)"),
+        (DPRMSProp, {"eps": 0.0, "variance_floor": 0.0}, "divide by zero"),
+        (DPAdaGrad, {"lr_decay": -1.0}, "lr_decay=-1.0 is out of range"),
+        (DPAdaGrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value=-1.0 is out of range"),
+        (DPAdaGrad, {"eps": -1.0}, "eps=-1.0 is out of range"),
+    ],
+)
+def test_options_out_of_range_are_refused(cls, options, match):
+    with pytest.raises(ValueError, match=match):
+        cls([nn.Parameter(torch.zeros(1))], lr=0.1, **options)

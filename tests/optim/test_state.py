@@ -1,0 +1,202 @@
+"""Checkpoints, copies and the noise level: what every optimizer of the registry passes."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPRMSProp, NoiseAwareOptimizer
+from tests.optim.test_adam import LRS, NUM_STEPS, VARIANCES
+from tests.reference.optim import ExponentialAverage, StepNoise
+
+SHAPES = [(6, 11), (11, 6), (9,)]
+CASES = {
+    "dp_adamw": (DPAdamW, {}),
+    "dp_adam_bc": (DPAdamBC, {}),
+    "dp_adam_bc, second form": (DPAdamBC, {"form": "clamped_stddev", "variance_floor": 0.1}),
+    "dp_rmsprop": (DPRMSProp, {}),
+    "dp_rmsprop, unbiased": (DPRMSProp, {"unbiased": True}),
+    "dp_adagrad": (DPAdaGrad, {}),
+    "dp_adagrad, unbiased": (DPAdaGrad, {"unbiased": True}),
+    "dp_galore": (DPGaLore, {"rank": 3, "refresh_every": 5}),
+    "dp_galore, adam_bc": (DPGaLore, {"rank": 3, "refresh_every": 5, "inner": "adam_bc"}),
+    "dp_galore, reset": (DPGaLore, {"rank": 3, "refresh_every": 5, "inner": "adam_bc", "reset_on_refresh": True}),
+}
+FILTERS = {"no filter": None, "filter": torch.float32, "bf16 filter": torch.bfloat16}
+COMBINATIONS = [
+    pytest.param(case, stored, id=f"{case}, {stored}")
+    for case in CASES
+    for stored in FILTERS
+    if stored == "no filter" or "reset" not in case
+]
+
+
+def make(case, stored, weights):
+    cls, options = CASES[case]
+    dtype = FILTERS[stored]
+    low_pass = None if dtype is None else ExponentialAverage(0.6, dtype)
+    groups = [{"params": weights[:1], "weight_decay": 0.3}, {"params": weights[1:], "weight_decay": 0.0}]
+    return cls(groups, lr=0.1, noise=StepNoise(VARIANCES), filter=low_pass, **options)
+
+
+def fresh(case, stored, dtype=torch.float32):
+    weights = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape in SHAPES]
+    return weights, make(case, stored, weights)
+
+
+def step(optimizer, weights, gradients, t):
+    for group in optimizer.param_groups:
+        group["lr"] = LRS[t]
+    for w, of_w in zip(weights, gradients, strict=True):
+        w.grad = of_w[t].clone()
+    optimizer.noise.step = t
+    optimizer.step()
+
+
+def through_a_file(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_the_registry_is_covered():
+    assert {cls for cls, _ in CASES.values()} == set(OPTIMIZERS.values())
+    assert all(issubclass(cls, NoiseAwareOptimizer) for cls in OPTIMIZERS.values())
+    assert all(case.split(",")[0] in OPTIMIZERS and CASES[case][0] is OPTIMIZERS[case.split(",")[0]] for case in CASES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case, stored", COMBINATIONS)
+def test_it_resumes_bit_for_bit_at_every_step(case, stored, dtype):
+    gradients = [[torch.randn(shape).to(dtype) for _ in range(NUM_STEPS)] for shape in SHAPES]
+    weights, optimizer = fresh(case, stored, dtype)
+    checkpoints = []
+    for t in range(NUM_STEPS):
+        checkpoints.append(([w.detach().clone() for w in weights], through_a_file(optimizer.state_dict())))
+        step(optimizer, weights, gradients, t)
+    for start, (saved_weights, saved_state) in enumerate(checkpoints):
+        again, resumed = fresh(case, stored, dtype)
+        with torch.no_grad():
+            for w, saved in zip(again, saved_weights, strict=True):
+                w.copy_(saved)
+        resumed.load_state_dict(resumed.state_dict())  # as accelerate does when it wraps an optimizer
+        resumed.load_state_dict(saved_state)
+        for t in range(start, NUM_STEPS):
+            step(resumed, again, gradients, t)
+        assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True)), f"resumed after {start} steps"
+        if stored == "bf16 filter":
+            assert {average.dtype for average in resumed.filter.averages.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("case, stored", COMBINATIONS)
+def test_it_passes_through_accelerate(case, stored):
+    """Which sends the state through `load_state_dict` before the first step."""
+    accelerate = pytest.importorskip("accelerate")
+    gradients = [[torch.randn(shape) for _ in range(NUM_STEPS)] for shape in SHAPES]
+    weights, optimizer = fresh(case, stored)
+    again, wrapped = fresh(case, stored)
+    try:
+        prepared = accelerate.Accelerator(cpu=True).prepare_optimizer(wrapped)
+        for t in range(NUM_STEPS):
+            step(optimizer, weights, gradients, t)
+            wrapped.noise.step = t
+            for group in prepared.param_groups:
+                group["lr"] = LRS[t]
+            for w, of_w in zip(again, gradients, strict=True):
+                w.grad = of_w[t].clone()
+            prepared.step()
+        assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True))
+        assert prepared.state_dict().keys() == optimizer.state_dict().keys()
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize("case, stored", COMBINATIONS)
+def test_a_copy_goes_on_alone_and_without_the_noise_level(case, stored, copied):
+    gradients = [[torch.randn(shape) for _ in range(NUM_STEPS)] for shape in SHAPES]
+    weights, optimizer = fresh(case, stored)
+    for t in range(4):
+        step(optimizer, weights, gradients, t)
+    half_way = [w.detach().clone() for w in weights]
+    again, twin = copied((weights, optimizer))
+    assert twin.noise is None and optimizer.noise is not None
+    twin.noise = StepNoise(VARIANCES)
+    for t in range(4, NUM_STEPS):
+        step(twin, again, gradients, t)
+    assert all(torch.equal(a, b) for a, b in zip(half_way, weights, strict=True))  # the original did not move
+    for t in range(4, NUM_STEPS):
+        step(optimizer, weights, gradients, t)
+    assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "bc" in case or "unbiased" in case or "reset" in case])
+def test_what_subtracts_the_noise_asks_for_it(case):
+    weights, optimizer = fresh(case, "no filter")
+    optimizer.noise = None
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    with pytest.raises(ValueError, match=r"Pass noise=run.noise_level\(\).*IndependentNoise\(0.0\)"):
+        optimizer.step()
+    assert all(torch.equal(w, torch.ones_like(w)) for w in weights) and not optimizer.state
+
+
+@pytest.mark.parametrize("case", ["dp_adamw", "dp_rmsprop", "dp_adagrad", "dp_galore"])
+def test_what_leaves_the_noise_in_does_not_ask_for_it(case):
+    weights, optimizer = fresh(case, "no filter")
+    optimizer.noise = None
+    for w in weights:
+        w.grad = torch.ones_like(w)
+    optimizer.step()
+    assert not any(torch.equal(w, torch.ones_like(w)) for w in weights)
+
+
+def test_a_group_that_joins_later_is_stepped_with_the_others():
+    weights, optimizer = fresh("dp_adam_bc", "no filter")
+    late = nn.Parameter(torch.ones(4))
+    for t in range(2):
+        for w in weights:
+            w.grad = torch.randn_like(w)
+        optimizer.noise.step = t
+        optimizer.step()
+    optimizer.add_param_group({"params": [late]})
+    alone = nn.Parameter(torch.ones(4))
+    single = DPAdamBC([alone], lr=0.1, noise=optimizer.noise)
+    for t in range(2, 5):
+        for w in weights:
+            w.grad = torch.randn_like(w)
+        late.grad = torch.randn_like(late)
+        alone.grad = late.grad.clone()
+        optimizer.noise.step = t
+        optimizer.step()
+        single.step()
+    assert torch.equal(late, alone)  # its average of the variance began when it did
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    weights, optimizer = fresh("dp_adam_bc", "no filter")
+    theirs = torch.optim.AdamW(weights, lr=0.1)
+    with pytest.raises(
+        ValueError, match="written by another optimizer, and cannot be continued by DPAdamBC. Resume with"
+    ):
+        optimizer.load_state_dict(theirs.state_dict())
+    with pytest.raises(ValueError, match="written by DPAdamBC, and cannot be continued by DPAdamW"):
+        fresh("dp_adamw", "no filter")[1].load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize(
+    "began, now, match",
+    [
+        ("filter", "no filter", "written with a filter, and the optimizer was made without one"),
+        ("no filter", "filter", "written without a filter, and the optimizer was made with one"),
+    ],
+)
+def test_a_filter_that_came_or_went_is_refused(began, now, match):
+    with pytest.raises(ValueError, match=match):
+        fresh("dp_adamw", now)[1].load_state_dict(fresh("dp_adamw", began)[1].state_dict())
