@@ -31,7 +31,7 @@ from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.preclip import Preclip
+from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
@@ -299,6 +299,7 @@ class DPTrainerMixin(_Trainer):
             next(self._physical_batches(head)),
             padding_id=getattr(tokenizer, "pad_token_id", None),
             padding_side=getattr(tokenizer, "padding_side", None),
+            is_scaled=not isinstance(self._planned().preclip, Identity),
         )
         self._self_check = "passed"  # the error itself depends on how long the first records are
         logger.info(f"Self-check passed in {done.seconds:.2f} s.")

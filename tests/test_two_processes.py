@@ -43,7 +43,7 @@ def test_the_clipped_sum_equals_that_of_one_process(folders):
         assert reference.relative_error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["noise", "blt"])
+@pytest.mark.parametrize("name", ["noise", "blt", "dp2", "adadps"])
 def test_noise_is_added_once(folders, name):
     one, two = folders
     _, alone = _load(one, name, 0)
@@ -52,7 +52,9 @@ def test_noise_is_added_once(folders, name):
         assert reference.relative_error(got, want) < 1e-5  # the same key gives the same noise, not twice or half of it
 
 
-@pytest.mark.parametrize("name", ["sum", "noise", "empty", "private", "blt", "banded", "resumed"])
+@pytest.mark.parametrize("name", [
+    "sum", "noise", "empty", "private", "blt", "banded", "resumed", "dp2", "factored", "adadps",
+])  # fmt: skip
 def test_replicas_are_bit_equal(folders, name):
     (_, rank0), (_, rank1) = _load(folders[1], name, 0), _load(folders[1], name, 1)
     assert all(torch.equal(p, rank1["weights"][n]) for n, p in rank0["weights"].items())

@@ -21,6 +21,7 @@ from hf_dpopt.clipping import Clipping, FlatClipping
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.products import wide
+from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.losses import IGNORED, RecordLosses, base_model, num_records
 
 NUM_RECORDS = 3
@@ -196,9 +197,13 @@ def _clipping(engine: ClippingEngine, clipping: Clipping) -> Iterator[None]:
 
 
 def _engine_sum(
-    engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], clipping: Clipping
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    batch: Mapping[str, Any],
+    clipping: Clipping,
+    scale: Scale | None = None,
 ) -> dict[str, torch.Tensor]:
-    sums = engine.empty_sum()
+    sums = engine.empty_sum(scale)
     with _clipping(engine, clipping):
         engine.add_clipped_sum(sums, lambda: losses(batch), NUM_RECORDS)
     return sums.result()
@@ -247,8 +252,39 @@ def _check_equal(
     return errors[worst]
 
 
+def _made_up_scales(parameters: Mapping[str, torch.Tensor]) -> list[Scale]:
+    """A full and a factored scale over two orders of magnitude."""
+    generator = torch.Generator().manual_seed(2)
+
+    def values(*shape: int) -> torch.Tensor:
+        return 10.0 ** (2 * torch.rand(*shape, generator=generator) - 1).to(next(iter(parameters.values())).device)
+
+    full: dict[str, Diagonal | Factored] = {n: Diagonal(values(*p.shape)) for n, p in parameters.items()}
+    factored = {n: Factored(values(len(p)), values(p[0].numel())) for n, p in parameters.items() if p.dim() > 1}
+    return [Scale(full), Scale({**full, **factored})]
+
+
+def _check_scaled_sums(
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    batch: Mapping[str, Any],
+    rows: list[dict[str, torch.Tensor]],
+    tolerance: float,
+) -> float:
+    """The clip in the coordinates of a preconditioner, with one that half of the records meet."""
+    what, error = "the clipped sum of preconditioned gradients differs from a loop over single records", 0.0
+    for scale in _made_up_scales(engine.parameters):
+        scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in row.items()} for row in rows]
+        median = sorted(_squared_norm(row).sqrt().item() for row in scaled)[NUM_RECORDS // 2]
+        if median > 0:
+            clipping = dataclasses.replace(engine.clipping, clipping_norm=median)
+            got = _engine_sum(engine, losses, batch, clipping, scale)
+            error = max(error, _check_equal(got, _naive_clipped_sum(clipping, scaled), tolerance, what, MIXING))
+    return error
+
+
 def _check_sums(
-    engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], tolerance: float
+    engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], tolerance: float, *, is_scaled: bool
 ) -> tuple[dict[str, torch.Tensor], float]:
     """First without a clip, where an error names the tensor it is in; then with one that half of the records meet."""
     unclipped = _engine_sum(engine, losses, batch, UNCLIPPED)
@@ -260,6 +296,8 @@ def _check_sums(
         clipping = dataclasses.replace(engine.clipping, clipping_norm=median)
         want = _naive_clipped_sum(clipping, rows)
         error = max(error, _check_equal(_engine_sum(engine, losses, batch, clipping), want, tolerance, what, MIXING))
+    if is_scaled:
+        error = max(error, _check_scaled_sums(engine, losses, batch, rows, tolerance))
     return unclipped, error
 
 
@@ -315,6 +353,7 @@ def self_check(
     *,
     padding_id: int | None,
     padding_side: str | None = None,
+    is_scaled: bool = False,
 ) -> SelfCheck:
     """Compares the engine with a loop over single records on made-up inputs.
 
@@ -327,6 +366,7 @@ def self_check(
         like: one collated batch, for keys, dtypes and dimensions.
         padding_id: the tokenizer's padding token; None takes the model's where the batch has an attention_mask.
         padding_side: the tokenizer's, "left" or "right"; None takes what the mask of `like` shows.
+        is_scaled: a preconditioner divides records before the clip, so that is checked, too.
 
     Raises:
         UnsupportedModuleError: naming the tensor that differs, the buffer that changed or the mixing that was found.
@@ -341,7 +381,7 @@ def self_check(
     batch = synthetic_batch(like, model, padding_id, padding_side=padding_side)
     tolerance = _tolerance(engine, batch)
     with _evaluation_mode(model, engine.parameters):
-        unclipped, error = _check_sums(engine, losses, batch, tolerance)
+        unclipped, error = _check_sums(engine, losses, batch, tolerance, is_scaled=is_scaled)
         if padding_id is not None and "input_ids" in batch:
             padded = _padded(batch, padding_id, padding_side)
             error = max(error, _check_padding(engine, losses, batch, unclipped, padded, tolerance))

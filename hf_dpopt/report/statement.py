@@ -51,6 +51,7 @@ _NOT_COVERED = (
     "length, architecture, hyperparameters, removal of duplicates. Declared about it: {preprocessing}.",
     "Other runs on the same people that do not share this ledger; their epsilons add up.",
     "The data the base model was trained on before.",
+    "Records given as public (`public_dataset`).",
     "Prompts and predictions when the model is used.",
     "Side channels: time, memory, power, and the rounding of floating-point numbers. The proof is about real numbers "
     "and an ideal random generator.",
@@ -170,6 +171,7 @@ def _numbers(facts: RunFacts) -> str:
         "noise multiplier (noise standard deviation / sensitivity)": f"{plan['noise_multiplier']:.6g}",
         "noise mechanism": _noise(plan),
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
+        "preconditioner before the clip": _preconditioner(plan),
         "sampler": f"`{plan['sampler']['name']}`",
         "records n, expected batch size, sampling rate q": (
             f"{plan['num_examples']}, {plan['expected_batch_size']}, {sample_rate:.6g}"
@@ -188,6 +190,18 @@ def _noise(plan: dict[str, Any]) -> str:
         f"`{plan['noise_mechanism']}`: correlated over the steps (strategy `{_plain(strategy['name'])}`); standard "
         f"deviation of the draws / sensitivity of one step {plan['draw_stddev']:.6g}, made for {plan['noise_steps']} "
         "steps"
+    )
+
+
+def _preconditioner(plan: dict[str, Any]) -> str:
+    preclip = plan.get("preclip")
+    if preclip is None:
+        return "none"
+    options = ", ".join(f"{name} {value}" for name, value in preclip.items() if name != "name" and value is not None)
+    sums = ", two clipped sums in every step" if preclip.get("variant") == "extra_query" else ""
+    return (
+        f"`{_plain(preclip['name'])}` ({_plain(options)}): C bounds the record's gradient in its coordinates{sums}; it "
+        "is made of released gradients, released weights and public values alone"
     )
 
 

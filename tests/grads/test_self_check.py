@@ -412,3 +412,28 @@ def test_a_broken_engine(defect, clipping_norm, monkeypatch):
     engine = make_engine(model, make_clipping("flat", clipping_norm))
     with pytest.raises(UnsupportedModuleError, match=rf"differs from a loop.*Worst tensor: {tensor}, relative error"):
         self_check(engine, RecordLosses(model), batch_for(model), padding_id=PAD)
+
+
+# --- preconditioned gradients ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
+def test_scaled_gradients_pass(name):
+    model = MODELS[name]().train()
+    before = state_of(model)
+    assert check(model, padding_id=model.config.pad_token_id, is_scaled=True).relative_error <= 1e-4
+    assert_untouched(model, before)
+
+
+@pytest.mark.parametrize("part", ["Divided", "Factored"])
+def test_a_wrong_norm_of_scaled_gradients_is_found(part, monkeypatch):
+    from hf_dpopt.grads import scaling
+
+    if part == "Divided":
+        monkeypatch.setattr(scaling.Divided, "squares", lambda self, grams=None: (torch.ones(3), torch.ones(3)))
+    else:
+        monkeypatch.setattr(scaling.Factored, "of", lambda self, uses: list(uses))
+    model = MODELS["bert"]().train()
+    check(model)
+    with pytest.raises(UnsupportedModuleError, match="preconditioned gradients differs"):
+        check(model, is_scaled=True)

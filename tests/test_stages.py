@@ -1,0 +1,216 @@
+"""Preconditioners, filters and optimizers by the Trainer's arguments: what runs, what a checkpoint holds, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
+from hf_dpopt.preclip import ScaleThenPrivatize
+from hf_dpopt.stages import RELEASED_STATE
+from tests import tiny
+from tests.test_correlated_training import run_and_die_everywhere
+from tests.test_correlated_training import trainer as base_trainer
+
+DP2 = {"preconditioner": "dp2_rmsprop", "dp2_delay": 2, "preconditioner_kwargs": {"clipping_norm": 3.0}}
+PUBLIC = [tiny.records(80)[i] for i in range(64, 80)]
+CASES = {
+    "dp2": {**DP2, "optim": "sgd"},
+    "dp2, factored": {
+        **DP2, "preconditioner_kwargs": {"factored": True, "adaptive_steps": 1}, "optim": "dp_adam_bc",
+        "filter": "first_order_v1",
+    },
+    "dp2, two queries": {**DP2, "preconditioner_kwargs": {"variant": "extra_query"}, "preconditioner": "dp2_yogi"},
+    "dp2, noise first": {**DP2, "preconditioner_kwargs": {"variant": "noise_first"}, "preconditioner": "dp2_adagrad"},
+    "dp2, correlated": {
+        **DP2, "noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.1}, "sampling": "fixed_order",
+        "optim": "dp_adam_bc",
+    },
+    "adadps": {
+        "preconditioner": "adadps", "preconditioner_kwargs": {"refresh_every": 2}, "public_dataset": PUBLIC,
+        "public_batch_size": 5, "optim": "sgd",
+    },
+    "filter before sgd": {"filter": "butterworth:2:0.3", "optim": "sgd"},
+    "filter in adamw": {"filter": "second_order"},
+    "galore": {"optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum"},
+    "adaptive": {"filter": "adaptive:3", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
+    "rmsprop": {"optim": "dp_rmsprop", "optim_args": "unbiased=true"},
+    "adagrad": {"optim": "dp_adagrad"},
+}  # fmt: skip
+
+
+def trainer(folder, **changes):
+    return base_trainer(folder, **changes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
+    whole = run_and_die_everywhere(tmp_path, **CASES[name])
+    want = tiny.weights(whole.model)
+    assert all(p.isfinite().all() for p in want.values())
+    for step in range(1, whole.state.global_step):
+        folder = tmp_path / "died" / str(step)
+        resumed = trainer(folder, **CASES[name])
+        resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
+        assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
+        assert resumed.privacy_spent() == whole.privacy_spent()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_accounting_is_that_of_the_same_run_without_these_stages(tmp_path, name):
+    stages = ("preconditioner", "preconditioner_kwargs", "dp2_delay", "filter", "optim", "optim_args", "public_dataset",
+              "public_batch_size")  # fmt: skip
+    plain = {k: v for k, v in CASES[name].items() if k not in stages}
+    with_it, without = trainer(tmp_path / "a", **CASES[name]), trainer(tmp_path / "b", **plain)
+    if "noise_mechanism" in plain and "dp2" in name:  # it restarts
+        assert with_it.plan.config.noise_restart_every == 2
+    else:
+        assert with_it.plan.epsilon() == without.plan.epsilon()
+    assert with_it.plan.sensitivity == pytest.approx(without.plan.sensitivity * (2**0.5 if "two" in name else 1))
+
+
+def test_the_names_choose_the_optimizers(tmp_path):
+    kinds = {}
+    for i, (optim, text) in enumerate(
+        [("dp_adam_bc", None), ("adamw_torch", "momentum"), ("dp_galore", None), ("adamw_torch", None), ("sgd", "f1")]
+    ):
+        run = trainer(tmp_path / str(i), optim=optim, filter=text, max_steps=1, save_strategy="no",
+                      optim_args="rank=3" if optim == "dp_galore" else None)  # fmt: skip
+        run.train()
+        optimizer = run.optimizer.optimizer
+        kinds[optim, text] = type(optimizer)
+        if isinstance(optimizer, NoiseAwareOptimizer):
+            assert optimizer.noise.variance() == pytest.approx(
+                (run.plan.draw_stddev * run.plan.sensitivity / 16) ** 2
+            )  # fmt: skip
+            assert (optimizer.filter is None) == (text is None)
+            assert run._stages.chain == ()
+        else:
+            assert len(run._stages.chain) == (text is not None)
+    assert list(kinds.values()) == [DPAdamBC, DPAdamW, DPGaLore, torch.optim.AdamW, torch.optim.SGD]
+
+
+def test_the_statement_and_the_ledger_name_the_preconditioner(tmp_path):
+    run = trainer(tmp_path, **DP2, filter="momentum", max_steps=3)
+    run.train()
+    statement = (tmp_path / "out/privacy/statement.md").read_text()
+    assert "preconditioner" in statement and "dp2" in statement
+    plan = json.loads((tmp_path / "out/privacy/report.json").read_text())["plan"]
+    assert plan["preclip"]["name"] == "dp2" and plan["preclip"]["delay"] == 2
+
+
+@pytest.mark.parametrize("name", ["dp2", "dp2, factored", "dp2, two queries"])
+def test_physical_batches_change_nothing(tmp_path, name):
+    """The same key and records in batches of 1, 3 and 64: equal up to rounding, in both phases."""
+    fixed = dict(unsafe_fixed_noise_key="33" * 32, save_strategy="no", max_steps=6, model=None)
+    seen = []
+    for size in (1, 3, 64):
+        options = {**CASES[name], **fixed, "model": tiny.model(dropout=0.0), "per_device_train_batch_size": size}
+        run = trainer(tmp_path / str(size), **options)
+        run.train()
+        seen.append(tiny.weights(run.model))
+    for other in seen[1:]:
+        for n, p in other.items():
+            assert torch.allclose(p, seen[0][n], rtol=1e-4, atol=1e-5), n
+
+
+def test_lora_is_preconditioned_too(tmp_path):
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    run = trainer(tmp_path, model=get_peft_model(tiny.model(), lora), **CASES["dp2"], save_strategy="no")
+    run.train()
+    assert run.state.global_step == run.plan.num_steps and run._stages.preclip.uses_preconditioner in (True, False)
+    assert set(run._stages.preclip.moment.diagonal()) == set(run._engine.parameters)
+
+
+def test_a_preconditioner_of_ones_own(tmp_path):
+    scale = {"classifier.weight": torch.full((2, 16), 10.0)}
+    run = trainer(tmp_path, preclip=ScaleThenPrivatize(scale=scale), max_steps=2)
+    run.train()
+    assert run.plan.public_dict()["preclip"]["name"] == "scale"
+    with pytest.raises(DPConfigError, match="preclip"):
+        trainer(
+            tmp_path, preclip=ScaleThenPrivatize(scale={"classifier.weight": torch.ones(2, 16)}), max_steps=4
+        ).train(resume_from_checkpoint=True)
+
+
+class Halved:
+    """A map of one's own, with state."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, released):
+        self.calls += 1
+        return {name: g * 0.5 for name, g in released.items()}
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+def test_a_map_of_ones_own_runs_last_and_is_kept(tmp_path):
+    run = trainer(tmp_path, postprocess=[own := Halved()], filter="momentum", optim="sgd", max_steps=3)
+    run.train()
+    assert own.calls == 3 and run._stages.chain[-1] is own and len(run._stages.chain) == 2
+    more = trainer(tmp_path, postprocess=[again := Halved()], filter="momentum", optim="sgd", max_steps=4)
+    more.train(resume_from_checkpoint=True)
+    assert again.calls == 4
+
+
+@pytest.mark.parametrize("name", ["dp2", "filter before sgd", "filter in adamw"])
+def test_a_checkpoint_without_the_state_of_a_stage_is_refused(tmp_path, name):
+    trainer(tmp_path, **CASES[name] | {"max_steps": 3}).train()
+    missing = "optimizer.pt" if name == "filter in adamw" else RELEASED_STATE
+    (tmp_path / "out/checkpoint-3" / missing).unlink()
+    resumed = trainer(tmp_path, **CASES[name] | {"max_steps": 4})
+    with pytest.raises(DPConfigError, match=f"no {missing}.*save_only_model=False"):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
+    assert sum(resumed._release.charged()) == 3  # nothing was charged
+
+
+def test_a_checkpoint_with_other_stages_is_refused(tmp_path):
+    trainer(tmp_path, filter="momentum", optim="sgd", max_steps=3).train()
+    for changes in ({"filter": "second_order"}, {"filter": None, "postprocess": [Halved(), Halved()]}):
+        resumed = trainer(tmp_path, **{"optim": "sgd", "max_steps": 4, **changes})
+        with pytest.raises(DPConfigError, match="filter|Resume with the options"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
+
+
+REFUSED = [
+    ({"preconditioner": "dp2"}, "Use one of"),
+    ({"preconditioner": "dp2_rmsprop", "dp2_delay": 0}, "delay"),
+    ({"dp2_delay": 5}, "Add --preconditioner dp2_rmsprop"),
+    ({**DP2, "preconditioner_kwargs": {"delay": 5}}, "Give one of them"),
+    ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"s1": 5}}, "does not know s1"),
+    ({"preconditioner": "adadps"}, "public_dataset"),
+    ({"preclip": ScaleThenPrivatize(scale={}), **DP2}, "Give one of them"),
+    ({"filter": "b=0.5;a=-1.5"}, "stable"),
+    ({"filter": "b=0.2;a=-0.9"}, "[Gg]ain"),
+    ({"filter": "lowpass"}, "butterworth:ORDER:CUTOFF"),
+    ({"optim": "dp_adam"}, "dp_adam"),
+    ({"optim": "dp_galore"}, "rank"),
+    ({"optim": "dp_adam_bc", "optim_args": "floor=1"}, "does not know"),
+    ({**DP2, "preconditioner_kwargs": {"variant": "noise_first"}, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
+    ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "optim": "dp_adam_bc"}, "coordinate to coordinate"),
+    ({**DP2, "noise_mechanism": "blt", "sampling": "fixed_order", "noise_restart_every": 3}, "divisor of 2"),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), REFUSED)
+def test_what_does_not_go_together_is_refused_at_construction(tmp_path, changes, match):
+    with pytest.raises((DPConfigError, ValueError), match=match):
+        trainer(tmp_path, **changes)
+    assert not (tmp_path / "out").exists()
+
+
+def test_public_records_that_are_the_training_records_are_refused(tmp_path):
+    records = tiny.records()
+    for public in (records, torch.utils.data.Subset(records, [0, 1])):
+        with pytest.raises(DPConfigError, match="public_dataset is the training dataset"):
+            trainer(tmp_path, train_dataset=records, public_dataset=public, preconditioner="adadps")
