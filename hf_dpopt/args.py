@@ -144,6 +144,25 @@ class DPTrainingArguments(TrainingArguments):
         },
     )
     public_batch_size: int = field(default=32, metadata={"help": "Records of public_dataset in one public gradient."})
+    public_mirror_descent: str | None = field(
+        default=None,
+        metadata={
+            "help": "Mix gradients of public_dataset in (PDA-DPMD): cosine and linear go from the private gradient to "
+            "the public one over the run.",
+            "choices": ["cosine", "linear"],
+        },
+    )
+    average_iterate: str | None = field(
+        default=None,
+        metadata={
+            "help": "Weights that the run ends with: their uniform average over all steps, over the second half "
+            "(tail), or an exponential one. Default: the last ones.",
+            "choices": ["uniform", "tail", "exponential"],
+        },
+    )
+    ball_radius: float | None = field(
+        default=None, metadata={"help": "Keep the trained weights within this distance of where they began."}
+    )
     private_state_dir: str | None = field(
         default=None,
         metadata={

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from hf_dpopt.grads import ClippingEngine
 from hf_dpopt.mechanisms.level import MechanismLevel
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, Preconditioning, PublicSource
 from hf_dpopt.private_state import (
     Chain,
@@ -246,19 +248,25 @@ class PrivateRun:
             )
         return preclip
 
-    def noise_level(self, preclip: Preconditioning | None = None) -> MechanismLevel:
+    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Postprocess] = ()) -> MechanismLevel:
         """How loud the noise is in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
 
         Args:
             preclip: the preconditioner of the run, which may multiply what was released.
+            chain: maps that come between; those that say no ``gain`` leave a level that is not known.
         """
-        plan = self.plan
+        plan, stages = self.plan, (*([] if preclip is None else [preclip]), *chain)
+
+        def gain() -> float | None:
+            gains = [getattr(stage, "gain", None) for stage in stages]
+            return None if None in gains else math.prod(gains)  # type: ignore[arg-type]
+
         return MechanismLevel(
             plan.mechanism,
             stddev=self.noise.draw_stddev / plan.config.expected_batch_size,
             num_steps=plan.noise_steps,
             steps_done=lambda: self.charged[-1],
-            gain=(lambda: 1.0) if preclip is None else (lambda: preclip.gain),
+            gain=gain,
         )
 
     def draw(self, step: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a Trainer's run has before the clip and after the noise, made from its arguments, and its state in checkpoints.
+"""What a run has before the clip, after the noise and after the optimizer's step, and its state in checkpoints.
 
 All of it is made of released and public values, so it lies beside the optimizer's state in the checkpoint.
 """
@@ -16,6 +16,7 @@ from hf_dpopt.grads import ClippingEngine
 from hf_dpopt.mechanisms.level import MechanismLevel
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.postprocess import NoiseLevel, Postprocess
+from hf_dpopt.postprocess.iterates import AfterStep
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run import PrivateRun
 
@@ -24,14 +25,19 @@ OPTIMIZER_STATE = "optimizer.pt"
 
 
 class Stages:
-    """The preconditioner and the chain of one run.
+    """What stands around the private core in one run.
 
     Args:
         run: of the plan.
         engine: of the model.
         optimizer: torch's own; told how loud the noise is if it asks for that.
-        chain: maps of the released mean gradient; told the same.
+        chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
+            so in an attribute ``gain``.
         public: gradients of public records, where something needs them.
+        after: maps of the released weights, called after every step of the optimizer.
+
+    Attributes:
+        engine: the one to clip with.
 
     Raises:
         DPConfigError: for a preconditioner that does not fit the model.
@@ -45,11 +51,16 @@ class Stages:
         chain: Sequence[Postprocess] = (),
         *,
         public: PublicSource | None = None,
+        after: Sequence[AfterStep] = (),
     ):
         self.preclip = run.start_preclip(engine, public=public)
-        self.chain = tuple(chain)
+        self.engine = self.preclip.engine(engine)
+        self.chain, self.after = tuple(chain), tuple(after)
         self._optimizer = optimizer
-        tell_noise(run.noise_level(self.preclip), optimizer, *self.chain)
+        tell_noise(run.noise_level(self.preclip), *self.chain)
+        tell_noise(run.noise_level(self.preclip, self.chain), optimizer)
+        for stage in self.after:
+            stage.attach(optimizer)
 
     def save(self, folder: str | Path) -> None:
         """Writes the state of both; nothing if there is none."""
@@ -78,19 +89,21 @@ class Stages:
         if not path.exists():
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if len(state["chain"]) != len(self.chain):
-            raise DPConfigError(
-                f"{path} holds the state of {len(state['chain'])} stages after the noise, and the run has "
-                f"{len(self.chain)}. Resume with the options that the run began with."
-            )
+        for place, mine in (("chain", self.chain), ("after", self.after)):
+            if len(state[place]) != len(mine):
+                raise DPConfigError(
+                    f"{path} holds the state of {len(state[place])} stages after the noise, and the run has "
+                    f"{len(mine)}. Resume with the options that the run began with."
+                )
         self.preclip.load_state_dict(state["preclip"])
-        for postprocess, kept in zip(self.chain, state["chain"], strict=True):
-            postprocess.load_state_dict(kept)
+        for stage, kept in zip(self.chain + self.after, state["chain"] + state["after"], strict=True):
+            stage.load_state_dict(kept)
 
     def _state(self) -> dict[str, Any]:
         return {
             "preclip": self.preclip.state_dict(),
-            "chain": [postprocess.state_dict() for postprocess in self.chain],
+            "chain": [stage.state_dict() for stage in self.chain],
+            "after": [stage.state_dict() for stage in self.after],
         }
 
 

@@ -30,7 +30,9 @@ from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
+from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage
 from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.report.publish import ReleaseGuard
@@ -255,15 +257,36 @@ class DPTrainerMixin(_Trainer):
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         is_inside = isinstance(optimizer, optim.NoiseAwareOptimizer)
         chain = [] if self.args.filter is None or is_inside else [_low_pass(self.args.filter)]
+        if self.args.public_mirror_descent is not None:
+            public, num_steps = self._public_gradients(model, seed=1), self._planned().num_steps
+            assert public is not None
+            mixed = PublicMirrorDescent(public, num_steps=num_steps, schedule=self.args.public_mirror_descent)
+            chain.append(mixed)
+        after: list[AfterStep] = []
+        if self.args.ball_radius is not None:
+            after.append(BallProjection(model, self.args.ball_radius))
+        self._average = self._make_average(model)
+        if self._average is not None:
+            after.append(self._average)
         return Stages(
             self._current_run(),
             self._engine,
             optimizer,
             [*chain, *self._own_postprocess],
             public=self._public_gradients(model),
+            after=after,
         )
 
-    def _public_gradients(self, model: nn.Module) -> PublicGradients | None:
+    def _make_average(self, model: nn.Module) -> IterateAverage | None:
+        match self.args.average_iterate:
+            case None:
+                return None
+            case "exponential":
+                return IterateAverage(model, "exponential")
+            case kind:
+                return IterateAverage(model, start=self._planned().num_steps // 2 if kind == "tail" else 0)
+
+    def _public_gradients(self, model: nn.Module, seed: int = 0) -> PublicGradients | None:
         dataset = self._public_dataset
         if dataset is None:
             return None
@@ -274,7 +297,8 @@ class DPTrainerMixin(_Trainer):
             self._losses,
             dataset,
             lambda records: self._prepare_inputs(self._record_collator(records)),
-            batch_size=self.args.public_batch_size,
+            batch_size=min(self.args.public_batch_size, len(dataset)),  # a subspace draws its own number
+            seed=seed,
         )
 
     def _check_optimizer(self) -> None:
@@ -388,7 +412,7 @@ class DPTrainerMixin(_Trainer):
             secret_randomness(run.chain.dropout_key, step, aggregate.rank(), device),
         ):
             self._unprivatized += private_step(
-                self._engine,
+                self._stages.engine,
                 self._losses,
                 self._physical_batches(inputs),
                 run=run,
@@ -438,6 +462,8 @@ class DPTrainerMixin(_Trainer):
             )
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
+        if self._average is not None:
+            self._average.move()
         output = super()._finalize_training(trial, num_train_samples, start_time)
         metrics = {k: v for k, v in output.metrics.items() if k not in UNPRIVATIZED_LOGS}
         spent = self.privacy_spent()

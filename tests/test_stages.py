@@ -7,12 +7,14 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
 from hf_dpopt.preclip import ScaleThenPrivatize
 from hf_dpopt.stages import RELEASED_STATE
 from tests import tiny
+from tests.reference import clipping as reference
 from tests.test_correlated_training import run_and_die_everywhere
 from tests.test_correlated_training import trainer as base_trainer
 
@@ -38,6 +40,18 @@ CASES = {
     "filter in adamw": {"filter": "second_order"},
     "galore": {"optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum"},
     "adaptive": {"filter": "adaptive:3", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
+    "subspace, before the clip": {
+        "preconditioner": "subspace", "public_dataset": PUBLIC, "optim": "sgd", "average_iterate": "tail",
+        "preconditioner_kwargs": {"rank": 3, "num_public": 8, "refresh_every": 3, "adagrad": "released"},
+    },
+    "subspace, after the noise": {
+        "preconditioner": "subspace", "public_dataset": PUBLIC, "filter": "momentum",
+        "preconditioner_kwargs": {"rank": 3, "num_public": 8, "refresh_every": 2, "project": "after_noise"},
+    },
+    "mirror descent": {
+        "public_mirror_descent": "cosine", "public_dataset": PUBLIC, "public_batch_size": 4, "optim": "dp_adam_bc",
+        "ball_radius": 0.5, "average_iterate": "exponential",
+    },
     "rmsprop": {"optim": "dp_rmsprop", "optim_args": "unbiased=true"},
     "adagrad": {"optim": "dp_adagrad"},
 }  # fmt: skip
@@ -63,7 +77,7 @@ def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
 @pytest.mark.parametrize("name", CASES)
 def test_accounting_is_that_of_the_same_run_without_these_stages(tmp_path, name):
     stages = ("preconditioner", "preconditioner_kwargs", "dp2_delay", "filter", "optim", "optim_args", "public_dataset",
-              "public_batch_size")  # fmt: skip
+              "public_batch_size", "public_mirror_descent", "average_iterate", "ball_radius")  # fmt: skip
     plain = {k: v for k, v in CASES[name].items() if k not in stages}
     with_it, without = trainer(tmp_path / "a", **CASES[name]), trainer(tmp_path / "b", **plain)
     if "noise_mechanism" in plain and "dp2" in name:  # it restarts
@@ -198,6 +212,35 @@ REFUSED = [
     ({"optim": "dp_adam_bc", "optim_args": "floor=1"}, "does not know"),
     ({**DP2, "preconditioner_kwargs": {"variant": "noise_first"}, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
     ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "optim": "dp_adam_bc"}, "coordinate to coordinate"),
+    ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "filter": "adaptive:3"}, "coordinate to coordinate"),
+    ({"optim": "dp_adam_bc", "max_grad_norm": 1.0}, "max_grad_norm at 0"),
+    ({"optim": "dp_rmsprop", "optim_args": "unbiased=true", "max_grad_norm": 1.0}, "max_grad_norm at 0"),
+    ({"preconditioner": "subspace"}, "public_dataset"),
+    ({"public_mirror_descent": "cosine"}, "public_dataset"),
+    ({"public_mirror_descent": "cosine", "public_dataset": PUBLIC, "public_batch_size": 99}, "public_batch_size"),
+    ({"preconditioner": "subspace", "public_dataset": PUBLIC, "preconditioner_kwargs": {"rank": 9}}, "rank"),
+    (
+        {
+            "preconditioner": "subspace",
+            "public_dataset": PUBLIC,
+            "preconditioner_kwargs": {"rank": 9, "num_public": 8},
+        },
+        "m gradients span m directions",
+    ),
+    (
+        {"preconditioner": "subspace", "public_dataset": PUBLIC, "preconditioner_kwargs": {"adagrad": "goe"}},
+        "un-noised",
+    ),
+    (
+        {
+            "preconditioner": "subspace",
+            "public_dataset": PUBLIC,
+            "preconditioner_kwargs": {"rank": 3},
+            "optim": "dp_adam_bc",
+        },
+        "coordinate to coordinate",
+    ),
+    ({"ball_radius": -1.0}, "no ball"),
     ({**DP2, "noise_mechanism": "blt", "sampling": "fixed_order", "noise_restart_every": 3}, "divisor of 2"),
 ]
 
@@ -207,6 +250,34 @@ def test_what_does_not_go_together_is_refused_at_construction(tmp_path, changes,
     with pytest.raises((DPConfigError, ValueError), match=match):
         trainer(tmp_path, **changes)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_ends_with_the_average_within_the_ball(tmp_path):
+    run = trainer(tmp_path, ball_radius=0.01, average_iterate="uniform", optim="sgd", learning_rate=10.0)
+    before, seen = tiny.weights(run.model), []
+
+    class Seen(TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            seen.append(tiny.weights(model))
+
+    run.add_callback(Seen())
+    run.train()
+    for weights in seen:
+        assert reference.norm({n: weights[n] - before[n] for n in before}).item() == pytest.approx(0.01, rel=1e-3)
+    mean = {n: torch.stack([weights[n] for weights in seen]).mean(0) for n in before}
+    assert reference.relative_error(tiny.weights(run.model), mean) < 1e-6
+
+
+def test_an_unknown_gain_is_not_taken_for_one(tmp_path):
+    run = trainer(tmp_path, postprocess=[Halved()], optim="dp_adam_bc")
+    with pytest.raises(DPConfigError, match="attribute gain"):
+        run.train()
+    known = Halved()
+    known.gain = 0.5
+    run = trainer(tmp_path / "known", postprocess=[known], optim="dp_adam_bc", max_steps=2)
+    run.train()
+    level = (run.plan.draw_stddev * run.plan.sensitivity / 16) ** 2
+    assert run.optimizer.optimizer.noise.variance() == pytest.approx(0.25 * level)
 
 
 def test_public_records_that_are_the_training_records_are_refused(tmp_path):

@@ -41,9 +41,9 @@ class MechanismLevel:
         gain = self._gain()
         if gain is None:
             raise DPConfigError(
-                "The noise of this release is not the same in all coordinates: it was multiplied by a scale after the "
-                "noise (unscale, or the variant noise_first). Use an optimizer that needs no noise level "
-                "(adamw_torch, sgd)."
+                "The noise of this gradient is not of one known level in all coordinates: something after the noise "
+                "scaled, projected or filtered it. Use an optimizer that needs no noise level (adamw_torch, sgd), or, "
+                "for a map of your own that multiplies all by one number, give it the attribute gain."
             )
         return (self._stddev * gain) ** 2
 

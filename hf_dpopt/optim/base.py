@@ -74,6 +74,11 @@ class NoiseAwareOptimizer(torch.optim.Optimizer):
                 "value > 0, or leave variance_floor out."
             )
 
+    @property
+    def subtracts_noise(self) -> bool:
+        """Does it need to know how loud the noise is?"""
+        return any(self._subtracts_noise(group) for group in self.param_groups)
+
     def _subtracts_noise(self, group: Group) -> bool:
         """Does an update of this group need the variance of the noise?"""
         return False
@@ -130,7 +135,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer):
         return loss
 
     def _variance(self) -> float:
-        if not any(self._subtracts_noise(group) for group in self.param_groups):
+        if not self.subtracts_noise:
             return 0.0
         if self.noise is None:
             raise DPConfigError(

@@ -19,6 +19,7 @@ from hf_dpopt.preclip.base import Identity, Preclip, Preconditioning, PublicSour
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
 from hf_dpopt.preclip.public import PublicPreconditioner
 from hf_dpopt.preclip.scale import ScaleThenPrivatize
+from hf_dpopt.preclip.subspace import PublicSubspaceProjection
 
 PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
     "none": (Identity, {}),
@@ -26,6 +27,7 @@ PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
     "dp2_adagrad": (DelayedPreconditioner, {"second_moment": "adagrad"}),
     "dp2_yogi": (DelayedPreconditioner, {"second_moment": "yogi"}),
     "adadps": (PublicPreconditioner, {}),
+    "subspace": (PublicSubspaceProjection, {}),
 }
 
 
@@ -54,6 +56,7 @@ __all__ = [
     "Preconditioning",
     "PublicPreconditioner",
     "PublicSource",
+    "PublicSubspaceProjection",
     "ScaleThenPrivatize",
     "make_preclip",
 ]

@@ -10,6 +10,7 @@ import torch
 
 from hf_dpopt.config import check_real
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 
@@ -33,6 +34,9 @@ class Preconditioning(Protocol):
     @property
     def gain(self) -> float | None:
         """What `receive` multiplies the latest release by; None if that is not one number for all coordinates."""
+
+    def engine(self, engine: ClippingEngine) -> ClippingEngine:
+        """The clipping engine of the run: the given one, or one that clips in the coordinates of a subspace."""
 
     def scales(self) -> tuple[Scale | None, ...]:
         """What the records of the next step are multiplied by before the clip, for each query of the step."""
@@ -96,7 +100,14 @@ class Identity:
         return _Nothing()
 
 
-class _Nothing:
+class InPlace:
+    """What clips with the engine that is there."""
+
+    def engine(self, engine: ClippingEngine) -> ClippingEngine:
+        return engine
+
+
+class _Nothing(InPlace):
     gain = 1.0
 
     def scales(self) -> tuple[Scale | None, ...]:

@@ -13,7 +13,7 @@ from hf_dpopt.config import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import PublicSource, check_keys, check_positive
+from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, check_positive
 from hf_dpopt.preclip.checks import check_moment
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import SecondMoment
@@ -111,7 +111,7 @@ class DelayedPreconditioner:
         return DelayedPreconditioning(self, parameters, clipping_norm, noise)
 
 
-class DelayedPreconditioning:
+class DelayedPreconditioning(InPlace):
     """`DelayedPreconditioner` at work. Two buffers of the model's size: v, and G or 1 / D; factored, one at a time."""
 
     def __init__(

@@ -12,7 +12,7 @@ from hf_dpopt.config import check_count, check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import PublicSource, check_keys, check_positive
+from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, check_positive
 from hf_dpopt.preclip.checks import check_moment
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import SecondMoment
@@ -77,7 +77,7 @@ class PublicPreconditioner:
         return PublicPreconditioning(self, parameters, clipping_norm, public)
 
 
-class PublicPreconditioning:
+class PublicPreconditioning(InPlace):
     """`PublicPreconditioner` at work."""
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import PublicSource, check_keys, check_positive, multiply_
+from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, check_positive, multiply_
 
 Parts = Mapping[str, Diagonal | Factored]
 
@@ -128,7 +128,7 @@ class ScaleThenPrivatize:
         return FixedScale(step)
 
 
-class FixedScale:
+class FixedScale(InPlace):
     """`ScaleThenPrivatize` at work: the same in every step, so there is nothing to keep."""
 
     def __init__(self, step: ScaledStep):

@@ -199,6 +199,8 @@ def _preconditioner(plan: dict[str, Any]) -> str:
         return "none"
     options = ", ".join(f"{name} {value}" for name, value in preclip.items() if name != "name" and value is not None)
     sums = ", two clipped sums in every step" if preclip.get("variant") == "extra_query" else ""
+    if preclip.get("project") == "before_clip":
+        sums = f", which are {preclip['rank']}: those are summed and noised, and gradients lie in their span"
     return (
         f"`{_plain(preclip['name'])}` ({_plain(options)}): C bounds the record's gradient in its coordinates{sums}; it "
         "is made of released gradients, released weights and public values alone"

@@ -161,7 +161,7 @@ def test_a_level_that_differs_between_coordinates_is_not_given(tmp_path):
     loop.step(1)
     assert level.variance() > 0
     loop.step(2)
-    with pytest.raises(DPConfigError, match="not the same in all coordinates"):
+    with pytest.raises(DPConfigError, match="not of one known level"):
         level.variance()
 
 

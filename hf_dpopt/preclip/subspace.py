@@ -1,0 +1,135 @@
+"""Training in the subspace of public gradients: clipped and noised there, or projected after the noise."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from hf_dpopt.config import check_count, check_real
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.engine import ClippingEngine
+from hf_dpopt.grads.projected import ProjectingEngine
+from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.postprocess import Gradients, NoiseLevel
+from hf_dpopt.postprocess.subspace import PRECONDITIONERS, ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.preclip.base import Preconditioning, PublicSource
+from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.public.subspace import RefreshedSubspace
+
+PROJECTIONS = ("before_clip", "after_noise")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublicSubspaceProjection:
+    r"""``V V^T`` with V the top singular vectors of public gradients, and AdaGrad with a full matrix in between.
+
+    Formal guarantee: as without it, for V depends on public records and released weights alone. Before the clip, a
+    record is its k coordinates ``V^T g_b``: those are clipped, summed and noised, in k dimensions instead of all.
+
+    Args:
+        rank: k; >= 1. V takes k copies of the trained parameters.
+        num_public: public records of a refresh, >= k; None for twice the rank.
+        refresh_every: steps between two of them.
+        project: "before_clip" (more signal per unit of sensitivity) or "after_noise" (the papers' order).
+        adagrad: "none" for the projection alone, or "released" for `SubspaceAdaGrad`.
+        eps: of AdaGrad; gradient units.
+
+    Raises:
+        DPConfigError: for values out of range, and ``adagrad="goe"``, which keeps un-noised state.
+
+    References:
+        Kairouz et al. (2021), arXiv:2008.06570; Zhou, Wu and Banerjee (2021), arXiv:2007.03813.
+    """
+
+    rank: int = 16
+    num_public: int | None = None
+    refresh_every: int = 20
+    project: str = "before_clip"
+    adagrad: str = "none"
+    eps: float = 1e-8
+    name: ClassVar[str] = "subspace"
+    num_queries: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        check_count("rank", self.rank)
+        check_count("refresh_every", self.refresh_every)
+        if self.num_public is not None:
+            check_count("num_public", self.num_public)
+            if self.num_public < self.rank:
+                raise DPConfigError(
+                    f"rank={self.rank} is more than num_public={self.num_public}: m gradients span m directions at "
+                    "most. Use num_public >= rank (two to five times the rank is usual), or a smaller rank."
+                )
+        if self.project not in PROJECTIONS:
+            raise DPConfigError(
+                f"project={self.project!r} is unknown. Use one of: {', '.join(map(repr, PROJECTIONS))}."
+            )
+        if self.adagrad == "goe" or self.adagrad not in PRECONDITIONERS:
+            raise DPConfigError(
+                f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; 'goe' is made of un-noised "
+                "gradients and costs budget of its own: hf_dpopt.public.GoePreconditioner, in a loop of one's own."
+            )
+        check_real("eps", self.eps, "a number >= 0")
+
+    @property
+    def num_public_records(self) -> int:
+        """Public records of a refresh."""
+        return self.num_public or 2 * self.rank
+
+    @property
+    def changes_every(self) -> int | None:
+        return self.refresh_every if self.project == "before_clip" else None
+
+    def parameters(self) -> dict[str, Any]:
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    def start(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        clipping_norm: float,
+        noise: NoiseLevel,
+        public: PublicSource | None = None,
+    ) -> Preconditioning:
+        """See `Preclip.start`; needs `PublicGradients`."""
+        if not isinstance(public, PublicGradients):
+            raise DPConfigError(
+                "preconditioner='subspace' takes its directions from public records. Pass public_dataset to the "
+                "trainer, or public=PublicGradients(..) to start."
+            )
+        subspace = RefreshedSubspace(
+            public, rank=self.rank, num_public=self.num_public_records, refresh_every=self.refresh_every
+        )
+        made = (
+            ProjectedGradient(subspace) if self.adagrad == "none" else SubspaceAdaGrad(subspace, noise, eps=self.eps)
+        )
+        return SubspaceProjection(made, is_before_clip=self.project == "before_clip")
+
+
+class SubspaceProjection:
+    """`PublicSubspaceProjection` at work."""
+
+    gain = None  # the noise lies in the subspace: its level differs between coordinates
+
+    def __init__(self, projected: ProjectedGradient, *, is_before_clip: bool):
+        self._projected, self._is_before_clip = projected, is_before_clip
+
+    def engine(self, engine: ClippingEngine) -> ClippingEngine:
+        if not self._is_before_clip:
+            return engine
+        return ProjectingEngine(engine.model, engine.clipping, self._projected.subspace)
+
+    def scales(self) -> tuple[Scale | None, ...]:
+        return (None,)
+
+    def receive(self, released: Sequence[Gradients]) -> Gradients:
+        return self._projected(released[0])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._projected.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._projected.load_state_dict(state)
