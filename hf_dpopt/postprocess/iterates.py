@@ -1,0 +1,191 @@
+"""Maps of the released weights after the optimizer's step, free of cost: their average, a ball that they stay in."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hf_dpopt.config import check_count
+from hf_dpopt.errors import DPConfigError
+
+Weights = dict[str, torch.Tensor]
+
+
+class AfterStep:
+    """Something done to the trainable parameters of a model after every step of its optimizer."""
+
+    def __init__(self, model: nn.Module):
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Hooks it to the optimizer's steps, after what was attached before; the handle's `remove` undoes it.
+
+        Raises:
+            DPConfigError: if the optimizer does not hold the model's trainable parameters.
+        """
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name, p in self._parameters.items() if id(p) not in held]
+        if missing:
+            raise DPConfigError(
+                f"The optimizer does not train {', '.join(missing[:5])}. Attach to the optimizer of this model, "
+                "after it was made (accelerate wraps it: use optimizer.optimizer)."
+            )
+        return optimizer.register_step_post_hook(lambda *_: self.update())
+
+    def update(self) -> None:
+        """What the hook does."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs; made of released weights."""
+        raise NotImplementedError
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where the state was taken."""
+        raise NotImplementedError
+
+    def _snapshot(self) -> Weights:
+        wide = torch.float32
+        return {n: p.detach().to(torch.promote_types(p.dtype, wide), copy=True) for n, p in self._parameters.items()}
+
+
+class IterateAverage(AfterStep):
+    r"""Average of the released weights, one copy of the trainable parameters in float32 or wider.
+
+    ``uniform`` is the mean of the weights after the steps that came after `start` (start = 0: all of them; later: a
+    tail average). ``exponential`` weighs step s by ``decay^(t - s)``, normalised, so that early averages are not drawn
+    to zero or to the initial weights.
+
+    Args:
+        model: the trained model.
+        kind: "uniform" or "exponential".
+        start: steps that are left out at the beginning; >= 0.
+        decay: of the exponential average, in [0, 1).
+
+    Raises:
+        DPConfigError: for values out of range.
+
+    References:
+        Polyak and Juditsky (1992), doi:10.1137/0330046; the average iterate of arXiv:2008.06570, Thm. 3.1.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: Literal["uniform", "exponential"] = "uniform",
+        *,
+        start: int = 0,
+        decay: float = 0.999,
+    ):
+        if kind not in ("uniform", "exponential"):
+            raise DPConfigError(f"kind={kind!r} is unknown. Use 'uniform' (with start=, a tail) or 'exponential'.")
+        if start != 0:
+            check_count("start", start, "a number of steps >= 0 to leave out; half of the run gives a tail average")
+        if not 0 <= decay < 1:
+            raise DPConfigError(f"decay={decay} is outside [0, 1). Use 0.999 for an average over about 1000 steps.")
+        super().__init__(model)
+        self.kind, self.start, self.decay = kind, int(start), float(decay)
+        self._num_steps = 0
+        self._average: Weights = {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._num_steps += 1
+        num = self._num_steps - self.start
+        if num < 1:
+            return
+        now = self._snapshot()
+        if num == 1:
+            self._average = now
+            return
+        # weight of the newest: 1 / num, or (1 - decay) / (1 - decay^num)
+        share = 1 / num if self.kind == "uniform" else (1 - self.decay) / (1 - self.decay**num)
+        torch._foreach_lerp_(list(self._average.values()), list(now.values()), share)
+
+    def average(self) -> Weights:
+        """The average so far, name -> tensor; the weights as they are before the first step that counts."""
+        return {name: w.clone() for name, w in self._average.items()} or self._snapshot()
+
+    @contextlib.contextmanager
+    def swap(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights: for evaluation and saving. Not around a training step."""
+        kept = {name: p.detach().clone() for name, p in self._parameters.items()}
+        self._set(self.average())
+        try:
+            yield
+        finally:
+            self._set(kept)
+
+    def move(self) -> None:
+        """Gives the model the averaged weights for good: after the last step."""
+        self._set(self.average())
+
+    @torch.no_grad()
+    def _set(self, weights: Weights) -> None:
+        for name, p in self._parameters.items():
+            p.copy_(weights[name])
+
+    def parameters(self) -> dict[str, Any]:
+        """What a report says about it."""
+        own = {"name": "iterate_average", "kind": self.kind, "start": self.start}
+        return own | ({"decay": self.decay} if self.kind == "exponential" else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_steps": self._num_steps, "average": {n: w.clone() for n, w in self._average.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._num_steps = state["num_steps"]
+        self._average = {
+            n: w.to(self._parameters[n].device, copy=True)  # a checkpoint may have been read to the host
+            for n, w in state["average"].items()
+        }
+
+
+class BallProjection(AfterStep):
+    """Keeps the trainable parameters, as one vector, within `radius` of where they are when this is made.
+
+    The constraint set of private convex optimisation. Noise orthogonal to the gradients, which an unconstrained model
+    never feels, pushes iterates out of a ball.
+
+    Args:
+        model: the model; its weights now are the centre, of which a copy is kept.
+        radius: in units of weights, L2, > 0.
+
+    Raises:
+        DPConfigError: for a radius that is no finite number > 0.
+
+    References:
+        Bassily, Smith and Thakurta (2014), arXiv:1405.7085, Alg. 1.
+    """
+
+    def __init__(self, model: nn.Module, radius: float):
+        if not (math.isfinite(radius) and radius > 0):
+            raise DPConfigError(f"radius={radius} is no ball. Use a finite number > 0, in units of weights.")
+        super().__init__(model)
+        self.radius = float(radius)
+        self.center = self._snapshot()
+
+    @torch.no_grad()
+    def update(self) -> None:
+        offsets = {
+            name: p.detach().to(self.center[name].dtype) - self.center[name] for name, p in self._parameters.items()
+        }
+        norm = math.sqrt(math.fsum(float(o.double().square().sum()) for o in offsets.values()))
+        if norm > self.radius:
+            for name, p in self._parameters.items():
+                p.copy_(self.center[name] + offsets[name] * (self.radius / norm))
+
+    def parameters(self) -> dict[str, Any]:
+        """What a report says about it."""
+        return {"name": "ball_projection", "radius": self.radius}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"center": {n: w.clone() for n, w in self.center.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.center = {n: w.to(self.center[n].device, copy=True) for n, w in state["center"].items()}

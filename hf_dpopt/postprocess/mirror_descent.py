@@ -1,0 +1,78 @@
+"""PDA-DPMD to first order: the private gradient, and more and more of a public one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_dpopt.config import check_count
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.public.gradients import Gradients, PublicGradients
+
+# share of the private gradient after the fraction x of the schedule
+SCHEDULES: dict[str, Callable[[float], float]] = {
+    "constant": lambda x: 1.0,
+    "cosine": lambda x: math.cos(math.pi / 2 * min(x, 1.0)),
+    "linear": lambda x: 1.0 - min(x, 1.0),
+}
+
+
+class PublicMirrorDescent:
+    r"""``a_t g~_t + (1 - a_t) grad of the public loss``, at the current weights.
+
+    The first-order form of mirror descent with the public loss as mirror map (the exact one minimises the public loss
+    in every step). ``a_t = weight * schedule(t / num_steps)``, t from 0: "constant" is 1, "cosine" ``cos(pi t / 2 K)``
+    (the paper's), "linear" ``1 - t / K``; 0 from step K on, where only public gradients are left.
+
+    Args:
+        public: gradients of public records; one batch a step.
+        schedule: "constant", "cosine" or "linear".
+        num_steps: K, steps until the last two reach 0; >= 1. The length of the run, or more.
+        weight: a_0, in (0, 1].
+
+    Raises:
+        DPConfigError: for an unknown schedule, or values out of range.
+
+    References:
+        Amid et al. (2022), arXiv:2112.00193, Sec. 5 (first-order form, cosine).
+    """
+
+    name = "public_mirror_descent"
+
+    def __init__(self, public: PublicGradients, *, num_steps: int, schedule: str = "cosine", weight: float = 1.0):
+        if schedule not in SCHEDULES:
+            raise DPConfigError(f"schedule={schedule!r} is unknown. Use one of: {', '.join(map(repr, SCHEDULES))}.")
+        if not 0 < weight <= 1:
+            raise DPConfigError(
+                f"weight={weight} is outside (0, 1]. Use the share of the private gradient in the first step; 1.0 "
+                "begins with it alone."
+            )
+        check_count("num_steps", num_steps)
+        self.public, self.num_steps, self.schedule, self.weight = public, int(num_steps), schedule, float(weight)
+        self._step = 0
+        self.gain = 1.0  # of the noise, in the latest step
+
+    def share(self, step: int) -> float:
+        """a_t, share of the private gradient in step t (from 0)."""
+        return self.weight * SCHEDULES[self.schedule](step / self.num_steps)
+
+    @torch.no_grad()
+    def __call__(self, released: Gradients) -> Gradients:
+        share, public = self.share(self._step), self.public.mean()
+        self._step, self.gain = self._step + 1, share
+        return {name: share * g + (1 - share) * public[name].to(g.dtype) for name, g in released.items()}
+
+    def parameters(self) -> dict[str, Any]:
+        """What a report says about it."""
+        own = {"name": self.name, "schedule": self.schedule, "num_steps": self.num_steps, "weight": self.weight}
+        return own | {"public": self.public.parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step, "public": self.public.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+        self.public.load_state_dict(state["public"])

@@ -1,0 +1,72 @@
+"""PDA-DPMD's first-order form: shares by hand, gradients by a plain backward, resume."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.losses import RecordLosses
+from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
+from hf_dpopt.public import PublicGradients
+from tests import tiny
+
+
+def _public(model, num=8, batch_size=8) -> PublicGradients:
+    return PublicGradients(model, RecordLosses(model), tiny.records(num), tiny.collate, batch_size=batch_size)
+
+
+@pytest.mark.parametrize(
+    "schedule, weight, want",
+    [
+        ("constant", 0.7, [0.7, 0.7, 0.7, 0.7, 0.7, 0.7]),
+        ("linear", 1.0, [1.0, 0.75, 0.5, 0.25, 0.0, 0.0]),
+        ("cosine", 1.0, [1.0, math.cos(math.pi / 8), math.sqrt(0.5), math.sin(math.pi / 8), 0.0, 0.0]),
+        ("cosine", 0.5, [0.5, 0.5 * math.cos(math.pi / 8), math.sqrt(0.125), 0.5 * math.sin(math.pi / 8), 0.0, 0.0]),
+    ],
+)
+def test_each_step_mixes_in_its_share(schedule, weight, want):
+    model = tiny.model(dropout=0.4).double().train()
+    mirror = PublicMirrorDescent(_public(model), num_steps=4, schedule=schedule, weight=weight)
+    model.eval()
+    loss = model(**tiny.collate(tiny.records(8))).loss  # a mean over records: one label each
+    slow = dict(
+        zip([n for n, _ in model.named_parameters()], torch.autograd.grad(loss, list(model.parameters())), strict=True)
+    )
+    model.train()
+    for share in want:
+        released = {n: torch.randn_like(p) for n, p in model.named_parameters()}
+        got = mirror({n: g.detach().clone() for n, g in released.items()})
+        for name in released:
+            torch.testing.assert_close(
+                got[name], share * released[name] + (1 - share) * slow[name], rtol=1e-9, atol=1e-12
+            )
+
+
+def test_resume_is_bit_exact():
+    def released(step):
+        generator = torch.Generator().manual_seed(step)
+        return {n: torch.randn(p.shape, generator=generator) for n, p in tiny.model().named_parameters()}
+
+    model = tiny.model()
+    whole, first = (PublicMirrorDescent(_public(model, batch_size=3), num_steps=6) for _ in range(2))
+    for step in range(2):
+        whole(released(step)), first(released(step))
+    second = PublicMirrorDescent(_public(model, batch_size=3), num_steps=6)
+    second.load_state_dict(first.state_dict())
+    for step in range(2, 5):
+        want, got = whole(released(step)), second(released(step))
+        assert all(torch.equal(want[n], got[n]) for n in want)
+
+
+def test_refusals():
+    public = _public(tiny.model())
+    with pytest.raises(DPConfigError, match="'constant', 'cosine', 'linear'"):
+        PublicMirrorDescent(public, num_steps=4, schedule="step")
+    for weight in (0.0, 1.1, math.nan):
+        with pytest.raises(DPConfigError, match=r"outside \(0, 1\]"):
+            PublicMirrorDescent(public, num_steps=4, weight=weight)
+    with pytest.raises(DPConfigError, match="num_steps=0"):
+        PublicMirrorDescent(public, num_steps=0)
