@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.noise_level import IndependentNoise, NoiseLevel
 
 Gradients = dict[str, torch.Tensor]
@@ -29,7 +30,7 @@ class Postprocess(Protocol):
         """Continues where the state was taken, bit for bit."""
 
 
-POSTPROCESSORS: dict[str, Callable[..., Postprocess]] = {}
+POSTPROCESSORS: dict[str, Callable[..., Postprocess]] = {"low_pass": LowPassFilter}
 
 
 def mean_over_expected_batch(noisy_sums: Gradients, expected_batch_size: int) -> Gradients:

@@ -1,0 +1,203 @@
+"""A low-pass filter whose coefficients follow from the released gradients themselves (DOPPLER, section 5.3)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hf_dpopt.config import check_count
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.postprocess.low_pass import (
+    STORAGE,
+    Gradients,
+    Shapes,
+    arithmetic,
+    check_same_filter,
+    check_shapes,
+    check_storage,
+    on_host,
+    storage_name,
+)
+from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess.recursion import start_up_gain
+
+LOUDER = 1e-9  # by which the noise of a step may be louder after an adaptive filter: rounding
+
+
+class AdaptiveFIR:
+    r"""A weighted mean of the last released gradients; the weights are estimated every `refresh_every` steps.
+
+    .. math::
+        c_\tau = \mathrm{mean}_t\left[\langle g_t, g_{t-\tau}\rangle - d\,k_t(\tau)
+                 - \tfrac12 \max(\|g_{t-\tau}\|^2 - d\,k_{t-\tau}(0), 0)\right], \qquad b_\tau = c_\tau / \sum_i c_i
+
+    over the steps since the last estimate, with d coordinates and k_t(tau) the covariance of the noise of step t with
+    that of tau steps before.
+
+    New weights are taken only if the c add up to more than 0, and `LowPassFilter` could start with these weights and
+    make independent noise no louder in any step; else the last ones stay. It begins as ``none``.
+
+    Departures from the paper: (1) its noise is independent, so k(tau) = 0 for tau >= 1. (2) Its c_0 keeps the noise
+    of ``<g_t, g_t>``, so that louder noise brings the filter nearer to ``none``; here it is subtracted as at the
+    other lags (``subtract_at_zero=False`` is the paper's). (3) Its common denominator cancels in b and is left out.
+
+    Formal guarantee: weights and state are made of released gradients and of the public noise level, and may be
+    stored and published.
+
+    Args:
+        taps: gradients that are kept and weighted, the present one included; >= 2.
+        noise: of the released gradient; asked once per step, and replaceable until the first.
+        refresh_every: steps between two estimates; the first is made when `taps` steps can be compared.
+        dtype: of the kept gradients: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
+        subtract_at_zero: see above.
+
+    Raises:
+        DPConfigError: for counts that are none.
+
+    References:
+        Zhang et al. (2024), arXiv:2408.13460, section 5.3.
+    """
+
+    a: tuple[float, ...] = ()
+
+    def __init__(
+        self,
+        taps: int,
+        noise: NoiseLevel,
+        *,
+        refresh_every: int = 50,
+        dtype: torch.dtype | None = None,
+        subtract_at_zero: bool = True,
+    ):
+        check_count("taps", taps, "an integer >= 2: the gradients that are averaged")
+        check_count("refresh_every", refresh_every)
+        if taps < 2:
+            raise DPConfigError(
+                f"taps={taps} leaves the gradient as it is. Use 2 or more, 8 for instance, or no filter."
+            )
+        check_storage(dtype)
+        self.taps, self.noise, self.refresh_every, self.dtype = taps, noise, refresh_every, dtype
+        self.subtract_at_zero = bool(subtract_at_zero)
+        self.b: tuple[float, ...] = (1.0,) + (0.0,) * (taps - 1)
+        self.num_steps = 0
+        self._shapes: Shapes | None = None
+        self._kept: list[list[torch.Tensor]] = []  # age, tensor; the newest first
+        self._signal = torch.zeros(0, dtype=torch.float64)  # max(|g|^2 - d k(0), 0) of the kept ones
+        self._sums = torch.zeros(taps, dtype=torch.float64)
+        self._counts = [0] * taps
+
+    def parameters(self) -> dict[str, Any]:
+        """What the filter is, as JSON can hold it; `from_parameters` takes it back."""
+        return {
+            "taps": self.taps,
+            "refresh_every": self.refresh_every,
+            "dtype": storage_name(self.dtype),
+            "subtract_at_zero": self.subtract_at_zero,
+        }
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any], noise: NoiseLevel) -> AdaptiveFIR:
+        """The filter whose `parameters` these are, before its first step."""
+        return cls(noise=noise, **{**parameters, "dtype": STORAGE[parameters["dtype"]]})
+
+    @torch.no_grad()
+    def update(self, grads: Gradients) -> Gradients:
+        """One step.
+
+        Args:
+            grads: name -> released gradient; the same names and shapes in every step. Left as they are.
+
+        Returns:
+            Name -> filtered gradient, of the same dtype, in memory of the caller's own.
+
+        Raises:
+            DPConfigError: if names or shapes changed.
+        """
+        self._shapes = check_shapes(self._shapes, grads)
+        if not grads:
+            return {}
+        g = [grads[name].detach().to(arithmetic(grads[name])) for name in self._shapes]
+        self._keep(g)
+        self.num_steps += 1
+        self._compare(g)
+        if self.num_steps % self.refresh_every == 0:
+            self._refresh()
+        m = list(torch._foreach_mul(g, self.b[0]))
+        for weight, old in zip(self.b[1:], self._kept[1:], strict=False):  # none of those not yet there has a weight
+            if weight:
+                torch._foreach_add_(m, old, alpha=weight)
+        by_name = dict(zip(self._shapes, m, strict=True))
+        return {name: by_name[name].to(grads[name].dtype) for name in grads}
+
+    __call__ = update
+
+    def _keep(self, g: list[torch.Tensor]) -> None:
+        """Puts a copy of g first; the oldest of all leaves its place in memory for it."""
+        kept = [[old.to(x.device) for old, x in zip(row, g, strict=True)] for row in self._kept]
+        if len(kept) == self.taps:
+            newest = kept.pop()
+            torch._foreach_copy_(newest, g)
+        else:
+            newest = [x.to(self.dtype or x.dtype, copy=True) for x in g]
+        self._kept = [newest, *kept]
+
+    def _compare(self, g: list[torch.Tensor]) -> None:
+        """Adds this step to the means; all numbers stay on the device."""
+        device, d = g[0].device, sum(x.numel() for x in g)
+        variance = self.noise.variance()
+        products = [_dot(g, g, device), *(_dot(g, old, device) for old in self._kept[1:])]
+        signal = (products[0] - d * variance).clamp(min=0)
+        self._signal = torch.cat([signal.reshape(1), self._signal.to(device)[: len(products) - 1]])
+        covariances = [variance if self.subtract_at_zero else 0.0]
+        covariances += [self.noise.covariance(lag) for lag in range(1, len(products))]
+        noise = d * torch.tensor(covariances, dtype=torch.float64, device=device)
+        self._sums = self._sums.to(device)
+        self._sums[: len(products)] += torch.stack(products) - noise - self._signal / 2
+        self._counts = [count + (lag < len(products)) for lag, count in enumerate(self._counts)]
+
+    def _refresh(self) -> None:
+        if not all(self._counts):
+            return
+        c = [total / count for total, count in zip(self._sums.tolist(), self._counts, strict=True)]
+        total = math.fsum(c)
+        if math.isfinite(total) and total > 0:
+            b = tuple(x / total for x in c)
+            if start_up_gain(b) <= 1 + LOUDER:
+                self.b = b
+        self._sums, self._counts = torch.zeros_like(self._sums), [0] * self.taps
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state, in the host's memory."""
+        kept = [[on_host(x) for x in row] for row in self._kept]
+        return {
+            "parameters": self.parameters(),
+            "num_steps": self.num_steps,
+            "shapes": None if self._shapes is None else dict(self._shapes),
+            "b": list(self.b),
+            "signal": on_host(self._signal),
+            "sums": on_host(self._sums),
+            "counts": list(self._counts),
+            "kept": {name: [row[j] for row in kept] for j, name in enumerate(self._shapes or {})},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken, bit for bit, on the device of the next gradients.
+
+        Raises:
+            DPConfigError: for the state of another filter.
+        """
+        check_same_filter(state.get("parameters", {}), self.parameters())
+        self.num_steps, self.b, self._counts = state["num_steps"], tuple(state["b"]), list(state["counts"])
+        self._shapes = None if state["shapes"] is None else dict(state["shapes"])
+        self._signal, self._sums = on_host(state["signal"]), on_host(state["sums"])
+        rows = [state["kept"][name] for name in self._shapes or {}]
+        self._kept = [[x.clone() for x in row] for row in zip(*rows, strict=True)]
+
+
+def _dot(x: list[torch.Tensor], y: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Inner product over all tensors, float64, on `device`."""
+    parts = [torch.dot(v.flatten(), w.flatten().to(v.device, v.dtype)) for v, w in zip(x, y, strict=True)]
+    return torch.stack([part.to(device, torch.float64) for part in parts]).sum()

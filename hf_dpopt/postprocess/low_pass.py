@@ -1,0 +1,334 @@
+"""Low-pass filters of the released gradient (DOPPLER): what changes slowly passes, most of the noise does not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import scipy.signal
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess.recursion import Recursion, check_start_up
+
+if TYPE_CHECKING:
+    from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+
+Gradients = dict[str, torch.Tensor]
+Shapes = dict[str, list[int]]
+
+# Zhang et al. (2024), arXiv:2408.13460: name -> (b, a without its leading 1)
+PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "none": ((1.0,), ()),
+    "momentum": ((0.1,), (-0.9,)),
+    "first_order_v1": ((1 / 11, 1 / 11), (-9 / 11,)),
+    "first_order_v2": ((3 / 11, -1 / 11), (-9 / 11,)),
+    "second_order": ((1 / 58, 2 / 58, 1 / 58), (-92 / 58, 38 / 58)),
+    "f1": ((0.075, 0.025), (-0.9,)),
+    "f2": ((0.025, 0.075), (-0.9,)),
+    "f3": ((0.1, 0.1), (-0.8,)),
+    "f4": ((0.2, 0.2), (-0.6,)),
+    "f5": ((0.025, 0.05, 0.025), (-0.9,)),
+    "f6": ((0.025, 0.025), (-1.8, 0.85)),
+}
+DESIGNS: dict[str, tuple[type, ...]] = {
+    "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int,),
+}  # fmt: skip
+STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
+
+
+class LowPassFilter:
+    r"""A linear recursive filter of every coordinate of the released gradient g_t.
+
+    .. math::
+        m_t = -\sum_{\tau=1}^{n_a} a_\tau m_{t-\tau} + \sum_{\tau=0}^{n_b} b_\tau g_{t-\tau}, \qquad \hat m_t = m_t/c_t
+
+    with c_t the same recursion run on ones, so that a constant passes unchanged from the first step on.
+
+    It keeps max(len(a), len(b) - 1) buffers per coordinate. Arithmetic is float32, float64 for float64 gradients; how
+    a step is computed and what it costs: `hf_dpopt.postprocess.recursion.Recursion`.
+
+    Args:
+        b: weights of the gradients, the newest first.
+        a: weights of the earlier outputs, without the leading 1: momentum is ``b=[0.1], a=[-0.9]``.
+        dtype: of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
+        bias_correction: divide by c_t. Without it the first outputs are too small.
+
+    Raises:
+        DPConfigError: if a pole is not strictly inside the unit circle, if the gain at frequency 0 is not 1
+            (``sum(b) - sum(a) = 1`` to 1e-9), or if the division by c_t makes the noise of a step more than ten times
+            as loud as it came in; the message has the number and the mend.
+
+    References:
+        Zhang et al. (2024), arXiv:2408.13460, Alg. 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        b: Sequence[float],
+        a: Sequence[float] = (),
+        dtype: torch.dtype | None = None,
+        bias_correction: bool = True,
+    ):
+        check_storage(dtype)
+        self._recursion = Recursion(b, a)
+        self.b, self.a = self._recursion.b, self._recursion.a
+        if bias_correction:
+            check_start_up(self.b, self.a)
+        self.dtype, self.bias_correction, self.num_steps = dtype, bool(bias_correction), 0
+        self._shapes: Shapes | None = None
+        self._buffers: list[list[torch.Tensor]] = []  # buffer, tensor
+        self._ones = [[torch.zeros((), dtype=torch.float64)] for _ in range(self.num_buffers)]
+
+    @property
+    def num_buffers(self) -> int:
+        """Tensors kept per parameter."""
+        return self._recursion.num_buffers
+
+    # --- which filter ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> LowPassFilter:
+        """A filter of the paper, by its name in `PRESETS`; `options` are ``dtype`` and ``bias_correction``."""
+        if name not in PRESETS:
+            raise DPConfigError(f"{name!r} is no preset. Use one of: {', '.join(PRESETS)}.")
+        b, a = PRESETS[name]
+        return cls(b=b, a=a, **options)
+
+    @classmethod
+    def butterworth(cls, order: int, cutoff: float, **options: Any) -> LowPassFilter:
+        """Maximally flat; gain ``1/sqrt(2)`` at `cutoff`, a fraction of the Nyquist frequency (1/2 per step)."""
+        _check_design(order, cutoff)
+        return cls._designed(*scipy.signal.butter(order, cutoff), **options)
+
+    @classmethod
+    def chebyshev(cls, order: int, cutoff: float, ripple: float, **options: Any) -> LowPassFilter:
+        """Type I: steeper, with `ripple` dB between the largest and the least gain up to `cutoff`.
+
+        Rescaled to gain 1 at frequency 0, where one of even order has its least.
+        """
+        _check_design(order, cutoff)
+        if not (_is_real(ripple) and ripple > 0):
+            raise DPConfigError(f"ripple={ripple!r} is no ripple. Use a number of decibels > 0; 0.5 is usual.")
+        return cls._designed(*scipy.signal.cheby1(order, ripple, cutoff), **options)
+
+    @classmethod
+    def _designed(cls, b: np.ndarray, a: np.ndarray, **options: Any) -> LowPassFilter:
+        return cls(b=(b * (a.sum() / b.sum())).tolist(), a=a[1:].tolist(), **options)
+
+    @staticmethod
+    def parse(
+        text: str, noise: NoiseLevel | None = None, *, dtype: torch.dtype | None = None
+    ) -> LowPassFilter | AdaptiveFIR:
+        """The filter that a command line names.
+
+        Args:
+            text: a name in `PRESETS`, ``butterworth:ORDER:CUTOFF``, ``chebyshev:ORDER:CUTOFF:RIPPLE``,
+                ``b=1/11,1/11;a=-9/11`` (numbers or fractions; ``;a=`` may be left out) or ``adaptive:TAPS``.
+            noise: of the released gradient; an adaptive filter needs it.
+            dtype: of the buffers.
+
+        Raises:
+            DPConfigError: if `text` is none of these.
+        """
+        text = text.strip()
+        name, *values = text.split(":")
+        if text in PRESETS:
+            return LowPassFilter.preset(text, dtype=dtype)
+        try:
+            if name in DESIGNS:
+                numbers = [kind(value) for kind, value in zip(DESIGNS[name], values, strict=True)]
+            else:
+                b, a = _coefficients(text)
+        except (ValueError, KeyError, ZeroDivisionError):
+            raise DPConfigError(
+                f"{text!r} is no filter. Use one of: {', '.join(PRESETS)}; butterworth:ORDER:CUTOFF or "
+                "chebyshev:ORDER:CUTOFF:RIPPLE, with the cutoff as a fraction of the Nyquist frequency and the ripple "
+                "in decibels (butterworth:2:0.1, chebyshev:2:0.1:0.5); adaptive:TAPS (adaptive:8); or coefficients of "
+                "your own, 'b=0.1;a=-0.9', with a without its leading 1."
+            ) from None
+        if name == "butterworth":
+            return LowPassFilter.butterworth(*numbers, dtype=dtype)
+        if name == "chebyshev":
+            return LowPassFilter.chebyshev(*numbers, dtype=dtype)
+        if name != "adaptive":
+            return LowPassFilter(b=b, a=a, dtype=dtype)
+        if noise is None:
+            raise DPConfigError(
+                f"{text!r} needs the noise level of the released gradient: parse(text, noise=...). Without one, use a "
+                "filter with fixed coefficients."
+            )
+        from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR  # which is built on this module
+
+        return AdaptiveFIR(numbers[0], noise, dtype=dtype)
+
+    def parameters(self) -> dict[str, Any]:
+        """What the filter is, as JSON can hold it; `from_parameters` takes it back."""
+        return {
+            "b": list(self.b),
+            "a": list(self.a),
+            "dtype": storage_name(self.dtype),
+            "bias_correction": self.bias_correction,
+        }
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, Any]) -> LowPassFilter:
+        """The filter whose `parameters` these are, before its first step."""
+        return cls(**{**parameters, "dtype": STORAGE[parameters["dtype"]]})
+
+    def impulse_response(self, num_steps: int) -> np.ndarray:
+        """Weights of the gradient of 0, 1 ... steps ago in m_t, float64, (num_steps,). Their sums are the c_t."""
+        return self._recursion.impulse_response(num_steps)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, grads: Gradients) -> Gradients:
+        """One step.
+
+        Args:
+            grads: name -> released gradient; the same names and shapes in every step. Left as they are.
+
+        Returns:
+            Name -> filtered gradient, of the same dtype, in memory of the caller's own; the filter ``none`` gives
+            back what it got.
+
+        Raises:
+            DPConfigError: if names or shapes changed.
+        """
+        shapes = check_shapes(self._shapes, grads)
+        names, outputs = list(shapes), []
+        if self._shapes is None:
+            given = [(grads[name], self.dtype or arithmetic(grads[name])) for name in names]
+            self._buffers = [[torch.zeros_like(g, dtype=dtype) for g, dtype in given] for _ in range(self.num_buffers)]
+        c_t = float(self._recursion.advance([torch.ones((), dtype=torch.float64)], self._ones)[0])
+        for part in _chunks([grads[name].numel() for name in names]):
+            g = [grads[name].detach().to(arithmetic(grads[name])) for name in names[part]]
+            x = [
+                [s.to(like.device, like.dtype) for s, like in zip(row[part], g, strict=True)] for row in self._buffers
+            ]
+            m = self._recursion.advance(g, x)
+            for row, new in zip(self._buffers, x, strict=True):
+                row[part] = [s.to(self.dtype or s.dtype) for s in new]
+            if self.bias_correction and abs(c_t - 1) > 1e-12:  # dividing by what float32 rounds to 1 changes nothing
+                torch._foreach_div_(m, c_t)
+            outputs += [y.to(grads[name].dtype) for y, name in zip(m, names[part], strict=True)]
+        self._shapes, self.num_steps = shapes, self.num_steps + 1
+        by_name = dict(zip(names, outputs, strict=True))
+        return {name: by_name[name] for name in grads}
+
+    __call__ = update
+
+    # --- state: made of released values, so it may be stored and published -------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state, in the host's memory."""
+        buffers = [[on_host(s) for s in row] for row in self._buffers]
+        return {
+            "parameters": self.parameters(),
+            "form": self._recursion.form,
+            "num_steps": self.num_steps,
+            "shapes": None if self._shapes is None else dict(self._shapes),
+            "ones": [float(row[0]) for row in self._ones],
+            "buffers": {name: [row[j] for row in buffers] for j, name in enumerate(self._shapes or {})},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken, bit for bit, on the device of the next gradients.
+
+        Raises:
+            DPConfigError: for the state of another filter.
+        """
+        theirs = {**state.get("parameters", {}), "form": state.get("form")}
+        check_same_filter(theirs, {**self.parameters(), "form": self._recursion.form})
+        self.num_steps = state["num_steps"]
+        self._shapes = None if state["shapes"] is None else dict(state["shapes"])
+        self._ones = [[torch.tensor(value, dtype=torch.float64)] for value in state["ones"]]
+        kept = [state["buffers"][name] for name in self._shapes or {}]
+        self._buffers = [[buffers[i].clone() for buffers in kept] for i in range(self.num_buffers)]
+
+
+def arithmetic(g: torch.Tensor) -> torch.dtype:
+    """In which a gradient is filtered: float32 at least."""
+    return torch.promote_types(g.dtype, torch.float32)
+
+
+def storage_name(dtype: torch.dtype | None) -> str | None:
+    """As JSON can hold it; its key in `STORAGE`."""
+    return next(name for name, value in STORAGE.items() if value == dtype)
+
+
+def check_storage(dtype: torch.dtype | None) -> None:
+    """Refuses what cannot hold buffers."""
+    if dtype not in STORAGE.values():
+        raise DPConfigError(
+            f"dtype={dtype} cannot hold a filter's buffers. Use None, torch.float32 or torch.bfloat16."
+        )
+
+
+def check_shapes(before: Shapes | None, grads: Gradients) -> Shapes:
+    """Name -> shape; refuses those that differ from the ones before."""
+    shapes = {name: list(g.shape) for name, g in grads.items()}
+    if before is None or shapes == before:
+        return before or shapes
+    changed = [name for name in {**before, **shapes} if before.get(name) != shapes.get(name)]
+    raise DPConfigError(
+        f"The tensors of a filter are fixed at its first step, and {len(changed)} are now missing, new or of another "
+        f"shape: {', '.join(changed[:5])}. Give it the gradients of the same parameters in every step, or start a new "
+        "filter."
+    )
+
+
+def check_same_filter(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Refuses the state of another filter."""
+    if theirs != mine:
+        other, this = (", ".join(f"{name}={value}" for name, value in x.items()) for x in (theirs, mine))
+        raise DPConfigError(
+            f"This state belongs to another filter ({other}); this one is ({this}). Continue with the filter the run "
+            "was started with, or start the filter anew, without the state."
+        )
+
+
+def on_host(x: torch.Tensor) -> torch.Tensor:
+    """A copy in the host's memory."""
+    return x.detach().to("cpu", copy=True)
+
+
+def _chunks(sizes: Sequence[int]) -> list[slice]:
+    """Consecutive tensors of at most `CHUNK` coordinates together, or a single larger one."""
+    parts, start, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > CHUNK:
+            parts.append(slice(start, i))
+            start, total = i, 0
+        total += size
+    return [*parts, slice(start, len(sizes))] if sizes else []
+
+
+def _coefficients(text: str) -> tuple[list[float], list[float]]:
+    """b and a of ``b=1/11,1/11;a=-9/11``; a ValueError or KeyError if it is nothing like that."""
+    parts = dict(part.split("=") for part in text.replace(" ", "").split(";"))
+    b, a = parts.pop("b"), parts.pop("a", "")
+    if parts:
+        raise ValueError(parts)
+    return [float(Fraction(x)) for x in b.split(",")], [float(Fraction(x)) for x in a.split(",") if a]
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _check_design(order: int, cutoff: float) -> None:
+    if not (isinstance(order, int) and not isinstance(order, bool) and order >= 1):
+        raise DPConfigError(f"order={order!r} is no filter order. Use an integer >= 1; 1 and 2 are usual.")
+    if not (_is_real(cutoff) and 0 < cutoff < 1):
+        raise DPConfigError(
+            f"cutoff={cutoff!r} is outside (0, 1). It is a fraction of the Nyquist frequency (half a cycle per step): "
+            "0.1 lets pass what repeats every 20 steps or more."
+        )

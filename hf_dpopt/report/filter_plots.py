@@ -1,0 +1,95 @@
+"""Pictures of filters: what they let pass, how long they remember, and what they do to recorded gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
+from hf_dpopt.postprocess.recursion import impulse_response
+from hf_dpopt.postprocess.spectrum import frequency_response, power_spectral_density
+from hf_dpopt.report.noise_plots import FORMATS, pyplot
+
+LOWEST_GAIN = -60.0  # decibels
+LOWEST_FREQUENCY = 1e-3
+SHOWN_STEPS = 40
+MEMORY_STEPS = 10_000  # over which the power of the noise that passes is added up
+
+
+def plot_filters(folder: Path, filters: Mapping[str, LowPassFilter | AdaptiveFIR] | None = None) -> list[Path]:
+    """Writes ``filters.png`` and ``filters.svg``: gain over frequency, and weights of the gradients of earlier steps.
+
+    The legend has the stddev of independent noise after the filter, in units of that before it.
+
+    Args:
+        folder: made if it does not exist.
+        filters: label -> filter; None for all presets.
+
+    Raises:
+        DPConfigError: if matplotlib is not installed.
+    """
+    plt = pyplot()
+    filters = {name: LowPassFilter.preset(name) for name in PRESETS} if filters is None else filters
+    figure, (gain, weights) = plt.subplots(1, 2, figsize=(12.5, 5.2))
+    frequencies, largest = np.geomspace(LOWEST_FREQUENCY, 1, 600), 0.0
+    for i, (label, low_pass) in enumerate(filters.items()):
+        style = {"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"}
+        response = impulse_response(low_pass.b, low_pass.a, MEMORY_STEPS)
+        noise = float(np.sqrt((response**2).sum()))
+        decibels = 20 * np.log10(np.maximum(abs(frequency_response(low_pass, frequencies)), 1e-12))
+        gain.semilogx(frequencies, decibels, label=f"{label} (noise x {noise:.2f})", **style)
+        largest = max(largest, float(response[1:].max()))
+        weights.plot(np.arange(SHOWN_STEPS), response[:SHOWN_STEPS], marker=".", markersize=4, **style)
+    gain.set(
+        title="gain", xlabel="frequency / Nyquist frequency", ylabel="decibels", ylim=(LOWEST_GAIN, 6),
+        xlim=(LOWEST_FREQUENCY, 1),
+    )  # fmt: skip
+    gain.legend(fontsize=8, loc="lower left")
+    weights.set(title="weight of a gradient", xlabel="steps ago", ylabel="weight")
+    if largest > 0:
+        weights.set_ylim(
+            top=1.1 * largest
+        )  # the whole weight that `none` gives to the present one would hide the rest
+    return _save(plt, figure, folder, "filters")
+
+
+def plot_spectra(
+    before: torch.Tensor, after: torch.Tensor, folder: Path, *, noise_variance: float | None = None, segment: int = 256
+) -> list[Path]:
+    """Writes ``spectra.png`` and ``spectra.svg``: power of the gradients over frequency, before and after a filter.
+
+    Args:
+        before: released gradients of consecutive steps, or some coordinates of them, (T, d).
+        after: what the filter made of them, (T, d).
+        folder: made if it does not exist.
+        noise_variance: of a coordinate of `before`, if the noise is independent over the steps; drawn as a line.
+        segment: as for `power_spectral_density`.
+
+    Raises:
+        DPConfigError: if matplotlib is not installed.
+    """
+    plt = pyplot()
+    figure, axis = plt.subplots(figsize=(6.5, 4.5))
+    for label, recorded in (("released", before), ("filtered", after)):
+        frequencies, density = power_spectral_density(recorded, segment)
+        axis.semilogy(frequencies, np.maximum(density, np.finfo(float).tiny), label=label)
+    if noise_variance is not None:
+        axis.axhline(noise_variance, color="black", linestyle=":", label="noise of a release")
+    axis.set(title="power of a coordinate", xlabel="frequency / Nyquist frequency", ylabel="density", xlim=(0, 1))
+    axis.legend()
+    return _save(plt, figure, folder, "spectra")
+
+
+def _save(plt: Any, figure: Any, folder: Path, name: str) -> list[Path]:
+    figure.tight_layout()
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{extension}" for extension in FORMATS]
+    for path in paths:
+        figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return paths

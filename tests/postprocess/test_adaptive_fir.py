@@ -1,0 +1,226 @@
+"""`AdaptiveFIR`: the formula, computed slowly over the whole recording, and what it is for."""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.recursion import start_up_gain
+from tests.reference.low_pass import adaptive_fir, is_usable
+
+
+@pytest.fixture(autouse=True)
+def _any_seed():
+    torch.manual_seed(secrets.randbits(63))
+
+
+class NoiseOf:
+    """The noise level of a covariance over the steps, (T, T), after as many releases as `step` says."""
+
+    def __init__(self, covariance: np.ndarray):
+        self.matrix, self.step = covariance, 0
+
+    def variance(self) -> float:
+        return float(self.matrix[self.step - 1, self.step - 1])
+
+    def covariance(self, lag: int) -> float:
+        assert 1 <= lag < self.step, "asked for the noise of a release that was not"
+        return float(self.matrix[self.step - 1, self.step - 1 - lag])
+
+
+def correlated(num_steps: int, stddev: float) -> np.ndarray:
+    """``B B^T`` of noise that is partly taken back two steps long, louder in later steps."""
+    noising = np.eye(num_steps) - 0.5 * np.eye(num_steps, k=-1) - 0.2 * np.eye(num_steps, k=-2)
+    noising *= np.linspace(0.8, 1.2, num_steps)[:, None]
+    return stddev**2 * noising @ noising.T
+
+
+def independent(num_steps: int, stddev: float) -> np.ndarray:
+    return stddev**2 * np.eye(num_steps)
+
+
+def recordings(covariance: np.ndarray, d: int, memory: float) -> torch.Tensor:
+    """A gradient of unit variance, its correlation `memory` from one step to the next, under that noise; (T, d)."""
+    num_steps = len(covariance)
+    signal, x = [], torch.randn(d, dtype=torch.float64)
+    for _ in range(num_steps):
+        x = memory * x + (1 - memory**2) ** 0.5 * torch.randn(d, dtype=torch.float64)
+        signal.append(x)
+    noise = torch.tensor(np.linalg.cholesky(covariance)) @ torch.randn(num_steps, d, dtype=torch.float64)
+    return torch.stack(signal) + noise
+
+
+def run(low_pass: AdaptiveFIR, recorded: torch.Tensor) -> tuple[torch.Tensor, list[tuple[float, ...]]]:
+    """Outputs and weights of every step; the coordinates are spread over two tensors."""
+    outputs, weights = [], []
+    for g in recorded:
+        if isinstance(low_pass.noise, NoiseOf):
+            low_pass.noise.step += 1
+        given = {"b": g[:6].reshape(2, 3).clone(), "a": g[6:].clone()}
+        filtered = low_pass.update(given)
+        assert torch.equal(given["a"], g[6:])
+        outputs.append(torch.cat([filtered["b"].flatten(), filtered["a"]]))
+        weights.append(low_pass.b)
+        given["a"].fill_(9.0)
+        filtered["a"].fill_(9.0)
+    return torch.stack(outputs), weights
+
+
+@pytest.mark.parametrize("make", [independent, correlated])
+@pytest.mark.parametrize("memory", [0.99, 0.9, 0.5])
+@pytest.mark.parametrize("taps, refresh_every, subtract_at_zero", [(4, 10, True), (6, 4, True), (3, 7, False)])
+def test_equals_the_slow_reference(make, memory, taps, refresh_every, subtract_at_zero):
+    covariance = make(50, 0.7)
+    recorded = recordings(covariance, 400, memory)
+    low_pass = AdaptiveFIR(taps, NoiseOf(covariance), refresh_every=refresh_every, subtract_at_zero=subtract_at_zero)
+    outputs, weights = run(low_pass, recorded)
+    wanted, wanted_weights = adaptive_fir(
+        recorded.numpy(), covariance, taps, refresh_every, subtract_at_zero=subtract_at_zero
+    )
+    np.testing.assert_allclose(weights, wanted_weights, atol=1e-9)
+    np.testing.assert_allclose(outputs.numpy(), wanted, atol=1e-9)
+    if memory == 0.99:
+        assert not np.allclose(wanted_weights[-1], np.eye(taps)[0]), "it never adapted: the test compares nothing"
+
+
+@pytest.mark.parametrize("make", [independent, correlated])
+def test_float32_equals_the_slow_reference(make):
+    covariance = make(40, 0.7)
+    recorded = recordings(covariance, 4000, 0.99).float()
+    outputs, weights = run(AdaptiveFIR(5, NoiseOf(covariance), refresh_every=10), recorded)
+    wanted, wanted_weights = adaptive_fir(recorded.double().numpy(), covariance, 5, 10)
+    np.testing.assert_allclose(weights, wanted_weights, atol=1e-4)
+    np.testing.assert_allclose(outputs.numpy(), wanted, atol=1e-3)
+
+
+def test_bfloat16_keeps_the_gradients_and_nothing_else_coarse():
+    covariance = independent(40, 0.7)
+    recorded = recordings(covariance, 4000, 0.99).float()
+    low_pass = AdaptiveFIR(5, NoiseOf(covariance), refresh_every=10, dtype=torch.bfloat16)
+    outputs, weights = run(low_pass, recorded)
+    wanted, wanted_weights = adaptive_fir(recorded.double().numpy(), covariance, 5, 10)
+    np.testing.assert_allclose(weights, wanted_weights, atol=2e-2)
+    assert np.linalg.norm(outputs.numpy() - wanted) < 2e-2 * np.linalg.norm(wanted)
+    assert {x.dtype for kept in low_pass.state_dict()["kept"].values() for x in kept} == {torch.bfloat16}
+
+
+def test_a_gradient_that_stays_is_averaged_whatever_the_noise():
+    """Weights of a constant gradient are 1/taps. Their stddev here is about 0.002: 20 of them are allowed for.
+
+    Whoever takes the noise for independent sees half of the signal gone at lag 1, and finds weight 0 there.
+    """
+    num_steps, d, taps = 50, 40_000, 4
+    covariance = np.eye(num_steps) - 0.5 * (np.eye(num_steps, k=1) + np.eye(num_steps, k=-1)) * 0.999
+    recorded = recordings(covariance, d, 1.0)
+    low_pass = AdaptiveFIR(taps, NoiseOf(covariance), refresh_every=num_steps)
+    run(low_pass, recorded)
+    assert np.allclose(low_pass.b, 1 / taps, atol=0.04)
+    ignorant = AdaptiveFIR(taps, IndependentNoise(1.0), refresh_every=num_steps)
+    run(ignorant, recorded)
+    assert abs(ignorant.b[1]) < 0.04
+
+
+def test_the_formula_of_the_paper_filters_less_the_louder_the_noise():
+    """A constant gradient under noise of 10 times its power: c_0 = 1/2 + 10 there, and 1/2 here; 20 stddevs."""
+    covariance = independent(50, 10**0.5)
+    recorded = recordings(covariance, 40_000, 1.0)
+    ours = AdaptiveFIR(4, NoiseOf(covariance))
+    papers = AdaptiveFIR(4, NoiseOf(covariance), subtract_at_zero=False)
+    run(ours, recorded)
+    run(papers, recorded)
+    assert np.allclose(ours.b, 0.25, atol=0.08)
+    assert papers.b[0] == pytest.approx(10.5 / 12, abs=0.04)
+
+
+def test_weights_that_fail_a_check_are_not_taken():
+    quiet, d = IndependentNoise(0.0), 50
+    low_pass = AdaptiveFIR(3, quiet, refresh_every=10)
+    turning = torch.ones(10, d, dtype=torch.float64) * torch.tensor([1.0, -1.0]).repeat(5)[:, None]
+    run(low_pass, turning)  # c = (1/2, -3/2, 1/2)
+    assert low_pass.b == (1.0, 0.0, 0.0)
+    run(low_pass, torch.ones(20, d, dtype=torch.float64))
+    assert low_pass.b == pytest.approx([1 / 3] * 3)
+    run(low_pass, torch.cat([turning, turning]))
+    assert low_pass.b == pytest.approx([1 / 3] * 3)
+    run(low_pass, torch.full((20, d), float("inf"), dtype=torch.float64))
+    assert low_pass.b == pytest.approx([1 / 3] * 3)
+
+
+def test_weights_that_add_up_to_less_than_zero_are_not_taken():
+    """Less power than the noise alone has: all c are negative, and their quotients positive."""
+    low_pass = AdaptiveFIR(3, NoiseOf(np.full((10, 10), 10.0)), refresh_every=10)
+    run(low_pass, torch.ones(10, 50, dtype=torch.float64))
+    assert low_pass.b == (1.0, 0.0, 0.0)
+
+
+def test_no_step_gets_louder_noise():
+    """Recordings at all correlations; the check of the class and that of the reference agree."""
+    taken = set()
+    for memory in np.linspace(0.6, 1.0, 30):
+        covariance = independent(30, 0.5)
+        low_pass = AdaptiveFIR(5, NoiseOf(covariance), refresh_every=30)
+        run(low_pass, recordings(covariance, 200, memory))
+        assert is_usable(np.array(low_pass.b))
+        assert start_up_gain(low_pass.b) == pytest.approx(1)
+        taken.add(low_pass.b)
+    assert len(taken) > 5
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_resumes_after_every_step_bit_for_bit(dtype):
+    covariance = correlated(26, 0.5)
+    recorded = recordings(covariance, 30, 0.98).float()
+    noise = NoiseOf(covariance)
+    options = {"taps": 4, "refresh_every": 6, "dtype": dtype}
+    low_pass, outputs, weights, states = AdaptiveFIR(noise=noise, **options), [], [], []
+    for g in recorded:
+        states.append(low_pass.state_dict())
+        output, b = run(low_pass, g[None])
+        outputs.append(output[0])
+        weights += b
+    for t, state in enumerate(states):
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        buffer.seek(0)
+        resumed = AdaptiveFIR(noise=IndependentNoise(3.0), **options)
+        run(resumed, torch.ones(9, 30))  # what it did before does not matter
+        resumed.load_state_dict(torch.load(buffer, weights_only=True))
+        resumed.noise = NoiseOf(covariance)
+        resumed.noise.step = t
+        again, again_weights = run(resumed, recorded[t:])
+        assert torch.equal(again, torch.stack(outputs[t:]))
+        assert again_weights == weights[t:]
+
+
+def test_parameters_and_states():
+    noise = IndependentNoise(0.1)
+    low_pass = AdaptiveFIR(5, noise, refresh_every=9, dtype=torch.bfloat16, subtract_at_zero=False)
+    again = AdaptiveFIR.from_parameters(json.loads(json.dumps(low_pass.parameters())), noise)
+    assert again.parameters() == low_pass.parameters() and again.dtype == torch.bfloat16 and again.noise is noise
+    with pytest.raises(DPConfigError, match="taps=5.*taps=6.*Continue with the filter"):
+        AdaptiveFIR(6, noise, refresh_every=9).load_state_dict(low_pass.state_dict())
+
+
+def test_bfloat16_gradients_come_back_as_such():
+    low_pass = AdaptiveFIR(2, IndependentNoise(0.0))
+    assert low_pass({"w": torch.ones(3, dtype=torch.bfloat16)})["w"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"taps": 0}, "an integer >= 2"),
+    ({"taps": 1}, "Use 2 or more"),
+    ({"taps": 2.5}, "an integer >= 2"),
+    ({"taps": 4, "refresh_every": 0}, "refresh_every=0"),
+    ({"taps": 4, "dtype": torch.float16}, "Use None, torch.float32 or torch.bfloat16"),
+])  # fmt: skip
+def test_refusals(options, message):
+    with pytest.raises(DPConfigError, match=message):
+        AdaptiveFIR(noise=IndependentNoise(0.0), **options)

@@ -1,0 +1,94 @@
+"""What filters do over frequency: against their impulse responses, and on noise of a known law."""
+
+from __future__ import annotations
+
+import secrets
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
+from hf_dpopt.postprocess.spectrum import frequency_response, power_spectral_density, signal_to_noise
+from hf_dpopt.report.filter_plots import plot_filters, plot_spectra
+
+
+@pytest.fixture(autouse=True)
+def _any_seed():
+    torch.manual_seed(secrets.randbits(63))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_frequency_response_is_the_transform_of_the_impulse_response(name):
+    low_pass = LowPassFilter.preset(name)
+    frequencies = np.array([0.7, 0.0, 0.013, 1.0])
+    lags = np.arange(2000)
+    wanted = np.exp(-1j * np.pi * np.outer(frequencies, lags)) @ low_pass.impulse_response(2000)
+    np.testing.assert_allclose(frequency_response(low_pass, frequencies), wanted, atol=1e-12)
+
+
+def test_frequency_response_of_an_adaptive_filter_is_that_of_its_weights():
+    low_pass = AdaptiveFIR(4, IndependentNoise(0.0), refresh_every=8)
+    for _ in range(8):
+        low_pass({"w": torch.ones(10)})
+    np.testing.assert_allclose(abs(frequency_response(low_pass, np.array([0.0, 0.5, 1.0]))), [1, 0, 0], atol=1e-6)
+
+
+@pytest.mark.parametrize("segment", [64, 255])
+def test_density_of_white_noise_is_its_variance(segment):
+    """15 overlapping segments or more of 400 coordinates: the stddev of a bin is below 2%, and 12% is allowed for."""
+    frequencies, density = power_spectral_density(0.5 * torch.randn(2048, 400), segment)
+    assert frequencies[0] == 0 and len(frequencies) == segment // 2 + 1
+    assert frequencies[-1] == pytest.approx(1 if segment % 2 == 0 else 1 - 1 / segment)
+    np.testing.assert_allclose(density, 0.25, rtol=0.12)
+
+
+def test_density_keeps_the_mean_and_finds_the_frequency():
+    t = torch.arange(1024, dtype=torch.float64)
+    frequencies, constant = power_spectral_density(torch.ones(1024, 3))
+    assert constant.argmax() == 0 and constant[0] > 100 * constant[4:].max()
+    wave = torch.cos(np.pi * 0.25 * t)[:, None]
+    frequencies, density = power_spectral_density(wave)
+    assert frequencies[density.argmax()] == 0.25
+
+
+def test_density_after_a_filter_is_that_before_times_its_gain():
+    low_pass = LowPassFilter.preset("first_order_v2")
+    before = torch.randn(2048, 400)
+    after = torch.stack([low_pass({"w": g})["w"] for g in before])
+    frequencies, density = power_spectral_density(after[200:])
+    gain = abs(frequency_response(low_pass, frequencies)) ** 2
+    np.testing.assert_allclose(density, gain, rtol=0.2)
+
+
+def test_signal_to_noise():
+    """A constant gradient under independent noise gains ``1 / sum h^2``; noise like the signal cannot be told from it."""
+    frequencies = np.linspace(0, 1, 20_001)
+    constant = np.zeros_like(frequencies)
+    constant[0] = 1.0
+    for name in PRESETS:
+        low_pass = LowPassFilter.preset(name)
+        gained = signal_to_noise(low_pass, frequencies, constant, 0.3)
+        assert gained == pytest.approx(1 / (low_pass.impulse_response(3000) ** 2).sum(), rel=1e-6)
+        like_signal = np.exp(-5 * frequencies)
+        assert signal_to_noise(low_pass, frequencies, like_signal, 7 * like_signal) == pytest.approx(1)
+    fast = np.where(frequencies > 0.5, 1.0, 0.0)
+    assert signal_to_noise(LowPassFilter.preset("second_order"), frequencies, fast, 1.0) < 0.01
+
+
+def test_plots(tmp_path):
+    pytest.importorskip("matplotlib")
+    recorded = torch.randn(300, 5)
+    own = {"mean": LowPassFilter(b=[0.5, 0.5]), "adaptive": AdaptiveFIR(4, IndependentNoise(0.0))}
+    for folder, paths in (
+        ("presets", plot_filters(tmp_path / "presets")),
+        ("own", plot_filters(tmp_path / "own", own)),
+        ("spectra", plot_spectra(recorded, recorded / 2, tmp_path / "spectra", noise_variance=1.0)),
+    ):
+        assert [path.suffix for path in paths] == [".png", ".svg"]
+        assert all(path.parent.name == folder and path.stat().st_size > 10_000 for path in paths)
+    text = (tmp_path / "presets" / "filters.svg").read_text()
+    assert all(f"<!-- {name} (noise" in text for name in PRESETS)
+    assert "<!-- momentum (noise x 0.23) -->" in text  # sqrt(0.1 / 1.9)
