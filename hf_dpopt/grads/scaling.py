@@ -100,8 +100,10 @@ class Divided:
     def _squares(self, first: int, end: int) -> torch.Tensor:
         if len(self.uses) == 1 and isinstance(self.uses[0], Rows):
             return _squares_of_rows(self.uses[0].select(slice(first, end)), self.inverse)  # type: ignore[arg-type]
-        grads = [_materialised(use.select(slice(first, end))) for use in self.uses]  # type: ignore[arg-type]
-        total = grads[0] if len(grads) == 1 else torch.stack(grads).sum(dim=0)
+        grads = (_materialised(use.select(slice(first, end))) for use in self.uses)  # type: ignore[arg-type]
+        total = next(grads)
+        for grad in grads:
+            total = total + grad
         divided = total * self.inverse.to(total.dtype)
         return torch.linalg.vector_norm(divided.flatten(1), dim=1).square()
 
@@ -117,7 +119,8 @@ def _materialised(use: Contribution) -> torch.Tensor:
             return torch.bmm(wide(left_BTP).mT, wide(right_BTQ))
         case Dense(grad_B):
             return wide(grad_B)
-    return torch.stack([use.of_record(b) for b in range(use.num_records)])
+    each = [use.of_record(b) for b in range(use.num_records)]
+    return torch.stack(each) if len(each) > 1 else each[0].unsqueeze(0)
 
 
 def _squares_of_rows(use: Rows, inverse: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 
 from hf_dpopt.clipping import make_clipping
 from hf_dpopt.grads import make_engine
+from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.losses import RecordLosses
 from tests.memory import peak_bytes
 
@@ -66,3 +67,34 @@ def test_no_tensor_grows_with_records_times_parameters():
     gradient = VOCABULARY * 64 * 4
     logits = 8 * VOCABULARY * 4
     assert peaks[1] - peaks[0] < 6 * (2 * logits) < 6 * gradient
+
+
+@pytest.mark.parametrize("kind", ["full", "factored"])
+@pytest.mark.parametrize("name", ["book_keeping", "two_pass"])
+def test_preconditioned_norms_form_one_gradient_at_a_time(name, kind):
+    """Beside an ordinary clipped sum: a full diagonal forms a gradient of one layer and record, and its product."""
+    model = gpt2(16)
+    engine = make_engine(model, make_clipping("flat", 0.1), name)
+    parts = {}
+    for parameter, p in engine.parameters.items():
+        if kind == "factored" and p.dim() > 1:
+            parts[parameter] = Factored(torch.ones(p.shape[0]), torch.ones(p.shape[1]))
+        else:
+            parts[parameter] = Diagonal(torch.ones(p.shape))
+    ids = torch.randint(VOCABULARY, (8, 16))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+    losses = RecordLosses(model)
+
+    def step(scale):
+        clipped = engine.empty_sum(scale)
+        engine.add_clipped_sum(clipped, lambda: losses(batch), 8)
+        clipped.result()
+
+    step(None)  # the two-pass engine learns what is tied
+    plain, scaled = peak_bytes(lambda: step(None)), peak_bytes(lambda: step(Scale(parts)))
+    largest = max(p.numel() for p in engine.parameters.values()) * 4
+    logits = ids.numel() * VOCABULARY * 4
+    assert scaled - plain <= (4 * largest if kind == "full" else 2 * logits), (plain, scaled, largest)
+    assert (
+        scaled < plain + 8 * sum(p.numel() for p in engine.parameters.values()) * 4 / 1.5
+    )  # far from (B, parameters)
