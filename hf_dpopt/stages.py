@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads import ClippingEngine
 from hf_dpopt.mechanisms.level import MechanismLevel
@@ -56,11 +57,21 @@ class Stages:
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
         self.chain, self.after = tuple(chain), tuple(after)
-        self._optimizer = optimizer
+        self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         tell_noise(run.noise_level(self.preclip), *self.chain)
         tell_noise(run.noise_level(self.preclip, self.chain), optimizer)
         for stage in self.after:
             stage.attach(optimizer)
+
+    def announce(self) -> None:
+        """Says in the log what runs before the clip, after the noise and after the optimizer's step."""
+        if self._spec is not None:
+            given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
+            logger.info(f"Preconditioner: {self._spec['name']} ({given}).")
+        stages = [*self.chain, getattr(self._optimizer, "filter", None), *self.after]
+        named = [f"{type(stage).__name__} {_described(stage)}" for stage in stages if stage is not None]
+        if named:
+            logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
 
     def save(self, folder: str | Path) -> None:
         """Writes the state of both; nothing if there is none."""
@@ -105,6 +116,11 @@ class Stages:
             "chain": [stage.state_dict() for stage in self.chain],
             "after": [stage.state_dict() for stage in self.after],
         }
+
+
+def _described(stage: Any) -> str:
+    parameters = getattr(stage, "parameters", None)
+    return str(parameters()) if callable(parameters) else ""
 
 
 def tell_noise(level: NoiseLevel | MechanismLevel, *stages: Any) -> None:

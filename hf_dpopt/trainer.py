@@ -342,6 +342,7 @@ class DPTrainerMixin(_Trainer):
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
+        self._stages.announce()
         if plan.compared:
             logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
         logger.info(f"Clipping engine: {self._engine.name}, {self._engine_reason}.")

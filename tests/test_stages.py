@@ -108,9 +108,12 @@ def test_the_names_choose_the_optimizers(tmp_path):
     assert list(kinds.values()) == [DPAdamBC, DPAdamW, DPGaLore, torch.optim.AdamW, torch.optim.SGD]
 
 
-def test_the_statement_and_the_ledger_name_the_preconditioner(tmp_path):
-    run = trainer(tmp_path, **DP2, filter="momentum", max_steps=3)
-    run.train()
+def test_log_statement_and_ledger_name_the_preconditioner(tmp_path, caplog):
+    run = trainer(tmp_path, **DP2, filter="momentum", max_steps=3, average_iterate="tail")
+    with caplog.at_level("INFO", logger="hf_dpopt"):
+        run.train()
+    assert "Preconditioner: dp2 (delay=2" in caplog.text
+    assert "LowPassFilter {'b': [0.1], 'a': [-0.9]" in caplog.text and "IterateAverage" in caplog.text
     statement = (tmp_path / "out/privacy/statement.md").read_text()
     assert "preconditioner" in statement and "dp2" in statement
     plan = json.loads((tmp_path / "out/privacy/report.json").read_text())["plan"]

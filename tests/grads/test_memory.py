@@ -95,6 +95,3 @@ def test_preconditioned_norms_form_one_gradient_at_a_time(name, kind):
     largest = max(p.numel() for p in engine.parameters.values()) * 4
     logits = ids.numel() * VOCABULARY * 4
     assert scaled - plain <= (4 * largest if kind == "full" else 2 * logits), (plain, scaled, largest)
-    assert (
-        scaled < plain + 8 * sum(p.numel() for p in engine.parameters.values()) * 4 / 1.5
-    )  # far from (B, parameters)
