@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.checks import check_count
 from hf_dpopt.comparison import ComparedNoise, compare_mechanisms
-from hf_dpopt.config import PrivacyConfig, check_count
+from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.mechanisms.strategies import Workload, momentum_workload

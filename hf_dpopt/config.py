@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import numbers
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from hf_dpopt.checks import check_count, check_noise_key, check_noise_multiplier, check_real
 from hf_dpopt.clipping import CLIPPINGS, Adjacency
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.preclip import make_preclip
+from hf_dpopt.sampling import SAMPLERS
 
 ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example"]
 Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order", "cyclic_poisson", "balls_in_bins"]
-
-NOISE_KEY_BYTES = 32
 
 
 class PrivacyWarning(UserWarning):
@@ -132,10 +132,6 @@ class PrivacyConfig:
                 )
 
     def _check_choices(self) -> None:
-        from hf_dpopt.mechanisms import MECHANISMS  # not at the top: mechanisms check their numbers with this module
-        from hf_dpopt.preclip import make_preclip
-        from hf_dpopt.sampling import SAMPLERS
-
         unit: str = self.privacy_unit
         if unit == "user":
             raise DPConfigError("privacy_unit='user' is not there yet (user level comes later). Use 'example'.")
@@ -170,38 +166,3 @@ def _plain_options(field: str, options: Any, example: str) -> dict[str, Any]:
         raise DPConfigError(
             f"{field}={options!r} holds what JSON cannot. Use numbers, texts and lists of them."
         ) from None
-
-
-def check_noise_multiplier(value: float) -> None:
-    """Refuses what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
-    check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
-    if value < 0:
-        raise DPConfigError(
-            f"noise_multiplier={value} is negative. Use a finite number > 0; 0.0 switches the noise off, and epsilon "
-            "is then infinite (NOT PRIVATE)."
-        )
-
-
-def check_count(name: str, value: Any, allowed: str = "an integer >= 1") -> None:
-    """Refuses what is not a positive whole number."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-        raise DPConfigError(f"{name}={value!r} is not a positive count. Use {allowed}.")
-
-
-def check_noise_key(value: str) -> None:
-    """Refuses a test key that is not 32 bytes in hexadecimal."""
-    try:
-        num_bytes = len(bytes.fromhex(value))
-    except (TypeError, ValueError):
-        num_bytes = 0
-    if num_bytes != NOISE_KEY_BYTES:
-        raise DPConfigError(
-            f"unsafe_fixed_noise_key is not {2 * NOISE_KEY_BYTES} hexadecimal digits. Use '00' * {NOISE_KEY_BYTES} in "
-            "a test; leave it out in a real run, which takes its keys from the operating system."
-        )
-
-
-def check_real(name: str, value: Any, allowed: str) -> None:
-    """Refuses text, None, NaN and infinity with one message."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise DPConfigError(f"{name}={value!r} is not a finite number. Use {allowed}.")

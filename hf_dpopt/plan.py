@@ -16,8 +16,9 @@ import dp_accounting
 
 from hf_dpopt.accounting import accountants, events, pairs
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
+from hf_dpopt.checks import check_count, check_noise_multiplier
 from hf_dpopt.clipping import Clipping, make_clipper
-from hf_dpopt.config import PrivacyConfig, PrivacyWarning, check_count, check_noise_multiplier
+from hf_dpopt.config import PrivacyConfig, PrivacyWarning
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms import CorrelatedNoise, GaussianMechanism, NoiseMechanism
 from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Workload

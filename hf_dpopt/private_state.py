@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.accounting.ledger import ChainRecord, Ledger
-from hf_dpopt.config import check_noise_key
+from hf_dpopt.checks import check_noise_key
 from hf_dpopt.durable import fsync_directory, write_durably
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import KEY_BYTES, derive_key

@@ -25,7 +25,7 @@ from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
 
 from hf_dpopt.accounting import random_allocation
 from hf_dpopt.accounting.random_allocation import Ring
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import NoiseStrategy, ToeplitzStrategy
 

@@ -32,7 +32,7 @@ from hf_dpopt.accounting.balls_in_bins import (
     computed_epsilon,
     without_amplification,
 )
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import NoiseStrategy
 

@@ -14,8 +14,8 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent, get_sigma
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.events import noise_stddev_over_clip
+from hf_dpopt.checks import check_count, check_noise_multiplier
 from hf_dpopt.clipping import SENSITIVITY_FACTOR
-from hf_dpopt.config import check_count, check_noise_multiplier
 from hf_dpopt.errors import DPConfigError
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_dpopt.config import check_count, check_noise_multiplier
+from hf_dpopt.checks import check_count, check_noise_multiplier
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.mechanisms.strategies import NoiseStrategy

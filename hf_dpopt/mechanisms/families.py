@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import (
     BandedInverse,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.config import check_noise_multiplier
+from hf_dpopt.checks import check_noise_multiplier
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from hf_dpopt.config import check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.scaling import Scale
@@ -130,15 +129,6 @@ def check_keys(state: Mapping[str, Any], expected: set[str]) -> None:
             f"This state of a preconditioner has the entries {sorted(state)}, and {sorted(expected)} are expected: it "
             "belongs to another one. Resume with the options that the run began with."
         )
-
-
-def check_positive(**values: Any) -> None:
-    """Refuses what is not a finite number > 0; None passes."""
-    for name, value in values.items():
-        if value is not None:
-            check_real(name, value, "a finite number > 0")
-            if value <= 0:
-                raise DPConfigError(f"{name}={value} is not > 0. Use a finite number > 0.")
 
 
 def multiply_(gradients: Gradients, factor: float) -> Gradients:

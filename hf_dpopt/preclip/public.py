@@ -8,14 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.config import check_count, check_real
+from hf_dpopt.checks import check_count, check_positive, check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, check_positive
-from hf_dpopt.preclip.checks import check_moment
+from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys
 from hf_dpopt.preclip.scale import ScaledStep
-from hf_dpopt.preclip.second_moments import SecondMoment
+from hf_dpopt.preclip.second_moments import SecondMoment, check_moment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_dpopt.checks import check_positive
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, check_positive, multiply_
+from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, multiply_
 
 Parts = Mapping[str, Diagonal | Factored]
 

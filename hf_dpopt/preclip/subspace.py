@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.config import check_count, check_real
+from hf_dpopt.checks import check_count, check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.projected import ProjectingEngine

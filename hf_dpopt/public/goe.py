@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.accounting.subspace import GoeRelease, goe_sensitivity
-from hf_dpopt.config import check_count, check_noise_multiplier
+from hf_dpopt.checks import check_count, check_noise_multiplier
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.public.subspace import retained
 

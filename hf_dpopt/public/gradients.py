@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_dpopt import aggregate
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import secret_randomness
 from hf_dpopt.grads.capture import Site

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_dpopt import aggregate
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.public.gradients import Gradients, PublicGradients, check_finite
 

@@ -202,8 +202,8 @@ def _preconditioner(plan: dict[str, Any]) -> str:
     if preclip.get("project") == "before_clip":
         sums = f", which are {preclip['rank']}: those are summed and noised, and gradients lie in their span"
     return (
-        f"`{_plain(preclip['name'])}` ({_plain(options)}): C bounds the record's gradient in its coordinates{sums}; it "
-        "is made of released gradients, released weights and public values alone"
+        f"`{_plain(preclip['name'])}` ({_plain(options)}): C bounds a record in its coordinates{sums}; it is made "
+        "of released gradients, released weights and public values alone"
     )
 
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import derive_key, random_words
 from hf_dpopt.mechanisms.strategies.participation import Participation

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.linalg import block_diag
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.base import NoiseStrategy
 from hf_dpopt.mechanisms.strategies.participation import Participation

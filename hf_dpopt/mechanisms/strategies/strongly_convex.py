@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.banded import BandedInverse, BandedToeplitz
 from hf_dpopt.mechanisms.strategies.base import ToeplitzStrategy

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from scipy.linalg import solve_triangular
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies import sensitivity
 from hf_dpopt.mechanisms.strategies.base import NoiseStrategy, lower_root

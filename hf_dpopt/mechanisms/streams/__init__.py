@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.mechanisms.strategies import (

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy.signal import correlate, lfilter
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.banded import BandedToeplitz
 from hf_dpopt.mechanisms.strategies.cache import cached

@@ -7,7 +7,7 @@ import torch
 from scipy.optimize import least_squares
 from scipy.special import expit
 
-from hf_dpopt.config import check_count
+from hf_dpopt.checks import check_count
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms.strategies.blt import BufferedLinearToeplitz
 from hf_dpopt.mechanisms.strategies.cache import cached
