@@ -20,12 +20,12 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     """Features of sizes over three orders of magnitude: where preconditioners matter."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_RECORDS, IN, generator=generator) * 10.0 ** torch.linspace(-2, 1, IN)
-    return x, torch.randn(NUM_RECORDS, OUT, generator=generator)
+    return x.double(), torch.randn(NUM_RECORDS, OUT, generator=generator).double()
 
 
 def model() -> nn.Linear:
     torch.manual_seed(5)
-    return nn.Linear(IN, OUT)
+    return nn.Linear(IN, OUT).double()  # sums are noised in float32, all the same
 
 
 def gradient(weights: list[torch.Tensor], b: int) -> list[torch.Tensor]:

@@ -51,7 +51,7 @@ class Moment:
 
 
 def trajectory(
-    start: list[Vector],
+    visited: list[list[Vector]],
     gradient: Callable[[list[Vector], int], list[Vector]],
     batches: list[list[int]],
     noise: list[list[list[Vector]]],
@@ -70,17 +70,17 @@ def trajectory(
     variance: float = 0.0,
     variant: str = "dp2",
 ) -> list[list[Vector]]:
-    """Weights after every step.
+    """Weights after every step from the weights before it, and from the releases of all steps before.
 
     Args:
-        start: weights, one tensor per parameter.
+        visited: weights before every step, one tensor per parameter: rounding of one step does not reach the next.
         gradient: (weights, record) -> gradient of that record, one tensor per parameter.
         batches: records of every step.
         noise: what was added in every step, query and parameter, in units of g / D times its clip norm / `unit`, where
             the unit is `clip_sgd`: the noise of a step with clip norm C is that times C / clip_sgd.
         variance: subtracted from the squared mean.
     """
-    weights = [w.double().clone() for w in start]
+    weights = [w.double() for w in visited[0]]
     moments = [Moment(w.shape, rule, beta, eps, factored) for w in weights]
     sums = [torch.zeros_like(w) for w in weights]
     ones = [torch.ones_like(w) for w in weights]
@@ -97,6 +97,7 @@ def trajectory(
 
     refreshed = False
     for t, records in enumerate(batches):
+        weights = [w.double() for w in visited[t]]
         if variant == "extra_query":
             plain = query(records, ones, clip_sgd, noise[t][0])
             second = query(records, divisors, clip_adaptive if refreshed else clip_sgd, noise[t][1])
