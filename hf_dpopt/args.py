@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
@@ -135,12 +136,19 @@ class DPTrainingArguments(TrainingArguments):
     dp2_delay: int | None = field(
         default=None, metadata={"help": "Steps of SGD from which a delayed preconditioner is made. Default: 200."}
     )
+    optim: str = field(
+        default=TrainingArguments.optim,  # type: ignore[arg-type]
+        metadata={
+            "help": "The optimizer: transformers' names, and those that know the noise (dp_*).",
+            "choices": [*(str(name.value) for name in OptimizerNames), *OPTIMIZERS],
+        },
+    )
     filter: str | None = field(
         default=None,
         metadata={
             "help": "Low-pass filter of the noisy gradients: a preset (momentum, first_order_v1, second_order ..), "
-            "butterworth:ORDER:CUTOFF, chebyshev:ORDER:CUTOFF:RIPPLE, 'b=0.1;a=-0.9' or adaptive:TAPS. In Adam it "
-            "takes the place of the first moment."
+            "butterworth:ORDER:CUTOFF, chebyshev:ORDER:CUTOFF:RIPPLE, 'b=0.1;a=-0.9' or adaptive:TAPS[:EVERY], which "
+            "is estimated anew every so many steps. In Adam it takes the place of the first moment. Default: none."
         },
     )
     public_batch_size: int = field(default=32, metadata={"help": "Records of public_dataset in one public gradient."})
@@ -204,6 +212,8 @@ class DPTrainingArguments(TrainingArguments):
             self.optim = "adamw_torch"
         super().__post_init__()
         self.optim = asked if asked in OPTIMIZERS else self.optim
+        if isinstance(self.filter, str) and self.filter.strip().lower() == "none":
+            self.filter = None
 
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
         """The privacy side of these arguments, checked."""
@@ -235,7 +245,7 @@ class DPTrainingArguments(TrainingArguments):
         name = str(getattr(self.optim, "value", self.optim))
         if name in OPTIMIZERS:
             return name
-        return "dp_adamw" if self.filter is not None and name.startswith("adamw_torch") else None
+        return "dp_adamw" if self.filter is not None and name in ("adamw_torch", "adamw_torch_fused") else None
 
     def to_dict(self) -> dict[str, Any]:
         """As `TrainingArguments.to_dict`, without what must not reach logs: the test key and the place of the keys."""

@@ -233,6 +233,7 @@ class PrivacyPlan:
             "noise_strategy": self.strategy.parameters(),
             "noise_steps": self.noise_steps,
             "preclip": self.preclip.parameters(),
+            "num_queries": self.preclip.num_queries,
             "is_private": self.is_private,
             "noise_rng": self.config.noise_rng,
             "num_steps": self.num_steps,
@@ -288,6 +289,7 @@ def make_plan(
             stacklevel=2,
         )
     preclip = preclip or make_preclip(config.preconditioner, config.preconditioner_kwargs)
+    preclip.check_steps(num_steps)
     compared: tuple[Any, ...] = ()
     if config.noise_mechanism == "auto" and recorded is None:
         from hf_dpopt.comparison import compare_mechanisms  # it makes plans itself

@@ -15,6 +15,7 @@ from hf_dpopt import aggregate
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.grads import ClippingEngine
+from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.mechanisms.level import MechanismLevel
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
@@ -125,6 +126,11 @@ class PrivateRun:
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
         return chain, charged, start, self.state.load_noise(chain.chain_id) if charged[-1] else None
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done before this chain began."""
+        return self._start
 
     def _release_ledger(self) -> None:
         if self.ledger is not None:
@@ -247,6 +253,25 @@ class PrivateRun:
                 "preclip=preclip)."
             )
         return preclip
+
+    def checked(self, engine: ClippingEngine, scales: tuple[Scale | None, ...]) -> tuple[Scale | None, ...]:
+        """The scales of a step, one for each query that the noise was calibrated to, and an engine with its clip.
+
+        Raises:
+            DPConfigError: for more or fewer queries, or another clip: one record would move the sums by more.
+        """
+        planned = self.plan.preclip.num_queries
+        if len(scales) != planned:
+            raise DPConfigError(
+                f"The preconditioner asks for {len(scales)} clipped sums in a step, and the noise was calibrated to "
+                f"{planned}. Let num_queries of its spec say how many there are."
+            )
+        if engine.clipping != self.plan.clipper:
+            raise DPConfigError(
+                f"The engine clips by {engine.clipping}, and the noise was calibrated to {self.plan.clipper}. Make it "
+                "with the plan's: make_engine(model, plan.clipper)."
+            )
+        return scales
 
     def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Postprocess] = ()) -> MechanismLevel:
         """How loud the noise is in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.

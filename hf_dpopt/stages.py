@@ -15,6 +15,7 @@ from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads import ClippingEngine
 from hf_dpopt.mechanisms.level import MechanismLevel
+from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.postprocess import NoiseLevel, Postprocess
 from hf_dpopt.postprocess.iterates import AfterStep
@@ -57,14 +58,21 @@ class Stages:
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
         self.chain, self.after = tuple(chain), tuple(after)
+        every, correlated = run.plan.preclip.changes_every, not isinstance(run.plan.strategy, IdentityStrategy)
+        self._is_misaligned = bool(every and correlated and run.first_step % every)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
-        tell_noise(run.noise_level(self.preclip), *self.chain)
+        for place, stage in enumerate(self.chain):
+            tell_noise(run.noise_level(self.preclip, self.chain[:place]), stage)
         tell_noise(run.noise_level(self.preclip, self.chain), optimizer)
-        for stage in self.after:
-            stage.attach(optimizer)
+        self._hooks = [stage.attach(optimizer) for stage in self.after]
 
     def announce(self) -> None:
         """Says in the log what runs before the clip, after the noise and after the optimizer's step."""
+        if self._is_misaligned:
+            logger.warning(
+                "This run goes on from the middle of a phase of its preconditioner with its own noise, which starts "
+                "anew at other steps than the coordinates change: less of it is taken back. Epsilon is right."
+            )
         if self._spec is not None:
             given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
             logger.info(f"Preconditioner: {self._spec['name']} ({given}).")
@@ -73,11 +81,21 @@ class Stages:
         if named:
             logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
 
+    def close(self) -> None:
+        """Takes the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def _has_state(self) -> bool:
+        kept = (self.preclip.state_dict(), self.chain, self.after)
+        return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
+
     def save(self, folder: str | Path) -> None:
-        """Writes the state of both; nothing if there is none."""
-        state = self._state()
-        if any(state.values()):
-            torch.save(state, Path(folder) / RELEASED_STATE)
+        """Writes the state of all; nothing if there is none."""
+        if self._has_state:
+            torch.save(self._state(), Path(folder) / RELEASED_STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continues from a checkpoint, bit for bit.
@@ -89,7 +107,7 @@ class Stages:
         if isinstance(self._optimizer, NoiseAwareOptimizer) and not (Path(folder) / OPTIMIZER_STATE).exists():
             missing.append(OPTIMIZER_STATE)
         path = Path(folder) / RELEASED_STATE
-        if any(self._state().values()) and not path.exists():
+        if self._has_state and not path.exists():
             missing.append(RELEASED_STATE)
         if missing:
             raise DPConfigError(
@@ -100,22 +118,30 @@ class Stages:
         if not path.exists():
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
-        for place, mine in (("chain", self.chain), ("after", self.after)):
-            if len(state[place]) != len(mine):
-                raise DPConfigError(
-                    f"{path} holds the state of {len(state[place])} stages after the noise, and the run has "
-                    f"{len(mine)}. Resume with the options that the run began with."
-                )
+        kept, mine = state["made_of"], self._made_of()
+        if kept != mine:
+            raise DPConfigError(
+                f"{path} was written by a run with {_listed(kept)} after the noise, and this one has {_listed(mine)}. "
+                "Resume with the options that the run began with."
+            )
         self.preclip.load_state_dict(state["preclip"])
-        for stage, kept in zip(self.chain + self.after, state["chain"] + state["after"], strict=True):
-            stage.load_state_dict(kept)
+        for stage, of_stage in zip(self.chain + self.after, state["stages"], strict=True):
+            stage.load_state_dict(of_stage)
 
     def _state(self) -> dict[str, Any]:
         return {
+            "made_of": self._made_of(),
             "preclip": self.preclip.state_dict(),
-            "chain": [stage.state_dict() for stage in self.chain],
-            "after": [stage.state_dict() for stage in self.after],
+            "stages": [stage.state_dict() for stage in self.chain + self.after],
         }
+
+    def _made_of(self) -> list[str]:
+        stages = (*self.chain, *self.after)
+        return [f"{type(stage).__name__} {_described(stage)}" for stage in stages] + [type(self._optimizer).__name__]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name.strip() for name in names)
 
 
 def _described(stage: Any) -> str:

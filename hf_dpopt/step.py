@@ -44,10 +44,12 @@ def private_step(
         What the step saw before the noise, on this rank. Secret.
 
     Raises:
+        DPConfigError: before the step is charged, for an engine, a preconditioner or scales that the plan's noise was
+            not made for.
         DPBudgetExceeded: before the step runs, if it would spend more than the target.
     """
     preclip = run.allowed(preclip)
-    scales = preclip.scales()
+    scales = run.checked(engine, preclip.scales())
     run.charge(step)
     clipped = [engine.empty_sum(scale) for scale in scales]
     seen = UnprivatizedStatistics()

@@ -109,7 +109,7 @@ class DPTrainerMixin(_Trainer):
         if expected is None:
             expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
-        refusals.check_stages(args, preclip, given, public_dataset)
+        refusals.check_stages(args, preclip, given, public_dataset, postprocess)
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, expected)
         self._per_example_loss_func = per_example_loss_func
@@ -204,6 +204,8 @@ class DPTrainerMixin(_Trainer):
                     self._release.write_report()
                 finally:
                     self._run.close()
+                    if hasattr(self, "_stages"):  # a run may end before it has any
+                        self._stages.close()
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
         values = super().set_initial_training_values(args, dataloader)
@@ -228,6 +230,7 @@ class DPTrainerMixin(_Trainer):
         )
         self._check_optimizer()
         self._run_self_check()
+        self._check_preclip(model)
         self._release.check(Path(self.args.output_dir))  # what could not be saved at the end is found now
         self._run = PrivateRun(
             self._planned(),
@@ -276,6 +279,17 @@ class DPTrainerMixin(_Trainer):
             public=self._public_gradients(model),
             after=after,
         )
+
+    def _check_preclip(self, model: nn.Module) -> None:
+        """What does not fit the model is found before the ledger is opened."""
+        plan = self._planned()
+        started = plan.preclip.start(
+            self._engine.parameters,
+            clipping_norm=plan.config.clipping_norm,
+            noise=IndependentNoise(),
+            public=self._public_gradients(model),
+        )
+        started.engine(self._engine)
 
     def _make_average(self, model: nn.Module) -> IterateAverage | None:
         match self.args.average_iterate:
@@ -345,7 +359,7 @@ class DPTrainerMixin(_Trainer):
         self._stages.announce()
         if plan.compared:
             logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
-        logger.info(f"Clipping engine: {self._engine.name}, {self._engine_reason}.")
+        logger.info(f"Clipping engine: {self._stages.engine.name}, {self._engine_reason}.")
         if self.args.explain_clipping:
             logger.info(explain(self._engine))
         slow = unruled(self._engine)

@@ -7,11 +7,13 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import TrainerCallback
+from transformers import HfArgumentParser, TrainerCallback
 
-from hf_dpopt import DPConfigError
-from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
-from hf_dpopt.preclip import ScaleThenPrivatize
+from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments
+from hf_dpopt.clipping import make_clipping
+from hf_dpopt.grads import make_engine
+from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
+from hf_dpopt.preclip import Identity, ScaleThenPrivatize
 from hf_dpopt.stages import RELEASED_STATE
 from tests import tiny
 from tests.reference import clipping as reference
@@ -39,7 +41,7 @@ CASES = {
     "filter before sgd": {"filter": "butterworth:2:0.3", "optim": "sgd"},
     "filter in adamw": {"filter": "second_order"},
     "galore": {"optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum"},
-    "adaptive": {"filter": "adaptive:3", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
+    "adaptive": {"filter": "adaptive:3:2", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
     "subspace, before the clip": {
         "preconditioner": "subspace", "public_dataset": PUBLIC, "optim": "sgd", "average_iterate": "tail",
         "preconditioner_kwargs": {"rank": 3, "num_public": 8, "refresh_every": 3, "adagrad": "released"},
@@ -50,7 +52,7 @@ CASES = {
     },
     "mirror descent": {
         "public_mirror_descent": "cosine", "public_dataset": PUBLIC, "public_batch_size": 4, "optim": "dp_adam_bc",
-        "ball_radius": 0.5, "average_iterate": "exponential",
+        "ball_radius": 0.002, "average_iterate": "exponential",
     },
     "rmsprop": {"optim": "dp_rmsprop", "optim_args": "unbiased=true"},
     "adagrad": {"optim": "dp_adagrad"},
@@ -139,8 +141,9 @@ def test_lora_is_preconditioned_too(tmp_path):
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
     run = trainer(tmp_path, model=get_peft_model(tiny.model(), lora), **CASES["dp2"], save_strategy="no")
     run.train()
-    assert run.state.global_step == run.plan.num_steps and run._stages.preclip.uses_preconditioner in (True, False)
-    assert set(run._stages.preclip.moment.diagonal()) == set(run._engine.parameters)
+    moments = run._stages.preclip.moment.diagonal()
+    assert set(moments) == {n for n, p in run.model.named_parameters() if p.requires_grad} and len(moments) > 4
+    assert all((m > 0).all() for m in moments.values())  # of every trained coordinate, B and A
 
 
 def test_a_preconditioner_of_ones_own(tmp_path):
@@ -202,6 +205,7 @@ def test_a_checkpoint_with_other_stages_is_refused(tmp_path):
 REFUSED = [
     ({"preconditioner": "dp2"}, "Use one of"),
     ({"preconditioner": "dp2_rmsprop", "dp2_delay": 0}, "delay"),
+    ({**DP2, "dp2_delay": 8}, "no step of 8"),
     ({"dp2_delay": 5}, "Add --preconditioner dp2_rmsprop"),
     ({**DP2, "preconditioner_kwargs": {"delay": 5}}, "Give one of them"),
     ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"s1": 5}}, "does not know s1"),
@@ -243,7 +247,34 @@ REFUSED = [
         },
         "coordinate to coordinate",
     ),
-    ({"ball_radius": -1.0}, "no ball"),
+    ({"ball_radius": -1.0}, "> 0"),
+    ({"ball_radius": float("inf")}, "finite"),
+    ({"ball_radius": "0.5"}, "finite"),
+    ({"public_batch_size": 0}, "positive count"),
+    ({"average_iterate": "polyak"}, "Use one of"),
+    ({"public_mirror_descent": "constant", "public_dataset": PUBLIC}, "Use one of"),
+    (
+        {
+            "average_iterate": "tail",
+            "load_best_model_at_end": True,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "eval_dataset": PUBLIC,
+        },
+        "Leave out one",
+    ),
+    ({"filter": 5}, "is no text"),
+    ({"filter": "b=1e400"}, "butterworth:ORDER:CUTOFF"),
+    ({"filter": " adaptive:3", "max_grad_norm": 1.0}, "max_grad_norm at 0"),
+    ({"preclip": "dp2"}, "is no preconditioner"),
+    ({"postprocess": ["x"]}, "no map of gradients"),
+    ({"weight_decay": -1.0, "optim": "dp_adamw"}, "weight_decay"),
+    ({"optimizer_cls_and_kwargs": (DPAdamBC, {}), "max_grad_norm": 1.0}, "max_grad_norm at 0"),
+    ({"optimizer_cls_and_kwargs": (DPAdamBC, {}), "filter": "momentum"}, "Give the filter to the optimizer"),
+    (
+        {"optimizer_cls_and_kwargs": (torch.optim.SGD, {}), "optim": "dp_adam_bc", "filter": "momentum"},
+        "Two optimizers",
+    ),
     ({**DP2, "noise_mechanism": "blt", "sampling": "fixed_order", "noise_restart_every": 3}, "divisor of 2"),
 ]
 
@@ -272,9 +303,8 @@ def test_a_run_ends_with_the_average_within_the_ball(tmp_path):
 
 
 def test_an_unknown_gain_is_not_taken_for_one(tmp_path):
-    run = trainer(tmp_path, postprocess=[Halved()], optim="dp_adam_bc")
     with pytest.raises(DPConfigError, match="attribute gain"):
-        run.train()
+        trainer(tmp_path, postprocess=[Halved()], optim="dp_adam_bc")
     known = Halved()
     known.gain = 0.5
     run = trainer(tmp_path / "known", postprocess=[known], optim="dp_adam_bc", max_steps=2)
@@ -283,8 +313,92 @@ def test_an_unknown_gain_is_not_taken_for_one(tmp_path):
     assert run.optimizer.optimizer.noise.variance() == pytest.approx(0.25 * level)
 
 
-def test_public_records_that_are_the_training_records_are_refused(tmp_path):
-    records = tiny.records()
-    for public in (records, torch.utils.data.Subset(records, [0, 1])):
-        with pytest.raises(DPConfigError, match="public_dataset is the training dataset"):
-            trainer(tmp_path, train_dataset=records, public_dataset=public, preconditioner="adadps")
+def test_public_records_that_are_training_records_are_refused(tmp_path):
+    records, others = tiny.records(), PUBLIC
+    Subset, Concat = torch.utils.data.Subset, torch.utils.data.ConcatDataset
+    equal = [dict(row) for row in records[:16]]
+    for train, public in [
+        (records, records), (records, Subset(records, [0, 1])), (Subset(records, range(32)), records),
+        (Concat([records, others]), others), (records, records[:16]), (records, list(records)), (records, equal),
+        (Subset(Subset(records, range(8, 64)), range(56)), Subset(records, [9])), (records, [*others, *equal]),
+    ]:  # fmt: skip
+        with pytest.raises(DPConfigError, match="in the training dataset"):
+            trainer(tmp_path, train_dataset=train, public_dataset=public, preconditioner="adadps")
+    few = [*others, dict(records[0])]  # short texts repeat
+    adadps = {"preconditioner": "adadps", "public_batch_size": 4}
+    trainer(tmp_path, train_dataset=records, public_dataset=few, **adadps)
+    apart = Subset(records, range(32)), Subset(records, range(32, 64))
+    trainer(tmp_path, train_dataset=apart[0], public_dataset=apart[1], **adadps)
+
+
+@pytest.mark.parametrize("arguments", [DPTrainingArguments, DPSeq2SeqTrainingArguments])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "adamw_torch", "sgd"])
+def test_optimizers_can_be_named_on_a_command_line(tmp_path, name, arguments):
+    line = ["--output_dir", str(tmp_path), "--target_epsilon", "8", "--use_cpu", "True", "--optim"]
+    (parsed,) = HfArgumentParser(arguments).parse_args_into_dataclasses([*line, name])
+    assert str(getattr(parsed.optim, "value", parsed.optim)) == name
+    with pytest.raises(SystemExit):
+        HfArgumentParser(arguments).parse_args_into_dataclasses([*line, "dp_adam"])
+
+
+def test_none_is_no_filter(tmp_path):
+    assert tiny.arguments(tmp_path, filter="none").filter is None
+
+
+class Own:
+    """A spec that says one query and asks for two, or an engine with a clip of its own."""
+
+    name, num_queries, changes_every = "own", 1, None
+
+    def __init__(self, num=1, norm=None):
+        self.num, self.norm = num, norm
+
+    def parameters(self):
+        return {"name": self.name}
+
+    def check_steps(self, num_steps):
+        pass
+
+    def start(self, parameters, **unused):
+        started = Identity().start()
+        started.scales = lambda: (None,) * self.num
+        if self.norm is not None:
+            started.engine = lambda engine: make_engine(engine.model, make_clipping("flat", self.norm))
+        return started
+
+
+@pytest.mark.parametrize("own", [Own(num=2), Own(norm=100.0)], ids=["queries", "clip"])
+def test_a_preconditioner_that_the_noise_was_not_made_for_is_refused_before_a_step_is_charged(tmp_path, own):
+    run = trainer(tmp_path, preclip=own)
+    with pytest.raises(DPConfigError, match="calibrated to"):
+        run.train()
+    assert sum(run._release.charged()) == 0
+
+
+def test_what_does_not_fit_the_model_is_found_before_the_ledger_is_opened(tmp_path):
+    options = {"preconditioner": "subspace", "public_dataset": PUBLIC, "preconditioner_kwargs": {"rank": 3}}
+    for i, changes in enumerate([
+        {"preclip": ScaleThenPrivatize(scale={"classifier.weight": torch.ones(3)})},
+        {**options, "clipping": "per_layer"},
+    ]):  # fmt: skip
+        with pytest.raises(DPConfigError, match="parameter's shape|per_layer"):
+            trainer(tmp_path / str(i), **changes).train()
+        assert not (tmp_path / str(i) / "out/privacy/ledger.jsonl").exists()
+
+
+def test_another_optimizer_or_average_at_a_resume_is_refused(tmp_path):
+    trainer(tmp_path, optim="dp_adam_bc", average_iterate="uniform", max_steps=3).train()
+    for changes in (
+        {"optim": "adamw_torch", "average_iterate": "uniform"}, {"optim": "dp_adam_bc", "average_iterate": "exponential"},
+        {"optim": "dp_adam_bc", "ball_radius": 1.0},
+    ):  # fmt: skip
+        with pytest.raises(DPConfigError, match="Resume with the options"):
+            trainer(tmp_path, max_steps=4, **changes).train(resume_from_checkpoint=True)
+
+
+def test_a_second_call_to_train_leaves_no_hook_of_the_first(tmp_path):
+    run = trainer(tmp_path, average_iterate="uniform", ball_radius=1.0, max_steps=3)
+    run.train()
+    assert not run.optimizer.optimizer._optimizer_step_post_hooks
+    run.train()
+    assert run._average._num_steps == 3 and not run.optimizer.optimizer._optimizer_step_post_hooks

@@ -53,7 +53,7 @@ def arguments(output_dir: Path | str, **changes: Any) -> DPTrainingArguments:
 def trainer(output_dir: Path | str, *, cls: type = DPTrainer, **changes: Any) -> DPTrainer:
     """`changes` go to the trainer where it knows the name, else to the arguments."""
     own = ("model", "train_dataset", "eval_dataset", "data_collator", "callbacks", "optimizers", "compute_metrics",
-           "public_dataset", "preclip", "postprocess",
+           "public_dataset", "preclip", "postprocess", "optimizer_cls_and_kwargs",
            "per_example_loss_func", "compute_loss_func", "model_init", "processing_class")  # fmt: skip
     for_trainer = {k: changes.pop(k) for k in own if k in changes}
     if "model_init" not in for_trainer:

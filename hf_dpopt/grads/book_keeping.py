@@ -33,9 +33,12 @@ class BookKeepingEngine(ClippingEngine):
             self._backward(losses_B)
         with torch.no_grad(), full_precision(losses_B.device.type):
             packs = self._pack(contributions)
-            squares = self._squares(losses_B, contributions, packs, sums.scale or UNSCALED)
+            scale = sums.scale or UNSCALED
+            squares = self._squares(losses_B, contributions, packs, scale)
             factors, keep_B = self.clipping.factors(squares), usable(squares)
-            self._add_weighted_sums(sums, contributions, packs, factors, keep_B)
+            summed = {name: scale.summed(name, uses) for name, uses in contributions.items()}
+            contributions.clear()
+            self._add_weighted_sums(sums, summed, packs, factors, keep_B)
         return self._statistics(losses_B, factors, keep_B)
 
     def _pack(self, contributions: dict[str, list[Contribution]]) -> dict[str, Pack]:

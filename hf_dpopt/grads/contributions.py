@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 # A record whose tokens or uses cancel loses digits in the Gram form; below this share of the un-cancelled energy its
 # norm is taken from the materialised gradient instead. At 0.05, float32 rounding stays within 4e-6 of the norm.
 CANCELLATION = 0.05
+# Tokens that cancel in the norm leave the rounding of their sum behind, which a small divisor of a preconditioner
+# magnifies. A squared norm holds the square of so many ulps of what the tokens are together, cancelled or not.
+ULPS = 128
 MAX_PACKED = 2**15  # elements of a parameter that goes into a pack
 MAX_SQUARED = 2**20  # elements of a gradient that are squared at once; they stay in a core's cache
+
+
+def _rounding(energy: torch.Tensor, num_tokens: int) -> torch.Tensor:
+    """Square of what rounding may leave of tokens whose squared norms add up to `energy`."""
+    return energy * (num_tokens * (ULPS * torch.finfo(energy.dtype).eps) ** 2)
 
 
 def _flat(x_B: torch.Tensor) -> torch.Tensor:
@@ -49,7 +57,12 @@ class Outer:
         return self.left_BTP.size(0)
 
     def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        return products.squares(self.left_BTP, self.right_BTQ, grams)
+        squares_B, energy_B = products.squares(self.left_BTP, self.right_BTQ, grams)
+        return squares_B + _rounding(energy_B, self.left_BTP.size(1)), energy_B
+
+    def rounding_of(self, b: int) -> torch.Tensor:
+        energy = (wide(self.left_BTP[b]).square().sum(dim=1) * wide(self.right_BTQ[b]).square().sum(dim=1)).sum()
+        return _rounding(energy, self.left_BTP.size(1))
 
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         products.add_weighted_sum_(total, self.left_BTP, self.right_BTQ, factors_B, beta=beta)
@@ -75,7 +88,11 @@ class Rows:
 
     def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         squares_B = self.combined()[0].square().sum(dim=(1, 2))
-        return squares_B, squares_B
+        energy_B = wide(self.grad_BTD).square().sum(dim=(1, 2))
+        return squares_B + _rounding(energy_B, self.grad_BTD.size(1)), squares_B
+
+    def rounding_of(self, b: int) -> torch.Tensor:
+        return _rounding(wide(self.grad_BTD[b]).square().sum(), self.grad_BTD.size(1))
 
     def combined(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of one record that share a row added up, (B, T, D) with zeros at the end, and their rows, (B, T)."""
@@ -132,6 +149,9 @@ class Dense:
     def of_record(self, b: int) -> torch.Tensor:
         return wide(self.grad_B[b])
 
+    def rounding_of(self, b: int) -> torch.Tensor:
+        return wide(self.grad_B[:0]).sum()  # 0: what was formed is what is summed
+
     def select(self, keep_B: torch.Tensor) -> Dense:
         return Dense(self.grad_B[keep_B])
 
@@ -154,6 +174,9 @@ class Transposed:
 
     def of_record(self, b: int) -> torch.Tensor:
         return self.of.of_record(b).mT
+
+    def rounding_of(self, b: int) -> torch.Tensor:
+        return self.of.rounding_of(b)
 
     def select(self, keep_B: torch.Tensor) -> Transposed:
         return Transposed(self.of.select(keep_B))
@@ -349,8 +372,9 @@ def squared_norms(
     squares_NB, energy_NB = (torch.stack(x) for x in zip(*found, strict=True))
     names = list(contributions)
     for n, b in has_cancelled(squares_NB, energy_NB).nonzero().tolist():
-        record = torch.stack([use.of_record(b) for use in contributions[names[n]]]).sum(dim=0)
-        squares_NB[n, b] = record.square().sum()
+        uses = contributions[names[n]]
+        record = torch.stack([use.of_record(b) for use in uses]).sum(dim=0)
+        squares_NB[n, b] = record.square().sum() + torch.stack([use.rounding_of(b) for use in uses]).sum()
     return dict(zip(names, squares_NB, strict=True))
 
 

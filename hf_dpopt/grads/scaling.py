@@ -1,8 +1,9 @@
 """Per-record gradients divided coordinate by coordinate before the clip: ``clip(g_b / D)``.
 
-The sum needs no gradient of a record, for ``sum_b f_b (g_b / D) = (sum_b f_b g_b) / D``. The norms do: the Gram trick
-knows no elementwise D. A full diagonal takes them from the gradients of one layer, some records at a time; a factored
-one, ``D = r c^T``, leaves an outer product an outer product, and the ghost norm stays valid.
+The Gram trick knows no elementwise D. A full diagonal takes norms from the gradients of one layer, formed for some
+records at a time, and forms them again for the sum: what rounding leaves of tokens that cancel is magnified by 1 / D,
+so norm and sum have to see the same. A factored one, ``D = r c^T``, leaves an outer product an outer product, and the
+ghost norm stays valid. Either way D divides the sum once, at its end: ``sum_b f_b g_b / D = (sum_b f_b g_b) / D``.
 
 Shape legend: B = records, T = tokens, P / Q = rows / columns of a parameter, D = width of a table.
 """
@@ -81,7 +82,7 @@ class Factored:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """All uses of a parameter together, divided by a full diagonal. For norms alone."""
+    """All uses of a parameter together: norms of what is divided by a full diagonal, sums of what is not yet."""
 
     uses: tuple[Contribution, ...]
     inverse: torch.Tensor
@@ -91,25 +92,52 @@ class Divided:
         return self.uses[0].num_records
 
     def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        most = MAX_ON_A_GPU if self.inverse.is_cuda else MAX_SQUARED
-        at_once = max(1, most // max(1, self.inverse.numel()))
-        parts = torch.arange(self.num_records).split(at_once)
-        squares_B = torch.cat([self._squares(int(part[0]), int(part[-1]) + 1) for part in parts])
+        squares_B = torch.cat([self._squares(part) for part in self._parts()])
         return squares_B, squares_B  # nothing cancels in a gradient that was formed
 
-    def _squares(self, first: int, end: int) -> torch.Tensor:
-        if len(self.uses) == 1 and isinstance(self.uses[0], Rows):
-            return _squares_of_rows(self.uses[0].select(slice(first, end)), self.inverse)  # type: ignore[arg-type]
-        grads = (_materialised(use.select(slice(first, end))) for use in self.uses)  # type: ignore[arg-type]
+    def _parts(self) -> list[slice]:
+        most = MAX_ON_A_GPU if self.inverse.is_cuda else MAX_SQUARED
+        at_once = max(1, most // max(1, self.inverse.numel()))
+        return [slice(first, first + at_once) for first in range(0, self.num_records, at_once)]
+
+    def _rows(self) -> Rows | None:
+        """The lookup in an embedding that this is, if it is nothing else."""
+        return self.uses[0] if len(self.uses) == 1 and isinstance(self.uses[0], Rows) else None
+
+    def _squares(self, part: slice) -> torch.Tensor:
+        rows = self._rows()
+        if rows is not None:
+            return _squares_of_rows(rows.select(part), self.inverse)  # type: ignore[arg-type]
+        formed = self._formed(part)
+        divided = formed * self.inverse.to(formed.dtype)
+        return torch.linalg.vector_norm(divided.flatten(1), dim=1).square()
+
+    def _formed(self, part: slice) -> torch.Tensor:
+        """Gradients of some records, not divided, (B, *shape)."""
+        grads = (_materialised(use.select(part)) for use in self.uses)  # type: ignore[arg-type]
         total = next(grads)
         for grad in grads:
             total = total + grad
-        divided = total * self.inverse.to(total.dtype)
-        return torch.linalg.vector_norm(divided.flatten(1), dim=1).square()
+        return total
+
+    def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
+        rows = self._rows()
+        if rows is not None:
+            rows_BTD, ids_BT = rows.combined()
+            Rows(ids_BT, rows_BTD, rows.num_rows).add_weighted_sum_(total, factors_B, beta=beta)
+            return
+        for part in self._parts():
+            Dense(self._formed(part)).add_weighted_sum_(total, factors_B[part], beta=beta)
+            beta = 1
+
+    def select(self, keep_B: torch.Tensor) -> Divided:
+        return Divided(tuple(use.select(keep_B) for use in self.uses), self.inverse)
 
     def of_record(self, b: int) -> torch.Tensor:
-        total = torch.stack([use.of_record(b) for use in self.uses]).sum(dim=0)
-        return total * self.inverse.to(total.dtype)
+        raise AssertionError("nothing cancels in a gradient that was formed")
+
+    def rounding_of(self, b: int) -> torch.Tensor:
+        raise AssertionError("nothing cancels in a gradient that was formed")
 
 
 def _materialised(use: Contribution) -> torch.Tensor:
@@ -142,8 +170,12 @@ class Scale:
     factor: float = 1.0
 
     def of(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
-        """The uses of a parameter, divided; `factor` is left to the caller. For norms."""
+        """The uses of a parameter, divided, for norms; `factor` is left to the caller."""
         return self.parts[name].of(uses) if name in self.parts else list(uses)
+
+    def summed(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
+        """The same for sums, not divided yet."""
+        return self.parts[name].of(uses) if isinstance(self.parts.get(name), Diagonal) else list(uses)
 
     def weights(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """1 / D of a parameter, flat, for gradients of the shape and dtype of `like`."""

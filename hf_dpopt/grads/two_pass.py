@@ -45,21 +45,32 @@ class TwoPassEngine(ClippingEngine):
             device = losses_B.device.type
             # whatever a backward recomputes with dropout must see the same masks in every backward
             random_state = framework_rng.snapshot(losses_B.device)
-            squares = self._squares(losses_B, random_state, sums.scale or UNSCALED)
+            scale, together = sums.scale or UNSCALED, dict[str, list[Contribution]]()
+            squares = self._squares(losses_B, random_state, scale)
             with torch.no_grad():
                 factors, keep_B = self.clipping.factors(squares), usable(squares)
             all_kept = bool(keep_B.all())
 
-            def add(name: str, use: Contribution) -> None:
+            def add(name: str, uses: list[Contribution]) -> None:
                 factors_B = factors[self.clipping.group(name)]
                 with torch.no_grad(), full_precision(device):
-                    if not all_kept:  # selected out, not multiplied: 0 * inf is NaN
-                        use, factors_B = use.select(keep_B), factors_B[keep_B]
-                    sums.add(name, use, factors_B)
+                    for use in scale.summed(name, uses):
+                        if all_kept:
+                            sums.add(name, use, factors_B)
+                        else:  # selected out, not multiplied: 0 * inf is NaN
+                            sums.add(name, use.select(keep_B), factors_B[keep_B])
 
-            capture.receive = add
+            def receive(name: str, use: Contribution) -> None:
+                if name in scale.parts and name in self._reused:  # formed together, as their norm was
+                    together.setdefault(name, []).append(use)
+                else:
+                    add(name, [use])
+
+            capture.receive = receive
             framework_rng.restore(random_state)
             self._backward(losses_B)
+            for name in list(together):
+                add(name, together.pop(name))
         return self._statistics(losses_B, factors, keep_B)
 
     def _squares(

@@ -1,17 +1,16 @@
 """After the noise everything is free: maps of the released mean gradient, in any order and number, at no privacy cost.
 
-A new one is one file with a class that follows `Postprocess`, and one line in `POSTPROCESSORS`. They run inside
-`private_step`, after `# released from here`, on released values only; so their state may be stored and published.
+A new one is one file with a class that follows `Postprocess`. They run inside `private_step`, after `# released from
+here`, on released values only; so their state may be stored and published.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
-from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.noise_level import IndependentNoise, NoiseLevel
 
 Gradients = dict[str, torch.Tensor]
@@ -30,9 +29,6 @@ class Postprocess(Protocol):
         """Continues where the state was taken, bit for bit."""
 
 
-POSTPROCESSORS: dict[str, Callable[..., Postprocess]] = {"low_pass": LowPassFilter}
-
-
 def mean_over_expected_batch(noisy_sums: Gradients, expected_batch_size: int) -> Gradients:
     """Divides by the public expected size. The realised size of a logical batch is data and may not be the divisor."""
     torch._foreach_div_(list(noisy_sums.values()), expected_batch_size)
@@ -47,7 +43,6 @@ def apply(chain: Iterable[Postprocess], released: Gradients) -> Gradients:
 
 
 __all__ = [
-    "POSTPROCESSORS",
     "Gradients",
     "IndependentNoise",
     "NoiseLevel",

@@ -68,7 +68,7 @@ class AdaptiveFIR:
         taps: int,
         noise: NoiseLevel,
         *,
-        refresh_every: int = 50,
+        refresh_every: int = 10,
         dtype: torch.dtype | None = None,
         subtract_at_zero: bool = True,
     ):

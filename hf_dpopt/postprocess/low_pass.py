@@ -36,7 +36,7 @@ PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "f6": ((0.025, 0.025), (-1.8, 0.85)),
 }
 DESIGNS: dict[str, tuple[type, ...]] = {
-    "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int,),
+    "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int, int),
 }  # fmt: skip
 STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
@@ -130,7 +130,8 @@ class LowPassFilter:
 
         Args:
             text: a name in `PRESETS`, ``butterworth:ORDER:CUTOFF``, ``chebyshev:ORDER:CUTOFF:RIPPLE``,
-                ``b=1/11,1/11;a=-9/11`` (numbers or fractions; ``;a=`` may be left out) or ``adaptive:TAPS``.
+                ``b=1/11,1/11;a=-9/11`` (numbers or fractions; ``;a=`` may be left out) or ``adaptive:TAPS:EVERY``
+                (the steps between two estimates may be left out: 10).
             noise: of the released gradient; an adaptive filter needs it.
             dtype: of the buffers.
 
@@ -142,16 +143,18 @@ class LowPassFilter:
         if text in PRESETS:
             return LowPassFilter.preset(text, dtype=dtype)
         try:
+            if name == "adaptive" and len(values) == 1:
+                values.append("10")
             if name in DESIGNS:
                 numbers = [kind(value) for kind, value in zip(DESIGNS[name], values, strict=True)]
             else:
                 b, a = _coefficients(text)
-        except (ValueError, KeyError, ZeroDivisionError):
+        except (ValueError, KeyError, ZeroDivisionError, OverflowError):
             raise DPConfigError(
                 f"{text!r} is no filter. Use one of: {', '.join(PRESETS)}; butterworth:ORDER:CUTOFF or "
                 "chebyshev:ORDER:CUTOFF:RIPPLE, with the cutoff as a fraction of the Nyquist frequency and the ripple "
-                "in decibels (butterworth:2:0.1, chebyshev:2:0.1:0.5); adaptive:TAPS (adaptive:8); or coefficients of "
-                "your own, 'b=0.1;a=-0.9', with a without its leading 1."
+                "in decibels (butterworth:2:0.1, chebyshev:2:0.1:0.5); adaptive:TAPS:EVERY, estimated anew every so "
+                "many steps (adaptive:8:10); or your own coefficients, 'b=0.1;a=-0.9', with a without its leading 1."
             ) from None
         if name == "butterworth":
             return LowPassFilter.butterworth(*numbers, dtype=dtype)
@@ -166,7 +169,7 @@ class LowPassFilter:
             )
         from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR  # which is built on this module
 
-        return AdaptiveFIR(numbers[0], noise, dtype=dtype)
+        return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype)
 
     def parameters(self) -> dict[str, Any]:
         """What the filter is, as JSON can hold it; `from_parameters` takes it back."""

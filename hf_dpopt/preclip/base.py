@@ -66,6 +66,9 @@ class Preclip(Protocol):
     def parameters(self) -> dict[str, Any] | None:
         """Name and options; JSON-able. None for no division at all."""
 
+    def check_steps(self, num_steps: int) -> None:
+        """Refuses a run in which it would never act."""
+
     def start(
         self,
         parameters: Mapping[str, torch.Tensor],
@@ -84,8 +87,15 @@ class Preclip(Protocol):
         """
 
 
+class ActsAtOnce:
+    """What has a part in every step, of runs of any length."""
+
+    def check_steps(self, num_steps: int) -> None:
+        pass
+
+
 @dataclasses.dataclass(frozen=True)
-class Identity:
+class Identity(ActsAtOnce):
     """Records reach the clip as they are."""
 
     name: ClassVar[str] = "none"

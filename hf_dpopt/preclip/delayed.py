@@ -41,7 +41,9 @@ class DelayedPreconditioner:
         beta: of the second moment, in [0, 1).
         clipping_norm: bound on the norm of g / D in the adaptive phase; None for that of the clipping rule, which
             always holds in the SGD phase.
-        learning_rate_ratio: step size of the adaptive phase relative to the optimizer's.
+        learning_rate_ratio: what the release of the adaptive phase is multiplied by: with SGD, its step size relative
+            to that of the SGD phase. Optimizers that divide by a second moment (Adam, GaLore) undo much of it, and
+            their averages mix both phases.
         unbiased: subtract the variance of the noise in G from G^2.
         factored: D = rows columns^T, which keeps ghost norms: any model size. Ours, not the paper's.
         variant: "dp2", or an ablation of the paper: "extra_query" (1) releases the plain sum in every step beside the
@@ -79,6 +81,13 @@ class DelayedPreconditioner:
             raise DPConfigError(f"variant={self.variant!r} is unknown. Use one of: {', '.join(map(repr, VARIANTS))}.")
         if self.variant == "extra_query" and self.adaptive_steps not in (None, self.delay):
             raise DPConfigError("variant='extra_query' has no SGD phase: leave adaptive_steps out.")
+
+    def check_steps(self, num_steps: int) -> None:
+        if self.delay >= num_steps:
+            raise DPConfigError(
+                f"delay={self.delay} leaves no step of {num_steps} that would be preconditioned. Use a delay "
+                "(--dp2_delay) of a tenth of the steps, say."
+            )
 
     @property
     def num_queries(self) -> int:

@@ -12,13 +12,13 @@ from hf_dpopt.checks import check_count, check_positive, check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys
+from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import SecondMoment, check_moment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublicPreconditioner:
+class PublicPreconditioner(ActsAtOnce):
     r"""``D = sqrt(v) + eps`` with v the second moment of gradients of public records.
 
     Formal guarantee: as without it, for D depends on public records and on the released weights alone.

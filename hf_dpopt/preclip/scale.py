@@ -13,7 +13,7 @@ from hf_dpopt.checks import check_positive
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys, multiply_
+from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys, multiply_
 
 Parts = Mapping[str, Diagonal | Factored]
 
@@ -57,7 +57,7 @@ class ScaledStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ScaleThenPrivatize:
+class ScaleThenPrivatize(ActsAtOnce):
     """Division by a fixed D, which is public or was released before the run.
 
     Formal guarantee: as without D. The clip bounds ``g_b / D``, so the sum of one step moves by at most the clipping

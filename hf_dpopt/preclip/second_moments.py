@@ -30,6 +30,8 @@ def _yogi(v: torch.Tensor, x: torch.Tensor, beta: float) -> torch.Tensor:
     return v.add_(torch.sign(x - v).mul_(x), alpha=1 - beta)
 
 
+SMALLEST = 1e-30
+
 RULES: dict[str, Rule] = {"rmsprop": _rmsprop, "adagrad": _adagrad, "yogi": _yogi}
 
 
@@ -41,6 +43,8 @@ def check_moment(second_moment: Any, beta: Any, eps: Any, factored: Any) -> None
     if not 0 <= beta < 1:
         raise DPConfigError(f"beta={beta} is outside [0, 1). Use 0.9, or 0 to forget earlier phases.")
     check_positive(eps=eps)
+    if eps is not None and eps < SMALLEST:
+        raise DPConfigError(f"eps={eps} is so small that 1 / eps has no place in float32. Use {SMALLEST:g} or more.")
     if not isinstance(factored, bool):
         raise DPConfigError(f"factored={factored!r} is neither true nor false.")
 

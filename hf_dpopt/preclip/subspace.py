@@ -15,7 +15,7 @@ from hf_dpopt.grads.projected import ProjectingEngine
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 from hf_dpopt.postprocess.subspace import PRECONDITIONERS, ProjectedGradient, SubspaceAdaGrad
-from hf_dpopt.preclip.base import Preconditioning, PublicSource
+from hf_dpopt.preclip.base import ActsAtOnce, Preconditioning, PublicSource
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.public.subspace import RefreshedSubspace
 
@@ -23,7 +23,7 @@ PROJECTIONS = ("before_clip", "after_noise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublicSubspaceProjection:
+class PublicSubspaceProjection(ActsAtOnce):
     r"""``V V^T`` with V the top singular vectors of public gradients, and AdaGrad with a full matrix in between.
 
     Formal guarantee: as without it, for V depends on public records and released weights alone. Before the clip, a

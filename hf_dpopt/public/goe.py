@@ -17,6 +17,8 @@ from hf_dpopt.checks import check_count, check_noise_multiplier
 from hf_dpopt.mechanisms.randomness import NoiseSource
 from hf_dpopt.public.subspace import retained
 
+OWN_TENSOR = 2**31  # gradients number theirs from 0: under one key, no draw is shared with them
+
 
 def gaussian_orthogonal_ensemble(rank: int, stddev: float, source: NoiseSource, step: int) -> torch.Tensor:
     r"""A symmetric noise matrix, float64, (k, k): ``stddev (Z + Z^T) / 2`` with independent standard normals Z.
@@ -25,7 +27,7 @@ def gaussian_orthogonal_ensemble(rank: int, stddev: float, source: NoiseSource, 
     in the coordinates ``(G_ii, sqrt(2) G_ij)``, in which that norm is the Euclidean one, the noise is isotropic. So a
     symmetric matrix of Frobenius sensitivity D is protected like a vector of L2 sensitivity D, by stddev / D.
     """
-    z_kk = source.normal((rank, rank), step=step, tensor=0).double()
+    z_kk = source.normal((rank, rank), step=step, tensor=OWN_TENSOR).double()
     return stddev * (z_kk + z_kk.T) / 2
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.sampling import SAMPLERS
 
@@ -198,13 +199,17 @@ def _preconditioner(plan: dict[str, Any]) -> str:
     if preclip is None:
         return "none"
     options = ", ".join(f"{name} {value}" for name, value in preclip.items() if name != "name" and value is not None)
-    sums = ", two clipped sums in every step" if preclip.get("variant") == "extra_query" else ""
-    if preclip.get("project") == "before_clip":
-        sums = f", which are {preclip['rank']}: those are summed and noised, and gradients lie in their span"
-    return (
-        f"`{_plain(preclip['name'])}` ({_plain(options)}): C bounds a record in its coordinates{sums}; it is made "
-        "of released gradients, released weights and public values alone"
-    )
+    what = "C bounds a record in its coordinates"
+    if preclip.get("variant") == "noise_first" or preclip.get("project") == "after_noise":
+        what = "C bounds a record as it is, and it acts after the noise"
+    elif preclip.get("project") == "before_clip":
+        what += f", which are {preclip['rank']}: those are summed and noised, and gradients lie in their span"
+    if plan.get("num_queries", 1) > 1:
+        what += f"; {plan['num_queries']} clipped sums in every step, noised as one vector"
+    made = "it is made of released gradients, released weights and public values alone"
+    if preclip["name"] not in {spec.name for spec, _ in PRECLIPS.values()}:
+        made = "the user declares that it is made of released and public values alone"
+    return f"`{_plain(preclip['name'])}` ({_plain(options)}): {what}; {made}"
 
 
 def _correlation(plan: dict[str, Any]) -> str:

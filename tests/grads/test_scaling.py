@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 from hf_dpopt.clipping import make_clipping
 from hf_dpopt.errors import DPConfigError
@@ -56,7 +57,7 @@ def _slow_sum(model, batch, divisors, clipping) -> dict[str, torch.Tensor]:
         if clipping.name == "per_layer":
             bound = {group: clipping.clipping_norm / math.sqrt(len(groups)) for group in groups}
         else:
-            bound = {group: clipping.clipping_norm for group in groups}
+            bound = dict.fromkeys(groups, clipping.clipping_norm)
         for name, g in record.items():
             group = clipping.group(name)
             factor = min(1.0, bound[group] / max(squares[group].sqrt().item(), 1e-300))
@@ -182,3 +183,58 @@ def test_nothing_is_added_to_a_sum_that_was_taken():
 def test_a_scale_that_does_not_fit_is_refused(part, name):
     with pytest.raises(DPConfigError, match="Leave it out|Give D in the parameter's shape"):
         Scale({name: part}).check({"w": torch.zeros(4, 2)})
+
+
+class _Linear(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(48, 64, bias=False)
+
+
+class _Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(50, 64)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("small", [1e-7, 1e-5, 1e-3])
+@pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+@pytest.mark.parametrize("kind", ["none", "full", "factored"])
+def test_what_rounding_leaves_of_tokens_that_cancel_stays_within_the_clip(kind, size, small, engine):
+    """3 x 5 - 15 x 1 is 0 in the norm of every coordinate; a sum of rounded products over a tiny D would be anything."""
+    model = _Linear()
+    x, c = torch.zeros(1, 4, 48), torch.zeros(1, 4, 64)
+    x[0, 0], x[0, 1], c[0, 0], c[0, 1] = 5 * size, size, 3, -15
+    x[0, 2, 0] = c[0, 2, 0] = 1e-3  # what the norm is of
+    divisor = torch.full((64, 48), small)
+    divisor[0, 0] = 1.0
+    scale = {
+        "none": None,
+        "full": Scale({"layer.weight": Diagonal(1 / divisor)}),
+        "factored": Scale({"layer.weight": Factored(torch.full((64,), 1 / small), torch.ones(48))}),
+    }[kind]
+    made = make_engine(model, make_clipping("flat", 1.0), engine)
+    sums = made.empty_sum(scale)
+    made.add_clipped_sum(sums, lambda: (model.layer(x) * c).sum(dim=(1, 2)), 1)
+    assert sums.result()["layer.weight"].double().norm() <= 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("small", [1e-7, 1e-5, 1e-3])
+@pytest.mark.parametrize("kind", ["full", "factored"])
+def test_tokens_of_one_row_that_cancel_stay_within_the_clip(kind, small, engine):
+    model = _Table()
+    ids, c = torch.tensor([[7, 7, 7, 9]]), torch.zeros(1, 4, 64)
+    c[0, 0], c[0, 1], c[0, 2], c[0, 3, 0] = 300.1, 1200.7, -1500.8, 1.7
+    divisor = torch.full((50,), small)
+    divisor[9] = 1.0
+    part = (
+        Diagonal((1 / divisor).unsqueeze(1).expand(50, 64).clone())
+        if kind == "full"
+        else Factored(1 / divisor, torch.ones(64))
+    )
+    made = make_engine(model, make_clipping("flat", 1.0), engine)
+    sums = made.empty_sum(Scale({"table.weight": part}))
+    made.add_clipped_sum(sums, lambda: (model.table(ids) * c).sum(dim=(1, 2)), 1)
+    assert sums.result()["table.weight"].double().norm() <= 1 + 1e-6

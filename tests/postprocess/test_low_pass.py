@@ -325,7 +325,6 @@ def test_the_names_are_those_of_the_state():
 
 
 def test_it_is_a_stage_of_a_chain():
-    assert postprocess.POSTPROCESSORS["low_pass"] is LowPassFilter
     chain = [LowPassFilter.preset("momentum"), LowPassFilter.preset("f4")]
     twice = [fresh(low_pass) for low_pass in chain]
     for g in recordings(10, dtype=torch.float32):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan, private_step
 from hf_dpopt.preclip import DelayedPreconditioner, ScaleThenPrivatize
 from hf_dpopt.run import LEDGER
+from hf_dpopt.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
 
 
@@ -42,7 +44,7 @@ def test_two_queries_are_one_gaussian_of_noise_smaller_by_the_root_of_two(tmp_pa
 
 def test_a_budget_is_kept_with_two_queries():
     config = dict(target_epsilon=4.0, noise_multiplier=None)
-    two = plan(20, DelayedPreconditioner(variant="extra_query"), **config)
+    two = plan(20, DelayedPreconditioner(delay=4, variant="extra_query"), **config)
     assert two.epsilon() <= 4.0 and two.noise_multiplier == plan(20, **config).noise_multiplier
 
 
@@ -153,6 +155,43 @@ def test_the_level_follows_the_gain_of_the_phase(tmp_path):
         loop.step(t)
         seen.append(level.variance() / base)
     assert seen == pytest.approx([1, 1, 225, 225, 1, 1])
+
+
+class Gained:
+    """A map of the chain that multiplies by another number in every step, and one that asks for the level."""
+
+    def __init__(self):
+        self.gain, self.noise, self.told = 1.0, None, []
+
+    def __call__(self, released):
+        self.told.append((self.noise.variance(), self.noise.covariance(1)))
+        self.gain /= 2
+        return {name: g * self.gain for name, g in released.items()}
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_a_level_within_the_chain_is_that_of_the_maps_before(tmp_path):
+    """Two maps that halve their gain in every step: the covariance has the gains of both steps."""
+    correlated = dict(noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.05}, sampling="fixed_order")
+    made = plan(6, **correlated)
+    loop = Loop(tmp_path, made)
+    first, second = Gained(), Gained()
+    Stages(loop.run, loop.engine, loop.optimizer, [first, second])
+    loop.preclip = loop.run._preclip
+    for t in range(1, 7):
+        loop.step(t, chain=(first, second))
+    noising = made.strategy.noising_matrix(6)
+    gram = noising @ noising.T * (made.draw_stddev * made.sensitivity / EXPECTED) ** 2
+    gains = 0.5 ** np.arange(1, 7)
+    lags = [0.0, *(gram[t, t - 1] for t in range(1, 6))]
+    assert np.array(first.told) == pytest.approx(np.stack([np.diag(gram), lags], axis=1), rel=1e-9)
+    scaled = [0.0, *(gains[t] * gains[t - 1] * gram[t, t - 1] for t in range(1, 6))]
+    assert np.array(second.told) == pytest.approx(np.stack([gains**2 * np.diag(gram), scaled], axis=1), rel=1e-9)
 
 
 def test_a_level_that_differs_between_coordinates_is_not_given(tmp_path):
