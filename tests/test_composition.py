@@ -1,6 +1,7 @@
-"""Every noise with every preconditioner, filter and optimizer: the noise is as loud as said, and the run resumes.
+"""Every noise with every preconditioner, filter and optimizer: the noise is as loud as said, and a run resumes.
 
-The model sees no records (the batches are empty), so what is released is noise alone and its law is known.
+Where the noise is measured the model sees no records (the batches are empty): what is released is noise alone, and its
+law is known. Where a run is resumed it trains on records.
 """
 
 from __future__ import annotations
@@ -84,9 +85,14 @@ class _Run:
             self.optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt"))
             self.stages.load(checkpoint)
 
-    def step(self, t: int) -> torch.Tensor:
+    def losses(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (self.model(batch["x"]) - batch["labels"]).square().mean(dim=1)
+
+    def step(self, t: int, *, num_records: int = 0) -> torch.Tensor:
+        x = torch.sin(torch.arange(num_records * SHAPE[1]) * (t + 0.5)).view(num_records, SHAPE[1])
+        batches = [{"x": x, "labels": x[:, : SHAPE[0]] - 1}] if num_records else []
         private_step(
-            self.engine, lambda batch: batch, [], run=self.run, step=t, preclip=self.stages.preclip,
+            self.engine, self.losses, batches, run=self.run, step=t, preclip=self.stages.preclip,
             chain=self.stages.chain,
         )  # fmt: skip
         grad = self.model.weight.grad.clone()
@@ -118,15 +124,23 @@ def _predicted(cell: tuple[str, str, str, str], run: _Run) -> np.ndarray:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: ", ".join(cell))
-def test_the_noise_is_as_loud_as_said_and_the_run_resumes(tmp_path, cell):
+def test_the_noise_is_as_loud_as_said(tmp_path, cell):
     run = _Run(tmp_path / "run", cell)
-    predicted, stop = _predicted(cell, run), STOPS[CELLS.index(cell) % len(STOPS)]
+    predicted = _predicted(cell, run)
     for t in range(1, NUM_STEPS + 1):
         grad = run.step(t)
         measured = grad.double().square().mean().item()
         assert abs(measured / predicted[t - 1] - 1) <= TOLERANCE, (t, measured, predicted[t - 1])
         if isinstance(run.optimizer, NoiseAwareOptimizer):  # what it is told about the gradient it is given
             assert run.optimizer.noise.variance() == pytest.approx(predicted[t - 1], rel=1e-9)
+    assert run.run.charged == [NUM_STEPS] and run.model.weight.isfinite().all()
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: ", ".join(cell))
+def test_a_run_trains_and_resumes(tmp_path, cell):
+    run, stop = _Run(tmp_path / "run", cell), STOPS[CELLS.index(cell) % len(STOPS)]
+    for t in range(1, NUM_STEPS + 1):
+        run.step(t, num_records=4)
         if t == stop:
             run.save(tmp_path / "run", t)
             run.run.close()
@@ -137,5 +151,12 @@ def test_the_noise_is_as_loud_as_said_and_the_run_resumes(tmp_path, cell):
     whole = _Run(tmp_path / "whole", cell)  # the same key would be unsafe; the same draws are enough
     whole.run.noise._source = run.run.noise._source
     for t in range(1, NUM_STEPS + 1):
-        whole.step(t)
+        whole.step(t, num_records=4)
     assert torch.equal(whole.model.weight, resumed)
+    silent = _Run(tmp_path / "silent", cell)  # the same noise without records: they have a part in what is learned
+    silent.run.noise._source = run.run.noise._source
+    silent.step(1)
+    whole = _Run(tmp_path / "again", cell)
+    whole.run.noise._source = run.run.noise._source
+    whole.step(1, num_records=4)
+    assert not torch.equal(whole.model.weight, silent.model.weight)
