@@ -118,7 +118,7 @@ class Stages:
         if not path.exists():
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
-        kept, mine = state["made_of"], self._made_of()
+        kept, mine = state["made_of"], self.made_of
         if kept != mine:
             raise DPConfigError(
                 f"{path} was written by a run with {_listed(kept)} after the noise, and this one has {_listed(mine)}. "
@@ -130,12 +130,14 @@ class Stages:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "made_of": self._made_of(),
+            "made_of": self.made_of,
             "preclip": self.preclip.state_dict(),
             "stages": [stage.state_dict() for stage in self.chain + self.after],
         }
 
-    def _made_of(self) -> list[str]:
+    @property
+    def made_of(self) -> list[str]:
+        """Maps of the gradients, of the weights, and the optimizer, with their public options."""
         stages = (*self.chain, *self.after)
         return [f"{type(stage).__name__} {_described(stage)}" for stage in stages] + [type(self._optimizer).__name__]
 

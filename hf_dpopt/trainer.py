@@ -545,6 +545,10 @@ class DPTrainerMixin(_Trainer):
             "public data, or train each setting as a run of its own and add up their epsilons."
         )
 
+    def after_noise(self) -> tuple[str, ...]:
+        """What is made of the released gradients, for the report; empty before training."""
+        return tuple(self._stages.made_of) if hasattr(self, "_stages") else ()
+
     def user_callbacks(self) -> tuple[str, ...]:
         """Callbacks beyond the Trainer's own: they see the model between steps, so the report names them."""
         stock = (DefaultFlowCallback, PrinterCallback, ProgressCallback)

@@ -118,7 +118,10 @@ def test_log_statement_and_ledger_name_the_preconditioner(tmp_path, caplog):
     assert "LowPassFilter {'b': [0.1], 'a': [-0.9]" in caplog.text and "IterateAverage" in caplog.text
     statement = (tmp_path / "out/privacy/statement.md").read_text()
     assert "preconditioner" in statement and "dp2" in statement
-    plan = json.loads((tmp_path / "out/privacy/report.json").read_text())["plan"]
+    report = json.loads((tmp_path / "out/privacy/report.json").read_text())
+    plan = report["plan"]
+    assert report["after_noise"][0].startswith("LowPassFilter") or "IterateAverage" in report["after_noise"][0]
+    assert report["after_noise"][-1] == "DPAdamW" and "DPAdamW" in statement
     assert plan["preclip"]["name"] == "dp2" and plan["preclip"]["delay"] == 2
 
 

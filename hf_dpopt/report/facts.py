@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_dpopt.errors import DPConfigError
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
@@ -48,6 +48,7 @@ class RunFacts:
         unsafe: a noise key was fixed by the user, so whoever knows it can remove the noise.
         non_private_outputs: what left the run without noise, one description each.
         callbacks: class names of the callbacks the user added.
+        after_noise: what is made of the released gradients and weights, the optimizer last; for repeating the run.
         eval_data_privacy: what the user declared about the evaluation data; None if nothing.
         data_dependent_preprocessing: the same for tokenizer, vocabulary, label set, filters and so on.
         model_class: class name of the model.
@@ -70,6 +71,7 @@ class RunFacts:
     unsafe: bool
     non_private_outputs: tuple[str, ...] = ()
     callbacks: tuple[str, ...] = ()
+    after_noise: tuple[str, ...] = ()
     eval_data_privacy: str | None = None
     data_dependent_preprocessing: str | None = None
     model_class: str
@@ -128,7 +130,7 @@ class RunFacts:
             )
         for name in ("epsilon_spent", "epsilon_replace_one"):
             content[name] = content[name] if content[name] is None else float(content[name])
-        for name in ("non_private_outputs", "callbacks"):
+        for name in ("non_private_outputs", "callbacks", "after_noise"):
             content[name] = tuple(content[name])
         return cls(**content)
 

@@ -63,6 +63,7 @@ class ReleaseGuard:
             or (ledger is not None and any(c.unsafe for c in ledger.chains)),
             non_private_outputs=tuple(extras),
             callbacks=trainer.user_callbacks(),
+            after_noise=trainer.after_noise(),
             eval_data_privacy=trainer.args.eval_data_privacy,
             data_dependent_preprocessing=trainer.args.data_dependent_preprocessing,
             model_class=type(trainer.model).__name__,

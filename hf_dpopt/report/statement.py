@@ -233,7 +233,9 @@ def _unnoised(facts: RunFacts) -> str:
     if facts.callbacks:
         names = ", ".join(map(_quoted, facts.callbacks))
         callbacks = f"Callbacks added by the user, which may release more than is known here: {names}."
-    return f"{outputs}\n\n{callbacks}"
+    after = ", ".join(map(_quoted, facts.after_noise))
+    free = f"Made of the noised gradients, at no cost: {after}." if after else ""
+    return "\n\n".join(part for part in (outputs, callbacks, free) if part)
 
 
 def _accounting(facts: RunFacts) -> str:

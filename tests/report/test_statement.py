@@ -13,6 +13,7 @@ from hf_dpopt.config import Adjacency, PrivacyConfig, Sampling
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.report import RunFacts, collect_versions, read_report, render_statement, write_report
+from hf_dpopt.report.facts import REPORT_VERSION
 from hf_dpopt.report.statement import round_up
 from hf_dpopt.sampling import SAMPLERS
 from tests.report.conftest import MakeFacts
@@ -190,7 +191,11 @@ def test_what_is_no_report_is_refused(make_facts: MakeFacts, tmp_path: Path) -> 
     for text in ("{", "[]", "{}", '"x"'):
         with pytest.raises(DPConfigError, match="Give the output_dir of a private run"):
             RunFacts.from_json(text)
-    newer = make_facts().to_json().replace('"report_version": 1', '"report_version": 2')
+    newer = (
+        make_facts()
+        .to_json()
+        .replace(f'"report_version": {REPORT_VERSION}', f'"report_version": {REPORT_VERSION + 1}')
+    )
     with pytest.raises(DPConfigError, match="Use the release of hf_dpopt that wrote it"):
         RunFacts.from_json(newer)
 
