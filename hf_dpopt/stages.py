@@ -18,7 +18,7 @@ from hf_dpopt.mechanisms.level import MechanismLevel
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.postprocess import NoiseLevel, Postprocess
-from hf_dpopt.postprocess.iterates import AfterStep
+from hf_dpopt.postprocess.iterates import AfterStep, IterateAverage
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run import PrivateRun
 
@@ -80,6 +80,12 @@ class Stages:
         named = [f"{type(stage).__name__} {_described(stage)}" for stage in stages if stage is not None]
         if named:
             logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
+
+    def finish(self) -> None:
+        """Gives the model its averaged weights, where there is an average: after the last step."""
+        for stage in self.after:
+            if isinstance(stage, IterateAverage):
+                stage.move()
 
     def close(self) -> None:
         """Takes the hooks off the optimizer."""

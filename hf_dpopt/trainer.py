@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
@@ -16,7 +17,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, seed_worker
 
-from hf_dpopt import aggregate, console, optim, refusals
+from hf_dpopt import aggregate, console, refusals, stage_options
 from hf_dpopt.args import DPTrainingArguments
 from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is, explained_out_of_memory
 from hf_dpopt.comparison import as_text
@@ -29,10 +30,7 @@ from hf_dpopt.grads.self_check import self_check
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
-from hf_dpopt.postprocess import IndependentNoise, Postprocess
-from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage
-from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.report.publish import ReleaseGuard
@@ -49,10 +47,6 @@ if TYPE_CHECKING:  # the mixin stands in front of a Trainer; the class itself ha
     _Trainer = Trainer
 else:
     _Trainer = object
-
-
-def _low_pass(text: str) -> Postprocess:
-    return LowPassFilter.parse(text, noise=IndependentNoise())  # told the level of the run by its stages
 
 
 class DPTrainerMixin(_Trainer):
@@ -230,7 +224,8 @@ class DPTrainerMixin(_Trainer):
         )
         self._check_optimizer()
         self._run_self_check()
-        self._check_preclip(model)
+        public = functools.partial(self._public_gradients, model)
+        stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
         self._release.check(Path(self.args.output_dir))  # what could not be saved at the end is found now
         self._run = PrivateRun(
             self._planned(),
@@ -250,57 +245,21 @@ class DPTrainerMixin(_Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As `Trainer`'s, and the optimizers of `hf_dpopt.optim` by their names."""
-        name = args.optimizer_name()
-        if name is None:
-            return Trainer.get_optimizer_cls_and_kwargs(args, model)
-        cls, options = optim.from_arguments(name, args)
-        return cls, options if args.filter is None else {**options, "filter": _low_pass(args.filter)}
+        return stage_options.optimizer_of(args) or Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def _make_stages(self, model: nn.Module) -> Stages:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        is_inside = isinstance(optimizer, optim.NoiseAwareOptimizer)
-        chain = [] if self.args.filter is None or is_inside else [_low_pass(self.args.filter)]
-        if self.args.public_mirror_descent is not None:
-            public, num_steps = self._public_gradients(model, seed=1), self._planned().num_steps
-            assert public is not None
-            mixed = PublicMirrorDescent(public, num_steps=num_steps, schedule=self.args.public_mirror_descent)
-            chain.append(mixed)
-        after: list[AfterStep] = []
-        if self.args.ball_radius is not None:
-            after.append(BallProjection(model, self.args.ball_radius))
-        self._average = self._make_average(model)
-        if self._average is not None:
-            after.append(self._average)
+        public, num_steps = functools.partial(self._public_gradients, model), self._planned().num_steps
         return Stages(
             self._current_run(),
             self._engine,
             optimizer,
-            [*chain, *self._own_postprocess],
-            public=self._public_gradients(model),
-            after=after,
+            [*stage_options.chain_of(self.args, optimizer, num_steps, public), *self._own_postprocess],
+            public=public(0),
+            after=stage_options.after_of(self.args, model, num_steps),
         )
 
-    def _check_preclip(self, model: nn.Module) -> None:
-        """What does not fit the model is found before the ledger is opened."""
-        plan = self._planned()
-        started = plan.preclip.start(
-            self._engine.parameters,
-            clipping_norm=plan.config.clipping_norm,
-            noise=IndependentNoise(),
-            public=self._public_gradients(model),
-        )
-        started.engine(self._engine)
-
-    def _make_average(self, model: nn.Module) -> IterateAverage | None:
-        match self.args.average_iterate:
-            case None:
-                return None
-            case "exponential":
-                return IterateAverage(model, "exponential")
-            case kind:
-                return IterateAverage(model, start=self._planned().num_steps // 2 if kind == "tail" else 0)
-
-    def _public_gradients(self, model: nn.Module, seed: int = 0) -> PublicGradients | None:
+    def _public_gradients(self, model: nn.Module, seed: int) -> PublicGradients | None:
         dataset = self._public_dataset
         if dataset is None:
             return None
@@ -477,8 +436,7 @@ class DPTrainerMixin(_Trainer):
             )
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
-        if self._average is not None:
-            self._average.move()
+        self._stages.finish()
         output = super()._finalize_training(trial, num_train_samples, start_time)
         metrics = {k: v for k, v in output.metrics.items() if k not in UNPRIVATIZED_LOGS}
         spent = self.privacy_spent()

@@ -404,4 +404,4 @@ def test_a_second_call_to_train_leaves_no_hook_of_the_first(tmp_path):
     run.train()
     assert not run.optimizer.optimizer._optimizer_step_post_hooks
     run.train()
-    assert run._average._num_steps == 3 and not run.optimizer.optimizer._optimizer_step_post_hooks
+    assert run._stages.after[1]._num_steps == 3 and not run.optimizer.optimizer._optimizer_step_post_hooks

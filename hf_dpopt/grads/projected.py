@@ -111,8 +111,10 @@ def coordinates(use: Contribution, basis: torch.Tensor) -> torch.Tensor:
         case Transposed(of):
             return coordinates(of, basis.mT)
         case Rows(ids_BT, grad_BTD):
-            grad_BTD = wide(grad_BTD)  # a gather for each direction: never a table per record
-            return torch.stack([(grad_BTD * direction_VD[ids_BT]).sum(dim=(1, 2)) for direction_VD in basis], dim=1)
+            grad_ND, ids_N = wide(grad_BTD).flatten(0, 1), ids_BT.flatten()
+            # a gather for each direction: never a table per record
+            inner = [(grad_ND * direction_VD.index_select(0, ids_N)).view(len(ids_BT), -1) for direction_VD in basis]
+            return torch.stack([values.sum(dim=1) for values in inner], dim=1)
     basis_kN = basis.reshape(len(basis), -1)
     at_once = max(1, MAX_FORMED // max(1, basis_kN.size(1)))
     parts = [slice(first, first + at_once) for first in range(0, use.num_records, at_once)]

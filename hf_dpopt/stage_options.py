@@ -1,0 +1,64 @@
+"""From training arguments to the stages that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpopt import optim
+from hf_dpopt.grads import ClippingEngine
+from hf_dpopt.plan import PrivacyPlan
+from hf_dpopt.postprocess import IndependentNoise, Postprocess
+from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
+from hf_dpopt.public.gradients import PublicGradients
+
+Public = Callable[[int], PublicGradients | None]  # from a seed
+
+
+def optimizer_of(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Class and options of the optimizer of `hf_dpopt.optim` that is asked for, filter included; None for another."""
+    name = args.optimizer_name()
+    if name is None:
+        return None
+    cls, options = optim.from_arguments(name, args)
+    return cls, options if args.filter is None else {**options, "filter": _low_pass(args.filter)}
+
+
+def chain_of(args: Any, optimizer: torch.optim.Optimizer, num_steps: int, public: Public) -> list[Postprocess]:
+    """Maps of the released mean gradient; a filter is among them unless the optimizer has a place for it."""
+    chain: list[Postprocess] = []
+    if args.filter is not None and not isinstance(optimizer, optim.NoiseAwareOptimizer):
+        chain.append(_low_pass(args.filter))
+    if args.public_mirror_descent is not None:
+        gradients = public(1)
+        assert gradients is not None  # `refusals.check_stages`
+        chain.append(PublicMirrorDescent(gradients, num_steps=num_steps, schedule=args.public_mirror_descent))
+    return chain
+
+
+def after_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterStep]:
+    """Maps of the released weights."""
+    after: list[AfterStep] = []
+    if args.ball_radius is not None:
+        after.append(BallProjection(model, args.ball_radius))
+    match args.average_iterate:
+        case "exponential":
+            after.append(IterateAverage(model, "exponential"))
+        case "uniform" | "tail":
+            after.append(IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0))
+    return after
+
+
+def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> None:
+    """Makes the plan's preconditioner and lets go of it: what does not fit is refused before there is a ledger."""
+    noise, norm = IndependentNoise(), plan.config.clipping_norm
+    plan.preclip.start(engine.parameters, clipping_norm=norm, noise=noise, public=public(0)).engine(engine)
+
+
+def _low_pass(text: str) -> Postprocess:
+    return LowPassFilter.parse(text, noise=IndependentNoise())  # told the level of the run by its stages
