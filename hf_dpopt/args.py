@@ -151,6 +151,13 @@ class DPTrainingArguments(TrainingArguments):
             "is estimated anew every so many steps. In Adam it takes the place of the first moment. Default: none."
         },
     )
+    filter_dtype: str = field(
+        default="float32",
+        metadata={
+            "help": "What the filter keeps its buffers in; bfloat16 takes half the memory.",
+            "choices": ["float32", "bfloat16"],
+        },
+    )
     public_batch_size: int = field(default=32, metadata={"help": "Records of public_dataset in one public gradient."})
     public_mirror_descent: str | None = field(
         default=None,

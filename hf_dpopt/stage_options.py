@@ -12,6 +12,7 @@ from hf_dpopt import optim
 from hf_dpopt.grads import ClippingEngine
 from hf_dpopt.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
@@ -26,14 +27,15 @@ def optimizer_of(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]
     if name is None:
         return None
     cls, options = optim.from_arguments(name, args)
-    return cls, options if args.filter is None else {**options, "filter": _low_pass(args.filter)}
+    return cls, {**options, "filter": low_pass_of(args)}
 
 
 def chain_of(args: Any, optimizer: torch.optim.Optimizer, num_steps: int, public: Public) -> list[Postprocess]:
     """Maps of the released mean gradient; a filter is among them unless the optimizer has a place for it."""
     chain: list[Postprocess] = []
-    if args.filter is not None and not isinstance(optimizer, optim.NoiseAwareOptimizer):
-        chain.append(_low_pass(args.filter))
+    low_pass = low_pass_of(args)
+    if low_pass is not None and not isinstance(optimizer, optim.NoiseAwareOptimizer):
+        chain.append(low_pass)
     if args.public_mirror_descent is not None:
         gradients = public(1)
         assert gradients is not None  # `refusals.check_stages`
@@ -60,5 +62,9 @@ def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> 
     plan.preclip.start(engine.parameters, clipping_norm=norm, noise=noise, public=public(0)).engine(engine)
 
 
-def _low_pass(text: str) -> Postprocess:
-    return LowPassFilter.parse(text, noise=IndependentNoise())  # told the level of the run by its stages
+def low_pass_of(args: Any) -> LowPassFilter | AdaptiveFIR | None:
+    """The filter that is asked for, with a noise level that says nothing: stages tell it that of the run."""
+    if args.filter is None:
+        return None
+    dtype = torch.bfloat16 if args.filter_dtype == "bfloat16" else None
+    return LowPassFilter.parse(args.filter, noise=IndependentNoise(), dtype=dtype)

@@ -36,6 +36,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "dp2_delay": ("5", 5),
     "filter": ("butterworth:2:0.1", "butterworth:2:0.1"),
     "public_batch_size": ("8", 8),
+    "filter_dtype": ("bfloat16", "bfloat16"),
     "public_mirror_descent": ("linear", "linear"),
     "average_iterate": ("tail", "tail"),
     "ball_radius": ("2.5", 2.5),

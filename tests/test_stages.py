@@ -40,7 +40,9 @@ CASES = {
     },
     "filter before sgd": {"filter": "butterworth:2:0.3", "optim": "sgd"},
     "filter in adamw": {"filter": "second_order"},
-    "galore": {"optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum"},
+    "galore": {
+        "optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum", "filter_dtype": "bfloat16",
+    },
     "adaptive": {"filter": "adaptive:3:2", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
     "subspace, before the clip": {
         "preconditioner": "subspace", "public_dataset": PUBLIC, "optim": "sgd", "average_iterate": "tail",
@@ -79,7 +81,7 @@ def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
 @pytest.mark.parametrize("name", CASES)
 def test_accounting_is_that_of_the_same_run_without_these_stages(tmp_path, name):
     stages = ("preconditioner", "preconditioner_kwargs", "dp2_delay", "filter", "optim", "optim_args", "public_dataset",
-              "public_batch_size", "public_mirror_descent", "average_iterate", "ball_radius")  # fmt: skip
+              "public_batch_size", "public_mirror_descent", "average_iterate", "ball_radius", "filter_dtype")  # fmt: skip
     plain = {k: v for k, v in CASES[name].items() if k not in stages}
     with_it, without = trainer(tmp_path / "a", **CASES[name]), trainer(tmp_path / "b", **plain)
     if "noise_mechanism" in plain and "dp2" in name:  # it restarts

@@ -18,7 +18,11 @@ from hf_dpopt.preclip import Preclip, PublicSubspaceProjection, make_preclip
 from hf_dpopt.refusals.data import shared_rows
 from hf_dpopt.refusals.table import Refusal, raise_first
 
-CHOICES = {"public_mirror_descent": ("cosine", "linear"), "average_iterate": ("uniform", "tail", "exponential")}
+CHOICES = {
+    "filter_dtype": ("float32", "bfloat16"),
+    "public_mirror_descent": ("cosine", "linear"),
+    "average_iterate": ("uniform", "tail", "exponential"),
+}
 MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
 
 
