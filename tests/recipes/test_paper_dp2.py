@@ -275,31 +275,37 @@ def test_one_finetuning_gives_an_accuracy(minilm_path, tmp_path, monkeypatch):
 def test_the_predicted_decrease_is_that_of_noisy_steps(task):
     """Against autograd, loops over records, and the mean loss after 4,000 noisy steps of the best length."""
     rng = np.random.default_rng(0)
-    model = task.model().double()
-    size = model.weight.numel() + 1
-    weights, scale = 0.1 * rng.normal(size=size), np.exp(rng.normal(size=size))
-    x = torch.cat([task.train.batch(torch.arange(len(task.train)))[0], torch.ones(len(task.train), 1)], dim=1).double()
-    y, start = task.train.labels_N.double(), torch.from_numpy(weights)
+    size = task.model().weight.numel()
+    weights, scale = 0.1 * rng.normal(size=size), np.exp(rng.normal(size=size + 1))
+    x, y = task.train.batch(torch.arange(len(task.train)))
+    x, y, start = x.double(), y.double(), torch.from_numpy(weights)
+    bias = explain.best_bias((x @ start).numpy(), y.numpy())
+    assert abs(float((torch.sigmoid(x @ start + bias) - y).mean())) < 1e-12
 
     def loss(w: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.binary_cross_entropy_with_logits(x @ w, y)
+        return torch.nn.functional.binary_cross_entropy_with_logits(x @ w + bias, y)
 
     gradient, hessian = torch.func.grad(loss)(start), torch.func.hessian(loss)(start)
-    inverse, clip, clip_divided, stddev = torch.from_numpy(1 / scale), 0.55, 1.0, 0.05
-
-    def clipped(bound: float, factor: torch.Tensor) -> torch.Tensor:
-        grads = [(torch.sigmoid(a @ start) - b) * a * factor for a, b in zip(x, y, strict=True)]
-        return torch.stack([g * min(1, bound / g.norm().item()) for g in grads]).mean(dim=0)
-
-    found = explain.decreases(task, weights, scale, clip=clip, clip_divided=clip_divided, stddev=stddev)
-    assert 0.2 < found["clipped, plain"] < 0.8 and 0.2 < found["clipped, divided"] < 0.8
+    inverse, stddev, clips = torch.from_numpy(1 / scale), 0.05, {"plain": 0.55, "divided": 1.0, "no bias": 0.1}
     one = torch.ones_like(inverse)
+    with_bias = torch.cat([x, torch.ones(len(x), 1)], dim=1)
+
+    def clipped(bound: float, factor: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The words' part of the mean of the clipped records."""
+        grads = [(torch.sigmoid(a[:size] @ start + bias) - b) * a * factor for a, b in zip(features, y, strict=True)]
+        return torch.stack([g * min(1, bound / g.norm().item()) for g in grads]).mean(dim=0)[:size]
+
+    found = explain.decreases(task, weights, scale, clips=clips, stddev=stddev)
+    assert 0.2 < found["clipped, plain"] < 0.8 and 0.2 < found["clipped, divided"] < 0.98
+    plain, divided = clipped(0.55, one, with_bias), clipped(1.0, inverse, with_bias)
+    words = inverse[:size]
     cases = {
-        "plain": (clipped(clip, one), stddev * clip * one),
-        "divided": (clipped(clip_divided, inverse), stddev * clip_divided * one),
-        "divided, two queries": (clipped(clip_divided, inverse), 2**0.5 * stddev * clip_divided * one),
-        "noise first": (clipped(clip, one) * inverse, stddev * clip * inverse),
-        "without noise": (gradient, 0 * one),
+        "plain": (plain, stddev * 0.55 * one[:size]),
+        "divided": (divided, stddev * one[:size]),
+        "divided, two queries": (divided, 2**0.5 * stddev * one[:size]),
+        "noise first": (plain * words, stddev * 0.55 * words),
+        "no bias": (clipped(0.1, one[:size], x), stddev * 0.1 * one[:size]),
+        "without noise": (gradient, 0 * words),
     }
     for name, (signal, noise) in cases.items():
         curvature = signal @ hessian @ signal + (hessian.diagonal() * noise.square()).sum()
@@ -310,7 +316,8 @@ def test_the_predicted_decrease_is_that_of_noisy_steps(task):
         after = torch.stack([loss(start - eta * (signal + noise * draw)) for draw in torch.cat([z, -z])]).mean()
         # of a step of a fraction c of the best length, c (2 - c) of the best decrease
         assert float(loss(start) - after) == pytest.approx(found[name] * 0.02 * 1.98, rel=0.03), name
-    norms = x.square() @ inverse.square()
+    norms = with_bias.square() @ inverse.square()
     assert found["bias, divided"] == pytest.approx(float((inverse[-1] ** 2 / norms).mean()), rel=1e-5)
-    errors = (torch.sigmoid(x @ start) - y).abs()
-    assert found["clipped, plain"] == pytest.approx(float((errors * x.norm(dim=1) > clip).double().mean()))
+    assert found["bias, plain"] == pytest.approx(float((1 / with_bias.square().sum(dim=1)).mean()), rel=1e-5)
+    errors = (torch.sigmoid(x @ start + bias) - y).abs()
+    assert found["clipped, plain"] == pytest.approx(float((errors * with_bias.norm(dim=1) > 0.55).double().mean()))

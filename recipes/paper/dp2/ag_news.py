@@ -22,8 +22,12 @@ SETTING = Setting(batch=128, num_steps=24 * DELAY, noise_multiplier=1.0)  # 20 e
 RATES = [1.0, 3.0, 10.0]
 DP2 = {"rate": [0.1], "rate_adaptive": RATES, "clip": [0.5], "clip_adaptive": [5.0], "eps": [1e-7]}
 METHODS = [
-    Method("DP-SGD", [{"rate": [15.0, 50.0], "clip": [0.5]}, {"rate": [50.0, 150.0], "clip": [0.1]}]),
-    Method("DP-Adam", [{"rate": [0.03, 0.1, 0.3], "clip": [0.5], "eps": [1e-8]}], optimizer="adam"),
+    Method("DP-SGD", [{"rate": [5.0, 15.0, 50.0], "clip": [0.5]}, {"rate": [15.0, 50.0, 150.0], "clip": [0.1]}]),
+    Method(
+        "DP-Adam",
+        [{"rate": [0.03, 0.1, 0.3], "clip": [0.5], "eps": [1e-8]}, {"rate": [0.1], "clip": [0.1], "eps": [1e-8]}],
+        optimizer="adam",
+    ),
     Method("DP-RMSProp", [{"rate": [0.1, 0.3, 1.0], "clip": [0.5], "eps": [1e-3]}], optimizer="rmsprop"),
     Method(
         "AdaDPS",

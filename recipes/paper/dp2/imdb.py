@@ -26,7 +26,10 @@ from recipes.paper.dp2.training import Hyper, Method, Runs, Setting, make, train
 
 DELAY = 195  # the paper's
 SETTING = Setting(batch=64, num_steps=24 * DELAY, noise_multiplier=1.0)  # 99.8 epochs; the paper: 100
-BUDGETS = {1.0: (0.1, 0.3), 2.79: (0.3, 1.0)}  # epsilon -> factors of the rates; 2.79 is what the paper's runs spend
+BUDGETS = {
+    1.0: (0.1, 0.3, 1.0),
+    2.79: (0.3, 1.0),
+}  # epsilon -> factors of the rates; 2.79 is what the paper's runs spend
 DELAYS = (5, 65, 195, 585, 2340)  # all into whole periods
 SWEEP_SEEDS = 3
 
@@ -196,9 +199,12 @@ def preconditioner(task: Task, hyper: Hyper) -> dict[str, Any]:
     logs = [[roots[:-1].clamp(min=1e-9).log() for _, roots, _ in values] for values in kept.values()]
     pairs = zip(*logs, strict=True)
     found["correlation_of_logs"] = [float(torch.corrcoef(torch.stack(pair))[0, 1]) for pair in pairs]
-    clips = {"clip": hyper["clip"], "clip_divided": hyper["clip_adaptive"], "stddev": 1.0 / SETTING.batch}
+    noise_alone = (1 - 0.9) ** 0.5 * found["noise_in_the_mean"]  # sqrt(v) of the first refresh, without any signal
+    found["words_above_the_noise"] = [int((roots[:-1] > noise_alone).sum()) for _, roots, _ in kept["without noise"]]
+    clips = {"plain": hyper["clip"], "divided": hyper["clip_adaptive"], "no bias": NO_BIAS[0].grids[0]["clip"][0]}
     found["decreases"] = [
-        {"step": step} | decreases(task, weights.numpy(), roots.numpy() + hyper["eps"], **clips)
+        {"step": step}
+        | decreases(task, weights.numpy()[:-1], roots.numpy() + hyper["eps"], clips=clips, stddev=1 / SETTING.batch)
         for step, roots, weights in kept["private"]
     ]
     return found

@@ -1,0 +1,147 @@
+"""Power spectral density of the released gradients of a real run, before and after the filter, and what that gains.
+
+Two runs of DPSGD, without a filter and with ``first_order_v1``. The data are public, so the gradient before the noise
+is recorded, too: the signal need not be guessed. D = recorded coordinates, T = steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
+from hf_dpopt.postprocess.spectrum import power_spectral_density, signal_to_noise
+from recipes.paper.correlated_noise.output import panels, save
+from recipes.paper.doppler import output
+from recipes.paper.doppler.filters import DESIGNS, passed_on
+from recipes.paper.doppler.task import Size, read_data
+from recipes.paper.doppler.training import PLAIN, Run, train
+
+FILTER = "first_order_v1"
+STAGES = ("signal", "released", "filtered")
+NUM_COORDINATES = 8192
+
+
+class Recorder:
+    """Some coordinates of the gradients of every step, always the same."""
+
+    def __init__(self, num_coordinates: int = NUM_COORDINATES):
+        self.num_coordinates = num_coordinates
+        self._rows: dict[str, list[torch.Tensor]] = {stage: [] for stage in STAGES}
+        self._chosen_D: torch.Tensor | None = None
+
+    def __call__(self, step: int, *stages: dict[str, torch.Tensor]) -> None:
+        for name, gradients in zip(STAGES, stages, strict=True):
+            flat = torch.cat([gradients[key].flatten() for key in sorted(gradients)])
+            if self._chosen_D is None:
+                order = np.random.default_rng(0).permutation(len(flat))
+                self._chosen_D = torch.tensor(order[: self.num_coordinates])
+            self._rows[name].append(flat[self._chosen_D].clone())
+
+    def recorded(self) -> dict[str, torch.Tensor]:
+        """Stage -> (T, D)."""
+        return {name: torch.stack(rows) for name, rows in self._rows.items()}
+
+
+def analyse(recorded: dict[str, torch.Tensor], noise_variance: float, segment: int) -> dict[str, Any]:
+    """Spectra of the stages, and what each filter would gain on that signal and that noise."""
+    spectra = {name: power_spectral_density(x, segment) for name, x in recorded.items()}
+    frequencies, signal = spectra["signal"]
+    noise_TD = (recorded["released"] - recorded["signal"]).double()
+    filters = {name: LowPassFilter.preset(name) for name in PRESETS}
+    filters |= {name: LowPassFilter.parse(name) for name in DESIGNS}  # type: ignore[misc]
+    gains = {}
+    for name, low_pass in filters.items():
+        arrived_T = torch.tensor(passed_on(low_pass, len(noise_TD)))
+        signal_moved, noise_moved = (float((arrived_T @ x).norm()) for x in (recorded["signal"].double(), noise_TD))
+        gains[name] = {
+            "normalised_snr": signal_to_noise(low_pass, frequencies, signal, noise_variance),
+            "snr_of_displacement": (signal_moved / noise_moved) ** 2,
+        }
+    plain = gains["none"]["snr_of_displacement"]
+    for gain in gains.values():
+        gain["normalised_snr_of_displacement"] = gain.pop("snr_of_displacement") / plain
+    noise_density = power_spectral_density(noise_TD, segment)[1]
+    return {
+        "frequencies": frequencies.tolist(),
+        "density": {name: density.tolist() for name, (_, density) in spectra.items()},
+        "noise_variance": noise_variance,
+        "noise_density_over_variance": [float(x) / noise_variance for x in (noise_density.min(), noise_density.max())],
+        "snr_of_a_gradient": float(np.trapezoid(signal, frequencies) / noise_variance),
+        "snr_of_displacement": plain,
+        "signal_below_a_tenth": float(
+            np.trapezoid(signal[frequencies <= 0.1], frequencies[frequencies <= 0.1])
+            / np.trapezoid(signal, frequencies)
+        ),
+        "gains": gains,
+    }
+
+
+def compute(arguments: argparse.Namespace) -> dict[str, Any]:
+    data, runs = read_data(arguments.data, Size()), {}
+    for name in (PLAIN, FILTER):
+        run = Run(
+            optimizer="dp_sgd", filter=name, epsilon=arguments.epsilon, rate=arguments.rate, seed=0,
+            num_steps=arguments.num_steps,
+        )  # fmt: skip
+        recorder = Recorder()
+        result = train(run, data, observe=recorder)
+        stddev = result["noise_multiplier"] * run.clipping_norm / run.batch
+        runs[name] = {**result, **analyse(recorder.recorded(), stddev**2, arguments.segment)}
+        print(f"{name}: {100 * result['accuracy']:.1f} % in {result['seconds']:.0f} s", flush=True)
+    return {"num_coordinates": NUM_COORDINATES, "runs": runs}
+
+
+def plot(numbers: dict[str, Any], path: Path) -> None:
+    """Densities of the filtered run, those of both signals, and the two ratios by filter."""
+    runs = numbers["runs"]
+    figure, (spectra, signals, ratios) = panels(3, width=5.0, height=4.2)
+    filtered, plain = runs[FILTER], runs[PLAIN]
+    for name, label, color in (
+        ("released", "released", "C0"), ("filtered", f"after {FILTER}", "C1"), ("signal", "before the noise", "C2"),
+    ):  # fmt: skip
+        spectra.semilogy(filtered["frequencies"], filtered["density"][name], color=color, label=label)
+    spectra.axhline(filtered["noise_variance"], color="black", linestyle=":", label="variance of the noise")
+    spectra.set(xlabel="frequency / Nyquist frequency", ylabel="power of a coordinate", title=f"LP-DPSGD ({FILTER})")
+    for run, label, color in ((plain, "DPSGD", "C2"), (filtered, "LP-DPSGD", "C3")):
+        share = np.array(run["density"]["signal"]) / run["noise_variance"]
+        signals.semilogy(run["frequencies"], share, color=color, label=label)
+    signals.set(xlabel="frequency / Nyquist frequency", ylabel="signal / noise", title="the gradient before the noise")
+    gains = plain["gains"]
+    names = sorted(gains, key=lambda name: gains[name]["normalised_snr"])
+    positions = np.arange(len(names))
+    for key, label, color, shift in (
+        ("normalised_snr", "of a filtered gradient (Eq. 4)", "C0", 0.2),
+        ("normalised_snr_of_displacement", "of the way from the start", "C1", -0.2),
+    ):
+        ratios.barh(positions + shift, [gains[n][key] for n in names], height=0.38, color=color, label=label)
+    ratios.axvline(1, color="black", linewidth=0.8)
+    ratios.set_xscale("log")
+    ratios.set_yticks(positions, names)
+    ratios.grid(axis="y", visible=False)
+    ratios.set(xlabel="signal-to-noise ratio relative to no filter", title="what a filter gains")
+    for axis in (spectra, signals):
+        axis.legend(fontsize=8)
+    ratios.legend(fontsize=8, loc="lower right")
+    save(figure, path)
+
+
+def main() -> None:
+    parser = output.parser("spectra", __doc__)
+    parser.add_argument("--epsilon", type=float, default=2.0)
+    parser.add_argument("--rate", type=float, default=1.0, help="of both runs")
+    parser.add_argument("--num_steps", type=int, default=1024)
+    parser.add_argument("--segment", type=int, default=256, help="steps of a segment of Welch's method")
+    arguments = parser.parse_args()
+    numbers = output.write("spectra", arguments, lambda: compute(arguments))
+    for name, run in numbers["runs"].items():
+        print(f"{name}: SNR of a gradient {run['snr_of_a_gradient']:.3g}, of the way {run['snr_of_displacement']:.3g}")
+    plot(numbers, arguments.output_dir / "doppler_spectra.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Excess risk against dimension: where noise of p dimensions hurts, and where it does not.
+
+Logistic regression on unit vectors, 1,000 records, full batches, 60 steps, epsilon 2: the setting of the theory
+(convex, Lipschitz so that the clip never binds, unconstrained unless it says so). Records lie in a random subspace of
+dimension 4 of the p, or in all p. The step size is the best of a grid for the mean of six runs whose seeds are not
+reported. The risk is that of the average of the second half of the iterates, above the least empirical risk.
+
+    python -m recipes.paper.subspace.risk --output_dir docs/reproductions
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import nn
+
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage
+from recipes.paper.correlated_noise.output import panels, plain_ticks, save
+from recipes.paper.subspace import output
+from recipes.paper.subspace.training import Recipe, Tensors, public_gradients, train
+
+RANK, NUM_RECORDS, NUM_PUBLIC, NUM_STEPS = 4, 1000, 16, 60
+EPSILON, DELTA = 2.0, 1e-6
+TUNING_SEEDS = (1000, 1001, 1002, 1003, 1004, 1005)
+IN_SUBSPACE: dict[str, Any] = dict(rank=RANK, num_public=NUM_PUBLIC, refresh_every=20, goe_every=20)
+# panel -> curve -> (rank of the data, recipe, inside of a ball)
+CURVES: dict[str, dict[str, tuple[int | None, Recipe, bool]]] = {
+    "data of rank 4": {
+        "DP-GD": (RANK, Recipe(), False),
+        "projected": (RANK, Recipe("after_noise", **IN_SUBSPACE), False),
+        "AdaGrad, released": (RANK, Recipe("after_noise", "released", **IN_SUBSPACE), False),
+        "AdaGrad, GOE": (RANK, Recipe("before_clip", "goe", **IN_SUBSPACE), False),
+    },
+    "data of rank 4, weights in a ball": {
+        "DP-GD": (RANK, Recipe(), True),
+        "projected": (RANK, Recipe("after_noise", **IN_SUBSPACE), True),
+    },
+    "data of full rank": {"DP-GD": (None, Recipe(), False)},
+}
+RATES = {"none": [2.0, 8.0, 32.0, 128.0], "released": [0.6, 2.0, 6.0, 20.0], "goe": [0.6, 2.0, 6.0, 20.0]}
+SCALE = 5.0  # of the true weights, per root of the rank: margins are as wide in every dimension
+
+
+@functools.lru_cache(maxsize=8)
+def make_data(p: int, rank: int | None, seed: int) -> tuple[Tensors, Tensors, float, float]:
+    """Private and public records, unit vectors in a random subspace with labels of a logistic model in it.
+
+    Returns:
+        Both, the least risk on the private ones, and the norm of the weights that have it.
+    """
+    rng = np.random.default_rng(seed)  # of the coordinates: in every dimension the same problem, elsewhere
+    r = p if rank is None else rank
+    basis = np.eye(p) if rank is None else np.linalg.qr(np.random.default_rng((seed, p)).standard_normal((p, r)))[0]
+    z = rng.standard_normal((NUM_RECORDS + NUM_PUBLIC, r))
+    z /= np.linalg.norm(z, axis=1, keepdims=True)
+    direction = rng.standard_normal(r)
+    margins = SCALE * math.sqrt(r) * z @ direction / np.linalg.norm(direction)
+    labels = np.where(rng.random(len(z)) < 1 / (1 + np.exp(-margins)), 1.0, -1.0)
+    x, y = torch.tensor(z @ basis.T, dtype=torch.float32), torch.tensor(labels, dtype=torch.float32)
+    private, public = slice(0, NUM_RECORDS), slice(NUM_RECORDS, None)
+    least, radius = least_risk(z[private], labels[private])
+    return {"x": x[private], "y": y[private]}, {"x": x[public], "y": y[public]}, least, radius
+
+
+def losses(model: nn.Module, batch: Tensors) -> torch.Tensor:
+    """Logistic loss of each record, (B,); Lipschitz with constant 1 in the weights."""
+    return nn.functional.softplus(-batch["y"] * model(batch["x"]).squeeze(1))
+
+
+def least_risk(z: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Of all weights, by L-BFGS on the coordinates in which the records lie, (n, r); and the norm of those weights."""
+
+    def risk(w: np.ndarray) -> tuple[float, np.ndarray]:
+        margins = -y * (z @ w)
+        share = 1 / (1 + np.exp(-margins))
+        return float(np.logaddexp(0, margins).mean()), z.T @ (-y * share) / len(y)
+
+    found = minimize(risk, np.zeros(z.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": 5000})
+    return float(found.fun), float(np.linalg.norm(found.x))
+
+
+@torch.no_grad()
+def risk_of(model: nn.Module, data: Tensors) -> float:
+    return losses(model.double(), {name: values.double() for name, values in data.items()}).mean().item()
+
+
+def excess(
+    plan: PrivacyPlan, p: int, rank: int | None, recipe: Recipe, in_ball: bool, rate: float, seed: int
+) -> float:
+    """Of one run, on data of its own."""
+    private, public, least, radius = make_data(p, rank, seed)
+    model = nn.Linear(p, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    average = IterateAverage(model, start=NUM_STEPS // 2)
+    if in_ball:  # the minimiser lies on its border
+        BallProjection(model, radius).attach(optimizer)
+    average.attach(optimizer)
+    source = public_gradients(model, losses, public, NUM_PUBLIC, seed) if recipe.projection != "none" else None
+    train(model, losses, private, source, recipe, plan, optimizer, seed)
+    with average.swap():
+        return risk_of(model, private) - least
+
+
+def compute(arguments: argparse.Namespace) -> dict[str, Any]:
+    config = PrivacyConfig(
+        target_epsilon=EPSILON, target_delta=DELTA, expected_batch_size=NUM_RECORDS, sampling="fixed_order",
+        adjacency="zero_out",
+    )  # fmt: skip
+    plan = make_plan(config, num_examples=NUM_RECORDS, num_steps=NUM_STEPS)
+    points = []
+    for panel, curves in CURVES.items():
+        for curve, (rank, recipe, in_ball) in curves.items():
+            for p in arguments.dimensions:
+                if rank is None and p > NUM_RECORDS // 8:
+                    continue  # the records are separable, or nearly: no finite weights have the least risk
+                tried = {
+                    rate: np.mean([excess(plan, p, rank, recipe, in_ball, rate, seed) for seed in TUNING_SEEDS])
+                    for rate in RATES[recipe.preconditioner]
+                }
+                best = min(tried, key=lambda rate: tried[rate])
+                risks = [excess(plan, p, rank, recipe, in_ball, best, seed) for seed in range(arguments.num_seeds)]
+                points.append(
+                    {
+                        "panel": panel,
+                        "curve": curve,
+                        "p": p,
+                        "rate": best,
+                        "excess": risks,
+                        "mean": float(np.mean(risks)),
+                    }
+                )
+                print(points[-1], flush=True)
+    slopes: dict[str, dict[str, dict[str, float]]] = {}
+    for panel, curves in CURVES.items():
+        for curve in curves:
+            line = [x for x in points if (x["panel"], x["curve"]) == (panel, curve)]
+            by_seed = np.polyfit(np.log([x["p"] for x in line]), np.log([x["excess"] for x in line]), 1)[0]
+            error = by_seed.std(ddof=1) / math.sqrt(len(by_seed))
+            slopes.setdefault(panel, {})[curve] = {"mean": float(by_seed.mean()), "standard_error": float(error)}
+    return {
+        "num_records": NUM_RECORDS, "rank": RANK, "num_public": NUM_PUBLIC, "num_steps": NUM_STEPS,
+        "epsilon": plan.epsilon(), "delta": DELTA, "adjacency": plan.adjacency,
+        "noise_multiplier": plan.noise_multiplier, "goe_share": Recipe().goe_share, "rates": RATES,
+        "seeds": list(range(arguments.num_seeds)), "tuning_seeds": TUNING_SEEDS, "slopes": slopes, "points": points,
+    }  # fmt: skip
+
+
+def plot(numbers: dict[str, Any], picture: Path) -> None:
+    figure, axes = panels(len(CURVES), width=3.8, height=3.6)
+    for axis, (panel, curves) in zip(axes, CURVES.items(), strict=True):
+        for i, curve in enumerate(curves):
+            line = [x for x in numbers["points"] if (x["panel"], x["curve"]) == (panel, curve)]
+            errors = [2 * statistics.stdev(x["excess"]) / math.sqrt(len(x["excess"])) for x in line]
+            slope = numbers["slopes"][panel][curve]
+            axis.errorbar(
+                [x["p"] for x in line], [x["mean"] for x in line], errors, marker="o", markersize=4, capsize=2,
+                color=f"C{i}", label=f"{curve}: slope {slope['mean']:.2f}",
+            )  # fmt: skip
+        axis.set(xscale="log", yscale="log", xlabel="dimension p", title=panel)
+        axis.set_ylim(3e-4, 0.6)
+        plain_ticks(axis, sorted({x["p"] for x in numbers["points"] if x["panel"] == panel}))
+        axis.legend(fontsize=8)
+    axes[0].set_ylabel("excess empirical risk (2 standard errors)")
+    save(figure, picture)
+
+
+def main() -> None:
+    parser = output.parser("risk", __doc__)
+    parser.add_argument("--dimensions", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
+    parser.add_argument("--num_seeds", type=int, default=20)
+    output.run("risk", parser.parse_args(), compute, plot)
+
+
+if __name__ == "__main__":
+    main()

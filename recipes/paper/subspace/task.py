@@ -1,0 +1,292 @@
+"""A real task: news leads in four classes, 500 of them public, and what each way to use them is worth.
+
+AG News. Without --encoder, a bag of hashed words (an embedding, its mean, a linear layer) is trained from scratch:
+65,604 coordinates, most of them rows of words. With one, a layer of 32 and a linear head are trained on the mean of a
+frozen pretrained encoder's outputs: 12,452 coordinates for 384 features.
+
+500 records count as public, 9,501 as private; delta 1e-5, batches of 500, 380 steps (20 epochs), step sizes that fall
+linearly to 0. Poisson sampling, but for GOE a fixed order, for its releases void amplification. Step size and clip of
+a row are the best of a grid on 1,600 records of the test file, with a seed that is not reported; the accuracies are
+those on the other 6,000.
+
+    python -m recipes.paper.subspace.task --data FOLDER --output_dir docs/reproductions
+    python -m recipes.paper.subspace.task --data FOLDER --encoder MODEL --output_dir docs/reproductions
+
+FOLDER holds train.tsv and test.tsv (text, class name; no header).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import itertools
+import statistics
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.plan import PrivacyPlan, make_plan
+from recipes.paper.correlated_noise.output import panels, save
+from recipes.paper.subspace import output
+from recipes.paper.subspace.training import Recipe, Tensors, pick, public_gradients, train
+
+BUCKETS, WIDTH, MAX_WORDS, CLASSES = 4096, 16, 64, ("World", "Sports", "Business", "Sci/Tech")
+HIDDEN = 32
+NUM_PUBLIC, NUM_VALIDATION, PUBLIC_BATCH = 500, 1600, 100
+BATCH, NUM_STEPS, DELTA = 500, 380, 1e-5
+TUNING_SEED = 1000
+
+
+class BagOfWords(nn.Module):
+    """Mean of word vectors, then a linear layer: fastText's classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(BUCKETS, WIDTH), nn.Linear(WIDTH, len(CLASSES))
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch: Tensors) -> torch.Tensor:
+        longest = int(batch["mask"].sum(dim=1).max())  # padding adds exactly nothing
+        words_BT, mask_BT = batch["words"][:, :longest], batch["mask"][:, :longest]
+        summed_BW = (self.embedding(words_BT) * mask_BT[..., None]).sum(dim=1)
+        return self.head(summed_BW / mask_BT.sum(dim=1, keepdim=True))
+
+
+class Head(nn.Module):
+    """A hidden layer and a linear one on frozen features."""
+
+    def __init__(self, width: int = 384) -> None:
+        super().__init__()
+        self.hidden, self.head = nn.Linear(width, HIDDEN), nn.Linear(HIDDEN, len(CLASSES))
+
+    def forward(self, batch: Tensors) -> torch.Tensor:
+        return self.head(torch.tanh(self.hidden(batch["features"])))
+
+
+def losses(model: nn.Module, batch: Tensors) -> torch.Tensor:
+    """Cross entropy of each record, (B,)."""
+    return nn.functional.cross_entropy(model(batch), batch["labels"], reduction="none")
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Tensors) -> float:
+    return (model(data).argmax(dim=1) == data["labels"]).float().mean().item()
+
+
+def hashed_words(texts: list[str]) -> Tensors:
+    """Words hashed to buckets, (N, T), and a mask."""
+    words, mask = np.zeros((len(texts), MAX_WORDS), np.int64), np.zeros((len(texts), MAX_WORDS), np.float32)
+    for i, text in enumerate(texts):
+        buckets = [zlib.crc32(word.encode()) % BUCKETS for word in text.lower().split()[:MAX_WORDS]] or [0]
+        words[i, : len(buckets)], mask[i, : len(buckets)] = buckets, 1
+    return {"words": torch.tensor(words), "mask": torch.tensor(mask)}
+
+
+@torch.no_grad()
+def encoded(texts: list[str], name: str) -> Tensors:
+    """Mean of the outputs of a pretrained encoder, of norm 1, (N, width)."""
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer, encoder = AutoTokenizer.from_pretrained(name), AutoModel.from_pretrained(name).eval()
+    features = torch.zeros(len(texts), encoder.config.hidden_size)
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # little padding
+    for first in range(0, len(texts), 64):
+        rows = order[first : first + 64]
+        batch = tokenizer([texts[i] for i in rows], padding=True, truncation=True, max_length=64, return_tensors="pt")
+        mask = batch["attention_mask"].unsqueeze(-1)
+        mean = (encoder(**batch).last_hidden_state * mask).sum(dim=1) / mask.sum(dim=1)
+        features[rows] = nn.functional.normalize(mean, dim=1)
+    return {"features": features}
+
+
+def read(path: Path, featurise: Callable[[list[str]], Tensors]) -> Tensors:
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if row]
+    labels = torch.tensor([CLASSES.index(row[1]) for row in rows])
+    return featurise([row[0] for row in rows]) | {"labels": labels}
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model to train; private, public records, those for the choice of step sizes, and for the report."""
+
+    model: Callable[[], nn.Module]
+    private: Tensors
+    public: Tensors
+    validation: Tensors
+    test: Tensors
+
+
+def load(folder: Path, encoder: str | None = None) -> Task:
+    featurise = hashed_words if encoder is None else lambda texts: encoded(texts, encoder)
+    train_data, test = read(folder / "train.tsv", featurise), read(folder / "test.tsv", featurise)
+    rng = np.random.default_rng(0)
+    order, held_out = (rng.permutation(len(data["labels"])) for data in (train_data, test))
+    return Task(
+        BagOfWords if encoder is None else lambda: Head(train_data["features"].size(1)),
+        pick(train_data, order[NUM_PUBLIC:]), pick(train_data, order[:NUM_PUBLIC]),
+        pick(test, held_out[:NUM_VALIDATION]), pick(test, held_out[NUM_VALIDATION:]),
+    )  # fmt: skip
+
+
+Trained = tuple[nn.Module, dict[str, Any]]
+
+
+def fit(model: nn.Module, data: Tensors, rate: float, seed: int) -> nn.Module:
+    """Adam without privacy, batches of 100."""
+    optimizer, rng = torch.optim.Adam(model.parameters(), lr=rate), np.random.default_rng(seed)
+    for step in range(NUM_STEPS):
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / NUM_STEPS)
+        optimizer.zero_grad()
+        losses(model, pick(data, rng.choice(len(data["labels"]), 100, replace=False))).mean().backward()
+        optimizer.step()
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A way to train.
+
+    Args:
+        recipe: what is done with private gradients; None for training without privacy on `part`.
+        rates: grid of step sizes. Those of SGD are for clip 1; at another clip C they are divided by it.
+        clips: grid.
+        adam: Adam in place of SGD.
+        warm: step size of training on the public records first; 0 for none.
+    """
+
+    recipe: Recipe | None
+    rates: list[float]
+    clips: list[float] = dataclasses.field(default_factory=lambda: [0.1, 1.0])
+    adam: bool = False
+    warm: float = 0.0
+    part: str = ""
+
+    def run(self, task: Task, epsilon: float, rate: float, clip: float, seed: int) -> Trained:
+        torch.manual_seed(seed)
+        model = task.model()
+        if self.recipe is None:
+            return fit(model, getattr(task, self.part), rate, seed), {}
+        if self.warm:
+            fit(model, task.public, self.warm, seed)
+        scaled = rate if self.adam or self.recipe.preconditioner != "none" else rate / clip
+        optimizer = (torch.optim.Adam if self.adam else torch.optim.SGD)(model.parameters(), lr=scaled)
+        source = public_gradients(model, losses, task.public, PUBLIC_BATCH, seed)
+
+        def cool_down(step: int) -> None:
+            optimizer.param_groups[0]["lr"] = scaled * (1 - step / NUM_STEPS)
+
+        plan = make(len(task.private["labels"]), epsilon, clip, fixed_order=self.recipe.preconditioner == "goe")
+        cost = train(
+            model, losses, task.private, source, self.recipe, plan, optimizer, seed, after_step=cool_down
+        )  # fmt: skip
+        return model, cost
+
+
+def make(num_private: int, epsilon: float, clip: float, *, fixed_order: bool) -> PrivacyPlan:
+    sampling: dict[str, Any] = dict(sampling="fixed_order", adjacency="zero_out") if fixed_order else {}
+    config = PrivacyConfig(
+        target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=BATCH, clipping_norm=clip, **sampling
+    )
+    return make_plan(config, num_examples=num_private, num_steps=NUM_STEPS)
+
+
+SGD, ADAM = [0.3, 1.0, 3.0, 10.0, 30.0, 100.0], [0.001, 0.003, 0.01, 0.03, 0.1]
+ADAGRAD = [0.1, 0.3, 1.0, 3.0]
+ROWS: dict[str, Row] = {
+    "private records, no privacy": Row(None, ADAM, [1.0], part="private"),
+    "public records alone, no privacy": Row(None, [0.0003, *ADAM], [1.0], part="public"),
+    "DP-SGD": Row(Recipe(), SGD),
+    "DP-Adam": Row(Recipe(), ADAM, adam=True),
+    "projected after the noise": Row(Recipe("after_noise"), SGD),
+    "projected before the clip": Row(Recipe("before_clip"), SGD, [0.1]),
+    "subspace AdaGrad, released": Row(Recipe("before_clip", "released"), ADAGRAD, [0.1]),
+    "subspace AdaGrad, GOE": Row(Recipe("before_clip", "goe"), ADAGRAD, [0.1]),
+    "PDA-DPMD": Row(Recipe(mirror="cosine"), SGD, [1.0]),
+    "PDA-DPMD, Adam": Row(Recipe(mirror="cosine"), ADAM, [1.0], adam=True),
+    "public records, then DP-Adam": Row(Recipe(), ADAM, adam=True, warm=0.01),
+}
+
+
+def tuned(row: Row, task: Task, epsilon: float) -> list[tuple[float, float, float]]:
+    """Every cell of the grid: its accuracy, rate and clip; 0 for one that diverges."""
+    cells = []
+    for rate, clip in itertools.product(row.rates, row.clips):
+        try:
+            found = accuracy(row.run(task, epsilon, rate, clip, TUNING_SEED)[0], task.validation)
+        except DPConfigError:  # public gradients that are not finite
+            found = 0.0
+        cells.append((found, rate, clip))
+    return cells
+
+
+def report(name: str, task: Task, epsilon: float, num_seeds: int) -> dict[str, Any]:
+    """The best cell of a row under seeds of its own."""
+    row, began = ROWS[name], time.perf_counter()
+    cells = tuned(row, task, epsilon)
+    _, rate, clip = max(cells)
+    runs = [row.run(task, epsilon, rate, clip, seed) for seed in range(num_seeds)]
+    found = [accuracy(model, task.test) for model, _ in runs]
+    return {
+        "row": name, "epsilon": epsilon if row.recipe else None, "rate": rate, "clip": clip, "accuracies": found,
+        "mean": statistics.mean(found), "stdev": statistics.stdev(found), "cost": runs[0][1],
+        "tried": {f"rate {rate:g}, clip {clip:g}": value for value, rate, clip in cells},
+        "seconds_per_run": (time.perf_counter() - began) / (len(cells) + len(runs)),
+    }  # fmt: skip
+
+
+def compute(arguments: argparse.Namespace) -> dict[str, Any]:
+    task, rows = load(arguments.data, arguments.encoder), []
+    for name in arguments.rows:
+        for epsilon in arguments.epsilons if ROWS[name].recipe else arguments.epsilons[:1]:
+            rows.append(report(name, task, epsilon, arguments.num_seeds))
+            print(rows[-1], flush=True)
+    return {
+        "num_private": len(task.private["labels"]), "num_public": NUM_PUBLIC, "batch_size": BATCH,
+        "num_steps": NUM_STEPS, "delta": DELTA, "coordinates": sum(p.numel() for p in task.model().parameters()),
+        "recipe": dataclasses.asdict(Recipe()), "seeds": list(range(arguments.num_seeds)),
+        "tuning_seed": TUNING_SEED, "rows": rows,
+    }  # fmt: skip
+
+
+def plot(numbers: dict[str, Any], picture: Path) -> None:
+    figure, (axis,) = panels(1, width=7.0, height=4.0)
+    names = list(dict.fromkeys(row["row"] for row in numbers["rows"]))[::-1]
+    budgets = sorted({row["epsilon"] for row in numbers["rows"] if row["epsilon"]})
+    for row in numbers["rows"]:
+        color = f"C{budgets.index(row['epsilon'])}" if row["epsilon"] else "C7"
+        axis.errorbar(
+            100 * row["mean"], names.index(row["row"]), xerr=100 * row["stdev"], fmt="o", markersize=5, capsize=3,
+            color=color,
+        )  # fmt: skip
+    for i, budget in enumerate(budgets):
+        axis.plot([], [], "o", color=f"C{i}", label=f"epsilon {budget:g}")
+    axis.legend(fontsize=8)
+    axis.set_yticks(range(len(names)), names)
+    title = f"AG News, {numbers['coordinates']:,} coordinates"
+    axis.set(xlabel="test accuracy, % (mean and standard deviation over seeds)", title=title)
+    save(figure, picture)
+
+
+def main() -> None:
+    parser = output.parser("task", __doc__)
+    parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test.tsv")
+    parser.add_argument("--encoder", help="folder or name of a pretrained encoder that stays frozen")
+    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 2.0])
+    parser.add_argument("--num_seeds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
+    arguments = parser.parse_args()
+    output.run("task", arguments, compute, plot, name="features" if arguments.encoder else "task")
+
+
+if __name__ == "__main__":
+    main()

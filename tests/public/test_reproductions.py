@@ -1,0 +1,69 @@
+"""The reproductions of recipes/paper/subspace: what theory says exactly, on runs of a second."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.plan import make_plan
+from recipes.paper.subspace import risk, task
+from recipes.paper.subspace.training import Recipe
+
+SMALL = dict(rank=risk.RANK, num_public=16, refresh_every=20, goe_every=20)
+
+
+def _plan(num_steps=12):
+    config = PrivacyConfig(
+        target_epsilon=2.0, target_delta=1e-6, expected_batch_size=risk.NUM_RECORDS, sampling="fixed_order",
+        adjacency="zero_out",
+    )  # fmt: skip
+    return make_plan(config, num_examples=risk.NUM_RECORDS, num_steps=num_steps)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(risk, "NUM_STEPS", 12)
+
+
+def test_noise_outside_of_the_data_does_not_matter_to_a_linear_model(short):
+    """Theorem 5.1: on data of rank 4 in 64 dimensions, DP-GD and projected DP-GD are one and the same run."""
+    plain = risk.excess(_plan(), 64, risk.RANK, Recipe(), False, 4.0, 3)
+    projected = risk.excess(_plan(), 64, risk.RANK, Recipe("after_noise", **SMALL), False, 4.0, 3)
+    assert plain == pytest.approx(projected, rel=1e-3) and plain > 1e-4
+
+
+def _corpus(folder):
+    rng, words = np.random.default_rng(0), {c: [f"{c}{i}" for i in range(5)] for c in task.CLASSES}
+    for name, num in (("train.tsv", 900), ("test.tsv", 2000)):
+        rows = []
+        for i in range(num):
+            label = task.CLASSES[i % 4]
+            rows.append(" ".join(rng.choice(words[label], 6)) + "\t" + label)
+        (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", list(task.ROWS))
+def test_every_row_of_the_task_runs_and_keeps_its_budget(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(task, "NUM_STEPS", 3)
+    monkeypatch.setattr(task, "BATCH", 100)
+    _corpus(tmp_path)
+    data = task.load(tmp_path)
+    assert len(data.public["labels"]) == 500 and len(data.private["labels"]) == 400
+    assert len(data.validation["labels"]) == 1600 and len(data.test["labels"]) == 400
+    row = task.ROWS[name]
+    model, cost = row.run(data, 0.5, row.rates[0], row.clips[0], 0)
+    assert 0 <= task.accuracy(model, data.test) <= 1
+    assert ("no privacy" in name) == (not cost)
+    assert cost.get("epsilon", 0) <= 0.5
+    if "GOE" in name:
+        assert cost["rho_preconditioner"] / (cost["rho_gradients"] + cost["rho_preconditioner"]) == pytest.approx(0.3)
+
+
+def test_a_head_trains_on_features_of_a_frozen_encoder(tmp_path, monkeypatch):
+    monkeypatch.setattr(task, "encoded", lambda texts, name: {"features": torch.randn(len(texts), 6)})
+    _corpus(tmp_path)
+    data = task.load(tmp_path, "an encoder")
+    assert data.model()(data.public).shape == (500, 4)
+    assert sum(p.numel() for p in task.Head().parameters()) == 12_452

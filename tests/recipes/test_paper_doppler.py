@@ -1,0 +1,330 @@
+"""The experiments on arXiv:2408.13460: harness, numbers and commands, on small data made here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+from recipes import glue_options
+from recipes.paper.doppler import filters, finetuning, from_scratch, spectra, task, training
+
+SMALL = task.Size(buckets=32, width=8, heads=2, layers=1, max_words=4)
+TOPICS = {"World": "war", "Sports": "ball", "Business": "stock", "Sci/Tech": "chip"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts whose first word tells the class, and one without words."""
+    made = tmp_path_factory.mktemp("news")
+    lines = [f"{word} #{i} filler\t{label}" for i in range(20) for label, word in TOPICS.items()]
+    for name in ("train.tsv", "test.tsv"):
+        (made / name).write_text("\n".join([*lines, "42\tWorld"]) + "\n", encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def data(folder: Path) -> task.Data:
+    return task.read_data(folder, SMALL)
+
+
+def short_run(**changes: Any) -> training.Run:
+    values = dict(
+        optimizer="dp_sgd", filter=training.PLAIN, epsilon=8.0, rate=0.5, seed=0, num_steps=12, batch=16, size=SMALL
+    )
+    return training.Run(**{**values, **changes})
+
+
+# --- data ---
+
+
+def test_records_are_the_hashed_words_of_the_text(data: task.Data) -> None:
+    assert len(data.train) == 81 and len(data.validation) == 27 and len(data.test) == 54
+    words_BT = data.train.words_BT
+    assert words_BT.shape == (81, 4) and words_BT.max() < SMALL.buckets
+    first, filler = words_BT[:80, 0], words_BT[:80, 1]
+    assert len(set(first.tolist())) == 4 and len(set(filler.tolist())) == 1 and filler[0] != task.PADDING
+    assert (words_BT[:80, 2:] == task.PADDING).all() and (words_BT[80] == task.PADDING).all()
+    assert data.train.labels_B[:5].tolist() == [0, 1, 2, 3, 0]
+    assert data.train.trimmed().words_BT.shape == (81, 2)
+
+
+def test_padding_does_not_change_a_record(data: task.Data) -> None:
+    torch.manual_seed(0)
+    model = task.Classifier(SMALL).eval()
+    wide, trimmed = model(data.train.words_BT), model(data.train.trimmed().words_BT)
+    torch.testing.assert_close(wide, trimmed)
+    assert wide.isfinite().all() and wide[:4].std(dim=0).min() > 1e-4, "classes differ, the empty record is finite"
+
+
+# --- one run ---
+
+
+@pytest.mark.parametrize("low_pass", [training.PLAIN, "first_order_v1", "adaptive:4"])
+def test_a_run_releases_noisy_gradients_and_filters_them(data: task.Data, low_pass: str) -> None:
+    steps: list[tuple[torch.Tensor, ...]] = []
+
+    def observe(step: int, *stages: dict[str, torch.Tensor]) -> None:
+        steps.append(tuple(torch.cat([x[name].flatten() for name in sorted(x)]).double().clone() for x in stages))
+
+    run = short_run(filter=low_pass)
+    result = training.train(run, data, observe=observe)
+    before_TD, released_TD, filtered_TD = (torch.stack(x).numpy() for x in zip(*steps, strict=True))
+    noise = released_TD - before_TD
+    stddev = result["noise_multiplier"] * run.clipping_norm / run.batch
+    assert noise.std() == pytest.approx(stddev, rel=0.1)  # 12 x 700 draws: 0.8 % is one standard error
+    sums = np.linalg.norm(before_TD, axis=1) * run.batch
+    assert (sums > 0).any() and (sums <= run.clipping_norm * len(data.train)).all()
+    expected = released_TD
+    if low_pass == "first_order_v1":
+        expected, ones = np.zeros_like(released_TD), np.zeros(len(released_TD))
+        for t in range(len(released_TD)):
+            g, c = released_TD[t], 1.0
+            if t:
+                g, c = g + released_TD[t - 1] + 9 * expected[t - 1], c + 1 + 9 * ones[t - 1]
+            expected[t], ones[t] = g / 11, c / 11
+        expected = expected / ones[:, None]
+    if low_pass == "adaptive:4":
+        assert result["taps"] == [1.0, 0.0, 0.0, 0.0], "no refresh in so few steps"
+    np.testing.assert_allclose(filtered_TD, expected, atol=1e-5 * stddev + 1e-6)
+    assert [step for step, _ in result["curve"]] == [2, 3, 5, 6, 8, 9, 11, 12]
+    assert 0 <= result["accuracy"] <= 1 and result["loss"] > 0 and 0 <= result["clipped"] <= 1
+
+
+@pytest.mark.parametrize("optimizer", ["dp_adamw", "dp_adam_bc", "dp_galore"])
+def test_the_first_moment_of_adam_is_the_filter_momentum(data: task.Data, optimizer: str) -> None:
+    plain, momentum, other = (
+        training.train(short_run(optimizer=optimizer, filter=name, rate=0.02), data)["loss"]
+        for name in (training.PLAIN, "momentum", "none")
+    )
+    assert momentum == pytest.approx(plain, rel=1e-3)
+    assert abs(other / plain - 1) > 3e-3, "the filter must matter"
+
+
+def test_seeds_are_pairs_and_learning_happens(data: task.Data) -> None:
+    gradient: dict[str, torch.Tensor] = {}
+    noise: dict[str, torch.Tensor] = {}
+
+    def keep(name: str) -> training.Observer:
+        def observe(step: int, *stages: dict[str, torch.Tensor]) -> None:
+            before, released, _ = (stage["head.weight"] for stage in stages)
+            gradient[name], noise[name] = before.clone(), released - before
+
+        return observe
+
+    training.train(short_run(num_steps=1), data, observe=keep("sgd"))
+    training.train(short_run(num_steps=1, optimizer="dp_adamw"), data, observe=keep("adam"))
+    training.train(short_run(num_steps=1, seed=1), data, observe=keep("other seed"))
+    for stage in (gradient, noise):
+        torch.testing.assert_close(stage["sgd"], stage["adam"])
+        assert not torch.allclose(stage["sgd"], stage["other seed"], atol=1e-4)
+    learned = training.train(short_run(epsilon=None, optimizer="dp_adamw", rate=0.03, num_steps=40), data)
+    assert learned["noise_multiplier"] == 0 and learned["accuracy"] > 0.9
+
+
+# --- rates and cells ---
+
+
+@pytest.mark.parametrize("peak", [-3, 0, 1, 4])
+def test_climbing_ends_at_the_maximum(peak: int) -> None:
+    asked: list[float] = []
+
+    def score(rate: float) -> float:
+        asked.append(rate)
+        return -abs(math.log2(rate / 0.3) - peak)
+
+    tried = training.climb(score, 0.3)
+    assert max(tried, key=lambda rate: tried[rate]) == pytest.approx(0.3 * 2.0**peak)
+    assert {0.3 * 2.0 ** (peak - 1), 0.3 * 2.0 ** (peak + 1)} <= set(tried), "a worse rate on both sides"
+    assert sorted(asked) == sorted(tried), "no rate twice"
+    assert len(training.climb(lambda rate: rate, 1.0)) == training.MAX_RATES
+
+
+def test_runs_are_done_once_and_cells_do_not_report_the_tuning_seed(
+    tmp_path: Path, data: task.Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[training.Run] = []
+
+    def fake(run: training.Run, given: task.Data) -> dict[str, Any]:
+        assert given is data
+        done.append(run)
+        best = run.rate == 1.0
+        accuracy = 0.5 + 0.1 * best + 0.01 * run.seed * (run.seed != training.TUNING_SEED)
+        return {
+            "accuracy": accuracy, "loss": 1.0, "validation_accuracy": 0.9 * best, "noise_multiplier": 0.7,
+            "curve": [[1, accuracy]], "clipped": 0.5, "seconds": 1.0, "taps": None,
+        }  # fmt: skip
+
+    monkeypatch.setattr(training, "train", fake)
+    path = tmp_path / "runs.jsonl"
+    cell = training.Runs(path, data).cell(short_run(rate=0.0), num_seeds=3, start=0.5)
+    assert cell["rate"] == 1.0 and set(cell["tried"]) == {"0.5", "1", "2"}
+    assert cell["accuracies"] == [0.6, 0.61, 0.62] and cell["seeds"] == [0, 1, 2]
+    assert [run.rate for run in done if run.seed != training.TUNING_SEED] == [1.0, 1.0, 1.0]
+    assert len(done) == len(path.read_text().splitlines()) == 6
+    again = training.Runs(path, data)
+    assert again.cell(short_run(rate=0.0), num_seeds=3, start=0.5) == cell and len(done) == 6
+    again.result(dataclasses.replace(short_run(), size=task.Size()))
+    assert len(done) == 7, "another model is another run"
+
+
+def test_gains_are_taken_seed_by_seed() -> None:
+    cells = [
+        {"optimizer": "dp_sgd", "filter": training.PLAIN, "epsilon": 2.0, "accuracies": [0.50, 0.60, 0.70]},
+        {"optimizer": "dp_sgd", "filter": "first_order_v1", "epsilon": 2.0, "accuracies": [0.51, 0.62, 0.73]},
+        {"optimizer": "dp_adamw", "filter": "first_order_v1", "epsilon": 2.0, "accuracies": [0.1, 0.2, 0.3]},
+    ]
+    (gain,) = from_scratch.gains(cells)
+    assert gain["gain"] == pytest.approx(2.0) and gain["error"] == pytest.approx(1 / math.sqrt(3))
+
+
+# --- what filters do ---
+
+
+@pytest.mark.parametrize("name", ["none", "momentum", "first_order_v2", "second_order", "chebyshev:2:0.1:0.5"])
+def test_what_arrives_in_the_weights_is_what_filtering_each_step_alone_adds_up_to(name: str) -> None:
+    num_steps = 30
+    low_pass = LowPassFilter.parse(name)
+    one_step_each = torch.eye(num_steps, dtype=torch.float64)
+    arrived = sum(low_pass.update({"w": row})["w"] for row in one_step_each)
+    assert isinstance(low_pass, LowPassFilter) and isinstance(arrived, torch.Tensor)
+    np.testing.assert_allclose(filters.passed_on(low_pass, num_steps), arrived.numpy(), atol=1e-12)
+
+
+def test_a_filter_quietens_the_gradient_and_hardly_the_weights() -> None:
+    ratios = filters.noise_ratios("momentum", 200)
+    assert ratios["noise_in_gradient"] == pytest.approx(math.sqrt(0.1 / 1.9), rel=1e-6)
+    assert 0.9 < ratios["noise_in_weights"] < 1.05 and ratios["signal_in_weights"] == pytest.approx(1, abs=1e-9)
+    assert filters.noise_ratios(training.PLAIN, 200) == {}
+
+
+@pytest.mark.parametrize("eta", [0.01, 0.4, 1.5])
+def test_the_variance_at_rest_is_the_energy_of_the_impulse_response(eta: float) -> None:
+    """With b = (x, x), the paper's own choice, it is that of plain SGD; with more weight on the newest it is less."""
+    found = {}
+    for name in ("none", "momentum", "first_order_v1", "first_order_v2", "f4"):
+        low_pass = LowPassFilter.parse(name)
+        assert isinstance(low_pass, LowPassFilter)
+        w, energy = 0.0, 0.0
+        inputs, outputs = [0.0] * 3, [0.0] * 3
+        for t in range(4000):  # one unit of noise in the first step
+            inputs = [w + (t == 0), *inputs][:3]
+            m = sum(b * x for b, x in zip(low_pass.b, inputs, strict=False)) - sum(
+                a * x for a, x in zip(low_pass.a, outputs, strict=False)
+            )
+            outputs, w = [m, *outputs][:3], w - eta * m
+            energy += w**2
+        found[name] = filters.stationary_variance(low_pass, eta)
+        assert found[name] == pytest.approx(energy, rel=1e-6)
+    assert found["none"] == pytest.approx(eta / (2 - eta))
+    assert found["first_order_v1"] == pytest.approx(found["none"]) == pytest.approx(found["f4"])
+    assert found["first_order_v2"] < found["momentum"] < found["none"]
+    assert math.isinf(filters.stationary_variance(LowPassFilter.preset("second_order"), 1.0))
+
+
+def test_spectra_tell_a_slow_signal_from_white_noise() -> None:
+    num_steps, d = 512, 64
+    generator = torch.Generator().manual_seed(3)
+    slow = torch.linspace(0, 4 * math.pi, num_steps, dtype=torch.float64).cos()[:, None].repeat(1, d)
+    noise = 2 * torch.randn(num_steps, d, dtype=torch.float64, generator=generator)
+    found = spectra.analyse({"signal": slow, "released": slow + noise, "filtered": slow}, 4.0, segment=128)
+    assert found["signal_below_a_tenth"] > 0.98
+    assert found["snr_of_a_gradient"] == pytest.approx(0.5 / 4, rel=0.1)
+    low, high = found["noise_density_over_variance"]
+    assert 0.7 < low < 1 < high < 1.4
+    gains = found["gains"]
+    assert gains["none"] == pytest.approx({"normalised_snr": 1, "normalised_snr_of_displacement": 1})
+    assert gains["momentum"]["normalised_snr"] > 8, "1.9 / 0.1 less what the filter takes of the signal"
+
+
+# --- commands ---
+
+
+def call(module: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *words])
+    module.main()
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands with a small model, small batches and two rates."""
+    for module in (from_scratch, filters, spectra):
+        monkeypatch.setattr(module, "Size", lambda: SMALL)
+        monkeypatch.setattr(module, "Run", lambda **kw: training.Run(**{**kw, "batch": 16, "size": SMALL}))
+    monkeypatch.setattr(training, "MAX_RATES", 2)
+
+
+def test_the_commands_write_numbers_and_plots(
+    tmp_path: Path, folder: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="plots are in the extra `docs`")
+    cells = (("dp_sgd", training.PLAIN, (8.0,)), ("dp_sgd", "first_order_v1", (8.0,)))
+    monkeypatch.setattr(from_scratch, "CELLS", cells)
+    chosen = {"dp_sgd": (training.PLAIN, "second_order"), "dp_adam_bc": (training.PLAIN, "none", "adaptive:8")}
+    monkeypatch.setattr(filters, "FILTERS", {**filters.FILTERS, **chosen})
+    monkeypatch.setattr(spectra, "NUM_COORDINATES", 50)
+    common = ("--data", str(folder), "--output_dir", str(tmp_path))
+    call(from_scratch, monkeypatch, *common, "--num_steps", "8", "--num_seeds", "2")
+    call(filters, monkeypatch, *common, "--num_steps", "8", "--num_seeds", "2")
+    call(spectra, monkeypatch, *common, "--num_steps", "16", "--segment", "8")
+    shown = capsys.readouterr().out
+    assert "LP-DPSGD at epsilon 8" in shown and "SNR of a gradient" in shown
+    names = ("from_scratch", "filters", "spectra")
+    written = {name: json.loads((tmp_path / f"doppler_{name}.json").read_text()) for name in names}
+    assert len(written["from_scratch"]["cells"]) == 2 and len(written["from_scratch"]["without_noise"]) == 2
+    assert [cell["filter"] for cell in written["filters"]["cells"]] == [*chosen["dp_sgd"], *chosen["dp_adam_bc"]]
+    assert len(written["spectra"]["runs"]["plain"]["frequencies"]) == 5
+    for numbers in written.values():
+        assert numbers["torch"] == torch.__version__ and str(folder) not in json.dumps(numbers)
+    for name in (*names, "responses"):
+        assert (tmp_path / f"doppler_{name}.png").stat().st_size > 10_000
+
+
+def test_a_job_is_what_the_recipe_reads(tmp_path: Path, folder: Path) -> None:
+    job = finetuning.Job(
+        optimizer="dp_adam_bc", filter="second_order", rate=0.004, seed=3, epsilon=8.0, num_steps=5, batch=12,
+        clipping_norm=0.1,
+    )  # fmt: skip
+    path = tmp_path / "settings.json"
+
+    def parsed(job: finetuning.Job) -> Any:
+        rest = {"train_file": str(folder / "train.tsv"), "model_name_or_path": "none", "output_dir": str(tmp_path)}
+        path.write_text(json.dumps({**job.settings(), **rest}), encoding="utf-8")
+        return glue_options.parse([str(path)])
+
+    model_args, data_args, training_args = parsed(job)
+    assert training_args.optimizer_name() == "dp_adam_bc" and training_args.filter == "second_order"
+    assert (training_args.learning_rate, training_args.max_steps, training_args.seed) == (0.004, 5, 3)
+    assert model_args.lora_r == 8 and data_args.max_seq_length == 32
+    plain = parsed(dataclasses.replace(job, optimizer="dp_adamw", filter=finetuning.PLAIN))[2]
+    assert plain.optimizer_name() == "dp_adamw" and plain.filter is None
+
+
+def test_finetuning_reports_other_seeds_than_it_tunes_on(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="plots are in the extra `docs`")
+    done: list[finetuning.Job] = []
+
+    def fake(job: finetuning.Job, data: Path, model: str) -> dict[str, Any]:
+        done.append(job)
+        accuracy = 0.8 + 0.1 * (job.rate == 0.004) + 0.01 * (job.seed == 1)
+        return {"results": {"eval_accuracy": accuracy, "eval_loss": 0.5, "epsilon": 7.9}, "seconds": 1.0}
+
+    monkeypatch.setattr(finetuning, "finetune", fake)
+    words = ("--data", str(folder), "--output_dir", str(tmp_path), "--model", "none", "--num_seeds", "2")
+    for _ in range(2):
+        call(finetuning, monkeypatch, *words)
+    assert len(done) == 4 * len(finetuning.CELLS), "two rates, two seeds, each once"
+    cells = json.loads((tmp_path / "doppler_finetuning.json").read_text())["cells"]
+    assert [(cell["optimizer"], cell["filter"]) for cell in cells] == list(finetuning.CELLS)
+    assert all(cell["rate"] == 0.004 and cell["accuracies"] == pytest.approx([0.9, 0.91]) for cell in cells)
+    assert (tmp_path / "doppler_finetuning.png").stat().st_size > 10_000
