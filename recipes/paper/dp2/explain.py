@@ -11,17 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.special import expit
 
 from recipes.paper.dp2.data import Task
 
 
 def best_bias(scores_N: np.ndarray, labels_N: np.ndarray) -> float:
-    """The bias of least loss, by Newton's method from 0."""
-    bias = 0.0
-    for _ in range(50):
-        p_N = _sigmoid(scores_N + bias)
-        bias += (labels_N - p_N).sum() / (p_N * (1 - p_N)).sum()
-    return bias
+    """The bias of least loss, between those at which all records are sure of one class."""
+    sure = 50 + float(np.abs(scores_N).max())
+    return float(brentq(lambda bias: (labels_N - _sigmoid(scores_N + bias)).sum(), -sure, sure, xtol=1e-14))
 
 
 def decreases(
@@ -74,4 +73,4 @@ def decreases(
 
 
 def _sigmoid(scores: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-scores))
+    return expit(scores)
