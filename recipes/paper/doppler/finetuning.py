@@ -26,7 +26,6 @@ from recipes.paper.doppler.training import PLAIN, TUNING_SEED
 CELLS = (
     ("dp_adamw", PLAIN),
     ("dp_adamw", "first_order_v1"),
-    ("dp_adamw", "second_order"),
     ("dp_adam_bc", PLAIN),
     ("dp_adam_bc", "first_order_v1"),
 )
