@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -97,3 +100,18 @@ def test_a_head_trains_on_features_of_a_frozen_encoder(tmp_path, monkeypatch):
     data = task.load(tmp_path, "an encoder")
     assert data.model()(data.public).shape == (500, 4)
     assert sum(p.numel() for p in task.Head().parameters()) == 12_452
+
+
+def test_the_numbers_in_the_documentation_are_those_of_the_runs(pytestconfig):
+    """All files name their command and its seeds, and hold no folder of the machine that they come from."""
+    folder = pytestconfig.rootpath / "docs"
+    shown = (folder / "reproductions.md").read_text(encoding="utf-8")
+    for name, module in (("risk", "risk"), ("features", "task"), ("task", "task")):
+        path = folder / "reproductions" / f"subspace_{name}.json"
+        numbers = json.loads(path.read_text(encoding="utf-8"))
+        assert numbers["command"].startswith(f"python -m recipes.paper.subspace.{module}")
+        assert "/" not in numbers["command"] and len(numbers["seeds"]) >= (5 if name == "risk" else 3)
+        assert path.with_suffix(".png").exists()
+        for row in numbers.get("rows", ()):
+            assert f"{100 * row['mean']:.1f}" in shown, row["row"]
+    assert set(dataclasses.asdict(Recipe())) == set(numbers["recipe"])

@@ -46,7 +46,7 @@ class Method:
 METHODS = [
     Method("DP-SGD", "sgd", (0.1, 0.3, 1.0, 3.0)),
     Method("DP-AdamW", "adamw_torch", (1e-3, 3e-3, 1e-2, 3e-2)),
-    Method("DP2-RMSProp", "sgd", (1.0,), tuple({"learning_rate_ratio": ratio} for ratio in (0.03, 0.1, 0.3))),
+    Method("DP2-RMSProp", "sgd", (1.0,), tuple({"learning_rate_ratio": ratio} for ratio in (0.03, 0.1, 0.3, 1.0))),
     Method("DP2-RMSProp, AdamW on top", "adamw_torch", (1e-3, 3e-3, 1e-2)),
 ]
 
