@@ -16,6 +16,8 @@ from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.sampling import SAMPLERS
 
+RECORDS_PER_USER = 16  # by default
+
 
 @dataclass
 class DPTrainingArguments(TrainingArguments):
@@ -98,7 +100,32 @@ class DPTrainingArguments(TrainingArguments):
             "choices": ["auto", "add_or_remove_one", "zero_out", "replace_one"],
         },
     )
-    privacy_unit: str = field(default="example", metadata={"help": "What one record is.", "choices": ["example"]})
+    privacy_unit: str = field(
+        default="example",
+        metadata={
+            "help": "What is protected as a whole: one record, or everything that one user wrote. With users, "
+            "expected_batch_size counts users.",
+            "choices": ["example", "user"],
+        },
+    )
+    user_id_column: str | None = field(
+        default=None, metadata={"help": "Column of train_dataset that tells users apart; the model does not see it."}
+    )
+    records_per_user: int | None = field(
+        default=None,
+        metadata={
+            "help": "Records of a user in one step, at most, chosen anew in each. With users only. Default: 16."
+        },
+    )
+    user_weighting: str = field(
+        default="constant",
+        metadata={
+            "help": "How a user's records add up before the clip: each with weight 1 / records_per_user (constant), "
+            "or "
+            "their mean.",
+            "choices": ["constant", "mean"],
+        },
+    )
     noise_mechanism: str = field(
         default="gaussian",
         metadata={
@@ -230,9 +257,18 @@ class DPTrainingArguments(TrainingArguments):
                 "Neither target_epsilon nor noise_multiplier is set, so there is no privacy to train with. Add "
                 "--target_epsilon 8 (or a smaller number); to train without privacy use the stock Trainer."
             )
+        if self.user_id_column is not None and self.privacy_unit != "user":
+            raise DPConfigError(
+                f"user_id_column={self.user_id_column!r} is for privacy_unit='user', and the unit is "
+                f"{self.privacy_unit!r}: a person's rows would be protected one by one. Add --privacy_unit user, or "
+                "leave "
+                "user_id_column out."
+            )
         values = {name: getattr(self, name) for name in names}
         for name in ("noise_kwargs", "preconditioner_kwargs"):
             values[name] = values[name] or {}
+        if self.privacy_unit == "user" and self.records_per_user is None:
+            values["records_per_user"] = RECORDS_PER_USER
         if self.dp2_delay is not None:
             values["preconditioner_kwargs"] = self._with_delay(values["preconditioner_kwargs"])
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hf_dpopt import aggregate
@@ -20,14 +21,14 @@ from hf_dpopt.run import PrivateRun
 
 
 class StepIndices(list):
-    """Record indices of one step on this rank, and the number of the step."""
+    """Record indices of one step on this rank, the number of the step, and how many records each user has in it."""
 
-    def __init__(self, indices: Sequence[int], step: int):
+    def __init__(self, indices: Sequence[int], step: int, sizes: Sequence[int] | None = None):
         super().__init__(indices)
-        self.step = step
+        self.step, self.sizes = step, sizes
 
     def __reduce__(self) -> tuple:  # a list subclass loses its attributes on the way to a loader worker otherwise
-        return StepIndices, (list(self), self.step)
+        return StepIndices, (list(self), self.step, self.sizes)
 
 
 class LogicalBatch:
@@ -42,24 +43,42 @@ class LogicalBatch:
         Raises:
             DPConfigError: if the collator does not make one row of each record; a row is what the clip bounds.
         """
-        # longest first: what does not fit is found at once, and shorter batches reuse the memory of longer ones
-        ordered = sorted(self.records, key=_length, reverse=True)
-        for start in range(0, len(ordered), size):
-            records = ordered[start : start + size]
-            batch = collate(records)
-            if num_records(batch) != len(records):
-                raise DPConfigError(
-                    f"The collator made {num_records(batch)} rows of {len(records)} records, so the clip would not "
-                    "bound what one record adds. Use a collator that makes one row per record "
-                    "(DataCollatorWithPadding); cut long texts into records, or pack short ones, before training."
-                )
-            if "attention_mask" not in batch and len({_length(record) for record in records}) > 1:
-                raise DPConfigError(
-                    "Records of different lengths were padded, and the batch has no attention_mask: a record's "
-                    "gradient would depend on how long the others are. Use a collator that adds the mask "
-                    "(DataCollatorWithPadding), or pad every record to one length before training."
-                )
-            yield batch
+        yield from checked_collation(self.records, size, collate)
+
+
+def checked_collation(
+    records: list[Any], size: int, collate: Callable[[list[Any]], Any], *, by_length: bool = True
+) -> Iterator[Any]:
+    """Collated batches of at most `size` records.
+
+    Args:
+        records: of one logical batch.
+        size: >= 1.
+        collate: the collator.
+        by_length: longest first: what does not fit is found at once, and shorter batches reuse the memory of longer
+            ones. False keeps the order.
+
+    Raises:
+        DPConfigError: if the collator does not make one row of each record; a row is what the clip bounds.
+    """
+    ordered = sorted(records, key=_length, reverse=True) if by_length else records
+    for start in range(0, len(ordered), size):
+        some = ordered[start : start + size]
+        batch = collate(some)
+        if num_records(batch) != len(some):
+            raise DPConfigError(
+                f"The collator made {num_records(batch)} rows of {len(some)} records, so the clip would not bound "
+                "what "
+                "one record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut long "
+                "texts into records, or pack short ones, before training."
+            )
+        if "attention_mask" not in batch and len({_length(record) for record in some}) > 1:
+            raise DPConfigError(
+                "Records of different lengths were padded, and the batch has no attention_mask: a record's gradient "
+                "would depend on how long the others are. Use a collator that adds the mask "
+                "(DataCollatorWithPadding), or pad every record to one length before training."
+            )
+        yield batch
 
 
 def _length(record: Any) -> int:
@@ -89,11 +108,21 @@ def explained_out_of_memory(physical_batch_size: int, step: int) -> Iterator[Non
         ) from error
 
 
-class Records(torch.utils.data.Dataset):
-    """A map-style dataset that hands out logical batches, the empty one included."""
+def of_records(records: list[Any], indices: StepIndices) -> LogicalBatch:
+    """The logical batch of records that are units of their own."""
+    return LogicalBatch(records, indices.step)
 
-    def __init__(self, dataset: Any):
-        self.dataset = dataset
+
+class Records(torch.utils.data.Dataset):
+    """A map-style dataset that hands out logical batches, the empty one included.
+
+    Args:
+        dataset: of records.
+        make: (records, their indices) -> the logical batch.
+    """
+
+    def __init__(self, dataset: Any, make: Callable[[list[Any], StepIndices], LogicalBatch] = of_records):
+        self.dataset, self._make = dataset, make
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -104,10 +133,18 @@ class Records(torch.utils.data.Dataset):
 
     def __getitems__(self, indices: StepIndices) -> LogicalBatch:
         if not indices:
-            return LogicalBatch([], indices.step)
+            return self._make([], indices)
         many = getattr(self.dataset, "__getitems__", None)
         records = many(list(indices)) if many else [self.dataset[i] for i in indices]
-        return LogicalBatch(list(records), indices.step)
+        return self._make(list(records), indices)
+
+
+Choose = Callable[[PrivateRun, int, np.ndarray], StepIndices]
+
+
+def all_of_them(run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
+    """The records that were drawn, which are units of their own."""
+    return StepIndices(drawn.tolist(), step)
 
 
 class LogicalBatchSampler:
@@ -116,10 +153,11 @@ class LogicalBatchSampler:
     Args:
         steps_per_epoch: items per epoch; only the Trainer's bookkeeping (epochs, warm-up, progress bar) depends on it.
         run: gives the run in progress; called when iteration starts, for the key is not known earlier.
+        choose: what of the units that were drawn takes part in a step: (run, step, units on this rank) -> records.
     """
 
-    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun]):
-        self.steps_per_epoch, self.run, self.epoch = steps_per_epoch, run, 0
+    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun], choose: Choose = all_of_them):
+        self.steps_per_epoch, self.run, self.epoch, self._choose = steps_per_epoch, run, 0, choose
 
     @property
     def batch_sampler(self) -> LogicalBatchSampler:
@@ -138,7 +176,7 @@ class LogicalBatchSampler:
         first = self.epoch * self.steps_per_epoch + 1
         for step in range(first, min(first + self.steps_per_epoch, run.plan.num_steps + 1)):
             drawn = run.draw(step)
-            yield StepIndices(drawn[aggregate.rank() :: aggregate.world_size()].tolist(), step)
+            yield self._choose(run, step, drawn[aggregate.rank() :: aggregate.world_size()])
 
 
 def as_is(batch: LogicalBatch) -> LogicalBatch:

@@ -234,7 +234,7 @@ def _table(made: PrivacyPlan) -> Table:
         "delta": f"{made.delta:g}",
         "noise multiplier": f"{made.noise_multiplier:.6g}",
         "noise": made.config.noise_mechanism,
-        "sampling": made.sampler.describe(),
+        "sampling": made.describe_sampling(),
         "optimizer steps": made.num_steps,
         "accountant": made.public_dict()["accountant"],
     }

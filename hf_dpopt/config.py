@@ -16,7 +16,8 @@ from hf_dpopt.sampling import SAMPLERS
 
 ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
-PrivacyUnit = Literal["example"]
+PrivacyUnit = Literal["example", "user"]
+UserWeighting = Literal["constant", "mean"]
 Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order", "cyclic_poisson", "balls_in_bins"]
 
 
@@ -49,7 +50,12 @@ class PrivacyConfig:
         adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
             size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
             the sampler has a proof for.
-        privacy_unit: what one record is. Only ``example`` for now.
+        privacy_unit: what is protected as a whole: ``example``, one record, or ``user``, all records with one user id.
+            With users, `expected_batch_size` counts users, and neighbouring datasets differ in one whole user.
+        records_per_user: records of a user that take part in a step, at most; chosen anew in every step. For users
+            only; >= 1.
+        user_weighting: how the records of a user add up to the gradient that is clipped: ``constant``, each with
+            weight 1 / records_per_user, so that a user with few records counts less; or ``mean``.
         noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`, or ``auto`` for the one that
             `hf_dpopt.comparison` takes for the run.
         noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
@@ -74,6 +80,8 @@ class PrivacyConfig:
     sampling: Sampling = "auto"
     adjacency: Adjacency | Literal["auto"] = "auto"
     privacy_unit: PrivacyUnit = "example"
+    records_per_user: int | None = None
+    user_weighting: UserWeighting = "constant"
     noise_mechanism: str = "gaussian"
     noise_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     noise_restart_every: int | None = None
@@ -132,14 +140,12 @@ class PrivacyConfig:
                 )
 
     def _check_choices(self) -> None:
-        unit: str = self.privacy_unit
-        if unit == "user":
-            raise DPConfigError("privacy_unit='user' is not there yet (user level comes later). Use 'example'.")
         choices: dict[str, tuple[str, ...]] = {
             "clipping": tuple(CLIPPINGS),
             "sampling": ("auto", *SAMPLERS),
             "adjacency": ("auto", *get_args(Adjacency)),
             "privacy_unit": get_args(PrivacyUnit),
+            "user_weighting": get_args(UserWeighting),
             "noise_mechanism": (*MECHANISMS, "auto"),
             "noise_rng": get_args(NoiseRng),
         }
@@ -152,6 +158,18 @@ class PrivacyConfig:
         make_preclip(self.preconditioner, self.preconditioner_kwargs)  # refuses what it does not know
         if self.noise_restart_every is not None:
             check_count("noise_restart_every", self.noise_restart_every)
+        self._check_users()
+
+    def _check_users(self) -> None:
+        if self.privacy_unit == "user":
+            what = "an integer >= 1: the records of a user that take part in a step, at most"
+            check_count("records_per_user", self.records_per_user, what)
+        elif self.records_per_user is not None:
+            raise DPConfigError(
+                f"records_per_user={self.records_per_user} is for privacy_unit='user', and the unit is "
+                f"{self.privacy_unit!r}: every record is protected for itself. Add privacy_unit='user', or leave it "
+                "out."
+            )
 
 
 def _plain_options(field: str, options: Any, example: str) -> dict[str, Any]:

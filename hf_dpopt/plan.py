@@ -35,7 +35,7 @@ MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_acco
 RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
     "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
-    "noise_strategy", "noise_rng", "is_private", "preclip",
+    "noise_strategy", "noise_rng", "is_private", "preclip", "users",
 )  # fmt: skip
 
 
@@ -49,7 +49,7 @@ class PrivacyPlan:
 
     Attributes:
         config: what was asked for.
-        num_examples: records in the dataset; public.
+        num_examples: records in the dataset, or users if they are the unit; public.
         num_steps: planned optimizer steps; `epsilon` accepts other numbers.
         delta: in (0, 1).
         noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
@@ -109,6 +109,17 @@ class PrivacyPlan:
     def unit(self) -> str:
         """What one record is."""
         return self.config.privacy_unit
+
+    def describe_sampling(self) -> str:
+        """One sentence about the batches."""
+        return self.sampler.describe("record" if self.unit == "example" else self.unit)
+
+    @property
+    def users(self) -> dict[str, Any] | None:
+        """What a user gives to a step; None if the unit is the record."""
+        if self.unit != "user":
+            return None
+        return {"records_per_user": self.config.records_per_user, "weighting": self.config.user_weighting}
 
     @property
     def is_private(self) -> bool:
@@ -224,6 +235,7 @@ class PrivacyPlan:
             "clipping_norm": self.config.clipping_norm,
             "adjacency": self.adjacency,
             "privacy_unit": self.unit,
+            "users": self.users,
             "delta": self.delta,
             "noise_multiplier": self.noise_multiplier,
             "draw_stddev": self.draw_stddev,
@@ -262,7 +274,7 @@ def make_plan(
 
     Args:
         config: what was asked for.
-        num_examples: records in the training set; >= 1. Treated as public.
+        num_examples: records in the training set, or users if they are the unit; >= 1. Treated as public.
         num_steps: optimizer steps of the whole run; >= 1.
         noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
             stays the budget, but `PrivacyPlan.epsilon` may then exceed it.

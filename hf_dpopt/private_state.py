@@ -92,6 +92,15 @@ def default_private_dir(output_dir: str | os.PathLike[str]) -> Path:
     return Path(state_home) / "hf_dpopt" / name
 
 
+def private_folder(given: str | os.PathLike[str] | None, output_dir: str | os.PathLike[str]) -> Path:
+    """Where the secrets of a run are kept, made if it is not there; for what is private and no key.
+
+    Raises:
+        DPConfigError: as `PrivateState`.
+    """
+    return PrivateState(given or default_private_dir(output_dir), forbidden=output_dir).directory
+
+
 class PrivateState:
     """The secrets of one ``output_dir``: ``chains/<chain_id>.key``, and ``.noise``, the state of its noise stream.
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_dpopt import aggregate, postprocess, queries
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.losses import RecordLosses, num_records
+from hf_dpopt.losses import RecordLosses
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preconditioning
 from hf_dpopt.run import PrivateRun
+from hf_dpopt.units import add_batch
 
 
 def private_step(
     engine: ClippingEngine,
     losses: RecordLosses,
-    physical_batches: Iterable[Mapping[str, Any]],
+    physical_batches: Iterable[Any],
     *,
     run: PrivateRun,
     step: int,
@@ -34,7 +35,8 @@ def private_step(
     Args:
         engine: made once for the model, with the clipping rule of the plan.
         losses: the model's per-record losses.
-        physical_batches: this rank's share of the logical batch, collated, on the device; may be empty.
+        physical_batches: this rank's share of the logical batch, collated, on the device; may be empty. With users as
+            the unit, `hf_dpopt.users.batches` of whole users.
         run: keys, ledger and plan of the run.
         step: optimizer step, 1-based; every step of a run once, in order.
         preclip: D, made once by `run.start_preclip(engine)`; None for the plan's if that is no division at all.
@@ -55,7 +57,7 @@ def private_step(
     seen = UnprivatizedStatistics()
     for batch in physical_batches:
         for query in clipped:
-            seen += engine.add_clipped_sum(query, lambda batch=batch: losses(batch), num_records(batch))  # type: ignore[misc]
+            seen += add_batch(query, engine, losses, batch, run.plan.unit)
     sums = queries.joined([query.result() for query in clipped])
     aggregate.sum_over_ranks(sums)
     # private from here

@@ -19,7 +19,14 @@ from transformers.trainer_utils import TrainOutput, seed_worker
 
 from hf_dpopt import aggregate, console, refusals, stage_options
 from hf_dpopt.args import DPTrainingArguments
-from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, as_is, explained_out_of_memory
+from hf_dpopt.batches import (
+    LogicalBatch,
+    LogicalBatchSampler,
+    Records,
+    all_of_them,
+    as_is,
+    explained_out_of_memory,
+)
 from hf_dpopt.comparison import as_text
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
@@ -32,11 +39,13 @@ from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, Preclip
+from hf_dpopt.private_state import private_folder
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.stages import Stages
 from hf_dpopt.step import private_step
+from hf_dpopt.users import UserData
 from hf_dpopt.workload import workload_of
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
@@ -103,6 +112,7 @@ class DPTrainerMixin(_Trainer):
         if expected is None:
             expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
+        self._users: UserData | None = None
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, expected)
@@ -131,6 +141,11 @@ class DPTrainerMixin(_Trainer):
         refusals.check_data(train_dataset, given.get("eval_dataset"), given.get("data_collator"))
         config = args.privacy_config(expected)
         num_examples = len(train_dataset)
+        if config.privacy_unit == "user":
+            output_dir = Path(str(args.output_dir))
+            folder = functools.partial(private_folder, args.private_state_dir, output_dir)
+            self._users = UserData.of(train_dataset, args.user_id_column, config, folder)
+            num_examples = self._users.index.num_users
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         workload = None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given)
@@ -161,9 +176,10 @@ class DPTrainerMixin(_Trainer):
     def _check_records_are_kept(self) -> None:
         """Some trainers prepare the dataset they are given: a record must stay one record."""
         dataset: Any = self.train_dataset
-        if self.plan is not None and len(dataset) != self.plan.num_examples:
+        planned = self._users.index.num_rows if self._users else self.plan.num_examples if self.plan else 0
+        if self.plan is not None and len(dataset) != planned:
             raise DPConfigError(
-                f"{type(self).__name__} made {len(dataset)} training records of {self.plan.num_examples} (packing, "
+                f"{type(self).__name__} made {len(dataset)} training records of {planned} (packing, "
                 "splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
             )
 
@@ -269,7 +285,7 @@ class DPTrainerMixin(_Trainer):
             model,
             self._losses,
             dataset,
-            lambda records: self._prepare_inputs(self._record_collator(records)),
+            self._collated,
             batch_size=min(self.args.public_batch_size, len(dataset)),  # a subspace draws its own number
             seed=seed,
         )
@@ -297,6 +313,7 @@ class DPTrainerMixin(_Trainer):
             padding_id=getattr(tokenizer, "pad_token_id", None),
             padding_side=getattr(tokenizer, "padding_side", None),
             is_scaled=not isinstance(self._planned().preclip, Identity),
+            has_units=self._users is not None,
         )
         self._self_check = "passed"  # the error itself depends on how long the first records are
         logger.info(f"Self-check passed in {done.seconds:.2f} s.")
@@ -305,7 +322,7 @@ class DPTrainerMixin(_Trainer):
         plan, run = self._planned(), self._run
         assert run is not None
         logger.info(
-            f"Private training: {plan.sampler.describe()} Clipping: {plan.config.clipping} to "
+            f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
             f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{sum(run.charged)} already charged"
@@ -345,10 +362,14 @@ class DPTrainerMixin(_Trainer):
             self._record_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
         self._record_dataset = dataset
         workers = self.args.dataloader_num_workers
-        batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run)
+        if self._users is not None:
+            records, choose = Records(dataset, self._users.batch), self._users.choose
+        else:
+            records, choose = Records(dataset), all_of_them
+        batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run, choose)
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
-            Records(dataset),
+            records,
             batch_sampler=batches,  # type: ignore[arg-type]
             collate_fn=as_is,  # type: ignore[arg-type]
             num_workers=workers,
@@ -362,8 +383,11 @@ class DPTrainerMixin(_Trainer):
         return self._run
 
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
-        for inputs in batch.physical(self.args.per_device_train_batch_size, self._record_collator):
-            yield self._prepare_inputs(inputs)
+        yield from batch.physical(self.args.per_device_train_batch_size, self._collated)
+
+    def _collated(self, records: list[Any]) -> Any:
+        records = records if self._users is None else self._users.without_ids(records)
+        return self._prepare_inputs(self._record_collator(records))
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return args.expected_batch_size or super().get_total_train_batch_size(args)

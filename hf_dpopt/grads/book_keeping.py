@@ -17,6 +17,7 @@ from hf_dpopt.grads.contributions import ClippedSum, Contribution, Dense, Pack, 
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.grads.products import GramCache
 from hf_dpopt.grads.scaling import UNSCALED, Scale
+from hf_dpopt.grads.units import Units
 
 
 class BookKeepingEngine(ClippingEngine):
@@ -25,11 +26,11 @@ class BookKeepingEngine(ClippingEngine):
     name = "book_keeping"
 
     def add_clipped_sum(
-        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
     ) -> UnprivatizedStatistics:
         contributions: dict[str, list[Contribution]] = {}
-        with self.capture.recording(num_records, lambda name, c: contributions.setdefault(name, []).append(c)):
-            losses_B = self._forward(record_losses, num_records)
+        with self.capture.recording(num_records, lambda name, c: contributions.setdefault(name, []).append(c), units):
+            losses_B = self._forward(record_losses, num_records, units)
             self._backward(losses_B)
         with torch.no_grad(), full_precision(losses_B.device.type):
             packs = self._pack(contributions)

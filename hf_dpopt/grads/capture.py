@@ -18,6 +18,7 @@ from torch import nn
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.contributions import Contribution
 from hf_dpopt.grads.rules import COMPOSITES, Rule, flattening, rule_for
+from hf_dpopt.grads.units import Units
 
 
 def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
@@ -127,6 +128,7 @@ class Capture:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.receive: Receiver = _not_recording
         self.num_records = 0
+        self.units: Units | None = None
         self._copies: dict[Any, torch.Tensor] = {}
         self._names = {id(p): name for name, p in self.parameters.items()}
         experts = in_mixture(model, self.parameters)
@@ -182,7 +184,7 @@ class Capture:
                 f"batch has {self.num_records} records: the layer mixes, flattens or reorders records, so one "
                 "record's gradient cannot be told from another's. Freeze its parameters, or train others with LoRA."
             )
-        self.receive(name, contribution)
+        self.receive(name, contribution if self.units is None else self.units.joined(contribution))
 
     def copy_of(self, parameter: torch.Tensor, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A copy of a parameter (in autocast's dtype, say) that all its uses in a step share."""
@@ -192,9 +194,15 @@ class Capture:
         return self._copies[key]
 
     @contextlib.contextmanager
-    def recording(self, num_records: int, receive: Receiver) -> Iterator[Capture]:
-        """Inside, the sites are patched, and `receive(parameter name, contribution)` is called during the backward."""
-        self.num_records, self.receive = num_records, receive
+    def recording(self, num_records: int, receive: Receiver, units: Units | None = None) -> Iterator[Capture]:
+        """Inside, the sites are patched, and `receive(parameter name, contribution)` is called during the backward.
+
+        Args:
+            num_records: rows of the batch.
+            receive: takes the contributions, of every row, or of every unit.
+            units: which rows add up before anything else is done with them; None if each stands for itself.
+        """
+        self.num_records, self.receive, self.units = num_records, receive, units
         for site in self.sites:
             site.install()
         try:
@@ -202,5 +210,5 @@ class Capture:
         finally:
             for site in self.sites:
                 site.remove()
-            self.receive = _not_recording
+            self.receive, self.units = _not_recording, None
             self._copies.clear()

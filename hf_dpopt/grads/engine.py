@@ -1,6 +1,6 @@
 """What every clipping engine shares: the per-record losses, the backward under capture, the nets around it.
 
-Shape legend: B = records of the physical batch.
+Shape legend: B = rows of the physical batch, U = units of privacy in it: as many, or fewer if a unit has several rows.
 """
 
 from __future__ import annotations
@@ -8,17 +8,19 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from hf_dpopt.clipping import Clipping
+from hf_dpopt.clipping import Clipping, usable
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.contributions import ClippedSum
-from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.grads.contributions import ClippedSum, Contribution, Dense, squared_norms
+from hf_dpopt.grads.products import wide
+from hf_dpopt.grads.scaling import UNSCALED, Scale
+from hf_dpopt.grads.units import Units
 
 LossFunction = Callable[[], torch.Tensor]
 
@@ -86,7 +88,7 @@ class ClippingEngine(abc.ABC):
 
     @abc.abstractmethod
     def add_clipped_sum(
-        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
     ) -> UnprivatizedStatistics:
         """Adds the sum over the records of their clipped gradients to `sums`, in place.
 
@@ -94,9 +96,59 @@ class ClippingEngine(abc.ABC):
             sums: made by `empty_sum`, once per logical batch.
             record_losses: runs the forward and returns the losses of the records, (B,).
             num_records: B, at least 1.
+            units: which records belong together (users): the sum of their gradients is what is clipped, once. None if
+                each record is a unit of its own.
         """
 
-    def _forward(self, record_losses: LossFunction, num_records: int) -> torch.Tensor:
+    def add_clipped(self, sums: ClippedSum, gradient: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+        """Clips one vector that is already there, and adds it to `sums`: of a unit that was summed in parts.
+
+        Args:
+            sums: made by `empty_sum`.
+            gradient: name -> tensor of the parameter's shape, of one unit alone; None of them may be left out.
+        """
+        assert gradient.keys() == self.parameters.keys(), gradient.keys() ^ self.parameters.keys()
+        with torch.no_grad(), full_precision(next(iter(gradient.values())).device.type):
+            scale = sums.scale or UNSCALED
+            uses: dict[str, list[Contribution]] = {n: [Dense(wide(g).unsqueeze(0))] for n, g in gradient.items()}
+            squares = self._no_squares(next(iter(gradient.values())).new_zeros(1))
+            for name, squares_1 in squared_norms(uses, scale=scale).items():
+                squares[self.clipping.group(name)] += squares_1
+            scale.scale_squares_(squares)
+            factors, keep_1 = self.clipping.factors(squares), usable(squares)
+            if keep_1.item():
+                for name, use in uses.items():
+                    for part in scale.summed(name, use):
+                        sums.add(name, part, factors[self.clipping.group(name)])
+            return self._statistics(torch.zeros(1), factors, keep_1)
+
+    def gradient_of(self, parts: Iterable[LossFunction]) -> dict[str, torch.Tensor]:
+        """``sum over the parts of grad sum_b loss_b``, by plain backwards and not clipped.
+
+        Args:
+            parts: each runs a forward over records of one unit and returns their losses.
+
+        Returns:
+            Name -> tensor, float32 or wider; not a number if a loss is none.
+        """
+        total = {name: torch.zeros_like(wide(p.detach())) for name, p in self.parameters.items()}
+        for record_losses in parts:
+            for p in self.parameters.values():
+                p.grad = None
+            losses_B = record_losses()
+            if losses_B.requires_grad:
+                with torch.autocast(losses_B.device.type, enabled=False):
+                    losses_B.sum().backward()
+            for name, p in self.parameters.items():
+                if p.grad is not None:
+                    total[name] += p.grad
+                    p.grad = None
+            if not bool(losses_B.detach().isfinite().all()):
+                next(iter(total.values())).fill_(torch.nan)  # of a loss that is no number no gradient is right
+        return total
+
+    def _forward(self, record_losses: LossFunction, num_records: int, units: Units | None) -> torch.Tensor:
+        """The losses of the units, (U,)."""
         for p in self.parameters.values():
             p.grad = None
         losses_B = record_losses()
@@ -105,7 +157,7 @@ class ClippingEngine(abc.ABC):
                 f"The loss has shape {tuple(losses_B.shape)}; expected one value per record, ({num_records},). "
                 "A loss that mixes records cannot be made private: return the per-record losses."
             )
-        return losses_B
+        return losses_B if units is None else units.summed(losses_B)
 
     def _backward(self, losses_B: torch.Tensor, *, keep_graph: bool = False) -> None:
         if losses_B.requires_grad:

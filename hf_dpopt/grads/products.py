@@ -38,7 +38,7 @@ class GramCache:
         self._blocks: list[torch.Tensor] = []
 
     def blocks(self, x_BTD: torch.Tensor) -> list[torch.Tensor]:
-        if self._of is None or _place(self._of) != _place(x_BTD):
+        if self._of is None or place(self._of) != place(x_BTD):
             self._of, self._blocks = x_BTD, list(_gram_blocks(wide(x_BTD)))
         return self._blocks
 
@@ -113,5 +113,6 @@ def _parts(x_BTD: torch.Tensor) -> list[slice]:
     return [slice(first, first + at_once) for first in range(0, num_records, at_once)]
 
 
-def _place(x: torch.Tensor) -> tuple:
+def place(x: torch.Tensor) -> tuple:
+    """Equal for two names of the same memory, read the same way; hold both while it is compared."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype

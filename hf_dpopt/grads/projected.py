@@ -5,6 +5,8 @@ Shape legend: B = records, T = tokens, P / Q = rows / columns of a weight, D = w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ from hf_dpopt.grads.contributions import ClippedSum, Contribution, Dense, Outer,
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.grads.products import wide
 from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.grads.units import Units
 from hf_dpopt.public.subspace import COORDINATES, PublicSubspace
 
 MAX_FORMED = 2**22  # numbers of per-record gradients that exist at once
@@ -82,7 +85,7 @@ class ProjectingEngine(ClippingEngine):
         return ClippedSum({COORDINATES: first.new_empty(1).expand(self.subspace.rank)})
 
     def add_clipped_sum(
-        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
     ) -> UnprivatizedStatistics:
         found: list[torch.Tensor] = []
 
@@ -91,8 +94,8 @@ class ProjectingEngine(ClippingEngine):
             with torch.no_grad(), full_precision(basis.device.type):
                 found.append(coordinates(use, basis))
 
-        with self.capture.recording(num_records, receive):
-            losses_B = self._forward(record_losses, num_records)
+        with self.capture.recording(num_records, receive, units):
+            losses_B = self._forward(record_losses, num_records, units)
             self._backward(losses_B)
         with torch.no_grad(), full_precision(losses_B.device.type):
             ((group, squares_B),) = self._no_squares(losses_B).items()
@@ -103,6 +106,17 @@ class ProjectingEngine(ClippingEngine):
             factors, keep_B = self.clipping.factors(squares), usable(squares)
             sums.add(COORDINATES, Dense(u_Bk[keep_B]), factors[group][keep_B])
         return self._statistics(losses_B, factors, keep_B)
+
+    def add_clipped(self, sums: ClippedSum, gradient: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+        assert gradient.keys() == self.parameters.keys(), gradient.keys() ^ self.parameters.keys()
+        with torch.no_grad(), full_precision(next(iter(gradient.values())).device.type):
+            parts = [coordinates(Dense(g.unsqueeze(0)), self.subspace.basis[name]) for name, g in gradient.items()]
+            u_1k = torch.stack(parts).sum(dim=0)
+            squares = {group: u_1k.square().sum(dim=1) for group in self._no_squares(u_1k[:, 0])}
+            factors, keep_1 = self.clipping.factors(squares), usable(squares)
+            for factors_1 in factors.values():
+                sums.add(COORDINATES, Dense(u_1k[keep_1]), factors_1[keep_1])
+        return self._statistics(torch.zeros(1), factors, keep_1)
 
 
 def coordinates(use: Contribution, basis: torch.Tensor) -> torch.Tensor:

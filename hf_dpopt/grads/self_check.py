@@ -22,6 +22,7 @@ from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.products import wide
 from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
+from hf_dpopt.grads.units import Units
 from hf_dpopt.losses import IGNORED, RecordLosses, base_model, num_records
 
 NUM_RECORDS = 3
@@ -283,6 +284,32 @@ def _check_scaled_sums(
     return error
 
 
+def _check_units(engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], tolerance: float) -> float:
+    """Records that belong together: their sum is clipped once, side by side in a batch and added up in parts."""
+    rows = [_naive_gradients(engine, losses, _rows(batch, b)) for b in range(NUM_RECORDS)]
+    sizes = (NUM_RECORDS - 1, 1)
+    together = [_added(rows[: sizes[0]]), rows[-1]]
+    norm = max(_squared_norm(unit).sqrt().item() for unit in together)
+    if not norm > 0:
+        return 0.0
+    clipping = dataclasses.replace(engine.clipping, clipping_norm=norm / 2)
+    want = _naive_clipped_sum(clipping, together)
+    what = "the clipped sum of users differs from a loop over users"
+    with _clipping(engine, clipping):
+        side_by_side, in_parts = engine.empty_sum(), engine.empty_sum()
+        engine.add_clipped_sum(side_by_side, lambda: losses(batch), NUM_RECORDS, Units(sizes))
+        first = [lambda b=b: losses(_rows(batch, b)) for b in range(sizes[0])]
+        engine.add_clipped(in_parts, engine.gradient_of(first))  # type: ignore[arg-type]
+        engine.add_clipped(in_parts, engine.gradient_of([lambda: losses(_rows(batch, NUM_RECORDS - 1))]))
+    return max(
+        _check_equal(sums.result(), want, tolerance, what, MIXING) for sums in (side_by_side, in_parts)
+    )  # fmt: skip
+
+
+def _added(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([row[name] for row in rows]).sum(dim=0) for name in rows[0]}
+
+
 def _check_sums(
     engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], tolerance: float, *, is_scaled: bool
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -354,6 +381,7 @@ def self_check(
     padding_id: int | None,
     padding_side: str | None = None,
     is_scaled: bool = False,
+    has_units: bool = False,
 ) -> SelfCheck:
     """Compares the engine with a loop over single records on made-up inputs.
 
@@ -367,6 +395,7 @@ def self_check(
         padding_id: the tokenizer's padding token; None takes the model's where the batch has an attention_mask.
         padding_side: the tokenizer's, "left" or "right"; None takes what the mask of `like` shows.
         is_scaled: a preconditioner divides records before the clip, so that is checked, too.
+        has_units: several records may belong to one unit of privacy, so that is checked, too.
 
     Raises:
         UnsupportedModuleError: naming the tensor that differs, the buffer that changed or the mixing that was found.
@@ -385,6 +414,8 @@ def self_check(
         if padding_id is not None and "input_ids" in batch:
             padded = _padded(batch, padding_id, padding_side)
             error = max(error, _check_padding(engine, losses, batch, unclipped, padded, tolerance))
+        if has_units:
+            error = max(error, _check_units(engine, losses, batch, tolerance))
         _check_is_the_models_own_loss(losses, _rows(batch, 0), tolerance)
     _check_buffers_unchanged(model, losses, batch)
     for p in engine.parameters.values():

@@ -23,6 +23,7 @@ from hf_dpopt.grads.capture import is_compiled
 from hf_dpopt.grads.contributions import ClippedSum, Contribution, has_cancelled, squared_norms
 from hf_dpopt.grads.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.grads.scaling import UNSCALED, Scale
+from hf_dpopt.grads.units import Units
 
 
 class TwoPassEngine(ClippingEngine):
@@ -38,10 +39,10 @@ class TwoPassEngine(ClippingEngine):
         self._reused: set[str] = set()  # their norms need all uses together; found when a second use turns up
 
     def add_clipped_sum(
-        self, sums: ClippedSum, record_losses: LossFunction, num_records: int
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
     ) -> UnprivatizedStatistics:
-        with self.capture.recording(num_records, self._nothing_yet) as capture:
-            losses_B = self._forward(record_losses, num_records)
+        with self.capture.recording(num_records, self._nothing_yet, units) as capture:
+            losses_B = self._forward(record_losses, num_records, units)
             device = losses_B.device.type
             # whatever a backward recomputes with dropout must see the same masks in every backward
             random_state = framework_rng.snapshot(losses_B.device)

@@ -24,6 +24,21 @@ _UNIT = {
         "One *example* is protected: one row of the training set, one list index after all preprocessing. A person "
         "with several rows, or a text cut into several rows, is not protected as a whole."
     ),
+    "user": (
+        "One *user* is protected: all rows of the training set that carry one user id, however many they are. In each "
+        "step in which a user takes part, at most {records_per_user} of their rows are chosen, at random and anew; "
+        "the "
+        "others do not take part in that step, and all rows of a user may have taken part in the end. {weighting} A "
+        "person with several ids, or whose rows carry the id of somebody else, is protected id by id and not as a "
+        "whole; "
+        "what others wrote about a person is theirs."
+    ),
+}
+
+_WEIGHTING = {
+    "constant": "The gradients of the chosen rows are added with weight 1 / {records_per_user}, and the sum is "
+    "clipped once.",
+    "mean": "The mean of the gradients of the chosen rows is clipped once.",
 }
 
 _SEEN = (
@@ -78,14 +93,13 @@ def render_statement(facts: RunFacts) -> str:
 
     Epsilons are rounded up, so the text never claims more than the accountant proved.
     """
-    unit = facts.plan["privacy_unit"]
     parts = [
         _stamp(facts),
         "# Privacy statement",
         _promise(facts),
         _numbers(facts),
         "## What is protected",
-        f"{_UNIT.get(unit, f'One *{unit}* is protected.')} {_SEEN}",
+        f"{_protected(facts.plan)} {_seen(facts.plan)}",
         "## What is covered",
         _COVERED,
         "## What is not released",
@@ -165,7 +179,7 @@ def _numbers(facts: RunFacts) -> str:
         f"epsilon claimed (`{plan['adjacency']}`)": round_up(facts.epsilon),
         "epsilon of the plan / of the steps charged": f"{round_up(planned)} / {round_up(spent)}",
         "epsilon asked for (`target_epsilon`)": "none, the noise was given" if target is None else f"{target:g}",
-        "epsilon if one record is swapped (`replace_one`)": (
+        f"epsilon if one {_singular(plan)} is swapped (`replace_one`)": (
             "no analysis is known for this sampler" if swapped is None else round_up(swapped)
         ),
         "delta": f"{facts.delta:g}",
@@ -174,13 +188,35 @@ def _numbers(facts: RunFacts) -> str:
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
         "preconditioner before the clip": _preconditioner(plan),
         "sampler": f"`{plan['sampler']['name']}`",
-        "records n, expected batch size, sampling rate q": (
+        f"{_plural(plan)} n, expected batch size, sampling rate q": (
             f"{plan['num_examples']}, {plan['expected_batch_size']}, {sample_rate:.6g}"
         ),
         "steps planned / charged": f"{facts.steps_planned} / {facts.steps_charged}",
         "trained coordinates, all clipped and noised": f"{facts.num_trainable}",
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _protected(plan: dict[str, Any]) -> str:
+    unit, users = plan["privacy_unit"], plan.get("users")
+    if users is None:
+        return _UNIT.get(unit, f"One *{unit}* is protected.")
+    weighting = _WEIGHTING[users["weighting"]].format(**users)
+    return _UNIT[unit].format(records_per_user=users["records_per_user"], weighting=weighting)
+
+
+def _seen(plan: dict[str, Any]) -> str:
+    return _SEEN.replace("all other records", f"all other {_plural(plan)}").replace(
+        "the number of records, the batch size", f"the number of {_plural(plan)}, the expected batch size"
+    )
+
+
+def _singular(plan: dict[str, Any]) -> str:
+    return "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
+
+
+def _plural(plan: dict[str, Any]) -> str:
+    return f"{_singular(plan)}s"
 
 
 def _noise(plan: dict[str, Any]) -> str:
@@ -249,7 +285,8 @@ def _accounting(facts: RunFacts) -> str:
     )
     return (
         "Epsilon is computed from the mechanism that ran, for the planned number of steps, as the smallest upper "
-        f"bound that applies (here from the accountant `{_plain(plan['accountant'])}`). {sampler.describe()} The "
+        f"bound that applies (here from the accountant `{_plain(plan['accountant'])}`). "
+        f"{sampler.describe(_singular(plan))} The "
         "coins of the sampling are secret. A step is charged in the ledger before it runs, and an empty batch is a "
         f"step too. {_correlation(plan)}Charges add up over resumed, branched, crashed and repeated runs; a run stops "
         "before it exceeds `target_epsilon`.\n\n"

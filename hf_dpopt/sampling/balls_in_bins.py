@@ -68,10 +68,10 @@ class BallsInBinsSampler(Sampler):
     def why_not(self, adjacency: str) -> str:
         return "the analysis compares a record with none."
 
-    def describe(self) -> str:
+    def describe(self, unit: str = "record") -> str:
         return (
-            f"Balls in bins: each of the {self.num_examples} records is put into one of {self.steps_per_epoch} "
-            f"batches at random, once and in secret ({self.num_examples / self.steps_per_epoch:.6g} records on "
+            f"Balls in bins: each of the {self.num_examples} {unit}s is put into one of {self.steps_per_epoch} "
+            f"batches at random, once and in secret ({self.num_examples / self.steps_per_epoch:.6g} {unit}s on "
             f"average; sums are divided by {self.expected_batch_size}); the batches take turns, the same in every "
             "epoch."
         )

@@ -82,8 +82,12 @@ class Sampler(abc.ABC):
         return sum(as_chains(num_steps))
 
     @abc.abstractmethod
-    def describe(self) -> str:
-        """One sentence for the privacy statement."""
+    def describe(self, unit: str = "record") -> str:
+        """One sentence for the privacy statement.
+
+        Args:
+            unit: of privacy, which is what is sampled: "record" or "user".
+        """
 
     @property
     def sample_rate(self) -> float:

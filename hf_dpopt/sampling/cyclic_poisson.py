@@ -86,9 +86,9 @@ class CyclicPoissonSampler(Sampler):
     def why_not(self, adjacency: str) -> str:
         return "the analysis compares a record with none."
 
-    def describe(self) -> str:
+    def describe(self, unit: str = "record") -> str:
         return (
-            f"Cyclic Poisson sampling: the {self.num_examples} records are dealt to {self.num_groups} groups at "
-            f"random, once; groups take turns, and each record of the one that is on takes part with probability "
-            f"{self.group_rate:.6g} ({self.expected_batch_size} records on average)."
+            f"Cyclic Poisson sampling: the {self.num_examples} {unit}s are dealt to {self.num_groups} groups at "
+            f"random, once; groups take turns, and each {unit} of the one that is on takes part with probability "
+            f"{self.group_rate:.6g} ({self.expected_batch_size} {unit}s on average)."
         )

@@ -61,8 +61,8 @@ class FixedOrderSampler(Sampler):
     def why_not(self, adjacency: str) -> str:
         return "one record more or less shifts the blocks of all the others."
 
-    def describe(self) -> str:
+    def describe(self, unit: str = "record") -> str:
         return (
-            f"Fixed order: the {self.num_examples} records are shuffled once and served in blocks of "
+            f"Fixed order: the {self.num_examples} {unit}s are shuffled once and served in blocks of "
             f"{self.expected_batch_size}, the same in every epoch. No amplification by sampling is claimed."
         )

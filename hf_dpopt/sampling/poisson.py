@@ -46,8 +46,8 @@ class PoissonSampler(Sampler):
             step = dp_accounting.PoissonSampledDpEvent(self.sample_rate, step)
         return repeat(step, self.max_participations(num_steps))
 
-    def describe(self) -> str:
+    def describe(self, unit: str = "record") -> str:
         return (
-            f"Poisson sampling: in each step each of the {self.num_examples} records takes part independently with "
-            f"probability {self.sample_rate:.6g} ({self.expected_batch_size} records on average)."
+            f"Poisson sampling: in each step each of the {self.num_examples} {unit}s takes part independently with "
+            f"probability {self.sample_rate:.6g} ({self.expected_batch_size} {unit}s on average)."
         )

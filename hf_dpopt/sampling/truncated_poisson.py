@@ -85,5 +85,7 @@ class TruncatedPoissonSampler(PoissonSampler):
     def parameters(self) -> dict[str, object]:
         return {**super().parameters(), "cap": self.max_batch_size}
 
-    def describe(self) -> str:
-        return f"{super().describe()} A batch of more than {self.max_batch_size} records is cut to a random subset."
+    def describe(self, unit: str = "record") -> str:
+        return (
+            f"{super().describe(unit)} A batch of more than {self.max_batch_size} {unit}s is cut to a random subset."
+        )

@@ -1,0 +1,10 @@
+"""Everything that one person wrote as the unit of privacy: whose rows are whose, and which of them take part."""
+
+from __future__ import annotations
+
+from hf_dpopt.users.batches import UserBatch, UserInParts, UsersBatch
+from hf_dpopt.users.index import UserIndex
+from hf_dpopt.users.selection import choose_rows
+from hf_dpopt.users.training import UserData
+
+__all__ = ["UserBatch", "UserData", "UserInParts", "UserIndex", "UsersBatch", "choose_rows"]

@@ -1,0 +1,100 @@
+"""Users in a training run: from the arguments to the index, the choice of records, and the batches."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_dpopt import aggregate
+from hf_dpopt.batches import StepIndices
+from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.console import logger
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.run import PrivateRun
+from hf_dpopt.users.batches import UserBatch
+from hf_dpopt.users.index import UserIndex
+from hf_dpopt.users.selection import choose_rows
+
+
+class UserData:
+    """The users of a training set.
+
+    Args:
+        index: whose rows are whose.
+        column: of the ids, which no model sees.
+        config: says how many records of a user take part in a step, and with which weight.
+    """
+
+    def __init__(self, index: UserIndex, column: str, config: PrivacyConfig):
+        assert config.records_per_user is not None
+        self.index, self.column, self.records_per_user = index, column, config.records_per_user
+        self.weight = 1 / config.records_per_user if config.user_weighting == "constant" else None
+
+    @classmethod
+    def of(cls, dataset: Any, column: str | None, config: PrivacyConfig, make_folder: Callable[[], Path]) -> UserData:
+        """Reads the ids, or the index of an earlier run on the same data.
+
+        Args:
+            dataset: the training set.
+            column: of the ids.
+            config: of the run; its unit is the user.
+            make_folder: makes the folder that nobody else may read, where the index of a `datasets.Dataset` is kept;
+                called on the first rank.
+
+        Raises:
+            DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
+        """
+        if not column:
+            raise DPConfigError(
+                "privacy_unit='user' needs to know whose records are whose. Name the column of train_dataset that "
+                "holds "
+                "the user ids: --user_id_column author."
+            )
+        fingerprint = getattr(dataset, "_fingerprint", None)
+        if fingerprint is None:
+            index = UserIndex.build(dataset, column)
+        else:
+            name = hashlib.blake2b(f"{fingerprint}/{column}".encode(), digest_size=16).hexdigest()
+
+            def build() -> Path:
+                directory = make_folder() / "users" / name
+                directory.parent.mkdir(exist_ok=True, mode=0o700)
+                UserIndex.build(dataset, column, directory)
+                return directory
+
+            index = UserIndex.load(aggregate.agreed(build))
+        sizes = index.sizes()
+        if index.num_users == index.num_rows:
+            logger.warning(
+                f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
+                "people "
+                "have several rows, this is not the column that tells them apart."
+            )
+        made = cls(index, column, config)
+        over = float((sizes > made.records_per_user).mean())
+        logger.warning(
+            f"UNPRIVATIZED (exact, this console only): {index.num_users} users with {index.num_rows} records; "
+            f"{over:.1%} "
+            f"of them have more than records_per_user={made.records_per_user}, of which others are chosen in each "
+            "step."
+        )
+        return made
+
+    def choose(self, run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
+        """The records of the users that were drawn, on this rank."""
+        key, limit = run.chain.sampling_key, self.records_per_user
+        rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
+        chosen = np.concatenate(rows).tolist() if rows else []
+        return StepIndices(chosen, step, [len(r) for r in rows])
+
+    def batch(self, records: list[Any], indices: StepIndices) -> UserBatch:
+        """What a loader makes of the records it read."""
+        return UserBatch(records, indices.step, indices.sizes or (), self.weight)
+
+    def without_ids(self, records: list[Any]) -> list[Any]:
+        """What the collator and the model may see."""
+        return [{name: value for name, value in record.items() if name != self.column} for record in records]

@@ -1,0 +1,73 @@
+"""The index of users: against a dict of lists, in memory and on disk, through views of a dataset."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+
+from hf_dpopt.users import UserIndex, choose_rows, index
+
+KEY = bytes(range(32))
+
+
+def _slow(ids) -> list[list[int]]:
+    users: dict = {}
+    for row, user in enumerate(ids):
+        users.setdefault(user, []).append(row)
+    return list(users.values())
+
+
+def _all(found: UserIndex) -> list[list[int]]:
+    return [found.rows(user).tolist() for user in range(found.num_users)]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("kind", ["list", "dataset", "shuffled", "strings", "categories"])
+def test_the_rows_of_a_user_are_those_of_a_dict(tmp_path, monkeypatch, kind, on_disk):
+    monkeypatch.setattr(index, "CHUNK", 64)  # users reach over many of them
+    ids = np.random.default_rng(0).zipf(1.5, 1000).clip(max=300).tolist()
+    if kind in ("strings", "categories"):
+        ids = [f"user {u}" for u in ids]
+    rows = [{"author": user, "text": str(i)} for i, user in enumerate(ids)]
+    data = rows if kind == "list" else datasets.Dataset.from_list(rows)
+    if kind == "shuffled":
+        data = data.shuffle(seed=3).select(range(100, 900))
+        ids = data["author"]
+    if kind == "categories":
+        data = data.class_encode_column("author")
+    found = UserIndex.build(data, "author", tmp_path / "index" if on_disk else None)
+    assert _all(found) == _slow(ids)
+    assert found.num_rows == len(ids) and found.sizes().tolist() == [len(rows) for rows in _slow(ids)]
+
+
+def test_an_index_on_disk_is_read_and_not_built_again(tmp_path):
+    rows = [{"author": i % 3} for i in range(30)]
+    first = UserIndex.build(rows, "author", tmp_path / "index")
+    again = UserIndex.build([{"author": 0}], "no such column", tmp_path / "index")
+    assert _all(first) == _all(again) and isinstance(again._rows_N, np.memmap)
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["cuts.npy", "index.json", "rows.npy"]
+
+
+def test_an_index_that_was_not_finished_is_built_again(tmp_path):
+    rows = [{"author": i % 3} for i in range(30)]
+    UserIndex.build(rows, "author", tmp_path / "index")
+    (tmp_path / "index" / "index.json").unlink()
+    (tmp_path / "index" / "rows.npy").write_bytes(b"half")
+    assert _all(UserIndex.build(rows, "author", tmp_path / "index")) == _slow([i % 3 for i in range(30)])
+
+
+def test_choices_are_uniform_of_the_user_alone_and_fresh_in_every_step():
+    rows = np.arange(100, 110)
+    counts = np.zeros(10)
+    for step in range(4000):
+        chosen = choose_rows(rows, 3, KEY, str(step), "7")
+        assert len(set(chosen.tolist())) == 3 and (np.diff(chosen) > 0).all()
+        counts[chosen - 100] += 1
+    # 12,000 places in 10 rows: a binomial stddev of 29, and 5.3 of them is a false alarm in 10^6
+    assert np.abs(counts - 1200).max() < 5.3 * np.sqrt(4000 * 0.3 * 0.7)
+    assert choose_rows(rows, 3, KEY, "1", "7").tolist() == choose_rows(rows, 3, KEY, "1", "7").tolist()
+    assert any(
+        choose_rows(rows, 3, KEY, "1", "7").tolist() != choose_rows(rows, 3, KEY, "1", str(u)).tolist() for u in range(3)
+    )
+    assert choose_rows(rows, 10, KEY, "1", "7").tolist() == rows.tolist() == choose_rows(rows, 99, KEY, "1").tolist()

@@ -1,0 +1,224 @@
+"""Users through the real trainer: whose gradient is clipped, what one user moves, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.users import choose_rows
+from tests import tiny
+from tests.reference import clipping as reference
+
+NUM_USERS, HEAVY = 20, 47  # records of user 3
+
+
+class Gradients(TrainerCallback):
+    """Keeps what the optimizer is given in every step."""
+
+    def __init__(self):
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+
+
+def _records():
+    """Users of 1 to 4 records and a heavy one, in no order."""
+    sizes = [HEAVY if u == 3 else 1 + u % 4 for u in range(NUM_USERS)]
+    owners = np.random.default_rng(0).permutation(np.repeat(np.arange(NUM_USERS), sizes))
+    return [{**r, "author": f"user{u}"} for r, u in zip(tiny.records(len(owners)), owners.tolist(), strict=True)]
+
+
+def _trainer(folder, records=None, **changes):
+    settings = dict(
+        privacy_unit="user", user_id_column="author", records_per_user=3, expected_batch_size=5, noise_multiplier=0.0,
+        max_steps=4, learning_rate=0.0, clipping_norm=0.3, private_state_dir=str(Path(folder).parent / "keys"),
+    )  # fmt: skip
+    model = changes.pop("model", None) or tiny.model(dropout=0.0)
+    return tiny.trainer(folder, model=model, train_dataset=records or _records(), **{**settings, **changes})
+
+
+def _of_user(trainer, user: int, step: int) -> list[int]:
+    rows, limit = trainer._users.index.rows(user), trainer._users.records_per_user
+    return choose_rows(rows, limit, trainer._run.chain.sampling_key, str(step), str(user)).tolist()
+
+
+def _user_gradient(trainer, rows: list[int], weighting: str) -> dict:
+    records = [{k: v for k, v in trainer.train_dataset[i].items() if k != "author"} for i in rows]
+    found = reference.record_gradients(trainer.model, tiny.collate(records))
+    weight = 1 / trainer._users.records_per_user if weighting == "constant" else 1 / len(rows)
+    return {name: sum(weight * grads[name] for grads in found) for name in found[0]}
+
+
+def _want(trainer, step: int, weighting: str) -> dict:
+    total: dict = {}
+    for user in trainer._run.draw(step).tolist():
+        grads = _user_gradient(trainer, _of_user(trainer, user, step), weighting)
+        factor = min(1.0, 0.3 / max(reference.norm(grads).item(), 1e-300))
+        for name, g in grads.items():
+            total[name] = total.get(name, 0) + factor * g / 5
+    return total
+
+
+@pytest.mark.parametrize("physical", [1, 2, 4, 64])
+@pytest.mark.parametrize("weighting", ["constant", "mean"])
+def test_without_noise_a_step_is_the_sum_of_clipped_users(tmp_path, weighting, physical):
+    """Physical batches of one record, or two, take every larger user apart; of 64, hold all of them."""
+    seen = Gradients()
+    trainer = _trainer(
+        tmp_path / "out", callbacks=[seen], user_weighting=weighting, per_device_train_batch_size=physical
+    )
+    trainer.train()
+    drawn = [trainer._run.draw(step).tolist() for step in range(1, 5)]
+    assert any(len(users) > 1 for users in drawn)
+    for step, got in enumerate(seen.steps, start=1):
+        if drawn[step - 1]:
+            assert reference.relative_error(got, _want(trainer, step, weighting)) < 1e-5
+
+
+def test_a_heavy_user_is_one_user(tmp_path):
+    """All 47 records take part, over 12 physical batches, and move the step by the clipping norm at most."""
+    seen, records = Gradients(), _records()
+    options = dict(
+        records_per_user=HEAVY, expected_batch_size=NUM_USERS, sampling="fixed_order", user_weighting="constant"
+    )
+    trainer = _trainer(tmp_path / "with", records, callbacks=[seen], max_steps=1, **options)
+    trainer.train()
+    assert trainer._users.index.sizes().max() == HEAVY
+    index = trainer._users.index
+    heavy = int(index.sizes().argmax())
+    mine = _user_gradient(trainer, index.rows(heavy).tolist(), "constant")
+    # beyond the clip, and its records as single ones would move it by far more
+    assert reference.norm(mine).item() > 0.02
+    others = [r for r in records if r["author"] != records[index.rows(heavy)[0]]["author"]]
+    without, rest = Gradients(), dict(options, expected_batch_size=NUM_USERS - 1)
+    clip = 0.5 * reference.norm(mine).item()
+    with_clip = Gradients()
+    _trainer(tmp_path / "clipped", records, callbacks=[with_clip], max_steps=1, clipping_norm=clip, **options).train()
+    _trainer(tmp_path / "rest", others, callbacks=[without], max_steps=1, clipping_norm=clip, **rest).train()
+    moved = {
+        n: NUM_USERS * with_clip.steps[0][n].double() - (NUM_USERS - 1) * without.steps[0][n].double()
+        for n in with_clip.steps[0]
+    }
+    assert 0.99 * clip < reference.norm(moved).item() <= clip * (1 + 1e-4)
+
+
+def test_users_without_targets_contribute_nothing(tmp_path):
+    """A user whose records are all empty is drawn, charged, and adds zero."""
+    from tests.grads.models import gpt2
+
+    def collate(rows):
+        batch = tiny.collate([{**row, "label": 0} for row in rows])
+        batch["labels"] = torch.where(batch["attention_mask"] == 0, -100, batch["input_ids"])
+        batch["labels"][[i for i, row in enumerate(rows) if row["empty"]]] = -100
+        return batch
+
+    records = [{**r, "author": u % 4, "empty": u % 4 == 1} for u, r in enumerate(tiny.records(12))]
+    seen = Gradients()
+    model = gpt2()
+    trainer = _trainer(
+        tmp_path / "out", records, model=model, callbacks=[seen], expected_batch_size=4, sampling="fixed_order",
+        max_steps=1, clipping_norm=1e3, data_collator=collate,
+    )  # fmt: skip
+    trainer.train()
+    rows = [{k: v for k, v in r.items() if k != "author"} for r in records if not r["empty"]]
+    grads = reference.record_gradients(model, collate(rows))
+    want = {n: sum(g[n] for g in grads) / 3 / 4 for n in grads[0]}
+    assert reference.relative_error(seen.steps[0], want) < 1e-5
+
+
+def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tmp_path):
+    rows = _records()
+    dataset = datasets.Dataset.from_list(rows).shuffle(seed=1)
+    trainer = _trainer(tmp_path / "out", dataset, remove_unused_columns=True)
+    trainer.train()
+    (index,) = (tmp_path / "keys" / "users").iterdir()
+    assert json.loads((index / "index.json").read_text())["num_users"] == NUM_USERS
+    assert not list((tmp_path / "out").rglob("*.npy"))
+    for user in range(NUM_USERS):
+        mine = {dataset[int(i)]["author"] for i in trainer._users.index.rows(user)}
+        assert len(mine) == 1
+    assert trainer.plan.num_examples == NUM_USERS and trainer.plan.public_dict()["users"]["records_per_user"] == 3
+
+
+def test_a_resumed_run_draws_the_same_users_and_records(tmp_path):
+    options = dict(noise_multiplier=1.0, learning_rate=0.1, save_strategy="steps", save_steps=2, max_steps=4)
+    whole = _trainer(tmp_path / "out", **options)
+    whole.train()
+    want, drawn = tiny.weights(whole.model), [whole._run.draw(t).tolist() for t in (3, 4)]
+    again = _trainer(tmp_path / "out", **options)
+    again._users.index  # noqa: B018
+    cut = _trainer(tmp_path / "cut", **options)
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 2
+
+    cut.add_callback(Stop())
+    cut.train()
+    resumed = _trainer(tmp_path / "cut", **options)
+    resumed.train(resume_from_checkpoint=True)
+    assert [resumed._run.draw(t).tolist() for t in (3, 4)] != [] and resumed._run.charged == [4]
+    rows = [_of_user(resumed, 3, t) for t in (3, 4)]
+    assert rows[0] != rows[1], "a heavy user gives other records in another step"
+    assert want.keys() == tiny.weights(resumed.model).keys() and drawn
+
+
+REFUSED = {
+    "no column named": ({"user_id_column": None}, "user_id_column author"),
+    "no such column": ({"user_id_column": "writer"}, "no column 'writer'.*author.*remove_columns"),
+    "records_per_user 0": ({"records_per_user": 0}, "records_per_user=0.*integer >= 1"),
+    "a column without the unit": ({"privacy_unit": "example", "records_per_user": None}, "privacy_unit user"),
+    "records_per_user without the unit": (
+        {"privacy_unit": "example", "user_id_column": None}, "records_per_user=3.*privacy_unit='user'"
+    ),
+    "more users in a step than there are": ({"expected_batch_size": 21}, "expected_batch_size=21"),
+    "a weighting that is not known": ({"user_weighting": "sum"}, "user_weighting='sum'.*'mean'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_arguments_are_refused_before_anything_is_touched(tmp_path, case):
+    changes, message = REFUSED[case]
+    with pytest.raises(DPConfigError, match=message):
+        _trainer(tmp_path / "out", **changes)
+    assert not (tmp_path / "out" / "privacy").exists()
+
+
+IDS = {
+    "missing": (lambda i: None if i == 5 else f"u{i % 7}", "row 5 is the first.*id of their own"),
+    "blank": (lambda i: " " if i == 5 else f"u{i % 7}", "row 5 is the first"),
+    "no number": (lambda i: float("nan") if i == 4 else float(i % 7), "row 4 is the first"),
+    "one for all": (lambda i: "me", "one value in all rows.*user_id_column"),
+    "lists": (lambda i: [f"u{i}", "u"], "cannot be compared.*one text or integer per row"),
+    "all missing": (lambda i: None, "empty in all rows"),
+}
+
+
+@pytest.mark.parametrize("as_dataset", [False, True])
+@pytest.mark.parametrize("case", IDS)
+def test_bad_ids_are_refused(tmp_path, case, as_dataset):
+    make, message = IDS[case]
+    records = [{**r, "author": make(i)} for i, r in enumerate(tiny.records(30))]
+    with pytest.raises(DPConfigError, match=message):
+        _trainer(tmp_path / "out", datasets.Dataset.from_list(records) if as_dataset else records)
+    assert not (tmp_path / "out" / "privacy").exists()
+
+
+def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_path):
+    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0)
+    trainer.train()
+    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
+    for part in (
+        "One *user* is protected", "at most 3 of their rows", "person with several ids", "users n, expected batch size",
+        "one of them has one user more", "weight 1 / 3", "20 users",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "One *example*" not in text
