@@ -126,6 +126,24 @@ class DPTrainingArguments(TrainingArguments):
             "choices": ["constant", "mean"],
         },
     )
+    local_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Federated style: train on each user's records by SGD with this rate, and release how far the "
+            "weights moved. Default: users give gradients."
+        },
+    )
+    local_batch_size: int | None = field(default=None, metadata={"help": "Records of a local step. Default: 16."})
+    local_epochs: int | None = field(
+        default=None, metadata={"help": "Passes over the records of a user in a round. Default: 1."}
+    )
+    local_steps: int | None = field(
+        default=None, metadata={"help": "Local steps of a user in a round, at most. Default: as local_epochs says."}
+    )
+    local_users_at_once: int = field(
+        default=1,
+        metadata={"help": "Users trained side by side (torch.func.vmap); changes memory and speed, not the law."},
+    )
     noise_mechanism: str = field(
         default="gaussian",
         metadata={
@@ -251,7 +269,7 @@ class DPTrainingArguments(TrainingArguments):
 
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
         """The privacy side of these arguments, checked."""
-        names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size"}
+        names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size", "local_training"}
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise DPConfigError(
                 "Neither target_epsilon nor noise_multiplier is set, so there is no privacy to train with. Add "
@@ -267,11 +285,22 @@ class DPTrainingArguments(TrainingArguments):
         values = {name: getattr(self, name) for name in names}
         for name in ("noise_kwargs", "preconditioner_kwargs"):
             values[name] = values[name] or {}
+        values["local_training"] = self._local_training()
         if self.privacy_unit == "user" and self.records_per_user is None:
             values["records_per_user"] = RECORDS_PER_USER
         if self.dp2_delay is not None:
             values["preconditioner_kwargs"] = self._with_delay(values["preconditioner_kwargs"])
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
+
+    def _local_training(self) -> dict[str, Any] | None:
+        given = {name: getattr(self, f"local_{name}") for name in ("learning_rate", "batch_size", "epochs", "steps")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given and "learning_rate" not in given:
+            raise DPConfigError(
+                f"local_{next(iter(given))} is for local training, which needs a learning rate of its own. Add "
+                "--local_learning_rate 0.1, or leave it out."
+            )
+        return given or None
 
     def _with_delay(self, options: Any) -> dict[str, Any]:
         if not self.preconditioner.startswith("dp2"):

@@ -21,14 +21,21 @@ from hf_dpopt.run import PrivateRun
 
 
 class StepIndices(list):
-    """Record indices of one step on this rank, the number of the step, and how many records each user has in it."""
+    """Record indices of one step on this rank, and the number of the step.
 
-    def __init__(self, indices: Sequence[int], step: int, sizes: Sequence[int] | None = None):
+    Args:
+        indices: of the records, user after user if users are summed.
+        step: optimizer step.
+        sizes: records of each user.
+        seeds: secret, of what each user draws in the step (local shuffling and dropout).
+    """
+
+    def __init__(self, indices: Sequence[int], step: int, sizes: Sequence[int] = (), seeds: Sequence[int] = ()):
         super().__init__(indices)
-        self.step, self.sizes = step, sizes
+        self.step, self.sizes, self.seeds = step, sizes, seeds
 
     def __reduce__(self) -> tuple:  # a list subclass loses its attributes on the way to a loader worker otherwise
-        return StepIndices, (list(self), self.step, self.sizes)
+        return StepIndices, (list(self), self.step, self.sizes, self.seeds)
 
 
 class LogicalBatch:

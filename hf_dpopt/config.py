@@ -18,7 +18,9 @@ ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example", "user"]
 UserWeighting = Literal["constant", "mean"]
-Sampling = Literal["auto", "poisson", "truncated_poisson", "fixed_order", "cyclic_poisson", "balls_in_bins"]
+Sampling = Literal[
+    "auto", "poisson", "truncated_poisson", "fixed_order", "capped_poisson", "cyclic_poisson", "balls_in_bins"
+]
 
 
 class PrivacyWarning(UserWarning):
@@ -46,7 +48,9 @@ class PrivacyConfig:
             noise ``truncated_poisson``: Poisson sampling with a cap on the batch size that costs next to nothing.
             ``fixed_order`` fixes the order once and claims no amplification. ``cyclic_poisson`` lets groups of records
             take turns, for banded noise; ``balls_in_bins`` puts every record into one batch of the epoch, secretly and
-            once, for noise with coefficients >= 0.
+            once, for noise with coefficients >= 0. With users as the unit, ``capped_poisson`` samples and clips
+            records, of which a user has at most ``records_per_user`` in the whole run (example-level sampling);
+            `expected_batch_size` counts records then. All others sample users.
         adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
             size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
             the sampler has a proof for.
@@ -56,6 +60,8 @@ class PrivacyConfig:
             only; >= 1.
         user_weighting: how the records of a user add up to the gradient that is clipped: ``constant``, each with
             weight 1 / records_per_user, so that a user with few records counts less; or ``mean``.
+        local_training: options of SGD on the records of each user (``learning_rate``, ``batch_size``, ``epochs``,
+            ``steps``), after which the user gives how far the weights moved; None gives the gradient.
         noise_mechanism: name in the registry `hf_dpopt.mechanisms.MECHANISMS`, or ``auto`` for the one that
             `hf_dpopt.comparison` takes for the run.
         noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
@@ -82,6 +88,7 @@ class PrivacyConfig:
     privacy_unit: PrivacyUnit = "example"
     records_per_user: int | None = None
     user_weighting: UserWeighting = "constant"
+    local_training: Mapping[str, Any] | None = None
     noise_mechanism: str = "gaussian"
     noise_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     noise_restart_every: int | None = None
@@ -161,9 +168,22 @@ class PrivacyConfig:
         self._check_users()
 
     def _check_users(self) -> None:
+        if self.local_training is not None:
+            options = _plain_options("local_training", self.local_training, '{"learning_rate": 0.1}')
+            object.__setattr__(self, "local_training", options)
+            if self.privacy_unit != "user" or self.sampling == "capped_poisson":
+                raise DPConfigError(
+                    "Local training is on the records of one user: add privacy_unit='user' and sample users (any "
+                    "sampling but 'capped_poisson'), or leave the local_ options out."
+                )
         if self.privacy_unit == "user":
             what = "an integer >= 1: the records of a user that take part in a step, at most"
             check_count("records_per_user", self.records_per_user, what)
+        elif self.sampling == "capped_poisson":
+            raise DPConfigError(
+                "sampling='capped_poisson' samples records and protects users. Add privacy_unit='user', or use "
+                "sampling='poisson'."
+            )
         elif self.records_per_user is not None:
             raise DPConfigError(
                 f"records_per_user={self.records_per_user} is for privacy_unit='user', and the unit is "

@@ -125,7 +125,8 @@ def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoot
             f"The labels have shape {tuple(labels_BT.shape)}, the logits {tuple(logits_BTV.shape)}: expected one "
             "label per token. Check the collator, and decoder_input_ids that are not the labels shifted."
         )
-    if label_smoothing == 0 and type(logits_BTV.grad_fn).__name__ in KEEP_NO_OUTPUT:
+    is_transformed = torch._C._are_functorch_transforms_active()  # vmap and grad, which want functions without state
+    if label_smoothing == 0 and not is_transformed and type(logits_BTV.grad_fn).__name__ in KEEP_NO_OUTPUT:
         return _TokenMean.apply(logits_BTV, labels_BT)
     losses_BT = F.cross_entropy(
         _wide_logits(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none",

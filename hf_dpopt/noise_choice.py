@@ -12,7 +12,7 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import MECHANISMS, Setting, make_strategy
 from hf_dpopt.mechanisms.strategies import NoiseStrategy, Workload
 from hf_dpopt.mechanisms.strategies.parameters import from_parameters
-from hf_dpopt.sampling import SAMPLERS, CyclicPoissonSampler, Sampler
+from hf_dpopt.sampling import SAMPLERS, CappedPoissonSampler, CyclicPoissonSampler, Sampler
 
 STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
 MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
@@ -103,7 +103,12 @@ def restarted_with(config: PrivacyConfig, changes_every: int | None) -> PrivacyC
 def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
     """The sampler a config names; of several groups, with one group."""
     name = MECHANISMS[config.noise_mechanism].sampler if config.sampling == "auto" else config.sampling
-    return SAMPLERS[name](num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size))
+    options: dict[str, Any] = {}
+    if name == CappedPoissonSampler.name:
+        options["records_per_user"] = config.records_per_user
+    return SAMPLERS[name](
+        num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size), **options
+    )
 
 
 def stream_options(config: PrivacyConfig) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Work
 from hf_dpopt.mechanisms.streams.cost import StreamCost, stream_cost
 from hf_dpopt.noise_choice import choose_noise, restarted_with, stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
-from hf_dpopt.sampling import BallsInBinsSampler, FixedOrderSampler, Sampler
+from hf_dpopt.sampling import BallsInBinsSampler, CappedPoissonSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
@@ -49,7 +49,7 @@ class PrivacyPlan:
 
     Attributes:
         config: what was asked for.
-        num_examples: records in the dataset, or users if they are the unit; public.
+        num_examples: records in the dataset, or users if they are what is sampled; public.
         num_steps: planned optimizer steps; `epsilon` accepts other numbers.
         delta: in (0, 1).
         noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
@@ -119,7 +119,20 @@ class PrivacyPlan:
         """What a user gives to a step; None if the unit is the record."""
         if self.unit != "user":
             return None
-        return {"records_per_user": self.config.records_per_user, "weighting": self.config.user_weighting}
+        given: dict[str, Any] = {
+            "records_per_user": self.config.records_per_user,
+            "sampled": "users" if self.sums_users else "records",
+        }
+        if self.config.local_training is not None:
+            given["local_training"] = dict(self.config.local_training)
+        elif self.sums_users:
+            given["weighting"] = self.config.user_weighting
+        return given
+
+    @property
+    def sums_users(self) -> bool:
+        """Whether the clip is that of whole users; else it is that of records."""
+        return self.unit == "user" and not isinstance(self.sampler, CappedPoissonSampler)
 
     @property
     def is_private(self) -> bool:
@@ -274,7 +287,7 @@ def make_plan(
 
     Args:
         config: what was asked for.
-        num_examples: records in the training set, or users if they are the unit; >= 1. Treated as public.
+        num_examples: records in the training set, or users if they are what is sampled; >= 1. Treated as public.
         num_steps: optimizer steps of the whole run; >= 1.
         noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
             stays the budget, but `PrivacyPlan.epsilon` may then exceed it.

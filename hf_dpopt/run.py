@@ -29,6 +29,7 @@ from hf_dpopt.private_state import (
     default_private_dir,
     stays_on_its_chain,
 )
+from hf_dpopt.sampling.check import ParticipationCheck
 
 LEDGER = Path("privacy") / "ledger.jsonl"
 CHECKPOINT_MARK = "privacy_ledger.json"
@@ -101,6 +102,12 @@ class PrivateRun:
         except BaseException:
             self._release_ledger()
             raise
+        num_steps = max(1, plan.num_steps - self._start)
+        self._participations = (
+            ParticipationCheck(plan.sampler, self.chain.sampling_key, self._start + 1, num_steps)
+            if ParticipationCheck.is_needed(plan.sampler, num_steps)
+            else None
+        )
         self.noise_generator = source.name
         self.noise_generator_class = type(source).__name__
 
@@ -296,7 +303,10 @@ class PrivateRun:
 
     def draw(self, step: int) -> np.ndarray:
         """Indices of the logical batch of a step, over all ranks; int64, possibly empty. A function of (key, step)."""
-        return self.plan.sampler.draw(self.chain.sampling_key, step)
+        drawn = self.plan.sampler.draw(self.chain.sampling_key, step)
+        if self._participations is not None and step > self._start:
+            self._participations.observe(step, drawn)
+        return drawn
 
     def spent(self) -> PrivacySpent:
         """What has been charged so far."""

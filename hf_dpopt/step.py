@@ -57,7 +57,7 @@ def private_step(
     seen = UnprivatizedStatistics()
     for batch in physical_batches:
         for query in clipped:
-            seen += add_batch(query, engine, losses, batch, run.plan.unit)
+            seen += add_batch(query, engine, losses, batch, sums_users=run.plan.sums_users)
     sums = queries.joined([query.result() for query in clipped])
     aggregate.sum_over_ranks(sums)
     # private from here

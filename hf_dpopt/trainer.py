@@ -144,8 +144,8 @@ class DPTrainerMixin(_Trainer):
         if config.privacy_unit == "user":
             output_dir = Path(str(args.output_dir))
             folder = functools.partial(private_folder, args.private_state_dir, output_dir)
-            self._users = UserData.of(train_dataset, args.user_id_column, config, folder)
-            num_examples = self._users.index.num_users
+            self._users = UserData.of(train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
+            num_examples = self._users.num_sampled
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         workload = None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given)

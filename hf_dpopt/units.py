@@ -18,7 +18,12 @@ class WholeUnits(Protocol):
 
 
 def add_batch(
-    sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any] | WholeUnits, unit: str
+    sums: ClippedSum,
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    batch: Mapping[str, Any] | WholeUnits,
+    *,
+    sums_users: bool,
 ) -> UnprivatizedStatistics:
     """Adds the clipped gradients of the units of a batch to `sums`.
 
@@ -27,16 +32,17 @@ def add_batch(
         engine: clips.
         losses: of records.
         batch: collated records, or whole users.
-        unit: of privacy, as the plan has it.
+        sums_users: whether the plan clips whole users.
 
     Raises:
-        DPConfigError: for records where the unit is the user: each would be clipped for itself.
+        DPConfigError: for records where users are clipped, or the other way round.
     """
+    if hasattr(batch, "add_to") != sums_users:
+        given, planned = ("single records", "whole users") if sums_users else ("whole users", "single records")
+        raise DPConfigError(
+            f"The plan clips {planned}, and a batch of {given} was given, whose sum moves by another amount. Pass "
+            "hf_dpopt.users.UsersBatch for privacy_unit='user', collated records for privacy_unit='example'."
+        )
     if hasattr(batch, "add_to"):
         return batch.add_to(sums, engine, losses)
-    if unit != "example":
-        raise DPConfigError(
-            f"The unit of privacy is the {unit}, and a batch of single records was given: a {unit} with many of them "
-            "would be clipped many times. Pass hf_dpopt.users.UsersBatch, or plan with privacy_unit='example'."
-        )
     return engine.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))  # type: ignore[arg-type]

@@ -194,5 +194,6 @@ def _smallest_grid(composition: Composition) -> float:
 
 def _guess(composition: Composition, delta: float, adjacency: str) -> float:
     """Rough size of epsilon, to choose the grid; never reported."""
-    rough = events.scale_noise(events.split_truncation(composition)[0], 1 / SENSITIVITY_FACTOR[adjacency])
+    poisson = events.as_poisson(events.split_truncation(composition)[0])
+    rough = events.scale_noise(poisson, 1 / SENSITIVITY_FACTOR[adjacency])
     return 0.7 * (_rdp(rough, delta) or 1.0)

@@ -21,6 +21,7 @@ from dp_accounting import (
     SelfComposedDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
@@ -85,10 +86,13 @@ def noise_of(leaf: DpEvent) -> float:
             return leaf.noise_multiplier
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=noise)):
             return noise
+        case MixtureOfGaussiansDpEvent():
+            return leaf.standard_deviation / max(leaf.sensitivities)
         case _:
             raise DPConfigError(
                 f"no proof is known here for the event {leaf}. Use the events that the samplers in hf_dpopt.sampling "
-                "make: Gaussian, Poisson-sampled Gaussian, truncated Poisson-sampled Gaussian and balls in bins."
+                "make: Gaussian, Poisson-sampled Gaussian, truncated Poisson-sampled Gaussian, mixtures of Gaussians "
+                "and balls in bins."
             )
 
 
@@ -128,6 +132,20 @@ def split_truncation(composition: Composition) -> tuple[Composition, float]:
             leaf = PoissonSampledDpEvent(q, GaussianDpEvent(leaf.noise_multiplier))
         steps.append((leaf, count))
     return tuple(steps), math.fsum(costs)
+
+
+def as_poisson(composition: Composition) -> Composition:
+    """Mixtures of Gaussians as Poisson-sampled Gaussians of their mean shift: for rough guesses, no bound."""
+
+    def rough(leaf: DpEvent) -> DpEvent:
+        if not isinstance(leaf, MixtureOfGaussiansDpEvent):
+            return leaf
+        pairs = list(zip(leaf.sensitivities, leaf.sampling_probs, strict=True))
+        sampled = math.fsum(p for shift, p in pairs if shift > 0)
+        mean = math.fsum(shift * p for shift, p in pairs) / sampled
+        return PoissonSampledDpEvent(min(sampled, 1.0), GaussianDpEvent(leaf.standard_deviation / mean))
+
+    return tuple((rough(leaf), count) for leaf, count in composition)
 
 
 def scale_noise(composition: Composition, factor: float) -> Composition:

@@ -100,27 +100,30 @@ class ClippingEngine(abc.ABC):
                 each record is a unit of its own.
         """
 
-    def add_clipped(self, sums: ClippedSum, gradient: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
-        """Clips one vector that is already there, and adds it to `sums`: of a unit that was summed in parts.
+    def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+        """Clips what units give as vectors that are already there, and adds them to `sums`.
+
+        For users who were summed in parts, or trained locally. Memory is that of the vectors.
 
         Args:
             sums: made by `empty_sum`.
-            gradient: name -> tensor of the parameter's shape, of one unit alone; None of them may be left out.
+            gradients: name -> (U, *shape of the parameter), for every trainable parameter.
         """
-        assert gradient.keys() == self.parameters.keys(), gradient.keys() ^ self.parameters.keys()
-        with torch.no_grad(), full_precision(next(iter(gradient.values())).device.type):
+        assert gradients.keys() == self.parameters.keys(), gradients.keys() ^ self.parameters.keys()
+        first = next(iter(gradients.values()))
+        zeros_U = first.new_zeros(len(first))
+        with torch.no_grad(), full_precision(zeros_U.device.type):
             scale = sums.scale or UNSCALED
-            uses: dict[str, list[Contribution]] = {n: [Dense(wide(g).unsqueeze(0))] for n, g in gradient.items()}
-            squares = self._no_squares(next(iter(gradient.values())).new_zeros(1))
-            for name, squares_1 in squared_norms(uses, scale=scale).items():
-                squares[self.clipping.group(name)] += squares_1
+            uses: dict[str, list[Contribution]] = {name: [Dense(g_U)] for name, g_U in gradients.items()}
+            squares = self._no_squares(zeros_U)
+            for name, squares_U in squared_norms(uses, scale=scale).items():
+                squares[self.clipping.group(name)] += squares_U
             scale.scale_squares_(squares)
-            factors, keep_1 = self.clipping.factors(squares), usable(squares)
-            if keep_1.item():
-                for name, use in uses.items():
-                    for part in scale.summed(name, use):
-                        sums.add(name, part, factors[self.clipping.group(name)])
-            return self._statistics(torch.zeros(1), factors, keep_1)
+            factors, keep_U = self.clipping.factors(squares), usable(squares)
+            for name, use in uses.items():
+                for part in scale.summed(name, use):
+                    sums.add(name, part.select(keep_U), factors[self.clipping.group(name)][keep_U])
+            return self._statistics(zeros_U, factors, keep_U)
 
     def gradient_of(self, parts: Iterable[LossFunction]) -> dict[str, torch.Tensor]:
         """``sum over the parts of grad sum_b loss_b``, by plain backwards and not clipped.

@@ -107,16 +107,16 @@ class ProjectingEngine(ClippingEngine):
             sums.add(COORDINATES, Dense(u_Bk[keep_B]), factors[group][keep_B])
         return self._statistics(losses_B, factors, keep_B)
 
-    def add_clipped(self, sums: ClippedSum, gradient: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
-        assert gradient.keys() == self.parameters.keys(), gradient.keys() ^ self.parameters.keys()
-        with torch.no_grad(), full_precision(next(iter(gradient.values())).device.type):
-            parts = [coordinates(Dense(g.unsqueeze(0)), self.subspace.basis[name]) for name, g in gradient.items()]
-            u_1k = torch.stack(parts).sum(dim=0)
-            squares = {group: u_1k.square().sum(dim=1) for group in self._no_squares(u_1k[:, 0])}
-            factors, keep_1 = self.clipping.factors(squares), usable(squares)
-            for factors_1 in factors.values():
-                sums.add(COORDINATES, Dense(u_1k[keep_1]), factors_1[keep_1])
-        return self._statistics(torch.zeros(1), factors, keep_1)
+    def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+        assert gradients.keys() == self.parameters.keys(), gradients.keys() ^ self.parameters.keys()
+        with torch.no_grad(), full_precision(next(iter(gradients.values())).device.type):
+            parts = [coordinates(Dense(g_U), self.subspace.basis[name]) for name, g_U in gradients.items()]
+            u_Uk = torch.stack(parts).sum(dim=0)
+            squares = {group: u_Uk.square().sum(dim=1) for group in self._no_squares(u_Uk[:, 0])}
+            factors, keep_U = self.clipping.factors(squares), usable(squares)
+            for factors_U in factors.values():
+                sums.add(COORDINATES, Dense(u_Uk[keep_U]), factors_U[keep_U])
+        return self._statistics(torch.zeros(len(u_Uk)), factors, keep_U)
 
 
 def coordinates(use: Contribution, basis: torch.Tensor) -> torch.Tensor:

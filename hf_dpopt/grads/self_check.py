@@ -299,8 +299,9 @@ def _check_units(engine: ClippingEngine, losses: RecordLosses, batch: Mapping[st
         side_by_side, in_parts = engine.empty_sum(), engine.empty_sum()
         engine.add_clipped_sum(side_by_side, lambda: losses(batch), NUM_RECORDS, Units(sizes))
         first = [lambda b=b: losses(_rows(batch, b)) for b in range(sizes[0])]
-        engine.add_clipped(in_parts, engine.gradient_of(first))  # type: ignore[arg-type]
-        engine.add_clipped(in_parts, engine.gradient_of([lambda: losses(_rows(batch, NUM_RECORDS - 1))]))
+        for parts in (first, [lambda: losses(_rows(batch, NUM_RECORDS - 1))]):
+            total = engine.gradient_of(parts)  # type: ignore[arg-type]
+            engine.add_clipped(in_parts, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
     return max(
         _check_equal(sums.result(), want, tolerance, what, MIXING) for sums in (side_by_side, in_parts)
     )  # fmt: skip

@@ -25,15 +25,27 @@ _UNIT = {
         "with several rows, or a text cut into several rows, is not protected as a whole."
     ),
     "user": (
-        "One *user* is protected: all rows of the training set that carry one user id, however many they are. In each "
-        "step in which a user takes part, at most {records_per_user} of their rows are chosen, at random and anew; "
-        "the "
-        "others do not take part in that step, and all rows of a user may have taken part in the end. {weighting} A "
+        "One *user* is protected: all rows of the training set that carry one user id, however many they are. {way} A "
         "person with several ids, or whose rows carry the id of somebody else, is protected id by id and not as a "
-        "whole; "
-        "what others wrote about a person is theirs."
+        "whole; what others wrote about a person is theirs."
     ),
 }
+
+_CHOSEN = (
+    "In each step in which a user takes part, at most {records_per_user} of their rows are chosen, at random and "
+    "anew; "
+    "the others do not take part in that step, but all may have taken part in the end. "
+)
+
+_CAPPED = (
+    "Of each user at most {records_per_user} rows were chosen, at random and once; the others were never looked at. "
+    "Rows "
+    "are sampled and clipped one by one, and a user with many in one step is accounted for."
+)
+
+_LOCAL = (
+    "The model is trained on the chosen rows of each user; how far its weights moved is clipped once, and forgotten."
+)
 
 _WEIGHTING = {
     "constant": "The gradients of the chosen rows are added with weight 1 / {records_per_user}, and the sum is "
@@ -188,7 +200,7 @@ def _numbers(facts: RunFacts) -> str:
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
         "preconditioner before the clip": _preconditioner(plan),
         "sampler": f"`{plan['sampler']['name']}`",
-        f"{_plural(plan)} n, expected batch size, sampling rate q": (
+        f"{_sampled(plan)} n, expected batch size, sampling rate q": (
             f"{plan['num_examples']}, {plan['expected_batch_size']}, {sample_rate:.6g}"
         ),
         "steps planned / charged": f"{facts.steps_planned} / {facts.steps_charged}",
@@ -201,8 +213,11 @@ def _protected(plan: dict[str, Any]) -> str:
     unit, users = plan["privacy_unit"], plan.get("users")
     if users is None:
         return _UNIT.get(unit, f"One *{unit}* is protected.")
-    weighting = _WEIGHTING[users["weighting"]].format(**users)
-    return _UNIT[unit].format(records_per_user=users["records_per_user"], weighting=weighting)
+    if users["sampled"] == "records":
+        way = _CAPPED
+    else:
+        way = _CHOSEN + (_LOCAL if "local_training" in users else _WEIGHTING[users["weighting"]])
+    return _UNIT[unit].format(way=way.format(**users))
 
 
 def _seen(plan: dict[str, Any]) -> str:
@@ -217,6 +232,12 @@ def _singular(plan: dict[str, Any]) -> str:
 
 def _plural(plan: dict[str, Any]) -> str:
     return f"{_singular(plan)}s"
+
+
+def _sampled(plan: dict[str, Any]) -> str:
+    """What batches are made of."""
+    users = plan.get("users")
+    return "records" if users is None else users["sampled"]
 
 
 def _noise(plan: dict[str, Any]) -> str:

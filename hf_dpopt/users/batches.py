@@ -53,7 +53,15 @@ class UserInParts:
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
         """Adds what the user gives, clipped once."""
         parts = [lambda batch=batch: losses(batch) * self.weight for batch in self.batches]
-        return engine.add_clipped(sums, engine.gradient_of(parts))
+        total = engine.gradient_of(parts)
+        return engine.add_clipped(sums, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
+
+
+def by_user(records: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
+    """The records of each user."""
+    assert sum(sizes) == len(records), (sizes, len(records))
+    ends = itertools.accumulate(sizes)
+    return [records[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
 class UserBatch(LogicalBatch):
@@ -68,14 +76,11 @@ class UserBatch(LogicalBatch):
 
     def __init__(self, records: list[Any], step: int, sizes: Sequence[int], weight: float | None):
         super().__init__(records, step)
-        assert sum(sizes) == len(records), (sizes, len(records))
         self.sizes, self.weight = tuple(sizes), weight
 
     def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[UsersBatch | UserInParts]:
         """Batches of at most `size` records; users of about one size come together, large ones first."""
-        ends = list(itertools.accumulate(self.sizes))
-        users = [self.records[end - n : end] for end, n in zip(ends, self.sizes, strict=True)]
-        users.sort(key=len, reverse=True)
+        users = sorted(by_user(self.records, self.sizes), key=len, reverse=True)
         together: list[list[Any]] = []
         for user in users:
             if len(user) > size:

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt import aggregate
-from hf_dpopt.batches import StepIndices
+from hf_dpopt.batches import LogicalBatch, StepIndices
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.mechanisms.randomness import derive_key
 from hf_dpopt.run import PrivateRun
+from hf_dpopt.sampling import CappedPoissonSampler
 from hf_dpopt.users.batches import UserBatch
 from hf_dpopt.users.index import UserIndex
+from hf_dpopt.users.local import LocalTraining, LocalUserBatch
 from hf_dpopt.users.selection import choose_rows
 
 
@@ -26,16 +29,28 @@ class UserData:
     Args:
         index: whose rows are whose.
         column: of the ids, which no model sees.
-        config: says how many records of a user take part in a step, and with which weight.
+        config: says how many records of a user take part in a step, and what is made of them.
+        users_at_once: trained side by side, where they are trained locally.
     """
 
-    def __init__(self, index: UserIndex, column: str, config: PrivacyConfig):
+    def __init__(self, index: UserIndex, column: str, config: PrivacyConfig, users_at_once: int = 1):
         assert config.records_per_user is not None
         self.index, self.column, self.records_per_user = index, column, config.records_per_user
         self.weight = 1 / config.records_per_user if config.user_weighting == "constant" else None
+        self.samples_records = config.sampling == CappedPoissonSampler.name
+        self.local_training = LocalTraining(**config.local_training) if config.local_training else None
+        self.users_at_once = users_at_once
+        self._capped: tuple[bytes, np.ndarray] | None = None
 
     @classmethod
-    def of(cls, dataset: Any, column: str | None, config: PrivacyConfig, make_folder: Callable[[], Path]) -> UserData:
+    def of(
+        cls,
+        dataset: Any,
+        column: str | None,
+        config: PrivacyConfig,
+        make_folder: Callable[[], Path],
+        users_at_once: int = 1,
+    ) -> UserData:
         """Reads the ids, or the index of an earlier run on the same data.
 
         Args:
@@ -44,6 +59,7 @@ class UserData:
             config: of the run; its unit is the user.
             make_folder: makes the folder that nobody else may read, where the index of a `datasets.Dataset` is kept;
                 called on the first rank.
+            users_at_once: as for the class.
 
         Raises:
             DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
@@ -74,7 +90,7 @@ class UserData:
                 "people "
                 "have several rows, this is not the column that tells them apart."
             )
-        made = cls(index, column, config)
+        made = cls(index, column, config, users_at_once)
         over = float((sizes > made.records_per_user).mean())
         logger.warning(
             f"UNPRIVATIZED (exact, this console only): {index.num_users} users with {index.num_rows} records; "
@@ -84,16 +100,40 @@ class UserData:
         )
         return made
 
+    def capped(self, key: bytes) -> np.ndarray:
+        """The records of a run that samples records: at most so many of each user, chosen once; ascending."""
+        limit = self.records_per_user
+        rows = [choose_rows(self.index.rows(u), limit, key, "capped", str(u)) for u in range(self.index.num_users)]
+        return np.sort(np.concatenate(rows))
+
+    @property
+    def num_sampled(self) -> int:
+        """Users, or the records that are sampled instead."""
+        if not self.samples_records:
+            return self.index.num_users
+        return int(np.minimum(self.index.sizes(), self.records_per_user).sum())
+
     def choose(self, run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
         """The records of the users that were drawn, on this rank."""
         key, limit = run.chain.sampling_key, self.records_per_user
+        if self.samples_records:
+            if self._capped is None or self._capped[0] != key:
+                self._capped = (key, self.capped(key))
+            return StepIndices(self._capped[1][drawn].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
-        return StepIndices(chosen, step, [len(r) for r in rows])
+        seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u))[:7], "little") for u in drawn.tolist()]
+        return StepIndices(chosen, step, [len(r) for r in rows], seeds)
 
-    def batch(self, records: list[Any], indices: StepIndices) -> UserBatch:
+    def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:
         """What a loader makes of the records it read."""
-        return UserBatch(records, indices.step, indices.sizes or (), self.weight)
+        if self.samples_records:
+            return LogicalBatch(records, indices.step)
+        if self.local_training is not None:
+            return LocalUserBatch(
+                records, indices.step, indices.sizes, indices.seeds, self.local_training, self.users_at_once
+            )
+        return UserBatch(records, indices.step, indices.sizes, self.weight)
 
     def without_ids(self, records: list[Any]) -> list[Any]:
         """What the collator and the model may see."""

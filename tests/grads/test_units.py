@@ -94,7 +94,7 @@ def test_a_user_summed_in_parts_is_clipped_as_one(name, clipping):
     rule = make_clipping(clipping, 0.3 * reference.norm(user).item())
     engine = make_engine(model, rule)
     sums = engine.empty_sum()
-    seen = engine.add_clipped(sums, user)
+    seen = engine.add_clipped(sums, {n: g.unsqueeze(0) for n, g in user.items()})
     want = _engine_sum(model, batch, rule, "auto", (6,), weights_B)
     assert seen.num_records == 1 and seen.num_clipped == 1
     assert reference.relative_error(sums.result(), want) <= 1e-10
@@ -111,7 +111,7 @@ def test_a_user_without_finite_gradient_adds_nothing_and_is_counted():
     assert (seen.num_records, seen.num_dropped) == (3, 1)
     assert reference.relative_error(sums.result(), _clipped([users[0], users[2]], 1e3)) <= 1e-10
     alone = engine.empty_sum()
-    seen = engine.add_clipped(alone, {n: g * float("nan") for n, g in users[1].items()})
+    seen = engine.add_clipped(alone, {n: g.unsqueeze(0) * float("nan") for n, g in users[1].items()})
     assert seen.num_dropped == 1 and not any(total.any() for total in alone.result().values())
 
 

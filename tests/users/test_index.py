@@ -68,6 +68,7 @@ def test_choices_are_uniform_of_the_user_alone_and_fresh_in_every_step():
     assert np.abs(counts - 1200).max() < 5.3 * np.sqrt(4000 * 0.3 * 0.7)
     assert choose_rows(rows, 3, KEY, "1", "7").tolist() == choose_rows(rows, 3, KEY, "1", "7").tolist()
     assert any(
-        choose_rows(rows, 3, KEY, "1", "7").tolist() != choose_rows(rows, 3, KEY, "1", str(u)).tolist() for u in range(3)
+        choose_rows(rows, 3, KEY, "1", "7").tolist() != choose_rows(rows, 3, KEY, "1", str(u)).tolist()
+        for u in range(3)
     )
     assert choose_rows(rows, 10, KEY, "1", "7").tolist() == rows.tolist() == choose_rows(rows, 99, KEY, "1").tolist()

@@ -1,0 +1,63 @@
+"""What a sampler promises about participations, asserted on the batches that are really drawn."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.sampling.base import Sampler
+
+
+class ParticipationCheck:
+    """Counts in which steps of a chain each record (or user) takes part.
+
+    The sensitivity of correlated noise, and of a fixed order, rests on how often and how far apart that is. Memory: 12
+    bytes a record, from the first draw on. After a resume the earlier steps of the chain are drawn again and counted.
+
+    Args:
+        sampler: draws.
+        key: of the chain.
+        first_step: of the chain, 1-based.
+        num_steps: that the chain may have in all.
+    """
+
+    def __init__(self, sampler: Sampler, key: bytes, first_step: int, num_steps: int):
+        self._sampler, self._key, self._first_step = sampler, key, first_step
+        self._promised = sampler.participation(num_steps)
+        self._seen_upto = first_step - 1
+        self._count_N = np.zeros(0, np.int32)
+        self._last_N = np.zeros(0, np.int64)
+
+    @staticmethod
+    def is_needed(sampler: Sampler, num_steps: int) -> bool:
+        """Whether the sampler promises anything: under Poisson sampling every step is possible."""
+        promised = sampler.participation(num_steps)
+        return promised.min_sep > 1 or promised.max_participations < num_steps
+
+    def observe(self, step: int, drawn: np.ndarray) -> None:
+        """Counts the batch of a step; one that was counted already is not counted again.
+
+        Raises:
+            DPConfigError: if a record takes part too often, or again too soon. Nothing of the step has run then.
+        """
+        if step <= self._seen_upto:
+            return
+        if not len(self._count_N):
+            self._count_N = np.zeros(self._sampler.num_examples, np.int32)
+            self._last_N = np.full(self._sampler.num_examples, -(2**62), np.int64)
+        for earlier in range(self._seen_upto + 1, step):
+            self._count(earlier, self._sampler.draw(self._key, earlier))
+        self._count(step, drawn)
+
+    def _count(self, step: int, drawn: np.ndarray) -> None:
+        self._count_N[drawn] += 1
+        too_soon = step - self._last_N[drawn] < self._promised.min_sep
+        too_often = self._count_N[drawn] > self._promised.max_participations
+        if too_soon.any() or too_often.any() or len(np.unique(drawn)) < len(drawn):
+            raise DPConfigError(
+                f"Step {step} was not run: the batch breaks what the noise relies on, at most "
+                f"{self._promised.max_participations} participations at least {self._promised.min_sep} steps apart. "
+                f"The sampler {self._sampler.name!r} is at fault, or it was changed in mid-run; report it."
+            )
+        self._last_N[drawn] = step
+        self._seen_upto = step

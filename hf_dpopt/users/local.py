@@ -1,0 +1,266 @@
+"""Local training: what a user gives to a round is how far SGD on their records moves the weights.
+
+The server treats ``w - w_user``, clipped, summed and noised, as a gradient ("generalised gradient"): SGD with learning
+rate 1 adds the mean of the users' moves to the weights. McMahan et al. (2017), arXiv:1602.05629; Reddi et al. (2020),
+arXiv:2003.00295; as private rounds in McMahan et al. (2018), arXiv:1710.06963.
+
+Shape legend: U = users trained at once, B = records of a local batch, T = tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import masking_utils
+
+from hf_dpopt.batches import LogicalBatch, checked_collation
+from hf_dpopt.checks import check_count, check_real
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.grads.contributions import ClippedSum
+from hf_dpopt.grads.products import wide
+from hf_dpopt.losses import RecordLosses
+from hf_dpopt.users.batches import by_user
+
+LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gives nothing
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """SGD on the records of one user.
+
+    Args:
+        learning_rate: > 0.
+        batch_size: records of a local step, at most.
+        epochs: passes over the records that take part, >= 1.
+        steps: local steps at most, through as many epochs as they take; None for `epochs`.
+    """
+
+    learning_rate: float
+    batch_size: int = 16
+    epochs: int = 1
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        check_real("local_learning_rate", self.learning_rate, "a number > 0; 0.1 to 1 is usual")
+        if self.learning_rate <= 0:
+            raise DPConfigError(f"local_learning_rate={self.learning_rate} does not train. Use a number > 0.")
+        check_count("local_batch_size", self.batch_size)
+        check_count("local_epochs", self.epochs)
+        if self.steps is not None:
+            check_count("local_steps", self.steps)
+
+    def batches(self, num_records: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Which records make up the local steps of a user, shuffled in every epoch."""
+        size, found = min(self.batch_size, num_records), list[np.ndarray]()
+        per_epoch = -(-num_records // size)
+        num_epochs = self.epochs if self.steps is None else -(-self.steps // per_epoch)
+        for _ in range(num_epochs):
+            order = rng.permutation(num_records)
+            found += [order[first : first + size] for first in range(0, num_records, size)]
+        return found if self.steps is None else found[: self.steps]
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalUser:
+    """One user, trained by themselves.
+
+    Args:
+        batches: collated, one for each local step.
+        training: how.
+        seed: of dropout, the user's own.
+    """
+
+    batches: Sequence[Mapping[str, Any]]
+    training: LocalTraining
+    seed: int
+
+    def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
+        """Adds how far the user moved the weights, clipped."""
+        with torch.random.fork_rng(devices=_devices(engine)):
+            torch.manual_seed(self.seed)
+            moved = self._moved(engine, losses)
+        return engine.add_clipped(sums, guarded({name: delta.unsqueeze(0) for name, delta in moved.items()}))
+
+    def _moved(self, engine: ClippingEngine, losses: RecordLosses) -> dict[str, torch.Tensor]:
+        parameters = engine.parameters
+        with _restored(parameters) as start, torch.enable_grad():
+            for batch in self.batches:
+                for p in parameters.values():
+                    p.grad = None
+                loss = losses(batch).mean()
+                if loss.requires_grad:
+                    loss.backward()
+                with torch.no_grad():
+                    for p in parameters.values():
+                        if p.grad is not None:
+                            p.sub_(p.grad, alpha=self.training.learning_rate)
+                            p.grad = None
+            return {name: wide(start[name] - p.detach()) for name, p in parameters.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalUsers:
+    """Several users, trained side by side by `torch.func.vmap`, each on weights of their own.
+
+    Args:
+        batches: for each local step a batch of ``U B`` records, those of a user side by side.
+        weights: for each local step, (U, B): 1 for a record, 0 for what fills a user up.
+        training: how.
+        seed: of dropout.
+    """
+
+    batches: Sequence[Mapping[str, Any]]
+    weights: Sequence[torch.Tensor]
+    training: LocalTraining
+    seed: int
+
+    def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
+        """Adds how far every user moved the weights, each clipped."""
+        num_users = len(self.weights[0])
+        start = {name: p.detach() for name, p in engine.parameters.items()}
+        weights = {name: p.expand(num_users, *p.shape).clone() for name, p in start.items()}
+        of_users = torch.func.vmap(torch.func.grad(_Losses(losses).of), randomness="different")
+        with torch.random.fork_rng(devices=_devices(engine)), _masks_are_always_made():
+            torch.manual_seed(self.seed)
+            for batch, weights_UB in zip(self.batches, self.weights, strict=True):
+                split = {k: v.unflatten(0, weights_UB.shape) for k, v in batch.items() if isinstance(v, torch.Tensor)}
+                grads = of_users(weights, split, weights_UB.to(next(iter(start.values())).device))
+                with torch.no_grad():
+                    for name, grad in grads.items():
+                        weights[name] = weights[name] - self.training.learning_rate * grad
+        moved = {name: wide(start[name].unsqueeze(0) - w.detach()) for name, w in weights.items()}
+        return engine.add_clipped(sums, guarded(moved))
+
+
+class _Losses(nn.Module):
+    """The mean loss of one user as a function of that user's weights."""
+
+    def __init__(self, losses: RecordLosses):
+        super().__init__()
+        self.model, self._losses = losses.model, losses
+
+    def forward(self, batch: Mapping[str, torch.Tensor], weights_B: torch.Tensor) -> torch.Tensor:
+        losses_B = self._losses(batch)
+        return (losses_B * weights_B).sum() / weights_B.sum().clamp(min=1)
+
+    def of(
+        self, weights: Mapping[str, torch.Tensor], batch: Mapping[str, torch.Tensor], weights_B: torch.Tensor
+    ) -> torch.Tensor:
+        named = {f"model.{name}": w for name, w in weights.items()}
+        return torch.func.functional_call(self, named, (batch, weights_B))
+
+
+def guarded(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Zeros for every user one of whose coordinates moved by more than `LARGEST_MOVE`, or to no number; (U, ...) "
+    "each."""
+    largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
+    is_fine_U = largest_U <= LARGEST_MOVE  # false for what is no number
+    return {
+        name: torch.where(is_fine_U.view(-1, *[1] * (m.dim() - 1)), m, torch.zeros_like(m))
+        for name, m in moves.items()
+    }
+
+
+@contextlib.contextmanager
+def _restored(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Inside, the weights may change; afterwards they are what they were."""
+    start = {name: p.detach().clone() for name, p in parameters.items()}
+    try:
+        yield start
+    finally:
+        with torch.no_grad():
+            for name, p in parameters.items():
+                p.copy_(start[name])
+                p.grad = None
+
+
+@contextlib.contextmanager
+def _masks_are_always_made() -> Iterator[None]:
+    """transformers asks a padding mask whether it hides anything, to spare it; under vmap there is no one answer.
+
+    It does not ask while a model is traced.
+    """
+    before, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: True  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masking_utils.is_tracing = before  # type: ignore[attr-defined]
+
+
+def _devices(engine: ClippingEngine) -> list[torch.device]:
+    device = next(iter(engine.parameters.values())).device
+    return [device] if device.type == "cuda" else []
+
+
+def side_by_side(
+    users: Sequence[Sequence[Any]],
+    rngs: Sequence[np.random.Generator],
+    training: LocalTraining,
+    collate: Callable[[list[Any]], Any],
+    seed: int,
+) -> LocalUsers:
+    """Users of different sizes as one: those with fewer records are filled up with their own first one, of weight "
+    "0."""
+    plans = [training.batches(len(records), rng) for records, rng in zip(users, rngs, strict=True)]
+    num_steps, size = max(map(len, plans)), max(len(some) for plan in plans for some in plan)
+    batches, weights = [], []
+    for step in range(num_steps):
+        chosen = [plan[step] if step < len(plan) else np.array([], int) for plan in plans]
+        rows = [
+            [*(records[i] for i in some), *[records[0]] * (size - len(some))]
+            for records, some in zip(users, chosen, strict=True)
+        ]
+        (batch,) = checked_collation([r for mine in rows for r in mine], len(rows) * size, collate, by_length=False)
+        batches.append(batch)
+        weights.append(torch.tensor([[1.0] * len(some) + [0.0] * (size - len(some)) for some in chosen]))
+    return LocalUsers(batches, weights, training, seed)
+
+
+def _some_at_once(users: list[Any], num: int) -> Iterator[list[Any]]:
+    for first in range(0, len(users), num):
+        yield users[first : first + num]
+
+
+class LocalUserBatch(LogicalBatch):
+    """The users of one round on this rank, each to be trained on their records.
+
+    Args:
+        records: of all of them, user after user.
+        step: round.
+        sizes: records of each user, >= 1.
+        seeds: of each user, secret.
+        training: how.
+        users_at_once: trained side by side; 1 trains them one after the other.
+    """
+
+    def __init__(
+        self,
+        records: list[Any],
+        step: int,
+        sizes: Sequence[int],
+        seeds: Sequence[int],
+        training: LocalTraining,
+        users_at_once: int,
+    ):
+        super().__init__(records, step)
+        self.sizes, self.seeds, self.training, self.users_at_once = sizes, seeds, training, users_at_once
+
+    def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[LocalUser | LocalUsers]:
+        """Users, large ones first. `size` has no influence: a batch on the device is a local one."""
+        users = sorted(zip(by_user(self.records, self.sizes), self.seeds, strict=True), key=lambda u: -len(u[0]))
+        for some in _some_at_once(users, self.users_at_once):
+            records, seeds = zip(*some, strict=True)
+            rngs = [np.random.default_rng(seed) for seed in seeds]
+            if len(some) > 1:
+                yield side_by_side(records, rngs, self.training, collate, seeds[0])
+            else:
+                steps = self.training.batches(len(records[0]), rngs[0])
+                batches = [next(checked_collation([records[0][i] for i in s], len(s), collate)) for s in steps]
+                yield LocalUser(batches, self.training, seeds[0])

@@ -1,0 +1,197 @@
+"""Local training: how far SGD on a user's records moves the weights, against loops, alone and side by side."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.clipping import make_clipping
+from hf_dpopt.grads import make_engine
+from hf_dpopt.losses import RecordLosses
+from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, guarded
+from tests import tiny
+from tests.grads.models import MODELS
+from tests.reference import clipping as reference
+from tests.users.test_training import Gradients, _trainer
+
+LOOSE = make_clipping("flat", 1e9)
+SIZES, SEEDS = (5, 3, 1, 7), (11, 12, 13, 14)
+
+
+def _model(name="tiny"):
+    if name == "tiny":
+        return tiny.model(dropout=0.0).double()
+    return MODELS[name]().double()
+
+
+def _moved(model, records, training, seed) -> dict:
+    """Plain SGD on a copy of the model, with the order that the seed gives."""
+    there = copy.deepcopy(model)
+    optimizer = torch.optim.SGD([p for p in there.parameters() if p.requires_grad], lr=training.learning_rate)
+    for some in training.batches(len(records), np.random.default_rng(seed)):
+        optimizer.zero_grad()
+        batch = tiny.collate([records[i] for i in some])
+        rows = [reference.own_token_mean_loss(there, reference.rows(batch, b)) for b in range(len(some))]
+        torch.stack(rows).mean().backward()
+        optimizer.step()
+    after = dict(there.named_parameters())
+    return {n: p.detach() - after[n].detach() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def _sum(model, batch: LocalUserBatch, clipping=LOOSE) -> dict:
+    engine, losses = make_engine(model, clipping), RecordLosses(model)
+    sums = engine.empty_sum()
+    for user in batch.physical(4, tiny.collate):
+        user.add_to(sums, engine, losses)
+    return sums.result()
+
+
+def _users():
+    records, ends = tiny.records(sum(SIZES)), np.cumsum(SIZES)
+    return [records[end - size : end] for end, size in zip(ends, SIZES, strict=True)]
+
+
+TRAININGS = {
+    "an epoch": LocalTraining(learning_rate=0.5, batch_size=2),
+    "two epochs": LocalTraining(learning_rate=0.3, batch_size=4, epochs=2),
+    "three steps": LocalTraining(learning_rate=0.5, batch_size=3, steps=3),
+    "more steps than records": LocalTraining(learning_rate=0.2, batch_size=1, steps=9),
+}
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4])
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+def test_users_move_the_weights_as_plain_sgd_does(training, at_once):
+    model, users = _model(), _users()
+    moves = [_moved(model, mine, training, seed) for mine, seed in zip(users, SEEDS, strict=True)]
+    bound = sorted(reference.norm(move).item() for move in moves)[2]
+    want: dict = {}
+    for move in moves:
+        factor = min(1.0, bound / reference.norm(move).item())
+        for name, delta in move.items():
+            want[name] = want.get(name, 0) + factor * delta
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    batch = LocalUserBatch([r for mine in users for r in mine], 1, SIZES, SEEDS, training, at_once)
+    got = _sum(model, batch, make_clipping("flat", bound))
+    assert reference.relative_error(got, want) < 1e-10
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("name", ["bert-lora", "distilbert-lora", "gpt2-lora", "llama-lora"])
+def test_side_by_side_is_one_after_the_other_on_adapters(name):
+    model, users = _model(name), _users()
+    training = TRAININGS["two epochs"]
+    records = [r for mine in users for r in mine]
+    if not name.startswith(("bert", "distilbert")):
+        records = [{**r, "label": 0} for r in records]
+    alone = LocalUserBatch(records, 1, SIZES, SEEDS, training, 1)
+    together = LocalUserBatch(records, 1, SIZES, SEEDS, training, 4)
+    if not name.startswith(("bert", "distilbert")):
+        return _compare_causal(model, alone, together)
+    assert reference.relative_error(_sum(model, together), _sum(model, alone)) < 1e-10
+    return None
+
+
+def _compare_causal(model, alone, together):
+    def collate(rows):
+        batch = tiny.collate(rows)
+        batch["labels"] = torch.where(batch["attention_mask"] == 0, -100, batch["input_ids"])
+        return batch
+
+    sums = []
+    for users in (alone, together):
+        engine, losses = make_engine(model, LOOSE), RecordLosses(model)
+        sums.append(engine.empty_sum())
+        for user in users.physical(4, collate):
+            user.add_to(sums[-1], engine, losses)
+    assert reference.relative_error(sums[1].result(), sums[0].result()) < 1e-10
+
+
+def test_a_user_who_diverges_gives_nothing():
+    moves = {"a": torch.tensor([[1.0, 2.0], [101.0, 0.0], [0.0, float("nan")], [99.0, -99.0]]), "b": torch.ones(4, 3)}
+    found = guarded(moves)
+    assert found["a"].tolist() == [[1, 2], [0, 0], [0, 0], [99, -99]]
+    assert found["b"].sum(dim=1).tolist() == [3, 0, 0, 3]
+    model = _model()
+    training = LocalTraining(learning_rate=1e9, batch_size=2, steps=4)
+    total = _sum(model, LocalUserBatch(_users()[0], 1, (5,), (1,), training, 1))
+    assert not any(delta.any() for delta in total.values())
+
+
+def test_dropout_is_the_users_own():
+    """What a user gives does not depend on who else is in the round, and differs between users."""
+    model = tiny.model(dropout=0.4).double().train()
+    mine, training = _users()[0], LocalTraining(learning_rate=0.5, batch_size=5)
+    alone = _sum(model, LocalUserBatch(mine, 1, (5,), (7,), training, 1))
+    engine, losses, sums = make_engine(model, LOOSE), RecordLosses(model), []
+    for user in LocalUserBatch([*_users()[3], *mine], 1, (7, 5), (8, 7), training, 1).physical(9, tiny.collate):
+        sums.append(engine.empty_sum())
+        user.add_to(sums[-1], engine, losses)
+    assert reference.relative_error(sums[1].result(), alone) < 1e-12
+    other = _sum(model, LocalUserBatch(mine, 1, (5,), (9,), training, 1))
+    assert reference.relative_error(other, alone) > 1e-3
+
+
+def test_weights_come_back_when_a_local_step_fails():
+    model = _model()
+    engine, before = make_engine(model, LOOSE), {n: p.clone() for n, p in model.named_parameters()}
+    losses, batch = RecordLosses(model), tiny.collate(_users()[0])
+
+    def failing(given):
+        failing.calls += 1
+        if failing.calls == 2:
+            raise RuntimeError("out of memory")
+        return losses(given)
+
+    failing.calls = 0
+    user = LocalUser([batch, batch], LocalTraining(learning_rate=0.5), 1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        user.add_to(engine.empty_sum(), engine, failing)
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(tmp_path):
+    def run(folder, **changes):
+        seen = Gradients()
+        options = dict(expected_batch_size=20, sampling="fixed_order", records_per_user=50, max_steps=1)
+        _trainer(tmp_path / folder, callbacks=[seen], **options, **changes).train()
+        return seen.steps[0]
+
+    gradient = run("gradient", user_weighting="mean")
+    for at_once in (1, 6):
+        local = run(f"local{at_once}", local_learning_rate=1.0, local_batch_size=50, local_users_at_once=at_once)
+        assert reference.relative_error(local, gradient) < 1e-5
+
+
+REFUSED = {
+    "no learning rate": ({"local_batch_size": 4}, "local_batch_size.*--local_learning_rate"),
+    "a learning rate of 0": ({"local_learning_rate": 0.0}, "local_learning_rate=0.0 does not train"),
+    "no steps": ({"local_learning_rate": 0.1, "local_steps": 0}, "local_steps=0"),
+    "without users": (
+        {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
+        "privacy_unit='user'",
+    ),
+    "sampled records": (
+        {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_arguments_are_refused(tmp_path, case):
+    changes, message = REFUSED[case]
+    with pytest.raises(DPConfigError, match=message):
+        _trainer(tmp_path / "out", **changes)
+    assert not (tmp_path / "out" / "privacy").exists()
+
+
+def test_the_statement_says_that_users_train_locally(tmp_path):
+    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0, local_learning_rate=0.1)
+    trainer.train()
+    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
+    assert "trained on the chosen rows of each user" in text
+    assert trainer.plan.public_dict()["users"]["local_training"] == {"learning_rate": 0.1}

@@ -1,0 +1,58 @@
+"""The promise of a sampler is asserted on what is drawn, also after a resume."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.sampling.check import ParticipationCheck
+
+KEY = bytes(range(32))
+
+
+def _sampler(name):
+    return SAMPLERS[name](num_examples=40, expected_batch_size=8)
+
+
+@pytest.mark.parametrize("name", ["fixed_order", "balls_in_bins"])
+def test_samplers_keep_what_they_promise(name):
+    sampler = _sampler(name)
+    check = ParticipationCheck(sampler, KEY, 1, 17)
+    for step in range(1, 18):
+        for _ in range(2):  # a batch may be asked for again
+            check.observe(step, sampler.draw(KEY, step))
+
+
+def test_poisson_sampling_promises_nothing():
+    assert not ParticipationCheck.is_needed(_sampler("poisson"), 17)
+    assert ParticipationCheck.is_needed(_sampler("fixed_order"), 17)
+
+
+def test_a_record_that_comes_back_too_soon_is_found():
+    sampler = _sampler("fixed_order")
+    check = ParticipationCheck(sampler, KEY, 1, 17)
+    for step in range(1, 5):
+        check.observe(step, sampler.draw(KEY, step))
+    with pytest.raises(DPConfigError, match="at most 4 participations at least 5 steps apart"):
+        check.observe(5, sampler.draw(KEY, 4))
+
+
+def test_after_a_resume_the_earlier_steps_count():
+    sampler = _sampler("fixed_order")
+    check = ParticipationCheck(sampler, KEY, 1, 17)
+    with pytest.raises(DPConfigError, match="Step 8 was not run"):
+        check.observe(8, sampler.draw(KEY, 6))
+
+
+def test_too_many_participations_and_repetitions_are_found():
+    sampler = _sampler("fixed_order")
+    check = ParticipationCheck(sampler, KEY, 1, 5)
+    for step in range(1, 6):
+        check.observe(step, sampler.draw(KEY, step))
+    with pytest.raises(DPConfigError, match="at most 1 participations"):
+        check.observe(6, sampler.draw(KEY, 6))
+    twice = ParticipationCheck(sampler, KEY, 1, 17)
+    with pytest.raises(DPConfigError, match="Step 1"):
+        twice.observe(1, np.repeat(sampler.draw(KEY, 1), 2))
