@@ -115,8 +115,11 @@ def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments
         model_args.model_name_or_path = str(build_gpt2(folder, corpus))
     name = f"Python {platform.python_version()}'s standard library"
     return {
-        split: Table(f"{name} [{split}]", {"text": [text for text, _ in records]})
-        for split, records in (("train", corpus.train), ("validation", corpus.evaluation))
+        split: Table(f"{name} [{split}]", {"text": [text for text, _ in records], "file": files})
+        for split, records, files in (
+            ("train", corpus.train, corpus.train_files),
+            ("validation", corpus.evaluation, corpus.evaluation_files),
+        )
     }
 
 
@@ -148,6 +151,8 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
 def declare_unit(kind: Kind, block_size: int, training_args: DPTrainingArguments) -> None:
     """For the privacy report: what one record is, and what was fitted on training records before training."""
     unit = f"One record (example) is {kind.unit(block_size)}"
+    if training_args.privacy_unit == "user":
+        unit += f", and all with one value of {training_args.user_id_column!r} are one user"
     declared = training_args.data_dependent_preprocessing
     if declared == "not declared":
         declared = "none: each record is tokenized alone, with the tokenizer of the model"
@@ -169,7 +174,10 @@ def tokenize_splits(
     splits = {}
     for name, table in tables.items():
         with training_args.main_process_first(desc=f"tokenizing {name}"):
-            splits[name] = tokenize(table, kind, tokenizer, block_size=block_size, limit=limits[name])
+            users = training_args.user_id_column if name == "train" and not data_args.non_private else None
+            splits[name] = tokenize(
+                table, kind, tokenizer, block_size=block_size, limit=limits[name], user_id_column=users
+            )
         is_protected = name == "train" and not data_args.non_private and not training_args.log_unprivatized
         report(name, splits[name], block_size, counts=not is_protected)
     return splits

@@ -7,6 +7,7 @@ Each turns rows of a table into `Record`s, one row at a time: what a record hold
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import re
 import sys
@@ -52,11 +53,13 @@ class Record:
         input_ids: at most `block_size`.
         labels: the same ids where a token is learned, -100 elsewhere.
         is_cut: whether the row had more tokens.
+        starts_row: whether this is the first record of its row.
     """
 
     input_ids: list[int]
     labels: list[int]
     is_cut: bool
+    starts_row: bool = True
 
     @property
     def has_target(self) -> bool:
@@ -220,8 +223,9 @@ class Documents:
         for ids in tokens_of(list(rows[self.text]), tokenizer):
             ids = [*start, *ids, tokenizer.eos_token_id]
             if self.chunked:
-                chunks = (ids[i : i + block_size] for i in range(0, len(ids), block_size))
-                yield from (Record(chunk, list(chunk), False) for chunk in chunks)
+                starts = range(0, len(ids), block_size)
+                chunks = ((i, ids[i : i + block_size]) for i in starts)
+                yield from (Record(chunk, list(chunk), False, starts_row=i == 0) for i, chunk in chunks)
             else:
                 yield _record(ids, list(ids), block_size)
 
@@ -447,13 +451,24 @@ def choose_block_size(
 
 
 def tokenize(
-    table: Table, kind: Kind, tokenizer: PreTrainedTokenizerBase, *, block_size: int, limit: int | None = None
+    table: Table,
+    kind: Kind,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    block_size: int,
+    limit: int | None = None,
+    user_id_column: str | None = None,
 ) -> Split:
-    """Records of a table, in its order; only the first `limit`.
+    """Records of a table, in its order; only the first `limit`, with the user ids of their rows if those are named.
 
     Raises:
-        DPConfigError: if the tokenizer has no end token.
+        DPConfigError: if the tokenizer has no end token, or the table no such column.
     """
+    if user_id_column is not None and user_id_column not in table.columns:
+        raise DPConfigError(
+            f"{table.name} has no column {user_id_column!r} of user ids; it has: {', '.join(table.columns)}. Name the "
+            "one that tells users apart with --user_id_column."
+        )
     if tokenizer.eos_token_id is None:
         raise DPConfigError(
             "The tokenizer has no end token (eos_token), so a text would have no end. Use the tokenizer of a causal "
@@ -464,9 +479,11 @@ def tokenize(
     num_rows = len(table) if limit is None else min(limit, len(table))  # a row gives one record or more
     rows = {column: table.columns[column][:num_rows] for column in kind.columns}
     records = list(kind.records(rows, tokenizer, block_size))[:limit]
-    dataset = Dataset.from_dict(
-        {"input_ids": [r.input_ids for r in records], "labels": [r.labels for r in records]},
-    )
+    columns = {"input_ids": [r.input_ids for r in records], "labels": [r.labels for r in records]}
+    if user_id_column is not None:
+        row_of = itertools.accumulate((r.starts_row for r in records), initial=-1)
+        columns[user_id_column] = [table.columns[user_id_column][row] for row in list(row_of)[1:]]
+    dataset = Dataset.from_dict(columns)
     return Split(dataset, sum(r.is_cut for r in records), sum(not r.has_target for r in records))
 
 

@@ -191,6 +191,7 @@ def build(
     text_pair_column: str | None = None,
     label_column: str | None = None,
     label_list: list[str] | None = None,
+    user_id_column: str | None = None,
 ) -> ClassificationData:
     """Splits with common columns and ids.
 
@@ -200,6 +201,7 @@ def build(
     Args:
         tables: split name -> table; the test split may be unlabelled.
         task: a GLUE task, which declares the labels.
+        user_id_column: of the training table, which is kept.
 
     Raises:
         DPConfigError: if columns or labels are missing or do not fit together.
@@ -217,6 +219,14 @@ def build(
             f"The splits differ in their text columns ({found}). Name them with --text_column, --text_pair_column."
         )
     splits = DatasetDict({split: _dataset(split, table, used[split], labels) for split, table in tables.items()})
+    if user_id_column is not None and "train" in tables:
+        ids = tables["train"].columns.get(user_id_column)
+        if ids is None:
+            raise DPConfigError(
+                f"{tables['train'].name} has no column {user_id_column!r} of user ids; it has: "
+                f"{', '.join(tables['train'].columns)}. Name the one that tells users apart with --user_id_column."
+            )
+        splits["train"] = splits["train"].add_column(user_id_column, list(ids))
     return ClassificationData(
         splits, labels, ", ".join(f"{len(table)} records of {table.name}" for table in tables.values())
     )

@@ -48,6 +48,7 @@ def load_data(
             text_pair_column=data_args.text_pair_column,
             label_column=data_args.label_column,
             label_list=None if data_args.label_list is None else read_label_list(data_args.label_list),
+            user_id_column=None if data_args.non_private else training_args.user_id_column,
         )
         declare_preprocessing(data_args, training_args)
     names = sources.needed_splits(data.splits, training_args)
@@ -66,15 +67,19 @@ def load_embedded(model_args: ModelArguments, training_args: DPTrainingArguments
     tables = {
         split: Table(
             f"Python {platform.python_version()}'s standard library [{split}]",
-            {"text": [text for text, _ in records], "label": [LABELS[label] for _, label in records]},
+            {"text": [text for text, _ in records], "label": [LABELS[label] for _, label in records], "file": files},
         )
-        for split, records in (("train", corpus.train), ("validation", corpus.evaluation))
+        for split, records, files in (
+            ("train", corpus.train, corpus.train_files),
+            ("validation", corpus.evaluation, corpus.evaluation_files),
+        )
     }
     logger.info(
         f"Embedded text: {len(corpus.train)} private records, {len(corpus.evaluation)} for evaluation; tokenizer from "
         f"{len(corpus.public_text)} other, public passages: {folder}"
     )
-    return build(tables, label_list=list(LABELS))
+    users = training_args.user_id_column
+    return build(tables, text_column="text", label_column="label", label_list=list(LABELS), user_id_column=users)
 
 
 def declare_preprocessing(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -> None:

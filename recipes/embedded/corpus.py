@@ -52,11 +52,14 @@ class Corpus:
         train: (sentence, index into `LABELS`); the private records.
         evaluation: the same kind, held out.
         public_text: passages that are in neither.
+        train_files, evaluation_files: where each record was found first: who wrote it, for privacy of users.
     """
 
     train: list[tuple[str, int]]
     evaluation: list[tuple[str, int]]
     public_text: list[str]
+    train_files: list[str]
+    evaluation_files: list[str]
 
     @property
     def digest(self) -> str:
@@ -80,11 +83,13 @@ def read_corpus(stdlib: Path | None = None) -> Corpus:
     stdlib = stdlib or Path(sysconfig.get_paths()["stdlib"])
     kinds: dict[str, set[str]] = {}
     spelling: dict[str, str] = {}
+    files: dict[str, str] = {}
     for path in _source_files(stdlib):
         for kind, sentence in _sentences_of_file(path):
             key = sentence.casefold()
             kinds.setdefault(key, set()).add(kind)
             spelling.setdefault(key, sentence)
+            files.setdefault(key, path.relative_to(stdlib).as_posix())
     labelled = {key: LABELS.index(*found) for key, found in kinds.items() if len(found) == 1 and found != {PUBLIC}}
     labelled = {key: label for key, label in labelled.items() if label != CODE or _bucket(key, "keep") < CODE_PERCENT}
     if len(labelled) < MIN_SENTENCES:
@@ -95,10 +100,12 @@ def read_corpus(stdlib: Path | None = None) -> Corpus:
         )
     public = [spelling[key] for key, found in kinds.items() if found == {PUBLIC}]
     public += [passage for passage in _language_reference() if passage.casefold() not in labelled]
-    splits: tuple[list, list] = ([], [])
+    keys: tuple[list[str], list[str]] = ([], [])
     for key in sorted(labelled):
-        splits[_bucket(key, "split") < EVAL_PERCENT].append((spelling[key], labelled[key]))
-    return Corpus(train=splits[False], evaluation=splits[True], public_text=public)
+        keys[_bucket(key, "split") < EVAL_PERCENT].append(key)
+    train, evaluation = ([(spelling[key], labelled[key]) for key in split] for split in keys)
+    train_files, evaluation_files = ([files[key] for key in split] for split in keys)
+    return Corpus(train, evaluation, public, train_files, evaluation_files)
 
 
 def _bucket(key: str, purpose: str) -> int:

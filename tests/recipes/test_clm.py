@@ -230,7 +230,8 @@ def test_from_the_hub(gpt2_dir: str, files: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_embedded(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The job without arguments, on little text and with few steps."""
-    tiny = Corpus([(text, 0) for text in DOCUMENTS], [(text, 0) for text in DOCUMENTS[:9]], [ref for _, ref in PAIRS])
+    train, held_out = ([(text, 0) for text in texts] for texts in (DOCUMENTS, DOCUMENTS[:9]))
+    tiny = Corpus(train, held_out, [ref for _, ref in PAIRS], ["a.py"] * len(train), ["a.py"] * len(held_out))
     monkeypatch.setattr(corpus, "read_corpus", lambda: tiny)
     monkeypatch.setattr(build, "build_gpt2", functools.partial(build.build_gpt2, num_steps=3))
     flags = {"--max_steps": "2", "--expected_batch_size": "8", "--disable_tqdm": "true", "--use_cpu": "true"}
