@@ -152,7 +152,7 @@ def declare_unit(kind: Kind, block_size: int, training_args: DPTrainingArguments
     """For the privacy report: what one record is, and what was fitted on training records before training."""
     unit = f"One record (example) is {kind.unit(block_size)}"
     if training_args.privacy_unit == "user":
-        unit += f", and all with one value of {training_args.user_id_column!r} are one user"
+        unit += f"; all with one value of {training_args.user_id_column!r} are one user"
     declared = training_args.data_dependent_preprocessing
     if declared == "not declared":
         declared = "none: each record is tokenized alone, with the tokenizer of the model"
@@ -274,7 +274,9 @@ def summary(
         lines.append(("generation", f"{scores} ({results['generate_samples']} prompts)"))
     lines.append(("privacy", running.privacy_line(trainer)))
     if isinstance(trainer, DPTrainerMixin) and trainer.plan is not None:
-        lines.append(("unit", f"example = {kind.unit(block_size)}"))
+        column = trainer.args.user_id_column
+        unit = "example" if trainer.plan.unit == "example" else f"user = all records of one {column!r}; record"
+        lines.append(("unit", f"{unit} = {kind.unit(block_size)}"))
     return lines
 
 

@@ -27,7 +27,15 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "expected_batch_size": ("2048", 2048),
     "sampling": ("fixed_order", "fixed_order"),
     "adjacency": ("replace_one", "replace_one"),
-    "privacy_unit": ("example", "example"),
+    "privacy_unit": ("user", "user"),
+    "user_id_column": ("author", "author"),
+    "records_per_user": ("4", 4),
+    "user_weighting": ("mean", "mean"),
+    "local_learning_rate": ("0.5", 0.5),
+    "local_batch_size": ("8", 8),
+    "local_epochs": ("2", 2),
+    "local_steps": ("3", 3),
+    "local_users_at_once": ("4", 4),
     "noise_mechanism": ("blt", "blt"),
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),
     "noise_restart_every": ("100", 100),
@@ -107,7 +115,8 @@ def test_the_choices_offered_are_those_that_are_accepted(parse, cls):
     offered = [(f.name, c) for f in dataclasses.fields(cls) if f.name in FIELDS for c in f.metadata.get("choices", ())]
     assert offered
     for name, choice in offered:
-        args = parse(cls, "--noise_multiplier", "1", f"--{name}", choice)
+        of_users = ["--privacy_unit", "user", "--user_id_column", "author"] if choice == "capped_poisson" else []
+        args = parse(cls, "--noise_multiplier", "1", f"--{name}", choice, *of_users)
         assert getattr(args, name) == choice
         assert args.privacy_config(expected_batch_size=8).noise_multiplier == 1
 

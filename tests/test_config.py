@@ -55,8 +55,13 @@ def test_is_frozen_and_keyword_only():
         ({"clipping": "global"}, "clipping='global'.*'flat', 'per_layer', 'automatic'"),
         ({"sampling": "shuffle"}, "sampling='shuffle'.*'auto', 'poisson', 'truncated_poisson', 'fixed_order'"),
         ({"adjacency": "replace"}, "adjacency='replace'.*'add_or_remove_one', 'zero_out', 'replace_one'"),
-        ({"privacy_unit": "user"}, "user level comes later.*Use 'example'"),
-        ({"privacy_unit": "token"}, "privacy_unit='token'.*'example'"),
+        ({"privacy_unit": "user"}, "records_per_user=None.*Use an integer >= 1"),
+        ({"privacy_unit": "user", "records_per_user": 0}, "records_per_user=0.*Use an integer >= 1"),
+        ({"records_per_user": 4}, "records_per_user=4.*Add privacy_unit='user'"),
+        ({"sampling": "capped_poisson"}, "capped_poisson.*Add privacy_unit='user'"),
+        ({"local_training": {"learning_rate": 1}}, "add privacy_unit='user'"),
+        ({"privacy_unit": "user", "records_per_user": 4, "user_weighting": "sum"}, "user_weighting='sum'.*'mean'"),
+        ({"privacy_unit": "token"}, "privacy_unit='token'.*'example', 'user'"),
         ({"noise_mechanism": "laplace"}, "noise_mechanism='laplace'.*'gaussian'"),
         ({"noise_rng": "numpy"}, "noise_rng='numpy'.*'secure', 'fast'"),
         ({"unsafe_fixed_noise_key": "secret"}, "not 64 hexadecimal digits. Use '00' \\* 32 in a test"),
@@ -85,7 +90,8 @@ def test_every_registered_choice_is_accepted():
         "noise_rng": ("secure", "fast"),
     }.items():
         for choice in choices:
-            assert getattr(config(**{field: choice}), field) == choice
+            users = {"privacy_unit": "user", "records_per_user": 4} if choice == "capped_poisson" else {}
+            assert getattr(config(**{field: choice}, **users), field) == choice
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "clipping_engine": ({"clipping_engine": "vmap"}, "clipping_engine='vmap'.*Choose one of: auto, book_keeping"),
     "sampling": ({"sampling": "shuffle"}, "sampling='shuffle'.*Use one of: 'auto'"),
     "adjacency": ({"adjacency": "add"}, "adjacency='add'.*Use one of: 'auto', 'add_or_remove_one'"),
-    "privacy_unit": ({"privacy_unit": "user"}, "privacy_unit='user'.*Use 'example'"),
+    "privacy_unit": ({"privacy_unit": "user"}, "privacy_unit='user'.*--user_id_column author"),
     "batch larger than the dataset": ({"expected_batch_size": 25}, "expected_batch_size.*25"),
     "empty batch": ({"expected_batch_size": 0}, "expected_batch_size=0.*integer >= 1"),
     "fixed key": ({"unsafe_fixed_noise_key": "42"}, "unsafe_fixed_noise_key.*64 hexadecimal"),

@@ -221,9 +221,8 @@ def _protected(plan: dict[str, Any]) -> str:
 
 
 def _seen(plan: dict[str, Any]) -> str:
-    return _SEEN.replace("all other records", f"all other {_plural(plan)}").replace(
-        "the number of records, the batch size", f"the number of {_plural(plan)}, the expected batch size"
-    )
+    of_units = _SEEN.replace("all other records", f"all other {_plural(plan)}")
+    return of_units.replace("the number of records", f"the number of {_sampled(plan)}")
 
 
 def _singular(plan: dict[str, Any]) -> str:

@@ -18,6 +18,8 @@ from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.grads.units import Units
 from hf_dpopt.losses import RecordLosses
 
+MAX_FILLED = 1.25  # rows that users are filled up to / rows they have
+
 
 @dataclasses.dataclass(frozen=True)
 class UsersBatch:
@@ -64,6 +66,10 @@ def by_user(records: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
     return [records[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
+def _fit(sizes: Sequence[int], limit: int) -> bool:
+    return sum(sizes) <= limit and max(sizes) * len(sizes) <= MAX_FILLED * sum(sizes)
+
+
 class UserBatch(LogicalBatch):
     """The users of one step on this rank: their chosen records, user after user.
 
@@ -79,13 +85,16 @@ class UserBatch(LogicalBatch):
         self.sizes, self.weight = tuple(sizes), weight
 
     def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[UsersBatch | UserInParts]:
-        """Batches of at most `size` records; users of about one size come together, large ones first."""
+        """Batches of at most `size` records; users of about one size come together, large ones first.
+
+        Users in a batch are filled up to the largest, which costs time with the square: so little of it is allowed.
+        """
         users = sorted(by_user(self.records, self.sizes), key=len, reverse=True)
         together: list[list[Any]] = []
         for user in users:
             if len(user) > size:
                 yield UserInParts(list(checked_collation(user, size, collate)), self._weight_of(user))
-            elif together and sum(map(len, together)) + len(user) > size:
+            elif together and not _fit([*map(len, together), len(user)], size):
                 yield self._collated(together, collate)
                 together = [user]
             else:

@@ -5,6 +5,7 @@ Shape legend: N = rows, U = users.
 
 from __future__ import annotations
 
+import datetime
 import json
 import shutil
 import tempfile
@@ -13,18 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from hf_dpopt.errors import DPConfigError
 
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
 MEND = "Drop those rows, or give every person who is behind them an id of their own."
-SCALARS = (
-    pa.types.is_integer, pa.types.is_string, pa.types.is_large_string, pa.types.is_boolean, pa.types.is_floating,
-    pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary, pa.types.is_temporal,
-    pa.types.is_decimal, pa.types.is_dictionary,
-)  # fmt: skip
+PLAIN = (int, str, bytes, float, datetime.date)
 
 
 class UserIndex:
@@ -117,68 +112,64 @@ def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> int:
     """Fills in a number for the user of every row, and returns how many users there are."""
     numbers: dict[Any, int] = {}
     first = 0
-    for ids in _id_arrays(dataset, column):
-        encoded = ids.dictionary_encode() if not isinstance(ids, pa.DictionaryArray) else ids
-        values = encoded.dictionary
-        missing = pc.sum(pc.is_null(encoded, nan_is_null=True)).as_py() or 0
-        known = values.to_pylist()
-        is_blank = [v is None or v != v or (isinstance(v, str) and not v.strip()) for v in known]
-        if missing or any(is_blank):
-            codes = np.asarray(encoded.indices.fill_null(-1))
-            blank = np.array([-1, *(i for i, b in enumerate(is_blank) if b)])
-            row = first + int(np.flatnonzero(np.isin(codes, blank))[0])
+    for codes, ids in _encoded(dataset, column):
+        is_blank = [v is None or v != v or (isinstance(v, str) and not v.strip()) for v in ids]
+        missing = (codes < 0) | np.array([*is_blank, True])[codes]
+        if missing.any():
             raise DPConfigError(
-                f"The column {column!r} has rows without an id (row {row} is the first), so nobody could say whose "
-                f"they are. {MEND}"
+                f"The column {column!r} has rows without an id (row {first + int(missing.argmax())} is the first), so "
+                f"nobody could say whose they are. {MEND}"
             )
-        of_dictionary = np.array([numbers.setdefault(v, len(numbers)) for v in known], np.int32)
-        codes_N[first : first + len(encoded)] = of_dictionary[np.asarray(encoded.indices)]
-        first += len(encoded)
+        codes_N[first : first + len(codes)] = np.array([numbers.setdefault(v, len(numbers)) for v in ids])[codes]
+        first += len(codes)
     if len(numbers) == 1:
         raise DPConfigError(
             f"The column {column!r} has one value in all rows, so there would be one user and nothing to hide in. "
-            "Name "
-            "the column that tells people apart: --user_id_column author."
+            "Name the column that tells people apart: --user_id_column author."
         )
     return len(numbers)
 
 
-def _id_arrays(dataset: Any, column: str) -> Iterator[pa.Array]:
-    """The ids as Arrow arrays, in the order of the rows."""
+def _encoded(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]]:
+    """Some rows at a time: for each the number of its id, or -1 for none, and the distinct ids."""
     names = getattr(dataset, "column_names", None)
     if isinstance(names, list) and hasattr(dataset, "with_format"):
         if column not in names:
             raise _no_column(column, names)
         for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=CHUNK):
-            yield _plain(table.column(column).combine_chunks(), column)
+            yield _encoded_arrow(table.column(column).combine_chunks(), column)
         return
     for part in _chunks(len(dataset)):
         rows = [dataset[i] for i in range(part.start, part.stop)]
         if not all(hasattr(row, "keys") and column in row for row in rows):
             raise _no_column(column, sorted(map(str, rows[0])) if hasattr(rows[0], "keys") else [])
         values = [row[column].item() if hasattr(row[column], "item") else row[column] for row in rows]
-        try:
-            ids = pa.array(values)
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise DPConfigError(
-                f"The ids in column {column!r} are of different kinds ({error}). Convert them to one: texts, or "
-                "integers."
-            ) from None
-        yield _plain(ids, column)
+        other = next((v for v in values if v is not None and not isinstance(v, PLAIN)), None)
+        if other is not None:
+            raise _not_plain(column, type(other).__name__)
+        numbers: dict[Any, int] = {}
+        codes = np.array([-1 if v is None else numbers.setdefault(v, len(numbers)) for v in values])
+        yield codes, list(numbers)
 
 
-def _plain(ids: Any, column: str) -> pa.Array:
-    if isinstance(ids, pa.ChunkedArray):
-        ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
-    if pa.types.is_null(ids.type):
-        raise DPConfigError(f"The column {column!r} is empty in all rows, so nobody could say whose they are. {MEND}")
-    if not any(is_kind(ids.type) for is_kind in SCALARS):
-        raise DPConfigError(
-            f"The ids in column {column!r} are {ids.type}, which cannot be compared. Use one text or integer per "
-            "row; a "
-            "row that several people wrote needs one id for the group, who are then protected together."
-        )
-    return ids
+def _encoded_arrow(ids: Any, column: str) -> tuple[np.ndarray, list[Any]]:
+    """Of an Arrow array, which `datasets` brings along."""
+    kind = str(ids.type)
+    if kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map", "extension")):
+        raise _not_plain(column, kind)
+    if kind == "null":
+        return np.full(len(ids), -1), []
+    encoded = ids if hasattr(ids, "dictionary") else ids.dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    return codes.astype(np.int64), encoded.dictionary.to_pylist()
+
+
+def _not_plain(column: str, kind: str) -> DPConfigError:
+    return DPConfigError(
+        f"The ids in column {column!r} are {kind}, which cannot be compared. Use one text or integer per row; a row "
+        "that "
+        "several people wrote needs one id for the group, who are then protected together."
+    )
 
 
 def _no_column(column: str, names: list[str]) -> DPConfigError:

@@ -85,11 +85,14 @@ def test_no_part_of_the_promise_is_missing(make_facts: MakeFacts, part: str) -> 
 
 @pytest.mark.parametrize(("sampling", "adjacency"), [(s, a) for s in SAMPLERS for a in SAMPLERS[s].adjacencies])
 def test_every_plan_has_a_statement(make_facts: MakeFacts, sampling: Sampling, adjacency: Adjacency) -> None:
-    config = PrivacyConfig(noise_multiplier=2.0, expected_batch_size=10, sampling=sampling, adjacency=adjacency)
+    users = {"privacy_unit": "user", "records_per_user": 3} if sampling == "capped_poisson" else {}
+    config = PrivacyConfig(
+        noise_multiplier=2.0, expected_batch_size=10, sampling=sampling, adjacency=adjacency, **users
+    )
     plan = make_plan(config, num_examples=100, num_steps=5)
     facts = make_facts(plan=plan.public_dict(), delta=plan.delta, epsilon_spent=plan.epsilon())
     text = render_statement(facts)
-    assert f"(`{adjacency}`)" in text and plan.sampler.describe() in text
+    assert f"(`{adjacency}`)" in text and plan.describe_sampling() in text
 
 
 def test_an_interrupted_run_claims_the_epsilon_of_its_plan(make_facts: MakeFacts, plan: PrivacyPlan) -> None:

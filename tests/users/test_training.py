@@ -198,7 +198,7 @@ IDS = {
     "no number": (lambda i: float("nan") if i == 4 else float(i % 7), "row 4 is the first"),
     "one for all": (lambda i: "me", "one value in all rows.*user_id_column"),
     "lists": (lambda i: [f"u{i}", "u"], "cannot be compared.*one text or integer per row"),
-    "all missing": (lambda i: None, "empty in all rows"),
+    "all missing": (lambda i: None, "row 0 is the first"),
 }
 
 
