@@ -104,7 +104,7 @@ class PrivateRun:
             raise
         num_steps = max(1, plan.num_steps - self._start)
         self._participations = (
-            ParticipationCheck(plan.sampler, self.chain.sampling_key, self._start + 1, num_steps)
+            ParticipationCheck(plan.sampler, self.chain.sampling_key, self._start + 1)
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
             else None
         )

@@ -43,7 +43,7 @@ def test_the_clipped_sum_equals_that_of_one_process(folders):
         assert reference.relative_error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["noise", "blt", "dp2", "adadps"])
+@pytest.mark.parametrize("name", ["noise", "blt", "dp2", "adadps", "users", "local"])
 def test_noise_is_added_once(folders, name):
     one, two = folders
     _, alone = _load(one, name, 0)
@@ -53,7 +53,7 @@ def test_noise_is_added_once(folders, name):
 
 
 @pytest.mark.parametrize("name", [
-    "sum", "noise", "empty", "private", "blt", "banded", "resumed", "dp2", "factored", "adadps",
+    "sum", "noise", "empty", "private", "blt", "banded", "resumed", "dp2", "factored", "adadps", "users", "local",
 ])  # fmt: skip
 def test_replicas_are_bit_equal(folders, name):
     (_, rank0), (_, rank1) = _load(folders[1], name, 0), _load(folders[1], name, 1)
@@ -66,6 +66,19 @@ def test_each_record_is_served_once(folders, name):
     assert facts0["drawn"] == facts1["drawn"]
     for step, drawn in enumerate(facts0["drawn"]):
         assert sorted(facts0["served"][step] + facts1["served"][step]) == drawn
+
+
+def test_a_user_is_on_one_rank(folders):
+    """Also the heavy one, whose records fill several physical batches; the others' are elsewhere."""
+    (facts0, _), (facts1, _) = _load(folders[1], "users", 0), _load(folders[1], "users", 1)
+
+    def users(facts) -> set[int]:
+        return {i % 11 if i < 40 else 3 for batch in facts["served"] for i in batch}
+
+    assert facts0["drawn"] == facts1["drawn"] and any(3 in drawn for drawn in facts0["drawn"])
+    assert users(facts0) and users(facts1)
+    batches = [{i % 11 if i < 40 else 3 for i in batch} for facts in (facts0, facts1) for batch in facts["served"]]
+    assert sum(3 in batch for batch in batches) > sum(3 in drawn for drawn in facts0["drawn"])
 
 
 @pytest.mark.parametrize("name", ["blt", "banded", "resumed"])

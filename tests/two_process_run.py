@@ -24,7 +24,7 @@ class Gradients(TrainerCallback):
 
 
 def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
-    records = [r | {"index": i} for i, r in enumerate(tiny.records())]
+    records = [r | {"index": i, "author": f"user {i % 11 if i < 40 else 3}"} for i, r in enumerate(tiny.records())]
     served: list[list[int]] = []
 
     def collate(rows):
@@ -76,3 +76,9 @@ if __name__ == "__main__":
         folder, "adadps", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED, preconditioner="adadps", optim="sgd",
         public_dataset=tiny.records(80)[64:], public_batch_size=6,
     )  # fmt: skip
+    users = {
+        "privacy_unit": "user", "user_id_column": "author", "records_per_user": 20, "expected_batch_size": 5,
+        "noise_multiplier": 1.0, "unsafe_fixed_noise_key": FIXED, "clipping_norm": 0.1,
+    }  # fmt: skip
+    run(folder, "users", per_device_train_batch_size=3, **users)
+    run(folder, "local", local_learning_rate=0.5, local_batch_size=4, noise_mechanism="nu_dpftrl", **users)

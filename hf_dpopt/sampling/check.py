@@ -18,12 +18,10 @@ class ParticipationCheck:
         sampler: draws.
         key: of the chain.
         first_step: of the chain, 1-based.
-        num_steps: that the chain may have in all.
     """
 
-    def __init__(self, sampler: Sampler, key: bytes, first_step: int, num_steps: int):
+    def __init__(self, sampler: Sampler, key: bytes, first_step: int):
         self._sampler, self._key, self._first_step = sampler, key, first_step
-        self._promised = sampler.participation(num_steps)
         self._seen_upto = first_step - 1
         self._count_N = np.zeros(0, np.int32)
         self._last_N = np.zeros(0, np.int64)
@@ -50,13 +48,14 @@ class ParticipationCheck:
         self._count(step, drawn)
 
     def _count(self, step: int, drawn: np.ndarray) -> None:
+        promised = self._sampler.participation(step - self._first_step + 1)
         self._count_N[drawn] += 1
-        too_soon = step - self._last_N[drawn] < self._promised.min_sep
-        too_often = self._count_N[drawn] > self._promised.max_participations
+        too_soon = step - self._last_N[drawn] < promised.min_sep
+        too_often = self._count_N[drawn] > promised.max_participations
         if too_soon.any() or too_often.any() or len(np.unique(drawn)) < len(drawn):
             raise DPConfigError(
                 f"Step {step} was not run: the batch breaks what the noise relies on, at most "
-                f"{self._promised.max_participations} participations at least {self._promised.min_sep} steps apart. "
+                f"{promised.max_participations} participations in so many steps, at least {promised.min_sep} apart. "
                 f"The sampler {self._sampler.name!r} is at fault, or it was changed in mid-run; report it."
             )
         self._last_N[drawn] = step
