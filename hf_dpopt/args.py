@@ -9,6 +9,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+from hf_dpopt.checks import check_count
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import MECHANISMS
@@ -293,6 +294,7 @@ class DPTrainingArguments(TrainingArguments):
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
 
     def _local_training(self) -> dict[str, Any] | None:
+        check_count("local_users_at_once", self.local_users_at_once)
         given = {name: getattr(self, f"local_{name}") for name in ("learning_rate", "batch_size", "epochs", "steps")}
         given = {name: value for name, value in given.items() if value is not None}
         if given and "learning_rate" not in given:

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from hf_dpopt.checks import check_count, check_noise_key, check_noise_multiplier, check_real
 from hf_dpopt.clipping import CLIPPINGS, Adjacency
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.preclip import make_preclip
 from hf_dpopt.sampling import SAMPLERS
@@ -56,6 +57,7 @@ class PrivacyConfig:
             the sampler has a proof for.
         privacy_unit: what is protected as a whole: ``example``, one record, or ``user``, all records with one user id.
             With users, `expected_batch_size` counts users, and neighbouring datasets differ in one whole user.
+        user_id_column: which column says whose a record is; for the ledger and the privacy statement.
         records_per_user: records of a user that take part in a step, at most; chosen anew in every step. For users
             only; >= 1.
         user_weighting: how the records of a user add up to the gradient that is clipped: ``constant``, each with
@@ -86,6 +88,7 @@ class PrivacyConfig:
     sampling: Sampling = "auto"
     adjacency: Adjacency | Literal["auto"] = "auto"
     privacy_unit: PrivacyUnit = "example"
+    user_id_column: str | None = None
     records_per_user: int | None = None
     user_weighting: UserWeighting = "constant"
     local_training: Mapping[str, Any] | None = None
@@ -176,6 +179,7 @@ class PrivacyConfig:
                     "Local training is on the records of one user: add privacy_unit='user' and sample users (any "
                     "sampling but 'capped_poisson'), or leave the local_ options out."
                 )
+            LocalTraining.of(options)
         if self.privacy_unit == "user":
             what = "an integer >= 1: the records of a user that take part in a step, at most"
             check_count("records_per_user", self.records_per_user, what)

@@ -120,6 +120,7 @@ class PrivacyPlan:
         if self.unit != "user":
             return None
         given: dict[str, Any] = {
+            "column": self.config.user_id_column,
             "records_per_user": self.config.records_per_user,
             "sampled": "users" if self.sums_users else "records",
         }

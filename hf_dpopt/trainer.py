@@ -176,10 +176,11 @@ class DPTrainerMixin(_Trainer):
     def _check_records_are_kept(self) -> None:
         """Some trainers prepare the dataset they are given: a record must stay one record."""
         dataset: Any = self.train_dataset
-        planned = self._users.index.num_rows if self._users else self.plan.num_examples if self.plan else 0
-        if self.plan is not None and len(dataset) != planned:
+        if self._users is not None and dataset is not None:
+            self._users.check(dataset)
+        elif self.plan is not None and len(dataset) != self.plan.num_examples:
             raise DPConfigError(
-                f"{type(self).__name__} made {len(dataset)} training records of {planned} (packing, "
+                f"{type(self).__name__} made {len(dataset)} training records of {self.plan.num_examples} (packing, "
                 "splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
             )
 
@@ -332,6 +333,8 @@ class DPTrainerMixin(_Trainer):
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
+        if self._users is not None and self.args.log_unprivatized:
+            logger.warning(self._users.unprivatized())
         self._stages.announce()
         if plan.compared:
             logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
@@ -355,6 +358,7 @@ class DPTrainerMixin(_Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         plan = self._planned()
+        self._check_records_are_kept()  # once more: it may have been replaced since the trainer was made
         dataset, self._record_collator = self.train_dataset, self.data_collator
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -388,6 +392,11 @@ class DPTrainerMixin(_Trainer):
     def _collated(self, records: list[Any]) -> Any:
         records = records if self._users is None else self._users.without_ids(records)
         return self._prepare_inputs(self._record_collator(records))
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Of the training set what is public: where users are protected, how many records they have is not."""
+        is_training = self._users is not None and isinstance(dataloader.dataset, Records)
+        return self._planned().num_examples if is_training else super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return args.expected_batch_size or super().get_total_train_batch_size(args)

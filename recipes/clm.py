@@ -257,7 +257,7 @@ def summary(
 ) -> list[tuple[str, str]]:
     """The last lines of a run: what was run, what came out, what it cost."""
     num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    data = ", ".join(f"{len(splits[name].dataset)} records of {table.name}" for name, table in tables.items())
+    data = ", ".join(running.records_of(t.name, splits[s].dataset, trainer, s) for s, t in tables.items())
     lines = [("what was run", f"{model_args.model_name_or_path} ({num_parameters:,} trained parameters) on {data}")]
     before = next((entry for entry in trainer.state.log_history if entry["step"] == 0), {})
     for name, meaning in PERPLEXITIES.items():

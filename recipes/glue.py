@@ -18,6 +18,7 @@ shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from pathlib import Path
@@ -187,7 +188,10 @@ def summary(
     """The last lines of a run: what was run, what came out, what it cost."""
     num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     start = " from random weights" if data_args.embedded else ""
-    what = f"{model_args.model_name_or_path}{start} ({num_parameters:,} trained parameters) on {data.description}"
+    on = data.description
+    if isinstance(trainer, DPTrainer) and trainer.plan is not None and trainer.plan.sums_users:
+        on = re.sub(r"^\d+ records", f"records of {trainer.plan.num_examples} users, from", on)  # how many is private
+    what = f"{model_args.model_name_or_path}{start} ({num_parameters:,} trained parameters) on {on}"
     lines = [("what was run", what)]
     validation = next(iter(evaluation_splits(splits).values()), None)
     if results and validation is not None and data.labels is not None:

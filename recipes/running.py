@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,28 @@ def set_up_logging(training_args: DPTrainingArguments) -> None:
 def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
     """Training, and what of its numbers may be kept."""
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
-    metrics = {**result.metrics, "train_samples": len(trainer.train_dataset)}
+    metrics = {**result.metrics, **train_size(trainer)}
     trainer.save_model()
     trainer.log_metrics("train", {k: v for k, v in metrics.items() if k != "delta"})  # it would round to 0.0
     hidden = TIMINGS if isinstance(trainer, DPTrainerMixin) else ()
     trainer.save_metrics("train", {k: v for k, v in metrics.items() if k not in hidden})
     trainer.save_state()
+
+
+def train_size(trainer: Trainer) -> dict[str, int]:
+    """How large the training set is, as far as that is public: where users are protected, they are counted."""
+    plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
+    if plan is not None and plan.unit == "user":
+        return {f"train_{'users' if plan.sums_users else 'records'}": plan.num_examples}
+    return {"train_samples": len(trainer.train_dataset)}
+
+
+def records_of(name: str, dataset: Sized, trainer: Trainer, split: str) -> str:
+    """A split in words, with the number of its records where that is public."""
+    plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
+    if split == "train" and plan is not None and plan.sums_users:
+        return f"records of {name}, by {plan.num_examples} users"
+    return f"{len(dataset)} records of {name}"
 
 
 def publish(trainer: Trainer, training_args: DPTrainingArguments, **kwargs: Any) -> None:

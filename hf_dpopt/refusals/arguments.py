@@ -26,6 +26,15 @@ def _on_arguments(args: Any) -> Iterator[Refusal]:
     yield from _on_batching(args)
     yield from _on_backward(args)
     yield from _on_side_channels(args)
+    yield from _on_users(args)
+
+
+def _on_users(args: Any) -> Iterator[Refusal]:
+    yield (
+        getattr(args, "local_users_at_once", 1) > 1 and (args.gradient_checkpointing or args.activation_checkpointing),
+        "Users cannot be trained side by side (vmap) with gradient checkpointing.",
+        "Use local_users_at_once=1, or no checkpointing.",
+    )
 
 
 def _on_devices(args: Any) -> Iterator[Refusal]:

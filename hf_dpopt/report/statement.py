@@ -25,7 +25,8 @@ _UNIT = {
         "with several rows, or a text cut into several rows, is not protected as a whole."
     ),
     "user": (
-        "One *user* is protected: all rows of the training set that carry one user id, however many they are. {way} A "
+        "One *user* is protected: all rows of the training set that carry one user id{column}, however many they "
+        "are. {way} A "
         "person with several ids, or whose rows carry the id of somebody else, is protected id by id and not as a "
         "whole; what others wrote about a person is theirs."
     ),
@@ -38,9 +39,11 @@ _CHOSEN = (
 )
 
 _CAPPED = (
-    "Of each user at most {records_per_user} rows were chosen, at random and once; the others were never looked at. "
-    "Rows "
-    "are sampled and clipped one by one, and a user with many in one step is accounted for."
+    "At most {records_per_user} rows of each user take part, chosen at random before the first step; a run that goes "
+    "on from "
+    "an older checkpoint, or trains again, chooses anew, and both are charged. Rows are sampled and clipped one by "
+    "one, and a "
+    "user with many in one step is accounted for."
 )
 
 _LOCAL = (
@@ -217,7 +220,8 @@ def _protected(plan: dict[str, Any]) -> str:
         way = _CAPPED
     else:
         way = _CHOSEN + (_LOCAL if "local_training" in users else _WEIGHTING[users["weighting"]])
-    return _UNIT[unit].format(way=way.format(**users))
+    column = f" (column {_quoted(users['column'])})" if users.get("column") else ""
+    return _UNIT[unit].format(column=column, way=way.format(**users))
 
 
 def _seen(plan: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ Shape legend: N = rows, U = users.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import shutil
 import tempfile
@@ -30,10 +31,11 @@ class UserIndex:
     Args:
         cuts_U: user u has the rows ``rows_N[cuts_U[u] : cuts_U[u + 1]]``; int64, (U + 1,).
         rows_N: row numbers, (N,).
+        digest: of the column of ids that it was made of.
     """
 
-    def __init__(self, cuts_U: np.ndarray, rows_N: np.ndarray):
-        self._cuts_U, self._rows_N = cuts_U, rows_N
+    def __init__(self, cuts_U: np.ndarray, rows_N: np.ndarray, digest: str):
+        self._cuts_U, self._rows_N, self.digest = cuts_U, rows_N, digest
 
     @property
     def num_users(self) -> int:
@@ -52,45 +54,62 @@ class UserIndex:
         return np.diff(self._cuts_U)
 
     @classmethod
-    def build(cls, dataset: Any, column: str, directory: Path | None = None) -> UserIndex:
+    def build(cls, dataset: Any, column: str, folder: Path | None = None) -> UserIndex:
         """Reads the ids of a dataset, a million rows at a time.
 
         Args:
             dataset: map-style: a `datasets.Dataset`, or anything with a length whose rows are mappings.
             column: of the ids: integers, texts or other plain values.
-            directory: where the arrays go; None keeps them in memory. An index that is already there is read.
+            folder: where the arrays go, below a name made of the ids themselves; None keeps them in memory. An index
+                of the same ids that is already there is read.
 
         Raises:
             DPConfigError: without such a column, for ids that are missing, no plain values, or the same in all rows.
         """
-        if directory is not None and (directory / "index.json").exists():
-            return cls.load(directory)
-        num_rows = len(dataset)
-        with tempfile.TemporaryDirectory(dir=directory.parent if directory else None) as scratch:
+        num_rows, on_disk = len(dataset), folder is not None
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             place = Path(scratch)
-            codes_N = _array(place / "codes.npy", np.int32, num_rows, directory is not None)
-            num_users = _read_codes(dataset, column, codes_N)
+            codes_N = _array(place / "codes.npy", np.int32, num_rows, on_disk)
+            digest = _read_codes(dataset, column, codes_N)
+            if folder is not None and (folder / digest / "index.json").exists():
+                return cls.load(folder / digest)
+            num_users = 1 + max(int(codes_N[part].max()) for part in _chunks(num_rows))
             counts_U = np.zeros(num_users, np.int64)
             for part in _chunks(num_rows):
                 counts_U += np.bincount(codes_N[part], minlength=num_users)
             cuts_U = np.concatenate([[0], counts_U.cumsum()])
-            rows_N = _array(place / "rows.npy", _row_type(num_rows), num_rows, directory is not None)
+            rows_N = _array(place / "rows.npy", _row_type(num_rows), num_rows, on_disk)
             _sort(codes_N, cuts_U, rows_N)
-            if directory is None:
-                return cls(cuts_U, rows_N)
+            if folder is None:
+                return cls(cuts_U, rows_N, digest)
             rows_N.flush()  # type: ignore[attr-defined]
             np.save(place / "cuts.npy", cuts_U)
-            about = {"column": column, "num_rows": num_rows, "num_users": num_users}
+            about = {"column": column, "num_rows": num_rows, "num_users": num_users, "digest": digest}
             (place / "index.json").write_text(json.dumps(about), encoding="utf-8")
-            directory.mkdir(parents=True, exist_ok=True)
+            (folder / digest).mkdir(exist_ok=True)
             for name in ("rows.npy", "cuts.npy", "index.json"):  # the last one says that all are there
-                shutil.move(place / name, directory / name)
-        return cls.load(directory)
+                shutil.move(place / name, folder / digest / name)
+        return cls.load(folder / digest)
 
     @classmethod
     def load(cls, directory: Path) -> UserIndex:
         """An index that `build` wrote, memory-mapped."""
-        return cls(np.load(directory / "cuts.npy"), np.load(directory / "rows.npy", mmap_mode="r"))
+        digest = json.loads((directory / "index.json").read_text(encoding="utf-8"))["digest"]
+        return cls(np.load(directory / "cuts.npy"), np.load(directory / "rows.npy", mmap_mode="r"), digest)
+
+    def check_is_of(self, dataset: Any, column: str) -> None:
+        """Whether the rows of a dataset are still whose the index says.
+
+        Raises:
+            DPConfigError: if they are not: rows of several people would be clipped as those of one.
+        """
+        if _read_codes(dataset, column, np.empty(len(dataset), np.int32)) != self.digest:
+            raise DPConfigError(
+                "The training records are not in the order in which their users were read: the dataset was changed, "
+                "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
+                "new "
+                "trainer."
+            )
 
 
 def _array(path: Path, dtype: Any, size: int, on_disk: bool) -> np.ndarray:
@@ -108,26 +127,40 @@ def _chunks(num_rows: int) -> Iterator[slice]:
         yield slice(first, min(first + CHUNK, num_rows))
 
 
-def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> int:
-    """Fills in a number for the user of every row, and returns how many users there are."""
+def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
+    """Fills in a number for the user of every row, and returns a digest of the whole column."""
     numbers: dict[Any, int] = {}
+    digest = hashlib.blake2b(column.encode(), digest_size=16)
     first = 0
     for codes, ids in _encoded(dataset, column):
-        is_blank = [v is None or v != v or (isinstance(v, str) and not v.strip()) for v in ids]
+        is_blank = [v is None or v != v or not _stripped(v) for v in ids]
         missing = (codes < 0) | np.array([*is_blank, True])[codes]
         if missing.any():
             raise DPConfigError(
                 f"The column {column!r} has rows without an id (row {first + int(missing.argmax())} is the first), so "
                 f"nobody could say whose they are. {MEND}"
             )
-        codes_N[first : first + len(codes)] = np.array([numbers.setdefault(v, len(numbers)) for v in ids])[codes]
+        part = np.array([numbers.setdefault(v, len(numbers)) for v in ids], np.int32)[codes]
+        codes_N[first : first + len(codes)] = part
+        digest.update(part.tobytes())
         first += len(codes)
+    kinds = {isinstance(v, (str, bytes)) for v in numbers}
+    if len(kinds) > 1:
+        raise _not_plain(column, "texts and numbers mixed")
     if len(numbers) == 1:
         raise DPConfigError(
             f"The column {column!r} has one value in all rows, so there would be one user and nothing to hide in. "
             "Name the column that tells people apart: --user_id_column author."
         )
-    return len(numbers)
+    digest.update(repr(list(numbers)).encode())
+    return digest.hexdigest()
+
+
+def _stripped(value: Any) -> Any:
+    """Texts without blanks and marks of no width; True for other values."""
+    if isinstance(value, bytes):
+        return value.strip()
+    return value.strip(" \t\r\n\v\f\u00a0\u200b\u200c\u200d\u2060\ufeff") if isinstance(value, str) else True
 
 
 def _encoded(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]]:

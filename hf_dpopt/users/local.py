@@ -20,51 +20,14 @@ from torch import nn
 from transformers import masking_utils
 
 from hf_dpopt.batches import LogicalBatch, checked_collation
-from hf_dpopt.checks import check_count, check_real
-from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.grads.products import wide
+from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.losses import RecordLosses
 from hf_dpopt.users.batches import by_user
 
 LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gives nothing
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalTraining:
-    """SGD on the records of one user.
-
-    Args:
-        learning_rate: > 0.
-        batch_size: records of a local step, at most.
-        epochs: passes over the records that take part, >= 1.
-        steps: local steps at most, through as many epochs as they take; None for `epochs`.
-    """
-
-    learning_rate: float
-    batch_size: int = 16
-    epochs: int = 1
-    steps: int | None = None
-
-    def __post_init__(self) -> None:
-        check_real("local_learning_rate", self.learning_rate, "a number > 0; 0.1 to 1 is usual")
-        if self.learning_rate <= 0:
-            raise DPConfigError(f"local_learning_rate={self.learning_rate} does not train. Use a number > 0.")
-        check_count("local_batch_size", self.batch_size)
-        check_count("local_epochs", self.epochs)
-        if self.steps is not None:
-            check_count("local_steps", self.steps)
-
-    def batches(self, num_records: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Which records make up the local steps of a user, shuffled in every epoch."""
-        size, found = min(self.batch_size, num_records), list[np.ndarray]()
-        per_epoch = -(-num_records // size)
-        num_epochs = self.epochs if self.steps is None else -(-self.steps // per_epoch)
-        for _ in range(num_epochs):
-            order = rng.permutation(num_records)
-            found += [order[first : first + size] for first in range(0, num_records, size)]
-        return found if self.steps is None else found[: self.steps]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +65,7 @@ class LocalUser:
                         if p.grad is not None:
                             p.sub_(p.grad, alpha=self.training.learning_rate)
                             p.grad = None
+                torch.clear_autocast_cache()  # an ambient autocast keeps converted copies of the weights
             return {name: wide(start[name] - p.detach()) for name, p in parameters.items()}
 
 
@@ -132,11 +96,14 @@ class LocalUsers:
             for batch, weights_UB in zip(self.batches, self.weights, strict=True):
                 split = {k: v.unflatten(0, weights_UB.shape) for k, v in batch.items() if isinstance(v, torch.Tensor)}
                 grads = of_users(weights, split, weights_UB.to(next(iter(start.values())).device))
+                # who has no records in this step stays where they are: what they would do there is not looked at
+                trains_U = (weights_UB.sum(dim=1) > 0).to(next(iter(start.values())).device)
                 with torch.no_grad():
                     for name, grad in grads.items():
-                        weights[name] = weights[name] - self.training.learning_rate * grad
-        moved = {name: wide(start[name].unsqueeze(0) - w.detach()) for name, w in weights.items()}
-        return engine.add_clipped(sums, guarded(moved))
+                        moved = weights[name] - self.training.learning_rate * grad
+                        weights[name] = torch.where(trains_U.view(-1, *[1] * (grad.dim() - 1)), moved, weights[name])
+        moves = {name: wide(start[name].unsqueeze(0) - w.detach()) for name, w in weights.items()}
+        return engine.add_clipped(sums, guarded(moves))
 
 
 class _Losses(nn.Module):
@@ -206,15 +173,17 @@ def side_by_side(
     collate: Callable[[list[Any]], Any],
     seed: int,
 ) -> LocalUsers:
-    """Users of different sizes as one: those with fewer records are filled up with their own first one, of weight "
-    "0."""
+    """Users of different sizes as one: a batch with fewer records is filled up with one of its own, of weight 0.
+
+    That record is evaluated in any case, so the filling makes no number that the user alone would not make.
+    """
     plans = [training.batches(len(records), rng) for records, rng in zip(users, rngs, strict=True)]
     num_steps, size = max(map(len, plans)), max(len(some) for plan in plans for some in plan)
     batches, weights = [], []
     for step in range(num_steps):
         chosen = [plan[step] if step < len(plan) else np.array([], int) for plan in plans]
         rows = [
-            [*(records[i] for i in some), *[records[0]] * (size - len(some))]
+            [*(records[i] for i in some), *[records[some[0] if len(some) else 0]] * (size - len(some))]
             for records, some in zip(users, chosen, strict=True)
         ]
         (batch,) = checked_collation([r for mine in rows for r in mine], len(rows) * size, collate, by_length=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from hf_dpopt.batches import LogicalBatch, StepIndices
 from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.mechanisms.randomness import derive_key
 from hf_dpopt.run import PrivateRun
 from hf_dpopt.sampling import CappedPoissonSampler
 from hf_dpopt.users.batches import UserBatch
 from hf_dpopt.users.index import UserIndex
-from hf_dpopt.users.local import LocalTraining, LocalUserBatch
+from hf_dpopt.users.local import LocalUserBatch
 from hf_dpopt.users.selection import choose_rows
 
 
@@ -38,7 +38,7 @@ class UserData:
         self.index, self.column, self.records_per_user = index, column, config.records_per_user
         self.weight = 1 / config.records_per_user if config.user_weighting == "constant" else None
         self.samples_records = config.sampling == CappedPoissonSampler.name
-        self.local_training = LocalTraining(**config.local_training) if config.local_training else None
+        self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
         self.users_at_once = users_at_once
         self._capped: tuple[bytes, np.ndarray] | None = None
 
@@ -70,20 +70,16 @@ class UserData:
                 "holds "
                 "the user ids: --user_id_column author."
             )
-        fingerprint = getattr(dataset, "_fingerprint", None)
-        if fingerprint is None:
+        if not hasattr(dataset, "with_format"):
             index = UserIndex.build(dataset, column)
         else:
-            name = hashlib.blake2b(f"{fingerprint}/{column}".encode(), digest_size=16).hexdigest()
 
             def build() -> Path:
-                directory = make_folder() / "users" / name
-                directory.parent.mkdir(exist_ok=True, mode=0o700)
-                UserIndex.build(dataset, column, directory)
-                return directory
+                folder = make_folder() / "users"
+                folder.mkdir(exist_ok=True, mode=0o700)
+                return folder / UserIndex.build(dataset, column, folder).digest
 
             index = UserIndex.load(aggregate.agreed(build))
-        sizes = index.sizes()
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
@@ -91,17 +87,32 @@ class UserData:
                 "have several rows, this is not the column that tells them apart."
             )
         made = cls(index, column, config, users_at_once)
-        over = float((sizes > made.records_per_user).mean())
-        logger.warning(
-            f"UNPRIVATIZED (exact, this console only): {index.num_users} users with {index.num_rows} records; "
-            f"{over:.1%} "
-            f"of them have more than records_per_user={made.records_per_user}, of which others are chosen in each "
-            "step."
+        logger.info(
+            f"{index.num_users} users, by the column {column!r}. How much each of them wrote is data "
+            "(--log_unprivatized "
+            "prints it)."
         )
         return made
 
+    def unprivatized(self) -> str:
+        """How many records there are, and how many users have more than take part."""
+        over = float((self.index.sizes() > self.records_per_user).mean())
+        return (
+            f"UNPRIVATIZED (exact values of private data, this console only): {self.index.num_rows} records of "
+            f"{self.index.num_users} users; {over:.1%} of them have more than records_per_user={self.records_per_user}"
+        )
+
+    def check(self, dataset: Any) -> None:
+        """Whether the index is that of the dataset that will be trained on."""
+        if len(dataset) != self.index.num_rows:
+            raise DPConfigError(
+                "The trainer made other training records of those it was given (packing, splitting or filtering), so "
+                "nobody can say whose they are. Prepare the dataset before the trainer."
+            )
+        self.index.check_is_of(dataset, self.column)
+
     def capped(self, key: bytes) -> np.ndarray:
-        """The records of a run that samples records: at most so many of each user, chosen once; ascending."""
+        """The records of a chain of steps that samples records: at most so many of each user; ascending."""
         limit = self.records_per_user
         rows = [choose_rows(self.index.rows(u), limit, key, "capped", str(u)) for u in range(self.index.num_users)]
         return np.sort(np.concatenate(rows))

@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
+from hf_dpopt import DPConfigError
 from hf_dpopt.users import UserIndex, choose_rows, index
 
 KEY = bytes(range(32))
@@ -36,25 +37,36 @@ def test_the_rows_of_a_user_are_those_of_a_dict(tmp_path, monkeypatch, kind, on_
         ids = data["author"]
     if kind == "categories":
         data = data.class_encode_column("author")
-    found = UserIndex.build(data, "author", tmp_path / "index" if on_disk else None)
+    found = UserIndex.build(data, "author", tmp_path if on_disk else None)
     assert _all(found) == _slow(ids)
     assert found.num_rows == len(ids) and found.sizes().tolist() == [len(rows) for rows in _slow(ids)]
 
 
-def test_an_index_on_disk_is_read_and_not_built_again(tmp_path):
+def test_an_index_on_disk_is_read_and_not_built_again(tmp_path, monkeypatch):
     rows = [{"author": i % 3} for i in range(30)]
-    first = UserIndex.build(rows, "author", tmp_path / "index")
-    again = UserIndex.build([{"author": 0}], "no such column", tmp_path / "index")
-    assert _all(first) == _all(again) and isinstance(again._rows_N, np.memmap)
+    first = UserIndex.build(rows, "author", tmp_path)
+    monkeypatch.setattr(index, "_sort", lambda *arrays: pytest.fail("sorted again"))
+    again = UserIndex.build(rows, "author", tmp_path)
+    assert _all(first) == _all(again) and isinstance(again._rows_N, np.memmap) and again.digest == first.digest
     assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["cuts.npy", "index.json", "rows.npy"]
 
 
 def test_an_index_that_was_not_finished_is_built_again(tmp_path):
     rows = [{"author": i % 3} for i in range(30)]
-    UserIndex.build(rows, "author", tmp_path / "index")
-    (tmp_path / "index" / "index.json").unlink()
-    (tmp_path / "index" / "rows.npy").write_bytes(b"half")
-    assert _all(UserIndex.build(rows, "author", tmp_path / "index")) == _slow([i % 3 for i in range(30)])
+    first = UserIndex.build(rows, "author", tmp_path)
+    (tmp_path / first.digest / "index.json").unlink()
+    (tmp_path / first.digest / "rows.npy").write_bytes(b"half")
+    assert _all(UserIndex.build(rows, "author", tmp_path)) == _slow([i % 3 for i in range(30)])
+
+
+def test_an_index_knows_its_rows(tmp_path):
+    rows = [{"author": f"user {i % 3}", "thread": i % 3} for i in range(30)]
+    found = UserIndex.build(rows, "author")
+    found.check_is_of(list(rows), "author")
+    for other in (rows[1:] + rows[:1], [{**r, "author": r["author"].upper()} for r in rows]):
+        with pytest.raises(DPConfigError, match="not in the order"):
+            found.check_is_of(other, "author")
+    assert UserIndex.build(rows, "thread").digest != found.digest
 
 
 def test_choices_are_uniform_of_the_user_alone_and_fresh_in_every_step():

@@ -111,6 +111,41 @@ def _compare_causal(model, alone, together):
     assert reference.relative_error(sums[1].result(), sums[0].result()) < 1e-10
 
 
+class Exploding:
+    """``exp(w x) - y w``: one step from 0 with y = 91 ends where the loss of that record is infinite in float32."""
+
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.zeros_(self.model.weight)
+
+    def __call__(self, batch):
+        products_B = self.model(batch["x"]).squeeze(1)
+        return products_B.exp() - batch["y"] * self.model.weight.sum()
+
+
+def _collate_numbers(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in ("x", "y")}
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_what_a_user_gives_does_not_depend_on_who_is_trained_beside_them(at_once):
+    """A user with fewer steps, or fewer records in one, is filled up; the filling is not looked at anywhere else."""
+    losses = Exploding()
+    engine = make_engine(losses.model, LOOSE)
+    ends, goes_on = [{"x": [1.0], "y": 91.0}], [{"x": [0.1], "y": 1.0}] * 3
+    sums = engine.empty_sum()
+    batch = LocalUserBatch(
+        [*ends, *goes_on, *ends], 1, (1, 3, 1), (1, 2, 3), LocalTraining(learning_rate=1.0, batch_size=2), at_once
+    )
+    for users in batch.physical(9, _collate_numbers):
+        users.add_to(sums, engine, losses)
+    alone = engine.empty_sum()
+    for user in LocalUserBatch(goes_on, 1, (3,), (2,), batch.training, 1).physical(9, _collate_numbers):
+        user.add_to(alone, engine, losses)
+    moved = sums.result()["weight"] - alone.result()["weight"]
+    assert moved.item() == pytest.approx(-180, rel=1e-5)
+
+
 def test_a_user_who_diverges_gives_nothing():
     moves = {"a": torch.tensor([[1.0, 2.0], [101.0, 0.0], [0.0, float("nan")], [99.0, -99.0]]), "b": torch.ones(4, 3)}
     found = guarded(moves)
@@ -174,6 +209,11 @@ REFUSED = {
     "without users": (
         {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
         "privacy_unit='user'",
+    ),
+    "nobody at once": ({"local_learning_rate": 0.1, "local_users_at_once": -1}, "local_users_at_once=-1"),
+    "side by side with checkpointing": (
+        {"local_learning_rate": 0.1, "local_users_at_once": 4, "gradient_checkpointing": True},
+        "side by side.*Use local_users_at_once=1",
     ),
     "sampled records": (
         {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"

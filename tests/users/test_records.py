@@ -80,7 +80,7 @@ def test_a_budget_is_kept():
     )  # fmt: skip
     plan = make_plan(config, num_examples=1000, num_steps=50)
     assert 3.9 < plan.epsilon() <= 4.0 and not plan.sums_users
-    assert plan.public_dict()["users"] == {"records_per_user": 4, "sampled": "records"}
+    assert plan.public_dict()["users"] == {"column": None, "records_per_user": 4, "sampled": "records"}
 
 
 def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
@@ -105,7 +105,7 @@ def test_the_statement_says_that_records_are_sampled(tmp_path):
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
     for part in (
         "One *user* is protected",
-        "at most 3 rows were chosen",
+        "At most 3 rows of each user",
         "records n, expected",
         "every user has at most 3",
     ):

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.users import choose_rows
 from tests import tiny
 from tests.reference import clipping as reference
+from tests.test_correlated_training import run_and_die_everywhere
+from tests.test_correlated_training import trainer as base_trainer
 
 NUM_USERS, HEAVY = 20, 47  # records of user 3
 
@@ -148,27 +150,84 @@ def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tm
     assert trainer.plan.num_examples == NUM_USERS and trainer.plan.public_dict()["users"]["records_per_user"] == 3
 
 
-def test_a_resumed_run_draws_the_same_users_and_records(tmp_path):
-    options = dict(noise_multiplier=1.0, learning_rate=0.1, save_strategy="steps", save_steps=2, max_steps=4)
-    whole = _trainer(tmp_path / "out", **options)
-    whole.train()
-    want, drawn = tiny.weights(whole.model), [whole._run.draw(t).tolist() for t in (3, 4)]
-    again = _trainer(tmp_path / "out", **options)
-    again._users.index  # noqa: B018
-    cut = _trainer(tmp_path / "cut", **options)
+RESUMED = {
+    "gradients": {},
+    "local": {"local_learning_rate": 0.5, "noise_mechanism": "nu_dpftrl"},
+    "records": {"sampling": "capped_poisson", "expected_batch_size": 12},
+}
 
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
 
-    cut.add_callback(Stop())
-    cut.train()
-    resumed = _trainer(tmp_path / "cut", **options)
-    resumed.train(resume_from_checkpoint=True)
-    assert [resumed._run.draw(t).tolist() for t in (3, 4)] != [] and resumed._run.charged == [4]
-    rows = [_of_user(resumed, 3, t) for t in (3, 4)]
-    assert rows[0] != rows[1], "a heavy user gives other records in another step"
-    assert want.keys() == tiny.weights(resumed.model).keys() and drawn
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, name):
+    """The same users, the same choice of their records, the same dropout: bit for bit, from every checkpoint."""
+    users = dict(privacy_unit="user", user_id_column="author", records_per_user=3, expected_batch_size=5, max_steps=4)
+    users |= {"train_dataset": _records(), **RESUMED[name]}
+    whole = run_and_die_everywhere(tmp_path, **users)
+    want = tiny.weights(whole.model)
+    for step in range(1, 4):
+        folder = tmp_path / "died" / str(step)
+        resumed = base_trainer(folder, **users)
+        resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
+        assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
+        assert resumed._run.charged == [4]
+    if name == "gradients":
+        assert _of_user(whole, 3, 3) != _of_user(whole, 3, 4), "a heavy user gives other records in another step"
+
+
+class Shuffling(DPTrainer):
+    """Prepares the dataset it is given, as some trainers do."""
+
+    def __init__(self, *args, train_dataset=None, **kwargs):
+        super().__init__(*args, train_dataset=train_dataset, **kwargs)
+        self.train_dataset = train_dataset.shuffle(seed=7)
+
+
+def test_records_in_another_order_than_their_users_are_refused(tmp_path):
+    dataset = datasets.Dataset.from_list(_records())
+    trainer = _trainer(tmp_path / "out", dataset)
+    trainer.train_dataset = dataset.shuffle(seed=5)
+    with pytest.raises(DPConfigError, match="not in the order.*make a new trainer"):
+        trainer.train()
+    shuffling = _trainer(tmp_path / "shuffling", dataset, cls=Shuffling)
+    with pytest.raises(DPConfigError, match="not in the order"):
+        shuffling.train()
+    assert not list(tmp_path.rglob("ledger.jsonl"))
+
+
+def test_an_index_is_that_of_the_ids_and_not_of_a_fingerprint(tmp_path):
+    def run(records):
+        dataset = datasets.Dataset.from_list(records)
+        dataset._fingerprint = "the same"  # as of a map that reads a file which has changed
+        return _trainer(tmp_path / "out", dataset)._users.index
+
+    before = run(_records())
+    after = run([{**r, "author": f"user{i % 7}"} for i, r in enumerate(_records())])
+    assert before.num_users == NUM_USERS and after.num_users == 7 and len(after.rows(0)) > 1
+
+
+def test_a_run_is_not_continued_under_another_unit(tmp_path):
+    records = [{**r, "thread": f"thread{i % NUM_USERS}"} for i, r in enumerate(_records())]
+    options = dict(noise_multiplier=1.0, save_strategy="steps", save_steps=2)
+    _trainer(tmp_path / "out", records, max_steps=2, **options).train()
+    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
+    assert "(column `author`)" in text
+    with pytest.raises(DPConfigError, match="author.*thread"):
+        again = _trainer(tmp_path / "out", records, user_id_column="thread", max_steps=4, **options)
+        again.train(resume_from_checkpoint=True)
+
+
+def test_how_many_records_there_are_is_in_no_file(tmp_path, caplog):
+    """Users are counted where the stock trainer counts samples: one user with many records would show."""
+    records = [*_records(), *({**r, "author": "user3"} for r in tiny.records(500))]
+    trainer = _trainer(tmp_path / "out", records, noise_multiplier=1.0, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    (last,) = [entry for entry in trainer.state.log_history if "train_runtime" in entry]
+    counted = last["train_samples_per_second"] * last["train_runtime"]
+    assert counted == pytest.approx(2 * NUM_USERS, rel=0.05)
+    shown = caplog.text + "".join(
+        path.read_text(errors="ignore") for path in (tmp_path / "out").rglob("*") if path.is_file()
+    )
+    assert str(len(records)) not in shown
 
 
 REFUSED = {
@@ -199,7 +258,15 @@ IDS = {
     "one for all": (lambda i: "me", "one value in all rows.*user_id_column"),
     "lists": (lambda i: [f"u{i}", "u"], "cannot be compared.*one text or integer per row"),
     "all missing": (lambda i: None, "row 0 is the first"),
+    "no width": (lambda i: "\u200b" if i == 5 else f"u{i % 7}", "row 5 is the first"),
 }
+
+
+def test_ids_of_mixed_kinds_are_refused(tmp_path):
+    """1 and "1" may be one person."""
+    records = [{**r, "author": i % 5 if i % 2 else str(i % 5)} for i, r in enumerate(tiny.records(30))]
+    with pytest.raises(DPConfigError, match="texts and numbers mixed"):
+        _trainer(tmp_path / "out", records)
 
 
 @pytest.mark.parametrize("as_dataset", [False, True])

@@ -1,0 +1,143 @@
+"""Models and metrics of the two tasks.
+
+Shape legend: B = records, T = words, V = words of the vocabulary, K = tags.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN
+
+RECALL_AT = 5
+PUBLIC_RATE = 3e-3
+
+
+def language_model(vocabulary_size: int, *, width: int, layers: int, max_words: int) -> GPT2LMHeadModel:
+    """A small GPT-2 with fresh weights, a word per token and no dropout; the head is the table of words."""
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=vocabulary_size, n_embd=width, n_layer=layers, n_head=max(1, width // 32),
+            n_positions=max_words + 2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=BEGIN,
+            eos_token_id=END, pad_token_id=PAD,
+        )
+    )  # fmt: skip
+
+
+def first_learn(
+    model: GPT2LMHeadModel,
+    sentences: Sequence[list[int]],
+    collate: Callable[[Any], dict[str, torch.Tensor]],
+    num_steps: int,
+) -> None:
+    """Ordinary training on public sentences, batches of 64, Adam with a rate that falls to 0."""
+    rng, optimizer = np.random.default_rng(0), torch.optim.AdamW(model.parameters(), lr=PUBLIC_RATE)
+    for step in range(num_steps):
+        optimizer.param_groups[0]["lr"] = PUBLIC_RATE * (1 - step / num_steps)
+        rows = rng.choice(len(sentences), min(64, len(sentences)), replace=False)
+        optimizer.zero_grad()
+        model(**collate([{"input_ids": sentences[i]} for i in rows])).loss.backward()
+        optimizer.step()
+    optimizer.zero_grad()
+
+
+class TagModel(nn.Module):
+    """Logistic regression on which words a post has, as a table of one row per word: (V, K), and a bias."""
+
+    def __init__(self, vocabulary_size: int, num_tags: int):
+        super().__init__()
+        self.words = nn.Embedding(vocabulary_size, num_tags)
+        self.bias = nn.Linear(1, num_tags, bias=False)
+        nn.init.zeros_(self.words.weight)
+        nn.init.zeros_(self.bias.weight)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> SequenceClassifierOutput:
+        mask_BT1 = attention_mask.unsqueeze(-1).to(self.words.weight.dtype)
+        share_B1 = 1 / mask_BT1.sum(dim=1).clamp(min=1)
+        logits_BK = (self.words(input_ids) * mask_BT1).sum(dim=1) * share_B1
+        return SequenceClassifierOutput(logits=logits_BK + self.bias(torch.ones_like(share_B1)))
+
+
+def tag_losses(outputs: Any, labels_BK: torch.Tensor) -> torch.Tensor:
+    """Binary cross entropy of a post, summed over the tags, (B,)."""
+    losses_BK = nn.functional.binary_cross_entropy_with_logits(outputs.logits, labels_BK, reduction="none")
+    return losses_BK.sum(dim=1)
+
+
+@torch.no_grad()
+def _batches(model: nn.Module, dataset: Any, collate: Callable[[Any], dict[str, torch.Tensor]], size: int) -> Any:
+    was_training, device = model.training, next(model.parameters()).device
+    model.eval()
+    for first in range(0, len(dataset), size):
+        batch = collate([dataset[i] for i in range(first, min(first + size, len(dataset)))])
+        inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
+        yield model(**inputs).logits.float().cpu(), batch["labels"]
+    model.train(was_training)
+
+
+def word_metrics(
+    model: nn.Module, dataset: Any, users: Sequence[Any], collate: Callable[[Any], dict[str, torch.Tensor]], size: int
+) -> dict[str, float]:
+    """Accuracy of the next word as the StackOverflow benchmark takes it: padding, unknown words and ends do not count.
+
+    Returns:
+        ``accuracy`` and ``perplexity`` over all words that count (perplexity: all targets but padding), and
+        ``user_accuracy``, ``user_perplexity``: the mean over users of their own (for perplexity, of the losses).
+    """
+    tallies: dict[Any, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
+    at = 0
+    for logits_BTV, labels_BT in _batches(model, dataset, collate, size):
+        targets_BT = labels_BT[:, 1:]
+        losses_BT = nn.functional.cross_entropy(
+            logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none"
+        ).view(targets_BT.shape)
+        counts_BT = (targets_BT != IGNORED) & (targets_BT != UNKNOWN) & (targets_BT != END)
+        right_BT = (logits_BTV[:, :-1].argmax(dim=-1) == targets_BT) & counts_BT
+        columns = (right_BT, counts_BT, losses_BT, targets_BT != IGNORED)
+        for tally in torch.stack([column.double().sum(dim=1) for column in columns], dim=1).numpy():
+            tallies[users[at]] += tally
+            at += 1
+    right, counted, loss, targets = np.stack(list(tallies.values())).T
+    seen, some = targets > 0, counted > 0
+    return {
+        "accuracy": float(right.sum() / max(1, counted.sum())),
+        "perplexity": math.exp(loss.sum() / max(1, targets.sum())),
+        "user_accuracy": float((right[some] / counted[some]).mean()) if some.any() else 0.0,
+        "user_perplexity": math.exp((loss[seen] / targets[seen]).mean()) if seen.any() else 1.0,
+    }
+
+
+def tag_metrics(
+    model: nn.Module, dataset: Any, users: Sequence[Any], collate: Callable[[Any], dict[str, torch.Tensor]], size: int
+) -> dict[str, float]:
+    """Recall of a post's tags among the five (or K) likeliest; posts without a known tag do not count.
+
+    Returns:
+        ``recall_at_5`` over posts, and ``user_recall_at_5``, the mean over users of their own.
+    """
+    recalls: dict[Any, list[float]] = collections.defaultdict(list)
+    at = 0
+    for logits_BK, labels_BK in _batches(model, dataset, collate, size):
+        found_BK = torch.zeros_like(labels_BK)
+        found_BK.scatter_(1, logits_BK.topk(min(RECALL_AT, labels_BK.size(1))).indices, 1.0)
+        for right, tags in zip((found_BK * labels_BK).sum(dim=1).tolist(), labels_BK.sum(dim=1).tolist(), strict=True):
+            if tags:
+                recalls[users[at]].append(right / tags)
+            at += 1
+    of_users = [float(np.mean(values)) for values in recalls.values()]
+    of_posts = [value for values in recalls.values() for value in values]
+    return {
+        f"recall_at_{RECALL_AT}": float(np.mean(of_posts)) if of_posts else 0.0,
+        f"user_recall_at_{RECALL_AT}": float(np.mean(of_users)) if of_users else 0.0,
+    }
