@@ -19,7 +19,7 @@ import torch
 from datasets import Dataset
 
 from hf_dpopt import DPConfigError
-from recipes.tables import EXTENSIONS, Table, read_table
+from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?|[^\w\s]")
 PAD, BEGIN, END, UNKNOWN = range(4)
@@ -49,7 +49,7 @@ def read_users(path: str | Path, split: str) -> Table:
     """
     name = Path(path).name.lower()
     if not Path(path).is_file():
-        raise DPConfigError(f"{path} is not a file. Name one of: {', '.join((*LAYOUTS, *EXTENSIONS))}.")
+        raise DPConfigError(f"{path} is not a file. Name one of: {', '.join((*LAYOUTS, *TEXT_EXTENSIONS))}.")
     if name.endswith((".h5", ".hdf5")):
         return _table(path, _h5_rows(Path(path)))
     if name.endswith(".sqlite"):
@@ -61,7 +61,7 @@ def read_users(path: str | Path, split: str) -> Table:
                 while block := packed.read(2**24):
                     file.write(block)
             return _table(path, _sqlite_rows(plain, split))
-    return read_table(path)
+    return read_table(path, kinds=TEXT_EXTENSIONS)
 
 
 def _table(path: str | Path, rows: Iterable[dict[str, Any]]) -> Table:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN
@@ -55,6 +55,7 @@ class TagModel(nn.Module):
 
     def __init__(self, vocabulary_size: int, num_tags: int):
         super().__init__()
+        self.config = PreTrainedConfig(num_labels=num_tags, vocab_size=vocabulary_size)
         self.words = nn.Embedding(vocabulary_size, num_tags)
         self.bias = nn.Linear(1, num_tags, bias=False)
         nn.init.zeros_(self.words.weight)

@@ -1,0 +1,277 @@
+"""recipes/stackoverflow.py: its layouts, words, metrics, and whole runs on little text."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import math
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt import DPConfigError
+from recipes import stackoverflow
+from recipes.stackoverflow_data import (
+    BEGIN,
+    END,
+    IGNORED,
+    PAD,
+    UNKNOWN,
+    Collator,
+    Vocabulary,
+    parse_example,
+    read_users,
+    sentences,
+    tagged,
+)
+from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
+from recipes.tables import Table
+
+ROWS = [
+    {"user": f"u{i % 6}", "tokens": text, "tags": tags, "score": i * 300}
+    for i, (text, tags) in enumerate(
+        [("how do i sort a list", "python|list"), ("a pointer is null", "c"), ("what is a class ?", "python")] * 8
+    )
+]
+
+
+# --- layouts ---------------------------------------------------------------------------------------------------------
+
+
+def _varint(value: int) -> bytes:
+    out = b""
+    while True:
+        value, low = value >> 7, value & 127
+        out += bytes([low | (128 if value else 0)])
+        if not value:
+            return out
+
+
+def _message(*fields: tuple[int, bytes]) -> bytes:
+    return b"".join(_varint(number << 3 | 2) + _varint(len(data)) + data for number, data in fields)
+
+
+def _example(row: dict) -> bytes:
+    """A serialized tf.train.Example, written out by hand."""
+    entries = []
+    for name, value in row.items():
+        if isinstance(value, int):
+            kind = (3, _message((1, _varint(value))))  # packed
+        elif isinstance(value, float):
+            kind = (2, _varint(1 << 3 | 5) + np.float32(value).tobytes())
+        else:
+            kind = (1, _message((1, value.encode())))
+        entries.append((1, _message((1, name.encode()), (2, _message(kind)))))
+    return _message((1, _message(*entries)))
+
+
+def _sqlite(path: Path) -> Path:
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)")
+        for i, row in enumerate(ROWS):
+            split = "train" if i < 18 else "heldout"
+            features = {k: v for k, v in row.items() if k != "user"}
+            connection.execute("INSERT INTO examples VALUES (?, ?, ?)", (split, row["user"], _example(features)))
+    return path
+
+
+def test_a_serialized_example_is_read():
+    found = parse_example(_example({"tokens": "größe", "score": 70000, "weight": 0.5, "empty": ""}))
+    assert found == {"tokens": "größe".encode(), "score": 70000, "empty": b""}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_sqlite_layout(tmp_path, packed):
+    path = _sqlite(tmp_path / "stackoverflow.sqlite")
+    if packed:
+        path.with_suffix(".sqlite.lzma").write_bytes(lzma.compress(path.read_bytes()))
+        path = path.with_suffix(".sqlite.lzma")
+    table = read_users(path, "train")
+    assert len(table) == 18 and len(read_users(path, "heldout")) == 6
+    rows = sorted(zip(table.columns["user"], table.columns["text"], table.columns["tags"], strict=True))
+    assert rows == sorted((r["user"], r["tokens"], r["tags"]) for r in ROWS[:18])
+    with pytest.raises(DPConfigError, match="holds no examples"):
+        read_users(path, "nothing")
+
+
+def test_the_hdf5_layout(tmp_path):
+    h5py = pytest.importorskip("h5py")
+    path = tmp_path / "stackoverflow_train.h5"
+    with h5py.File(path, "w") as file:
+        for user in ("u0", "u1"):
+            mine = [r for r in ROWS if r["user"] == user]
+            group = file.create_group(f"examples/{user}")
+            for name in ("tokens", "tags"):
+                group.create_dataset(name, data=[r[name].encode() for r in mine])
+    table = read_users(path, "train")
+    assert list(table.columns["text"]) == [r["tokens"] for u in ("u0", "u1") for r in ROWS if r["user"] == u]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.h5", None, "is not a file"),
+        ("broken.sqlite", b"no database at all, but long enough" * 40, "not the layout"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DPConfigError, match=message):
+        read_users(tmp_path / name, "train")
+
+
+# --- words and metrics -----------------------------------------------------------------------------------------------
+
+VOCABULARY = Vocabulary(("a", "is", "how", "list", "null", "class"))
+
+
+def test_words_have_ids_and_sentences_an_end():
+    table = Table("t", {"text": ["How is a List?", "a a a a"], "user": ["x", "y"]})
+    found = sentences(table, "text", "user", VOCABULARY, max_words=4)
+    assert found["input_ids"] == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, 4, END]]  # the first is longer than 4 words
+    assert found["user"] == ["x", "y"] and VOCABULARY.ids("pointer") == [UNKNOWN]
+    assert Vocabulary.of(["b b a", "c a b"], 2).words == ("b", "a")
+    batch = Collator(predicts_words=True)(found.remove_columns("user").to_list())
+    assert batch["labels"].tolist()[0] == [BEGIN, 6, 5, 4, 7, IGNORED] and batch["input_ids"][0, -1] == PAD
+
+
+class Fixed(torch.nn.Module):
+    """Says the same word everywhere."""
+
+    def __init__(self, word: int):
+        super().__init__()
+        self.weight, self.word = torch.nn.Parameter(torch.zeros(1)), word
+
+    def forward(self, input_ids, attention_mask):
+        logits = torch.zeros(*input_ids.shape, 10)
+        logits[..., self.word] = 2.0
+        return type("Outputs", (), {"logits": logits})
+
+
+def test_words_that_do_not_count_and_the_mean_over_users():
+    """Unknown words, ends and padding are no targets of the accuracy; a user with one text weighs as one with three."""
+    texts = ["a list", "a pointer a", "a a a", "null"]
+    table = Table("t", {"text": texts, "user": ["x", "y", "y", "x"]})
+    data = sentences(table, "text", "user", VOCABULARY, max_words=8)
+    found = word_metrics(Fixed(4), data.remove_columns("user"), data["user"], Collator(True), size=3)
+    # x: a, list, null -> 1 of 3; y: a, a, a, a, a -> 5 of 5 (the pointer does not count)
+    assert found["accuracy"] == pytest.approx(6 / 8)
+    assert found["user_accuracy"] == pytest.approx((1 / 3 + 1) / 2)
+    right, wrong = math.log(math.exp(2) + 9) - 2, math.log(math.exp(2) + 9)
+    x, y = [right, wrong, wrong, wrong, wrong], [right, wrong, right, wrong, right, right, right, wrong]
+    assert found["perplexity"] == pytest.approx(math.exp(np.mean(x + y)), rel=1e-5)
+    assert found["user_perplexity"] == pytest.approx(math.exp((np.mean(x) + np.mean(y)) / 2), rel=1e-5)
+
+
+def test_tags_are_recalled_and_their_losses_are_of_one_post():
+    table = Table("t", {"text": ["how is a list", "null", "?"], "tags": ["b|c", "a", "none"], "user": [1, 1, 2]})
+    data = tagged(table, "text", "tags", "user", VOCABULARY, list("abcdefg"), max_words=9)
+    assert data["labels"][0] == [0, 1, 1, 0, 0, 0, 0] and data["input_ids"][2] == [BEGIN]
+    model = TagModel(len(VOCABULARY), 7)
+    with torch.no_grad():
+        model.bias.weight[1] = 3.0
+        model.bias.weight[0] = -3.0
+        model.bias.weight[2] = 1.0
+    found = tag_metrics(model, data.remove_columns("user"), data["user"], Collator(False), size=2)
+    assert found["recall_at_5"] == pytest.approx(0.5) and found["user_recall_at_5"] == pytest.approx(0.5)
+    batch = Collator(False)(data.remove_columns("user").to_list())
+    labels = batch.pop("labels")
+    losses = tag_losses(model(**batch), labels)
+    assert losses.shape == (3,)
+    assert losses[2].item() == pytest.approx(sum(math.log1p(math.exp(z)) for z in (-3, 3, 1, 0, 0, 0, 0)), rel=1e-5)
+
+
+def test_a_language_model_has_a_word_per_token():
+    model = language_model(50, width=64, layers=1, max_words=6)
+    assert model(input_ids=torch.zeros(2, 8, dtype=torch.long)).logits.shape == (2, 8, 50)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path / "private"))
+    for name, keep in (("train", range(18)), ("held_out", range(18, 24))):
+        lines = [json.dumps({**ROWS[i], "text": ROWS[i]["tokens"], "author": f"{name}{i % 6}"}) for i in keep]
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
+            file.write("\n".join(lines))
+    (tmp_path / "words.txt").write_text("a 90\nis 80\nlist 7\nhow 5\n")
+    (tmp_path / "tags.txt").write_text("python\nc\n")
+    return tmp_path
+
+
+FLAGS = [
+    "--train_file", "train.jsonl.gz", "--validation_file", "held_out.jsonl.gz", "--user_id_column", "author",
+    "--vocabulary_file", "words.txt", "--target_epsilon", "8", "--target_delta", "1e-2", "--max_steps", "3",
+    "--expected_batch_size", "3", "--records_per_user", "2", "--width", "32", "--layers", "1", "--report_to", "none",
+    "--disable_tqdm", "true", "--use_cpu", "true", "--save_strategy", "no", "--output_dir", "out",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["--local_learning_rate", "0.3", "--optim", "sgd", "--optim_args", "momentum=0.9"],
+        ["--noise_mechanism", "nu_dpftrl", "--local_learning_rate", "0.3", "--local_users_at_once", "2"],
+        ["--sampling", "capped_poisson"],
+    ],
+    ids=["gradients", "federated", "correlated", "records"],
+)
+def test_next_words(folder, capsys, more):
+    assert stackoverflow.run([*FLAGS, *more]) == 0, capsys.readouterr().err
+    shown = capsys.readouterr().out
+    assert "accuracy" in shown and "before training" in shown and "unit: user" in shown
+    results = json.loads((folder / "out" / "all_results.json").read_text())
+    assert {"eval_accuracy", "eval_user_accuracy", "eval_perplexity", "eval_user_perplexity"} <= results.keys()
+    assert "train_samples" not in results and results["epsilon"] <= 8
+    statement = (folder / "out" / "privacy" / "statement.md").read_text()
+    assert "One *user* is protected" in statement and "(column `author`)" in statement
+
+
+def test_tags(folder, capsys):
+    assert stackoverflow.run([*FLAGS, "--task", "tags", "--tags_file", "tags.txt"]) == 0, capsys.readouterr().err
+    results = json.loads((folder / "out" / "all_results.json").read_text())
+    assert results["eval_recall_at_5"] == 1.0  # of two tags
+
+
+def test_users_in_both_sets_are_told_of(folder, caplog, capsys):
+    flags = [flag.replace("held_out.jsonl.gz", "train.jsonl.gz") for flag in FLAGS]
+    assert stackoverflow.run(flags) == 0, capsys.readouterr().err
+    assert "Some users are in the training and in the validation set" in caplog.text
+
+
+def test_public_steps_come_before_privacy(folder, capsys):
+    (folder / "public.txt").write_text("\n".join(row["tokens"] for row in ROWS))
+    before = ["--public_file", "public.txt", "--public_steps", "100", "--max_steps", "1", "--learning_rate", "0"]
+    assert stackoverflow.run([*FLAGS, *before]) == 0, capsys.readouterr().err
+    learned = json.loads((folder / "out" / "all_results.json").read_text())["eval_perplexity"]
+    assert learned < 4  # of 8 words, before
+
+
+REFUSED = {
+    "no vocabulary": (["--vocabulary_file", "words.txt"], [], "Words need public ids"),
+    "no such vocabulary": ([], ["--vocabulary_file", "nothing.txt"], "nothing.txt is not a file"),
+    "no tags": ([], ["--task", "tags"], "Give --tags_file"),
+    "no such column": ([], ["--user_id_column", "writer"], "no column 'writer'"),
+    "an odd width": ([], ["--width", "50"], "multiple of 32"),
+    "no words": ([], ["--max_words", "0"], "max_words=0"),
+    "public steps without public text": ([], ["--public_steps", "5"], "Add --public_file"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_flags_end_with_one_line(folder, capsys, case):
+    without, more, message = REFUSED[case]
+    flags = [flag for flag in FLAGS if flag not in without]
+    assert stackoverflow.run([*flags, *more]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.strip().splitlines()) == 1
+    assert not (folder / "out" / "privacy").exists()
