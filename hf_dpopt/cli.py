@@ -30,6 +30,7 @@ from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, read_report
 from hf_dpopt.report.statement import render_statement, round_up
 from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.users.planning import UserPlans, plan_for_users
 from hf_dpopt.workload import MAX_SCHEDULED_STEPS
 
 app = typer.Typer(
@@ -77,6 +78,12 @@ def plan(
     noise_kwargs: Annotated[
         str | None, typer.Option("--noise-kwargs", "--noise_kwargs", help="Options of the mechanism, as JSON.")
     ] = None,
+    users: Annotated[
+        int | None, typer.Option(help="Users in the training set: they are protected, and ways to train compared.")
+    ] = None,
+    records_per_user: Annotated[
+        int, typer.Option("--records-per-user", "--records_per_user", help="Of a user, that take part; with --users.")
+    ] = 16,
     optimizer: Annotated[str, typer.Option(help="adamw (any adaptive one) or sgd.")] = "adamw",
     momentum: Annotated[float, typer.Option(help="Of SGD; noise is tuned for it.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
@@ -104,6 +111,16 @@ def plan(
     if plots is not None:
         pyplot()  # what cannot be drawn is found before anything is computed
     num_steps = _num_steps(batch_size, num_examples, steps, epochs)
+    if users is not None:
+        compared = plan_for_users(
+            config,
+            num_users=users,
+            records_per_user=records_per_user,
+            records_per_step=batch_size,
+            num_steps=num_steps,
+        )
+        typer.echo(_users_text(compared))
+        return
     sizes = {
         "num_examples": num_examples,
         "num_steps": num_steps,
@@ -128,6 +145,20 @@ def plan(
         by_epsilon = {target: _compared(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
         for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
             sys.stderr.write(f"hf-dpopt: wrote {path}\n")
+
+
+def _users_text(compared: UserPlans) -> str:
+    lines = [
+        f"{label}: {plan.config.expected_batch_size} {kind} a step of {plan.num_examples}, noise multiplier "
+        f"{plan.noise_multiplier:.4g}, noise in the mean gradient {noise:.3g} clipping norms of a {kind[:-1]}; "
+        "epsilon "
+        f"{plan.epsilon():.4g} at delta {plan.delta:g} for a user"
+        for label, plan, kind, noise in (
+            ("users sampled", compared.by_users, "users", compared.noise_by_users),
+            ("records sampled", compared.by_records, "records", compared.noise_by_records),
+        )
+    ]
+    return "\n".join([*lines, compared.advice()])
 
 
 @app.command()
