@@ -179,6 +179,14 @@ class DPTrainingArguments(TrainingArguments):
             '\'{"clipping_norm": 5, "learning_rate_ratio": 3, "factored": true}\'.'
         },
     )
+    clipping_quantile: float | None = field(
+        default=None,
+        metadata={
+            "help": "Let the clipping norm follow this quantile of the norms, found privately at the same epsilon: "
+            "0.5 is "
+            "their median. clipping_norm is the first one. Default: it stays."
+        },
+    )
     dp2_delay: int | None = field(
         default=None, metadata={"help": "Steps of SGD from which a delayed preconditioner is made. Default: 200."}
     )
@@ -289,9 +297,23 @@ class DPTrainingArguments(TrainingArguments):
         values["local_training"] = self._local_training()
         if self.privacy_unit == "user" and self.records_per_user is None:
             values["records_per_user"] = RECORDS_PER_USER
+        if self.clipping_quantile is not None:
+            values |= self._with_quantile(values["preconditioner_kwargs"])
         if self.dp2_delay is not None:
             values["preconditioner_kwargs"] = self._with_delay(values["preconditioner_kwargs"])
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
+
+    def _with_quantile(self, options: Any) -> dict[str, Any]:
+        if self.preconditioner not in ("none", "quantile"):
+            raise DPConfigError(
+                f"clipping_quantile goes with records as they are, and preconditioner is {self.preconditioner!r}. "
+                "Use one "
+                "of them."
+            )
+        return {
+            "preconditioner": "quantile",
+            "preconditioner_kwargs": {**options, "quantile": self.clipping_quantile},
+        }
 
     def _local_training(self) -> dict[str, Any] | None:
         check_count("local_users_at_once", self.local_users_at_once)

@@ -17,7 +17,7 @@ import dp_accounting
 from hf_dpopt.accounting import accountants, events, pairs
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.checks import check_count, check_noise_multiplier
-from hf_dpopt.clipping import Clipping, make_clipper
+from hf_dpopt.clipping import SENSITIVITY_FACTOR, Clipping, make_clipper
 from hf_dpopt.config import PrivacyConfig, PrivacyWarning
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms import CorrelatedNoise, GaussianMechanism, NoiseMechanism
@@ -25,6 +25,7 @@ from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Work
 from hf_dpopt.mechanisms.streams.cost import StreamCost, stream_cost
 from hf_dpopt.noise_choice import choose_noise, restarted_with, stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
+from hf_dpopt.preclip.base import sensitivity_ratio
 from hf_dpopt.sampling import BallsInBinsSampler, CappedPoissonSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
@@ -78,11 +79,13 @@ class PrivacyPlan:
 
     @property
     def sensitivity(self) -> float:
-        """Largest L2 change of what one step sums, between adjacent datasets: all its queries together.
+        """Largest L2 change of what one step sums, between adjacent datasets: all its queries and counts together.
 
         In the coordinates of the clip, those of g / D where records are divided by D; gradient units without D.
         """
-        return math.sqrt(self.preclip.num_queries) * self.clipper.sensitivity(self.adjacency)
+        per_clip = self.noise_multiplier * SENSITIVITY_FACTOR[self.adjacency]
+        ratio = sensitivity_ratio(self.preclip, per_clip, self.sampler.expected_batch_size)
+        return ratio * self.clipper.sensitivity(self.adjacency)
 
     @property
     def strategy(self) -> NoiseStrategy:
@@ -327,6 +330,8 @@ def make_plan(
         config, num_examples=num_examples, num_steps=num_steps, delta=delta, workload=workload, recorded=recorded
     )
     config, sampler, strategy, noise_steps = chosen
+    if hasattr(preclip, "check_config"):
+        preclip.check_config(config)
     sampler.check_adjacency(config.adjacency)
     pairs.check_pair(strategy, sampler)
     if not 0 < pairs.strategy_sensitivity(strategy, sampler, noise_steps) < math.inf:
@@ -347,7 +352,7 @@ def make_plan(
     if noise_multiplier is None:
         noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
     check_noise_multiplier(noise_multiplier)
-    return PrivacyPlan(
+    made = PrivacyPlan(
         config=config,
         num_examples=int(num_examples),
         num_steps=int(num_steps),
@@ -360,6 +365,8 @@ def make_plan(
         preclip=preclip,
         compared=compared,
     )
+    assert made.sensitivity > 0  # a count that asks for more than the budget is refused here
+    return made
 
 
 def _make_mechanism(

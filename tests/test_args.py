@@ -41,6 +41,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "noise_restart_every": ("100", 100),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),
+    "clipping_quantile": ("0.3", 0.3),
     "dp2_delay": ("5", 5),
     "filter": ("butterworth:2:0.1", "butterworth:2:0.1"),
     "public_batch_size": ("8", 8),

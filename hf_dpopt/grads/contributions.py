@@ -28,6 +28,7 @@ CANCELLATION = 0.05
 # Tokens that cancel in the norm leave the rounding of their sum behind, which a small divisor of a preconditioner
 # magnifies. A squared norm holds the square of so many ulps of what the tokens are together, cancelled or not.
 ULPS = 128
+COUNT = "units within the clip"  # a coordinate of the sum that is no parameter
 MAX_PACKED = 2**15  # elements of a parameter that goes into a pack
 MAX_SQUARED = 2**20  # elements of a gradient that are squared at once; they stay in a core's cache
 
@@ -241,6 +242,12 @@ class ClippedSum:
         self._parameters = parameters
         self._totals: dict[str, torch.Tensor] = {}
         self.scale, self._is_scaled = scale, False
+        self._count = 0.0  # of units, +1/2 for one within the clip and -1/2 for one that was clipped
+
+    def count(self, is_clipped_U: torch.Tensor) -> None:
+        """Counts units that were not dropped."""
+        if self.scale is not None and self.scale.count_weight:
+            self._count += float((0.5 - is_clipped_U.double()).sum())
 
     def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
         """Adds ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
@@ -283,10 +290,14 @@ class ClippedSum:
             self._is_scaled = True
             for name, total in self._totals.items():
                 self.scale.apply_(name, total)
-        return {
+        sums = {
             name: self._totals[name] if name in self._totals else self._new(name, torch.zeros)
             for name in self._parameters
         }
+        if self.scale is not None and self.scale.count_weight:
+            first = next(iter(sums.values()))
+            sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])
+        return sums
 
 
 def _inner_outer_outer(x: Outer, y: Outer) -> torch.Tensor:

@@ -105,7 +105,7 @@ class ProjectingEngine(ClippingEngine):
             squares = {group: squares_B + u_Bk.square().sum(dim=1)}
             factors, keep_B = self.clipping.factors(squares), usable(squares)
             sums.add(COORDINATES, Dense(u_Bk[keep_B]), factors[group][keep_B])
-        return self._statistics(losses_B, factors, keep_B)
+        return self._statistics(sums, losses_B, factors, keep_B)
 
     def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
         assert gradients.keys() == self.parameters.keys(), gradients.keys() ^ self.parameters.keys()
@@ -116,7 +116,7 @@ class ProjectingEngine(ClippingEngine):
             factors, keep_U = self.clipping.factors(squares), usable(squares)
             for factors_U in factors.values():
                 sums.add(COORDINATES, Dense(u_Uk[keep_U]), factors_U[keep_U])
-        return self._statistics(torch.zeros(len(u_Uk)), factors, keep_U)
+        return self._statistics(sums, torch.zeros(len(u_Uk)), factors, keep_U)
 
 
 def coordinates(use: Contribution, basis: torch.Tensor) -> torch.Tensor:

@@ -164,10 +164,12 @@ class Scale:
     Args:
         parts: parameter name -> 1 / D; those left out are not divided.
         factor: one number for all coordinates: a clip norm of its own, in units of the clipping rule's.
+        count_weight: of ``1[unit within the clip] - 1/2`` in a coordinate `COUNT` of the sum; 0 for none.
     """
 
     parts: Mapping[str, Diagonal | Factored] = dataclasses.field(default_factory=dict)
     factor: float = 1.0
+    count_weight: float = 0.0
 
     def of(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
         """The uses of a parameter, divided, for norms; `factor` is left to the caller."""

@@ -18,6 +18,7 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.preclip.base import Identity, Preclip, Preconditioning, PublicSource
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
 from hf_dpopt.preclip.public import PublicPreconditioner
+from hf_dpopt.preclip.quantile import QuantileClipping
 from hf_dpopt.preclip.scale import ScaleThenPrivatize
 from hf_dpopt.preclip.subspace import PublicSubspaceProjection
 
@@ -27,6 +28,7 @@ PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
     "dp2_adagrad": (DelayedPreconditioner, {"second_moment": "adagrad"}),
     "dp2_yogi": (DelayedPreconditioner, {"second_moment": "yogi"}),
     "adadps": (PublicPreconditioner, {}),
+    "quantile": (QuantileClipping, {}),
     "subspace": (PublicSubspaceProjection, {}),
 }
 
@@ -57,6 +59,7 @@ __all__ = [
     "PublicPreconditioner",
     "PublicSource",
     "PublicSubspaceProjection",
+    "QuantileClipping",
     "ScaleThenPrivatize",
     "make_preclip",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
@@ -85,6 +86,18 @@ class Preclip(Protocol):
             noise: level of the noise in the released mean.
             public: gradients of public records, where they are needed.
         """
+
+
+def sensitivity_ratio(spec: Preclip, noise_multiplier: float, expected_batch_size: int) -> float:
+    """How far a unit moves all that a step sums, relative to how far it moves one clipped sum.
+
+    Args:
+        spec: with a method of that name, if it sums more than clipped gradients.
+        noise_multiplier: stddev of the noise / bound on one unit.
+        expected_batch_size: units.
+    """
+    own = getattr(spec, "sensitivity_ratio", None)
+    return math.sqrt(spec.num_queries) if own is None else own(noise_multiplier, expected_batch_size)
 
 
 class ActsAtOnce:

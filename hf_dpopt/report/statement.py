@@ -264,6 +264,13 @@ def _preconditioner(plan: dict[str, Any]) -> str:
         what = "C bounds a record as it is, and it acts after the noise"
     elif preclip.get("project") == "before_clip":
         what += f", which are {preclip['rank']}: those are summed and noised, and gradients lie in their span"
+    elif preclip["name"] == "quantile":
+        what = (
+            "C is only the first clipping norm: it follows that quantile of the norms. How many are within it is "
+            "released "
+            "in every step, with noise of its own, as one coordinate more; the noise of the gradient is that much "
+            "larger"
+        )
     if plan.get("num_queries", 1) > 1:
         what += f"; {plan['num_queries']} clipped sums in every step, noised as one vector"
     made = "it is made of released gradients, released weights and public values alone"

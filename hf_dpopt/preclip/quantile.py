@@ -1,0 +1,152 @@
+r"""A clipping norm that follows a quantile of the units' norms, found privately.
+
+In every step the units (records, users) whose norm is within the clip are counted, and the count is released with
+noise of its own: one coordinate more beside the gradient, noised as one vector with it. Then
+``C <- C exp(-eta (share - quantile))``. C is a factor before the core and one behind it, so the clip of the core, and
+what epsilon is computed from, never change.
+
+Andrew, Thakkar, McMahan and Ramaswamy (2021), arXiv:1905.03871, Algorithm 1 and Theorem 1: with noise of stddev
+``sigma_b`` on the sum of ``1[within] - 1/2`` and of ``z_Delta C`` on that of the gradients,
+``z_Delta = (z^-2 - (2 sigma_b)^-2)^(-1/2)``, both together are the Gaussian mechanism of noise multiplier z.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from hf_dpopt.checks import check_positive
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.contributions import COUNT
+from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.postprocess import Gradients, NoiseLevel
+from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys, multiply_
+
+FARTHEST = 1e6  # that C may get from the first one, either way
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantileClipping(ActsAtOnce):
+    """The spec; see the module.
+
+    Formal guarantee: a unit more or less moves the sum of the clipped gradients by at most C and the weighted count by
+    at most half its weight, together by `sensitivity_ratio` times C.
+
+    Args:
+        quantile: of the norms that are to be within the clip, in (0, 1).
+        learning_rate: eta, > 0, per step.
+        count_noise: stddev of the noise in the share of units within the clip (unitless), > 0: the paper's
+            ``sigma_b / m``, for which it takes 1/20.
+
+    Raises:
+        DPConfigError: for values out of range.
+    """
+
+    quantile: float = 0.5
+    learning_rate: float = 0.2
+    count_noise: float = 0.05
+    name: ClassVar[str] = "quantile"
+    num_queries: ClassVar[int] = 1
+    changes_every: ClassVar[int | None] = None  # goes with independent noise alone, see `check_config`
+
+    def __post_init__(self) -> None:
+        check_positive(learning_rate=self.learning_rate, count_noise=self.count_noise)
+        if not 0 < self.quantile < 1:
+            raise DPConfigError(f"quantile={self.quantile} is outside (0, 1). Use 0.5 for the median of the norms.")
+
+    def parameters(self) -> dict[str, Any]:
+        return {"name": self.name, **dataclasses.asdict(self)}
+
+    def check_config(self, config: Any) -> None:
+        """Refuses what the count was not proven for."""
+        if config.noise_mechanism != "gaussian":
+            raise DPConfigError(
+                f"A clipping norm that changes in every step changes the coordinates that {config.noise_mechanism} "
+                "noise "
+                "is taken back in. Use noise_mechanism='gaussian', or a fixed clipping_norm."
+            )
+        if config.clipping != "flat":
+            raise DPConfigError(
+                f"clipping={config.clipping!r} has no one norm that units are within. Use clipping='flat'."
+            )
+        if config.adjacency == "zero_out":
+            raise DPConfigError(
+                "An empty unit is within every clip, so under adjacency='zero_out' it moves the count by more than a "
+                "unit "
+                "that is not there. Use sampling='poisson' or 'truncated_poisson' with adjacency='add_or_remove_one'."
+            )
+
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        """Largest change of gradient and weighted count together / that of the gradient.
+
+        Args:
+            noise_multiplier: stddev of all the noise / bound on one unit.
+            expected_batch_size: units.
+
+        Raises:
+            DPConfigError: if the count alone would take the whole budget.
+        """
+        share = noise_multiplier / (2 * self.count_noise * expected_batch_size)
+        if share >= 1:
+            least = noise_multiplier / (2 * expected_batch_size)
+            raise DPConfigError(
+                f"count_noise={self.count_noise} is less noise than the budget allows for the count alone. Use more "
+                "than "
+                f"{least:.3g}, larger batches, or a larger budget."
+            )
+        return 1 / math.sqrt(1 - share**2)
+
+    def start(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        *,
+        clipping_norm: float,
+        noise: NoiseLevel,
+        public: PublicSource | None = None,
+    ) -> ClippingAtQuantile:
+        """See `Preclip.start`."""
+        return ClippingAtQuantile(self, noise)
+
+
+class ClippingAtQuantile(InPlace):
+    """`QuantileClipping` at work; C relative to the first one is all it keeps, and was made of released counts."""
+
+    def __init__(self, spec: QuantileClipping, noise: NoiseLevel):
+        self._spec, self._noise = spec, noise
+        self.ratio = 1.0  # C / the clipping norm of the core
+
+    @property
+    def gain(self) -> float | None:
+        return self._last
+
+    _last = 1.0  # ratio of the latest release
+
+    @property
+    def _weight(self) -> float:
+        """Of a unit in the count, relative to the expected batch, such that the share has noise `count_noise`."""
+        variance = self._noise.variance()
+        assert variance is not None
+        return math.sqrt(variance) / self._spec.count_noise or 1.0  # without noise any weight will do
+
+    def scales(self) -> tuple[Scale | None, ...]:
+        return (Scale({}, 1 / self.ratio, count_weight=self._weight),)
+
+    def receive(self, released: Sequence[Gradients]) -> Gradients:
+        gradients = dict(released[0])
+        share = gradients.pop(COUNT).item() / self._weight + 0.5
+        self._last = self.ratio
+        multiply_(gradients, self.ratio)
+        step = math.exp(-self._spec.learning_rate * (share - self._spec.quantile))
+        self.ratio = min(max(self.ratio * step, 1 / FARTHEST), FARTHEST)
+        return gradients
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ratio": self.ratio, "last": self._last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        check_keys(state, {"ratio", "last"})
+        self.ratio, self._last = float(state["ratio"]), float(state["last"])

@@ -1,0 +1,165 @@
+"""The clipping norm that follows a quantile: what it costs, where it ends, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+import torch
+
+from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, private_step
+from hf_dpopt.grads import ENGINES, make_engine
+from hf_dpopt.grads.contributions import COUNT
+from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.grads.units import Units
+from tests import tiny
+
+ALPHA = 1e-6  # false-alarm probability of each random test
+
+
+def _config(**changes):
+    options = {"preconditioner": "quantile", "preconditioner_kwargs": {}, "noise_multiplier": 1.0}
+    return PrivacyConfig(**{"expected_batch_size": 50, "sampling": "poisson", **options, **changes})
+
+
+@pytest.mark.parametrize("adjacency", ["add_or_remove_one", "replace_one"])
+@pytest.mark.parametrize("z", [0.4, 1.0, 2.5])
+def test_gradient_and_count_together_are_one_gaussian_of_the_planned_noise(z, adjacency):
+    """The two parts have precisions that add up: z^-2 = z_Delta^-2 + (2 sigma_b)^-2, Theorem 1 of arXiv:1905.03871."""
+    plan = make_plan(
+        _config(noise_multiplier=z, expected_batch_size=80, clipping_norm=0.3, adjacency=adjacency),
+        num_examples=500,
+        num_steps=3,
+    )
+    plain = make_plan(
+        _config(noise_multiplier=z, expected_batch_size=80, preconditioner="none", adjacency=adjacency),
+        num_examples=500,
+        num_steps=3,
+    )
+    assert plan.epsilon() == plain.epsilon()
+    moves = 1.0 if adjacency == "add_or_remove_one" else 2.0  # of the gradients in clips, of the count in halves
+    noise = z * plan.sensitivity  # of every coordinate
+    z_gradient, sigma_b = noise / 0.3, 0.05 * 80
+    weight = noise / sigma_b
+    joint = math.hypot(moves * 0.3, moves * weight / 2)
+    assert noise / joint == pytest.approx(z) and plan.sensitivity == pytest.approx(joint)
+    precision = (moves / z_gradient) ** 2 + (moves / (2 * sigma_b)) ** 2
+    assert precision == pytest.approx(z**-2)
+
+
+@pytest.mark.parametrize("units", [None, (2, 1, 3, 2)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_unit_more_moves_the_whole_sum_by_the_sensitivity_at_most(engine, units):
+    model, batch = tiny.model(dropout=0.0), tiny.collate(tiny.records(8))
+    plan = make_plan(_config(clipping_norm=0.5), num_examples=500, num_steps=3)
+    weight = plan.noise_multiplier * plan.sensitivity / (0.05 * 50)
+    from hf_dpopt.losses import RecordLosses
+
+    losses, sizes = RecordLosses(model), units or (1,) * 8
+
+    def whole(keep):
+        rows = [r for u, r in zip(np.repeat(range(len(sizes)), sizes), range(8), strict=True) if u in keep]
+        made = make_engine(model, plan.clipper, engine)
+        sums = made.empty_sum(Scale({}, 2.0, count_weight=weight))
+        some = {k: v[rows] for k, v in batch.items()}
+        made.add_clipped_sum(sums, lambda: losses(some), len(rows), Units([sizes[u] for u in keep]))
+        return sums.result()
+
+    everyone = list(range(len(sizes)))
+    total, moved = whole(everyone), []
+    for left_out in everyone:
+        rest = whole([u for u in everyone if u != left_out])
+        assert abs(total[COUNT] - rest[COUNT]).item() == pytest.approx(weight / 2, rel=1e-5)
+        moved.append(math.sqrt(sum((total[n].double() - rest[n].double()).square().sum().item() for n in total)))
+    assert 0.9 * plan.sensitivity < max(moved) <= plan.sensitivity * (1 + 1e-5)
+
+
+def _run(tmp_path, noise_multiplier, num_steps, **options):
+    """Linear regression on records of norms 1 .. 400 in steps of 1: clip norms are read off the weights of the count."""
+    x = torch.zeros(400, 1)
+    norms = torch.arange(1, 401).float()
+    config = _config(
+        noise_multiplier=noise_multiplier, expected_batch_size=200, clipping_norm=5.0, preconditioner_kwargs=options
+    )
+    plan = make_plan(config, num_examples=400, num_steps=num_steps)
+    model = torch.nn.Linear(1, 1)  # the gradient of the bias is the factor of the loss
+    engine = make_engine(model, plan.clipper)
+    run = PrivateRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "keys")
+    preclip = run.start_preclip(engine)
+    clips = []
+    for step in range(1, num_steps + 1):
+        rows = torch.tensor(run.draw(step))
+        batch = {"x": x[rows], "labels": norms[rows]}
+        losses = lambda b: model(b["x"]).squeeze(1) * b["labels"]  # noqa: E731
+        private_step(engine, losses, [batch], run=run, step=step, preclip=preclip)
+        clips.append(5.0 * preclip.ratio)
+    return clips, model
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
+def test_it_ends_at_the_quantile(tmp_path, quantile):
+    clips, _ = _run(tmp_path, 0.5, 200, quantile=quantile, learning_rate=0.2)
+    assert np.mean(clips[-60:]) == pytest.approx(400 * quantile, rel=0.1)
+
+
+def test_the_share_has_the_noise_that_was_asked_for(tmp_path):
+    clips, _ = _run(tmp_path, 1.0, 300, quantile=0.5, learning_rate=1e-9, count_noise=0.08)
+    shares = 0.5 - np.diff(np.log([5.0, *clips])) / 1e-9
+    # 200 records of which 5 of 400 are within the clip: a binomial share around 0.0125, and the batch is not 200
+    sampling = np.sqrt(400 * 0.25) * 0.5 / 200  # sum of (within - 1/2): all but few are -1/2
+    low, high = scipy.stats.chi2.ppf([ALPHA / 2, 1 - ALPHA / 2], 299) / 299
+    assert low < np.var(shares, ddof=1) / (0.08**2 + sampling**2) < high * 1.02
+
+
+def test_it_resumes_where_it_was(tmp_path):
+    from tests.test_correlated_training import run_and_die_everywhere, trainer
+
+    options = dict(clipping_quantile=0.4, max_steps=4, optim="dp_adam_bc")
+    whole = run_and_die_everywhere(tmp_path, **options)
+    want = tiny.weights(whole.model)
+    assert whole._stages.preclip.ratio != 1
+    for step in range(1, 4):
+        folder = tmp_path / "died" / str(step)
+        resumed = trainer(folder, **options)
+        resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
+        assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
+        assert resumed._stages.preclip.ratio == whole._stages.preclip.ratio
+
+
+def test_users_are_counted_through_the_trainer(tmp_path):
+    trainer = tiny.trainer(
+        tmp_path / "out", model=tiny.model(dropout=0.0), clipping_quantile=0.5, privacy_unit="user", records_per_user=3,
+        user_id_column="author", expected_batch_size=10, noise_multiplier=0.0, max_steps=60, learning_rate=0.0,
+        train_dataset=[{**r, "author": i % 20} for i, r in enumerate(tiny.records(64))], clipping_norm=1e-3,
+        log_unprivatized=True,
+    )  # fmt: skip
+    trainer.train()
+    norm = 1e-3 * trainer._stages.preclip.ratio
+    assert 0.05 < norm < 5  # from a thousandth to the norms of users
+    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
+    assert "quantile" in text
+
+
+REFUSED = {
+    "correlated noise": (dict(noise_mechanism="blt", sampling="fixed_order"), "Use noise_mechanism='gaussian'"),
+    "zero_out": (dict(adjacency="zero_out"), "Use sampling='poisson'.*add_or_remove_one"),
+    "layers": (dict(clipping="per_layer"), "Use clipping='flat'"),
+    "automatic": (dict(clipping="automatic"), "Use clipping='flat'"),
+    "a count that costs more than all": (dict(noise_multiplier=6.0), "Use more than 0.06"),
+    "a quantile of 1": (dict(preconditioner_kwargs={"quantile": 1.0}), "outside \\(0, 1\\)"),
+    "no noise for the count": (dict(preconditioner_kwargs={"count_noise": 0.0}), "count_noise"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_options_are_refused(case):
+    changes, message = REFUSED[case]
+    with pytest.raises(DPConfigError, match=message):
+        make_plan(_config(**changes), num_examples=500, num_steps=3)
+
+
+def test_the_flag_goes_with_no_other_preconditioner(tmp_path):
+    with pytest.raises(DPConfigError, match="Use one of them"):
+        tiny.trainer(tmp_path / "out", clipping_quantile=0.5, preconditioner="dp2_rmsprop")
