@@ -87,6 +87,8 @@ def test_calibration_spends_the_budget_and_not_more(target, noise):
 def test_every_pair_calibrates_or_is_refused(sampling, adjacency):
     arguments = {"target_epsilon": 2.0, "sampling": sampling, "adjacency": adjacency, "target_delta": 1e-4}
     arguments |= {"num_examples": 300, "num_steps": 40, "expected_batch_size": 20}
+    if sampling == "capped_poisson":
+        arguments |= {"privacy_unit": "user", "records_per_user": 3}
     if adjacency not in SAMPLERS[sampling].adjacencies:
         with pytest.raises(
             DPConfigError,
