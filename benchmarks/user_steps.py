@@ -119,10 +119,11 @@ def local(name: str, repetitions: int, num_users: int, records: int, tokens: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=["roberta-768x6", "gpt2-768x6"])
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    models = [("roberta-768x6", "full"), ("roberta-768x6", "lora"), ("gpt2-768x6", "full"), ("gpt2-768x6", "lora")]
+    models = [(name, finetuning) for name in options.models for finetuning in ("full", "lora")]
     steps = [row for model in models for row in clipping(*model, options.repetitions)]
     rounds = [row for name in ("demo", "gpt2-768x6") for row in local(name, options.repetitions, 8, 8, 16)]
     if options.output is not None:
