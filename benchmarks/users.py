@@ -50,6 +50,7 @@ def write_table(path: Path, num_rows: int, num_users: int) -> None:
 
 
 def build(path: Path, directory: Path) -> dict[str, float]:
+    directory.mkdir()
     dataset = datasets.Dataset.from_file(str(path))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     began = time.perf_counter()
@@ -57,7 +58,7 @@ def build(path: Path, directory: Path) -> dict[str, float]:
     return {
         "num_rows": found.num_rows, "num_users": found.num_users, "seconds": time.perf_counter() - began,
         "mib_before": before, "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "largest_user": int(found.sizes().max()), "index_mib": sum(f.stat().st_size for f in directory.iterdir()) / 2**20,
+        "largest_user": int(found.sizes().max()), "index_mib": sum(f.stat().st_size for f in directory.rglob("*.*")) / 2**20,
         "rows_read_at_once": index.CHUNK,
     }  # fmt: skip
 
@@ -71,7 +72,8 @@ class _Run:
 
 def draw(directory: Path) -> dict[str, float]:
     """Seconds for the users of a round and their records, by sampler."""
-    found = UserIndex.load(directory)
+    (of_the_ids,) = directory.iterdir()
+    found = UserIndex.load(of_the_ids)
     config = PrivacyConfig(
         noise_multiplier=1.0,
         expected_batch_size=USERS_PER_ROUND,
