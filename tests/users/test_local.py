@@ -153,8 +153,9 @@ def test_a_user_who_diverges_gives_nothing():
     assert found["b"].sum(dim=1).tolist() == [3, 0, 0, 3]
     model = _model()
     training = LocalTraining(learning_rate=1e9, batch_size=2, steps=4)
-    total = _sum(model, LocalUserBatch(_users()[0], 1, (5,), (1,), training, 1))
-    assert not any(delta.any() for delta in total.values())
+    for at_once in (1, 2):
+        total = _sum(model, LocalUserBatch([*_users()[0], *_users()[1]], 1, (5, 3), (1, 2), training, at_once))
+        assert not any(delta.any() for delta in total.values())
 
 
 def test_dropout_is_the_users_own():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.check import ParticipationCheck
 
@@ -56,3 +56,15 @@ def test_too_many_participations_and_repetitions_are_found():
     twice = ParticipationCheck(sampler, KEY, 1)
     with pytest.raises(DPConfigError, match="Step 1"):
         twice.observe(1, np.repeat(sampler.draw(KEY, 1), 2))
+
+
+def test_a_run_refuses_a_batch_that_breaks_the_promise(tmp_path, monkeypatch):
+    """Through `PrivateRun`: what the accountant relies on is looked at where batches are drawn."""
+    config = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, noise_mechanism="blt", sampling="fixed_order")
+    plan = make_plan(config, num_examples=40, num_steps=10)
+    run = PrivateRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "keys")
+    first = run.draw(1)
+    monkeypatch.setattr(type(plan.sampler), "draw", lambda self, key, step: first)
+    with pytest.raises(DPConfigError, match="Step 2 was not run"):
+        run.draw(2)
+    run.close()

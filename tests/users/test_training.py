@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError, DPTrainer
-from hf_dpopt.users import choose_rows
+from hf_dpopt.users import UserBatch, UserInParts, UsersBatch, choose_rows
 from tests import tiny
 from tests.reference import clipping as reference
 from tests.test_correlated_training import run_and_die_everywhere
@@ -31,9 +31,9 @@ class Gradients(TrainerCallback):
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
 
 
-def _records():
+def _records(heavy=HEAVY):
     """Users of 1 to 4 records and a heavy one, in no order."""
-    sizes = [HEAVY if u == 3 else 1 + u % 4 for u in range(NUM_USERS)]
+    sizes = [heavy if u == 3 else 1 + u % 4 for u in range(NUM_USERS)]
     owners = np.random.default_rng(0).permutation(np.repeat(np.arange(NUM_USERS), sizes))
     return [{**r, "author": f"user{u}"} for r, u in zip(tiny.records(len(owners)), owners.tolist(), strict=True)]
 
@@ -85,20 +85,36 @@ def test_without_noise_a_step_is_the_sum_of_clipped_users(tmp_path, weighting, p
             assert reference.relative_error(got, _want(trainer, step, weighting)) < 1e-5
 
 
-def test_a_heavy_user_is_one_user(tmp_path):
-    """All 47 records take part, over 12 physical batches, and move the step by the clipping norm at most."""
-    seen, records = Gradients(), _records()
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
+def test_physical_batches_hold_whole_users_and_so_many_records_at_most(size):
+    """A larger user comes alone, in parts; what users are filled up to stays within a quarter of what they have."""
+    sizes = (1, 4, 2, 9, 1, 3, 1, 2)
+    batch = UserBatch(tiny.records(sum(sizes)), 1, sizes, weight=None)
+    found = list(batch.physical(size, tiny.collate))
+    together = [b for b in found if isinstance(b, UsersBatch)]
+    apart = [b for b in found if isinstance(b, UserInParts)]
+    assert sorted(u for b in together for u in b.sizes) == sorted(u for u in sizes if u <= size)
+    assert len(apart) == sum(u > size for u in sizes)
+    assert all(len(part["labels"]) <= size for b in apart for part in b.batches)
+    for b in together:
+        assert len(b.batch["labels"]) == sum(b.sizes) <= size
+        assert max(b.sizes) * len(b.sizes) <= 1.25 * sum(b.sizes)
+
+
+@pytest.mark.parametrize(("num_records", "physical"), [(HEAVY, 4), (2378, 64)])
+def test_a_heavy_user_is_one_user(tmp_path, num_records, physical):
+    """All records take part, over 12 physical batches or 38, and move the step by the clipping norm at most."""
+    seen, records = Gradients(), _records(num_records)
     options = dict(
-        records_per_user=HEAVY, expected_batch_size=NUM_USERS, sampling="fixed_order", user_weighting="constant"
-    )
+        records_per_user=num_records, expected_batch_size=NUM_USERS, sampling="fixed_order",
+        user_weighting="constant", per_device_train_batch_size=physical,
+    )  # fmt: skip
     trainer = _trainer(tmp_path / "with", records, callbacks=[seen], max_steps=1, **options)
     trainer.train()
-    assert trainer._users.index.sizes().max() == HEAVY
+    assert trainer._users.index.sizes().max() == num_records
     index = trainer._users.index
     heavy = int(index.sizes().argmax())
     mine = _user_gradient(trainer, index.rows(heavy).tolist(), "constant")
-    # beyond the clip, and its records as single ones would move it by far more
-    assert reference.norm(mine).item() > 0.02
     others = [r for r in records if r["author"] != records[index.rows(heavy)[0]]["author"]]
     without, rest = Gradients(), dict(options, expected_batch_size=NUM_USERS - 1)
     clip = 0.5 * reference.norm(mine).item()
