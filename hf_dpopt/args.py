@@ -183,8 +183,7 @@ class DPTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "Let the clipping norm follow this quantile of the norms, found privately at the same epsilon: "
-            "0.5 is "
-            "their median. clipping_norm is the first one. Default: it stays."
+            "0.5 is their median. clipping_norm is the first one. Default: it stays."
         },
     )
     dp2_delay: int | None = field(
@@ -288,8 +287,7 @@ class DPTrainingArguments(TrainingArguments):
             raise DPConfigError(
                 f"user_id_column={self.user_id_column!r} is for privacy_unit='user', and the unit is "
                 f"{self.privacy_unit!r}: a person's rows would be protected one by one. Add --privacy_unit user, or "
-                "leave "
-                "user_id_column out."
+                "leave user_id_column out."
             )
         values = {name: getattr(self, name) for name in names}
         for name in ("noise_kwargs", "preconditioner_kwargs"):
@@ -306,9 +304,8 @@ class DPTrainingArguments(TrainingArguments):
     def _with_quantile(self, options: Any) -> dict[str, Any]:
         if self.preconditioner not in ("none", "quantile"):
             raise DPConfigError(
-                f"clipping_quantile goes with records as they are, and preconditioner is {self.preconditioner!r}. "
-                "Use one "
-                "of them."
+                f"clipping_quantile goes with records as they are, and preconditioner is {self.preconditioner!r}. Use "
+                "one of them."
             )
         return {
             "preconditioner": "quantile",

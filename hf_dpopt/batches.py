@@ -75,9 +75,8 @@ def checked_collation(
         if num_records(batch) != len(some):
             raise DPConfigError(
                 f"The collator made {num_records(batch)} rows of {len(some)} records, so the clip would not bound "
-                "what "
-                "one record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut long "
-                "texts into records, or pack short ones, before training."
+                "what one record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut "
+                "long texts into records, or pack short ones, before training."
             )
         if "attention_mask" not in batch and len({_length(record) for record in some}) > 1:
             raise DPConfigError(

@@ -119,7 +119,8 @@ def plan(
             records_per_step=batch_size,
             num_steps=num_steps,
         )
-        typer.echo(_users_text(compared))
+        both = {"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()}
+        typer.echo(json.dumps(both, indent=2, sort_keys=True) if as_json else _users_text(compared))
         return
     sizes = {
         "num_examples": num_examples,
@@ -151,8 +152,7 @@ def _users_text(compared: UserPlans) -> str:
     lines = [
         f"{label}: {plan.config.expected_batch_size} {kind} a step of {plan.num_examples}, noise multiplier "
         f"{plan.noise_multiplier:.4g}, noise in the mean gradient {noise:.3g} clipping norms of a {kind[:-1]}; "
-        "epsilon "
-        f"{plan.epsilon():.4g} at delta {plan.delta:g} for a user"
+        f"epsilon {plan.epsilon():.4g} at delta {plan.delta:g} for a user"
         for label, plan, kind, noise in (
             ("users sampled", compared.by_users, "users", compared.noise_by_users),
             ("records sampled", compared.by_records, "records", compared.noise_by_records),

@@ -50,8 +50,8 @@ class PrivacyConfig:
             ``fixed_order`` fixes the order once and claims no amplification. ``cyclic_poisson`` lets groups of records
             take turns, for banded noise; ``balls_in_bins`` puts every record into one batch of the epoch, secretly and
             once, for noise with coefficients >= 0. With users as the unit, ``capped_poisson`` samples and clips
-            records, of which a user has at most ``records_per_user`` in the whole run (example-level sampling);
-            `expected_batch_size` counts records then. All others sample users.
+            records, of which a user has at most ``records_per_user`` from the first step to the last (example-level
+            sampling); `expected_batch_size` counts records then. All others sample users.
         adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
             size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
             the sampler has a proof for.

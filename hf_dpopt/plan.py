@@ -352,7 +352,11 @@ def make_plan(
     if noise_multiplier is None:
         noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
     check_noise_multiplier(noise_multiplier)
-    made = PrivacyPlan(
+    per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
+    sensitivity_ratio(
+        preclip, per_clip, sampler.expected_batch_size
+    )  # refuses a count that costs more than the budget
+    return PrivacyPlan(
         config=config,
         num_examples=int(num_examples),
         num_steps=int(num_steps),
@@ -365,8 +369,6 @@ def make_plan(
         preclip=preclip,
         compared=compared,
     )
-    assert made.sensitivity > 0  # a count that asks for more than the budget is refused here
-    return made
 
 
 def _make_mechanism(

@@ -226,8 +226,7 @@ def load(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -
             if column not in table.columns:
                 raise DPConfigError(
                     f"{table.name} has no column {column!r}; it has: {', '.join(table.columns)}. Name the columns "
-                    "with "
-                    "--user_id_column, --text_column and --tags_column."
+                    "with --user_id_column, --text_column and --tags_column."
                 )
     texts: list[str] = []
     if data_args.public_file:

@@ -66,8 +66,7 @@ class QuantileClipping(ActsAtOnce):
         if config.noise_mechanism != "gaussian":
             raise DPConfigError(
                 f"A clipping norm that changes in every step changes the coordinates that {config.noise_mechanism} "
-                "noise "
-                "is taken back in. Use noise_mechanism='gaussian', or a fixed clipping_norm."
+                "noise is taken back in. Use noise_mechanism='gaussian', or a fixed clipping_norm."
             )
         if config.clipping != "flat":
             raise DPConfigError(
@@ -76,8 +75,8 @@ class QuantileClipping(ActsAtOnce):
         if config.adjacency == "zero_out":
             raise DPConfigError(
                 "An empty unit is within every clip, so under adjacency='zero_out' it moves the count by more than a "
-                "unit "
-                "that is not there. Use sampling='poisson' or 'truncated_poisson' with adjacency='add_or_remove_one'."
+                "unit that is not there. Use sampling='poisson' or 'truncated_poisson' with "
+                "adjacency='add_or_remove_one'."
             )
 
     def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
@@ -95,8 +94,7 @@ class QuantileClipping(ActsAtOnce):
             least = noise_multiplier / (2 * expected_batch_size)
             raise DPConfigError(
                 f"count_noise={self.count_noise} is less noise than the budget allows for the count alone. Use more "
-                "than "
-                f"{least:.3g}, larger batches, or a larger budget."
+                f"than {least:.3g}, larger batches, or a larger budget."
             )
         return 1 / math.sqrt(1 - share**2)
 

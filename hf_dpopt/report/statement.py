@@ -267,9 +267,8 @@ def _preconditioner(plan: dict[str, Any]) -> str:
     elif preclip["name"] == "quantile":
         what = (
             "C is only the first clipping norm: it follows that quantile of the norms. How many are within it is "
-            "released "
-            "in every step, with noise of its own, as one coordinate more; the noise of the gradient is that much "
-            "larger"
+            "released in every step, with noise of its own, as one coordinate more; the noise of the gradient is "
+            "that much larger"
         )
     if plan.get("num_queries", 1) > 1:
         what += f"; {plan['num_queries']} clipped sums in every step, noised as one vector"

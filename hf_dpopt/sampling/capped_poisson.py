@@ -59,8 +59,6 @@ class CappedPoissonSampler(PoissonSampler):
     def describe(self, unit: str = "record") -> str:
         return (
             f"Example-level sampling: every {unit} has at most {self.records_per_user} records, chosen before the "
-            "first of them, and in "
-            "each "
-            f"step each of the {self.num_examples} records takes part independently with probability "
-            f"{self.sample_rate:.6g} ({self.expected_batch_size} records on average)."
+            f"first of them, and in each step each of the {self.num_examples} records takes part independently with "
+            f"probability {self.sample_rate:.6g} ({self.expected_batch_size} records on average)."
         )

@@ -107,8 +107,7 @@ class UserIndex:
             raise DPConfigError(
                 "The training records are not in the order in which their users were read: the dataset was changed, "
                 "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
-                "new "
-                "trainer."
+                "new trainer."
             )
 
 
@@ -200,18 +199,15 @@ def _encoded_arrow(ids: Any, column: str) -> tuple[np.ndarray, list[Any]]:
 def _not_plain(column: str, kind: str) -> DPConfigError:
     return DPConfigError(
         f"The ids in column {column!r} are {kind}, which cannot be compared. Use one text or integer per row; a row "
-        "that "
-        "several people wrote needs one id for the group, who are then protected together."
+        "that several people wrote needs one id for the group, who are then protected together."
     )
 
 
 def _no_column(column: str, names: list[str]) -> DPConfigError:
     return DPConfigError(
         f"The training dataset has no column {column!r} to tell users apart; it has: {', '.join(names) or 'none'}. "
-        "Keep "
-        "the column when you tokenize (map removes those named in remove_columns); the trainer takes it out of what "
-        "the "
-        "model sees."
+        "Keep the column when you tokenize (map removes those named in remove_columns); the trainer takes it out of "
+        "what the model sees."
     )
 
 

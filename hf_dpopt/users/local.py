@@ -125,8 +125,7 @@ class _Losses(nn.Module):
 
 
 def guarded(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Zeros for every user one of whose coordinates moved by more than `LARGEST_MOVE`, or to no number; (U, ...) "
-    "each."""
+    """(U, ...) each, zeros for a user one of whose coordinates moved by more than `LARGEST_MOVE`, or to no number."""
     largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
     is_fine_U = largest_U <= LARGEST_MOVE  # false for what is no number
     return {

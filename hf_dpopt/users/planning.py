@@ -65,10 +65,8 @@ class UserPlans:
         else:
             which = (
                 f"user-level sampling if the mean gradient of a user's {self.records_per_user} records is shorter "
-                "than "
-                f"{self.break_even:.2f} times that of a record (it is {apart:.2f} if they have nothing in common, 1 "
-                "if they "
-                "are alike), else example-level sampling (--sampling capped_poisson)"
+                f"than {self.break_even:.2f} times that of a record (it is {apart:.2f} if they have nothing in "
+                "common, 1 if they are alike), else example-level sampling (--sampling capped_poisson)"
             )
         return (
             f"Predicted better: {which}. Local training (--local_learning_rate) has the relative noise of user-level "

@@ -67,8 +67,7 @@ class UserData:
         if not column:
             raise DPConfigError(
                 "privacy_unit='user' needs to know whose records are whose. Name the column of train_dataset that "
-                "holds "
-                "the user ids: --user_id_column author."
+                "holds the user ids: --user_id_column author."
             )
         if not hasattr(dataset, "with_format"):
             index = UserIndex.build(dataset, column)
@@ -83,14 +82,12 @@ class UserData:
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
-                "people "
-                "have several rows, this is not the column that tells them apart."
+                "people have several rows, this is not the column that tells them apart."
             )
         made = cls(index, column, config, users_at_once)
         logger.info(
             f"{index.num_users} users, by the column {column!r}. How much each of them wrote is data "
-            "(--log_unprivatized "
-            "prints it)."
+            "(--log_unprivatized prints it)."
         )
         return made
 
