@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import TrainingArguments, get_scheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_dpopt.mechanisms.strategies import Workload, momentum_workload
 
@@ -30,16 +30,22 @@ def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any
         A workload that has no influence on privacy: nothing in it depends on the data.
     """
     optimizer, scheduler = (given or {}).get("optimizers") or (None, None)
-    momentum = 0.0 if optimizer is None else _momentum(optimizer)  # the Trainer's own SGD has none
+    if optimizer is not None:
+        kind, options = type(optimizer), optimizer.param_groups[0]
+    else:
+        kind, options = (given or {}).get("optimizer_cls_and_kwargs") or _named(args)
     # a scheduler that has begun cannot be asked without moving it
     is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
+    momentum = float(options.get("momentum", 0.0))
     workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
-    is_sgd = isinstance(optimizer, torch.optim.SGD) if optimizer is not None else "sgd" in str(args.optim).lower()
-    return dataclasses.replace(workload, adaptive=not is_sgd)
+    return dataclasses.replace(workload, adaptive=not issubclass(kind, torch.optim.SGD))
 
 
-def _momentum(optimizer: torch.optim.Optimizer) -> float:
-    return float(optimizer.param_groups[0].get("momentum", 0.0))
+def _named(args: TrainingArguments) -> tuple[type, Mapping[str, Any]]:
+    """Class and options of ``--optim sgd``, with its ``--optim_args``; every other name is an adaptive optimizer."""
+    if getattr(args.optim, "value", args.optim) != "sgd":
+        return torch.optim.Optimizer, {}
+    return Trainer.get_optimizer_cls_and_kwargs(args)
 
 
 def _step_sizes(args: TrainingArguments, num_steps: int) -> list[float] | None:

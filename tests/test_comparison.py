@@ -127,6 +127,10 @@ def test_the_workload_is_that_of_optimizer_and_schedule():
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5)
     given = workload_of(arguments(lr_scheduler_type="constant"), 3, {"optimizers": (sgd, None)})
     assert given.coefs == (1.0, 1.5, 1.75) and not given.adaptive
+    named = arguments(lr_scheduler_type="constant", optim="sgd", optim_args="momentum=0.5")
+    assert workload_of(named, 3) == given
+    by_class = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})}
+    assert workload_of(arguments(lr_scheduler_type="constant"), 3, by_class) == given
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     assert workload_of(arguments(), 3, {"optimizers": (adam, None)}).adaptive
     plateau = arguments(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
