@@ -153,14 +153,14 @@ def _rdp(composition: Composition, delta: float) -> float | None:
     accountant = RdpAccountant()  # zero_out has the same analysis as add_or_remove_one
     if not all(accountant.supports(leaf) for leaf, _ in composition):
         return None
-    with _quiet_absl():
+    with quiet_absl():
         for leaf, count in composition:
             accountant.compose(leaf, count)
         return float(accountant.get_epsilon(delta))
 
 
 @contextlib.contextmanager
-def _quiet_absl() -> Iterator[None]:
+def quiet_absl() -> Iterator[None]:
     """Hides "failed to converge ... Excluding this order": orders left out make RDP looser, not wrong."""
     logger = logging.getLogger("absl")
     level = logger.level
