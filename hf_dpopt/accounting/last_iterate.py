@@ -224,6 +224,19 @@ def last_iterate_epsilon(
     return LastIterate(bound, plain, horizon, share, adjacency)
 
 
+def event_of(run: ProjectedSGD, found: LastIterate) -> DpEvent:
+    """What the last iterate reveals at most, as mechanisms that compose with those of other runs.
+
+    Args:
+        run: what ran.
+        found: by `last_iterate_epsilon` of form "pld" with the cheapest shifts.
+    """
+    if found.horizon is None or found.share is None:
+        step = PoissonSampledDpEvent(run.sample_rate, GaussianDpEvent(run.noise_multiplier))
+        return SelfComposedDpEvent(step, run.num_steps)
+    return _event(run, "optimal", found.horizon, found.share)
+
+
 def calibrate_last_iterate(run: ProjectedSGD, target_epsilon: float, delta: float) -> float:
     """The smallest noise multiplier, within about 0.2 %, with which the last iterate costs no more than the target.
 
@@ -294,8 +307,7 @@ def _plain(
         return rough
     if rough > PLAIN_LIMIT * bound:
         return math.inf
-    steps = SelfComposedDpEvent(PoissonSampledDpEvent(run.sample_rate, GaussianDpEvent(noise)), run.num_steps)
-    return _epsilon(steps, delta, relative_error)
+    return _epsilon(event_of(run, LastIterate(bound, bound, None, None, ADJACENCY)), delta, relative_error)
 
 
 def _epsilon(event: DpEvent, delta: float, relative_error: float) -> float:

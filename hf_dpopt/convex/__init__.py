@@ -1,0 +1,27 @@
+"""A linear head on frozen features, of which only the final weights leave: privacy loss that stops growing.
+
+Altschuler and Talwar (2022), arXiv:2205.13710. Nothing in here touches the epsilon of a finetuning run.
+"""
+
+from __future__ import annotations
+
+from hf_dpopt.convex.arguments import HeadTrainingArguments
+from hf_dpopt.convex.features import clip_features, compute_features
+from hf_dpopt.convex.head import attach_head, find_head, head_takes_bias
+from hf_dpopt.convex.plan import HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.refusals import check_convex_arguments
+from hf_dpopt.convex.training import HeadRun
+
+__all__ = [
+    "HeadConfig",
+    "HeadPlan",
+    "HeadRun",
+    "HeadTrainingArguments",
+    "attach_head",
+    "check_convex_arguments",
+    "clip_features",
+    "compute_features",
+    "find_head",
+    "head_takes_bias",
+    "make_head_plan",
+]

@@ -1,0 +1,57 @@
+"""`HeadTrainingArguments`: the command line of a convex head, with defaults within its theorems."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+
+from hf_dpopt.args import DPTrainingArguments
+from hf_dpopt.convex.plan import HeadConfig
+from hf_dpopt.convex.refusals import check_convex_arguments
+
+BATCH = 1024
+
+
+@dataclass
+class HeadTrainingArguments(DPTrainingArguments):
+    """`DPTrainingArguments` for a head of which only the final weights leave.
+
+    ``learning_rate`` is the step size; 0 takes one that is safe. Steps: ``max_steps``, or ``num_train_epochs``. What
+    else of training arguments is outside the theorems is refused; see `check_convex_arguments`.
+    """
+
+    optim: str = field(default="sgd", metadata={"help": "sgd; nothing else is covered."})
+    learning_rate: float = field(
+        default=0.0, metadata={"help": "Step size; 0: 1 / (feature_norm^2 / 2 + 2 l2), half of what is allowed."}
+    )
+    lr_scheduler_type: str = field(default="constant", metadata={"help": "constant; see --decay."})
+    save_strategy: str = field(default="no", metadata={"help": "no: only the final weights leave."})
+    eval_strategy: str = field(default="no", metadata={"help": "no: only the final weights are evaluated."})
+    logging_strategy: str = field(default="no", metadata={"help": "no: nothing is seen of the run before its end."})
+    head_radius: float | None = field(
+        default=None, metadata={"help": "The weights of the head stay in a ball of this radius. Public."}
+    )
+    feature_norm: float | None = field(
+        default=None, metadata={"help": "Features are shortened to this norm. Public: sqrt(hidden size) after a tanh."}
+    )
+    l2: float = field(default=0.0, metadata={"help": "Strength of l2 regularisation."})
+    decay: float = field(default=0.0, metadata={"help": "Step t has learning_rate t^-decay; in [0, 1)."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.remove_unused_columns = False
+
+    def head_config(self, num_examples: int, *, has_bias: bool = True) -> HeadConfig:
+        """What is asked for, for so many records, checked.
+
+        Raises:
+            DPConfigError: for anything outside the theorems, or values out of range.
+        """
+        check_convex_arguments(self)
+        batch = self.expected_batch_size or min(BATCH, num_examples)
+        steps = self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * -(-num_examples // batch))
+        given = {f.name for f in dataclasses.fields(HeadConfig)} & {f.name for f in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name in given}
+        changed = {"expected_batch_size": batch, "learning_rate": self.learning_rate or None}
+        return HeadConfig(**{**values, **changed, "num_steps": steps, "has_bias": has_bias})

@@ -1,0 +1,132 @@
+"""Features of a frozen model: computed once, kept as private data, shortened to a public norm.
+
+Shape legend: N = records, H = hidden size, D = H and the constant feature of the bias.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from hf_dpopt.convex.head import features_instead_of_logits
+from hf_dpopt.errors import DPConfigError
+
+BLOCK = 8192  # records sorted by length at a time
+
+
+def clip_features(features: torch.Tensor, feature_norm: float, bias_feature: float = 0.0) -> torch.Tensor:
+    """Features, and the constant one, of norm `feature_norm` at most; each record by itself.
+
+    Args:
+        features: (N, H).
+        feature_norm: R.
+        bias_feature: value of the constant feature, < R; 0 for none.
+
+    Returns:
+        float32, (N, D). A record with a feature that is no number is all zero but for the constant.
+    """
+    assert 0 <= bias_feature < feature_norm
+    room = (feature_norm**2 - bias_feature**2) ** 0.5 * (1 - 1e-6)  # rounding must not lead beyond R
+    features_ND = features.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    norms_N1 = features_ND.double().norm(dim=1, keepdim=True)
+    clipped_ND = features_ND * (room / norms_N1.clamp(min=room)).float()
+    if not bias_feature:
+        return clipped_ND
+    return torch.cat([clipped_ND, torch.full_like(clipped_ND[:, :1], bias_feature)], dim=1)
+
+
+def compute_features(
+    model: PreTrainedModel,
+    inputs: Sequence[Mapping[str, Any]],
+    collate: Callable[[list[Any]], Any],
+    *,
+    batch_size: int = 64,
+    cache: Path | None = None,
+    progress: str | None = None,
+) -> torch.Tensor:
+    """What the head of a frozen model sees of each record, in evaluation mode.
+
+    Args:
+        model: a classifier; see `find_head`. Nothing of it is changed.
+        inputs: tokenized records, without labels; each one alone decides on its features.
+        collate: makes a batch of them.
+        batch_size: records at a time; changes speed and memory, the features only by rounding.
+        cache: folder where they are kept, under a digest of the model's weights and of all inputs. Features of private
+            records are private data: it has to be a private folder.
+        progress: what the bar says; None for no bar.
+
+    Returns:
+        float32, (N, H).
+    """
+    path = None if cache is None else cache / f"features-{_digest(model, inputs)}.npy"
+    if path is not None and path.is_file():
+        return torch.from_numpy(np.load(path))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), features_instead_of_logits(model):
+            features = _in_order(model, inputs, collate, batch_size, progress)
+    finally:
+        model.train(was_training)
+    if path is not None:
+        _keep(path, features)
+    return features
+
+
+def _in_order(
+    model: PreTrainedModel,
+    inputs: Sequence[Mapping[str, Any]],
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    progress: str | None,
+) -> torch.Tensor:
+    found: torch.Tensor | None = None
+    with tqdm(total=len(inputs), desc=progress, unit=" records", disable=progress is None) as bar:
+        for first in range(0, len(inputs), BLOCK):
+            records = [inputs[i] for i in range(first, min(first + BLOCK, len(inputs)))]
+            order = np.argsort([len(record["input_ids"]) for record in records], kind="stable")  # little padding
+            for start in range(0, len(order), batch_size):
+                some = order[start : start + batch_size]
+                batch = collate([records[i] for i in some])
+                features_BH = model(**{k: v.to(model.device) for k, v in batch.items()}).logits.float().cpu()
+                if features_BH.dim() != 2:
+                    raise DPConfigError(
+                        f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that "
+                        "classifies whole texts."
+                    )
+                if found is None:
+                    found = torch.empty(len(inputs), features_BH.size(1))
+                found[torch.from_numpy(first + some)] = features_BH
+                bar.update(len(some))
+    if found is None:
+        raise DPConfigError("There are no records to compute features of. Give a training set.")
+    return found
+
+
+def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    for record in inputs:
+        for name in sorted(record):
+            values = np.asarray(record[name])
+            digest.update(f"{name} {values.shape}".encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def _keep(path: Path, features: torch.Tensor) -> None:
+    import io
+
+    from hf_dpopt.durable import write_durably
+
+    content = io.BytesIO()
+    np.save(content, features.numpy())
+    write_durably(path, content.getvalue(), mode=0o600)

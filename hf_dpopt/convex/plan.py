@@ -1,0 +1,204 @@
+"""What a convex head is trained with, and what that costs; built from the same numbers, so they cannot disagree."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from dp_accounting import DpEvent, SelfComposedDpEvent
+
+from hf_dpopt.accounting import accountants
+from hf_dpopt.accounting.last_iterate import (
+    ADJACENCY,
+    LastIterate,
+    ProjectedSGD,
+    calibrate_last_iterate,
+    event_of,
+    last_iterate_epsilon,
+    plateau,
+)
+from hf_dpopt.checks import check_count, check_noise_multiplier, check_positive, check_real
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.sampling.base import Sampler
+
+BIAS_SHARE = 0.25  # of the feature norm: the constant feature that stands for the bias
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadConfig:
+    """Softmax regression on features of bounded norm, by projected noisy SGD. All values are public.
+
+    Args:
+        head_radius: the weights, bias included, stay in a Frobenius ball of this radius; > 0. With `feature_norm` R
+            no logit exceeds ``head_radius R``.
+        feature_norm: R > 0. Features, with the constant one of the bias, are shortened to it.
+        expected_batch_size: records of a step, on average.
+        num_steps: T >= 1.
+        target_epsilon: of the final weights; or
+        noise_multiplier: stddev of the noise on a batch's sum, over ``sqrt(2) R``; 0 switches it off: NOT PRIVATE.
+        target_delta: None for the largest power of ten <= 1 / number of records.
+        learning_rate: eta of the first step; None for ``1 / (M + 2 l2)``, half of what is allowed.
+        decay: step t has ``eta t^-decay``; in [0, 1).
+        l2: ``l2 / 2 |w|^2`` is added to the loss; >= 0.
+        has_bias: whether the head has one.
+
+    Raises:
+        DPConfigError: for values out of range, or none or both of epsilon and noise.
+    """
+
+    head_radius: float
+    feature_norm: float
+    expected_batch_size: int
+    num_steps: int
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    target_delta: float | None = None
+    learning_rate: float | None = None
+    decay: float = 0.0
+    l2: float = 0.0
+    has_bias: bool = True
+
+    def __post_init__(self) -> None:
+        for name, why in (
+            ("head_radius", "without a bounded domain the privacy loss grows with every step"),
+            ("feature_norm", "it bounds the gradient of a record"),
+        ):
+            if getattr(self, name) is None:
+                raise DPConfigError(f"There is no {name}: {why}. Give --{name} a public number > 0.")
+        check_positive(
+            head_radius=self.head_radius, feature_norm=self.feature_norm, target_epsilon=self.target_epsilon,
+            learning_rate=self.learning_rate,
+        )  # fmt: skip
+        check_count("expected_batch_size", self.expected_batch_size)
+        check_count("num_steps", self.num_steps)
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise DPConfigError(
+                "Give exactly one of target_epsilon (the noise is computed) and noise_multiplier (epsilon is)."
+            )
+        if self.noise_multiplier is not None:
+            check_noise_multiplier(self.noise_multiplier)
+        if self.target_delta is not None:
+            check_real("target_delta", self.target_delta, "a number in (0, 1)")
+            if not 0 < self.target_delta < 1:
+                raise DPConfigError(f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / n.")
+
+    @property
+    def lipschitz(self) -> float:
+        """``sqrt(2) R``: the gradient of a record is ``(p - y) x^T``, and no ``p - y`` is longer than ``sqrt(2)``."""
+        return math.sqrt(2) * self.feature_norm
+
+    @property
+    def smoothness(self) -> float:
+        """``R^2 / 2``: the Hessian is ``(diag(p) - p p^T) (x) x x^T``, whose first factor is at most 1/2."""
+        return self.feature_norm**2 / 2
+
+    @property
+    def step_size(self) -> float:
+        return self.learning_rate or 1 / (self.smoothness + 2 * self.l2)
+
+    @property
+    def bias_feature(self) -> float:
+        """The constant feature that stands for the bias; 0 without one."""
+        return BIAS_SHARE * self.feature_norm if self.has_bias else 0.0
+
+    def sgd(self, num_examples: int, noise_multiplier: float) -> ProjectedSGD:
+        """What the accountant needs to know."""
+        return ProjectedSGD(
+            num_examples=num_examples,
+            expected_batch_size=self.expected_batch_size,
+            num_steps=self.num_steps,
+            noise_multiplier=noise_multiplier,
+            diameter=2 * self.head_radius,
+            lipschitz=self.lipschitz,
+            smoothness=self.smoothness,
+            step_size=self.step_size,
+            decay=self.decay,
+            l2=self.l2,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPlan:
+    """A run, ready to be trained; made by `make_head_plan`.
+
+    Attributes:
+        config: what was asked for.
+        sgd: the same, with the noise.
+        delta: of epsilon.
+        spent: the bound on the final weights.
+    """
+
+    config: HeadConfig
+    sgd: ProjectedSGD
+    delta: float
+    spent: LastIterate
+
+    @property
+    def num_examples(self) -> int:
+        return self.sgd.num_examples
+
+    @property
+    def is_private(self) -> bool:
+        return math.isfinite(self.spent.epsilon)
+
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        return SAMPLERS["poisson"](num_examples=self.num_examples, expected_batch_size=self.config.expected_batch_size)
+
+    @property
+    def event(self) -> DpEvent:
+        """What the final weights of one run reveal at most, in dp_accounting's convention."""
+        return event_of(self.sgd, self.spent)
+
+    def epsilon(self, num_runs: int = 1) -> float:
+        """Of the final weights of that many runs on the same records."""
+        if num_runs == 1 or not self.is_private:
+            return self.spent.epsilon if num_runs else 0.0
+        return accountants.epsilon(SelfComposedDpEvent(self.event, num_runs), self.delta, ADJACENCY).epsilon
+
+    def free_steps(self) -> int | None:
+        """Beyond so many steps further ones are free; None for a step size that decays, or without noise."""
+        return None if self.config.decay or not self.is_private else plateau(self.sgd, self.delta)
+
+    def public_dict(self) -> dict[str, Any]:
+        """Everything that may be published, JSON-able."""
+        return {
+            "kind": "convex_head",
+            "released": "final weights only",
+            "adjacency": ADJACENCY,
+            "unit": "example",
+            "delta": self.delta,
+            "epsilon": self.spent.epsilon if self.is_private else None,
+            "epsilon_by_composition": self.spent.composition if math.isfinite(self.spent.composition) else None,
+            "horizon": self.spent.horizon,
+            "noise_share": self.spent.share,
+            "head_radius": self.config.head_radius,
+            "feature_norm": self.config.feature_norm,
+            "has_bias": self.config.has_bias,
+            "target_epsilon": self.config.target_epsilon,
+            **dataclasses.asdict(self.sgd),
+        }
+
+
+def make_head_plan(config: HeadConfig, *, num_examples: int) -> HeadPlan:
+    """Calibrates the noise, or computes epsilon.
+
+    Formal guarantee: if a run is executed by `HeadRun` with this plan on `num_examples` records and nothing but its
+    final weights leaves, it is ``(spent.epsilon, delta)``-differentially private under ``add_or_remove_one``. What was
+    asked for as a target is never exceeded.
+
+    Raises:
+        DPConfigError: for a step size that is no contraction, a batch larger than the data, or batches that are too
+            large too often.
+    """
+    check_count("num_examples", num_examples)
+    delta = config.target_delta or 10.0 ** math.floor(-math.log10(num_examples) + 1e-12)
+    noise = config.noise_multiplier
+    if noise is None:
+        assert config.target_epsilon is not None
+        noise = calibrate_last_iterate(config.sgd(num_examples, 1.0), config.target_epsilon, delta)
+    sgd = config.sgd(num_examples, noise)
+    return HeadPlan(config, sgd, delta, last_iterate_epsilon(sgd, delta))

@@ -1,0 +1,115 @@
+"""What the theorems behind a convex head do not cover is refused by name, with the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hf_dpopt.refusals.table import Refusal, raise_first
+
+FINETUNE = "Leave it out, or finetune with DPTrainer, whose epsilon covers it."
+FINAL_ONLY = "Only the final weights may leave, so nothing is seen of the run before its end."
+
+
+def check_convex_arguments(args: Any, *, lora_r: int = 0) -> None:
+    """Refuses training arguments under which the last iterate has no bound.
+
+    Args:
+        args: `DPTrainingArguments`, with ``optim="sgd"``, ``lr_scheduler_type="constant"`` and no saving, logging and
+            evaluation as defaults.
+        lora_r: rank of an adapter that was asked for.
+
+    Raises:
+        DPConfigError: with the reason and the mend.
+    """
+    raise_first(_refusals(args, lora_r))
+
+
+def _refusals(args: Any, lora_r: int) -> Iterator[Refusal]:
+    optim = str(getattr(args.optim, "value", args.optim))
+    yield (
+        optim != "sgd",
+        f"optim={optim} is outside every bound on the last iterate: its steps are no contractions of the weights.",
+        "Use --optim sgd, or finetune with DPTrainer.",
+    )
+    yield (
+        bool(args.optim_args),
+        f"optim_args={args.optim_args!r}: with momentum a step depends on the whole past, which no bound on the last "
+        "iterate covers.",
+        FINETUNE,
+    )
+    yield (
+        args.filter is not None,
+        f"filter={args.filter!r} mixes gradients of several steps, which no bound on the last iterate covers.",
+        FINETUNE,
+    )
+    yield (
+        args.noise_mechanism != "gaussian" or bool(args.noise_restart_every),
+        f"noise_mechanism={args.noise_mechanism!r}: later steps take correlated noise back, and what is left at the "
+        "end hides less than the bound on the last iterate needs.",
+        FINETUNE,
+    )
+    yield (
+        args.preconditioner not in (None, "none", "identity") or args.clipping_quantile is not None,
+        "Preconditioners and adaptive clipping norms change with the data: steps are no gradients of one convex loss.",
+        FINETUNE,
+    )
+    yield (
+        args.public_mirror_descent is not None or args.average_iterate is not None,
+        "Mirror descent and averages of iterates are outside the bound on the last iterate of plain SGD.",
+        FINETUNE,
+    )
+    yield (
+        args.ball_radius is not None,
+        "ball_radius belongs to finetuning.",
+        "Use --head_radius, which the epsilon of the head counts on.",
+    )
+    yield lora_r > 0, f"lora_r={lora_r}: the loss is not convex in an adapter.", FINETUNE
+    yield (
+        args.privacy_unit != "example",
+        f"privacy_unit={args.privacy_unit!r}: the bound on the last iterate is known for single records only.",
+        "Finetune with DPTrainer, which protects users.",
+    )
+    yield (
+        args.sampling not in ("auto", "poisson"),
+        f"sampling={args.sampling!r}: the last iterate has a proof with Poisson batches only.",
+        "Use --sampling poisson.",
+    )
+    yield (
+        args.adjacency not in ("auto", "add_or_remove_one"),
+        f"adjacency={args.adjacency!r}: the last iterate has a proof under add_or_remove_one only.",
+        "Use --adjacency add_or_remove_one.",
+    )
+    scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+    yield (
+        scheduler != "constant" or bool(args.get_warmup_steps(100)),
+        f"lr_scheduler_type={scheduler}, with or without warmup: the steps of a head are constant, or fall as a power "
+        "of their number.",
+        "Use --lr_scheduler_type constant without warmup, and --decay 0.5 if the steps should fall.",
+    )
+    yield bool(args.weight_decay), f"weight_decay={args.weight_decay:g} belongs to finetuning.", "Use --l2."
+    yield (
+        bool(args.max_grad_norm),
+        "max_grad_norm clips a sum, and a clipped step is no contraction.",
+        "Leave it at 0.",
+    )
+    for name, never in (("save_strategy", "no"), ("eval_strategy", "no"), ("logging_strategy", "no")):
+        value = str(getattr(getattr(args, name), "value", getattr(args, name)))
+        what = {"save": "Checkpoints", "eval": "Evaluations", "logging": "Logs"}[name.split("_")[0]]
+        yield value != never, f"{name}={value}: {what} show intermediate weights. {FINAL_ONLY}", f"Use --{name} no."
+    yield (
+        bool(args.load_best_model_at_end),
+        f"load_best_model_at_end chooses among iterates. {FINAL_ONLY}",
+        "Leave it out.",
+    )
+    yield (
+        bool(args.log_unprivatized),
+        f"log_unprivatized prints values of the training data. {FINAL_ONLY}",
+        "Leave it out.",
+    )
+    yield (
+        args.unsafe_fixed_noise_key is not None,
+        "unsafe_fixed_noise_key makes nothing private.",
+        "Leave it out; --noise_multiplier 0 runs without noise and says so.",
+    )
+    yield args.world_size > 1, "A head is trained by one process.", "Start the recipe without accelerate launch."

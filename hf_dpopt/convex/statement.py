@@ -1,0 +1,89 @@
+"""The privacy statement of a convex head."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.convex.plan import HeadPlan
+from hf_dpopt.durable import write_durably
+from hf_dpopt.report.facts import collect_versions
+from hf_dpopt.report.report import FOLDER, STATEMENT
+from hf_dpopt.report.statement import round_up
+
+REPORT = "head.json"
+
+_TEXT = """\
+# Final weights only: {headline}
+
+Published are the weights of a linear head after the last step, and nothing else that was computed from the training
+data: no intermediate weights, no losses or metrics on training records, no choice between several runs. **The promise
+is void as soon as any of that leaves.**
+
+For every two datasets that differ in one record (`add_or_remove_one`: one of them has one record more), and every set
+of final weights, the probabilities P and P' of the two satisfy P <= e^epsilon P' + delta with epsilon = {epsilon}
+and delta = {delta:g}.
+
+* **How.** Softmax regression ({num_labels} labels) on features of a frozen model, each shortened to norm {norm:g};
+  projected noisy SGD, {steps:,} steps. {sampling} Noise of {sigma:.6g} times the largest gradient of a record
+  (sqrt(2) x {norm:g}) is added to the sum of every batch; step size {eta:g}{decay}{l2}; the weights stay in a ball of
+  radius {radius:g}.
+* **Accounting.** {accounting}
+* **Not proven** here: batches of fixed size, replacing a record, momentum, Adam, filters, correlated noise, clipped
+  gradients, and any layer below the head. None of it was used.
+* **Protected** is a row of the training set. A person with several rows is not protected as a whole. Public are the
+  number of records, the list of labels, the frozen model (and whatever it learned before) and all numbers above.
+* **Not covered**: the evaluation data, on which metrics are exact; other runs on the same records, which add up.
+* **Must stay secret**: the training data, their features, and the private directory of the run until it ended.
+
+Noise: {noise_rng} generator. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
+"""
+
+_BY_LAST = (
+    "The privacy loss of the last iterate (Altschuler and Talwar 2022, arXiv:2205.13710, in the trade-off functions "
+    "of arXiv:2403.00278): the last {horizon:,} steps count, {share:.0%} of their noise hides what came before. All "
+    "{steps:,} iterates together would have epsilon {plain}."
+)
+_BY_ALL = "Plain composition over all {steps:,} steps is the better bound here: every iterate may be seen."
+
+
+def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str) -> str:
+    """Markdown. Its first line says what is released."""
+    config, spent = plan.config, plan.spent
+    epsilon = round_up(spent.epsilon) if plan.is_private else "infinite"
+    known = math.isfinite(spent.composition)
+    plain = round_up(spent.composition) if known else "more than three times as large, by Renyi divergences"
+    by_last = spent.horizon is not None
+    accounting = (_BY_LAST if by_last else _BY_ALL).format(
+        horizon=spent.horizon or 0, share=spent.share or 0.0, steps=config.num_steps, plain=plain
+    )
+    return _TEXT.format(
+        headline=f"epsilon {epsilon} at delta {plan.delta:g}" if plan.is_private else "NOT PRIVATE, the noise is off",
+        epsilon=epsilon,
+        delta=plan.delta,
+        num_labels=num_labels,
+        norm=config.feature_norm,
+        steps=config.num_steps,
+        sampling=plan.sampler.describe(),
+        sigma=plan.sgd.noise_multiplier,
+        eta=config.step_size,
+        decay=f" x t^-{config.decay:g}" if config.decay else "",
+        l2=f", l2 regularisation {config.l2:g}" if config.l2 else "",
+        radius=config.head_radius,
+        accounting=accounting if plan.is_private else "None: there is no noise.",
+        noise_rng=noise_rng,
+        ledger=f"{FOLDER}/ledger.jsonl",
+        digest=digest,
+        software=", ".join(f"{name} {version}" for name, version in collect_versions().items()),
+    )
+
+
+def write_statement(output_dir: Path, plan: HeadPlan, num_labels: int, ledger: Ledger, noise_rng: str) -> None:
+    """`statement.md` for people, `head.json` for programs."""
+    folder = output_dir / FOLDER
+    text = render(plan, num_labels, ledger.digest(), noise_rng)
+    report = {**plan.public_dict(), "num_labels": num_labels, "ledger_digest": ledger.digest()}
+    write_durably(folder / STATEMENT, text.encode(), mode=0o644)
+    write_durably(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode(), mode=0o644)

@@ -1,0 +1,191 @@
+"""Projected noisy SGD on softmax regression. Nothing leaves before the last step.
+
+Shape legend: B = records of a batch, K = labels, D = features.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.convex.plan import HeadPlan
+from hf_dpopt.convex.statement import write_statement
+from hf_dpopt.durable import write_durably
+from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.mechanisms.randomness import make_noise_source
+from hf_dpopt.private_state import Chain, PrivateState, default_private_dir
+from hf_dpopt.run import LEDGER
+
+SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from
+
+
+class HeadRun:
+    """One private training of a head, from its key to its final weights.
+
+    The whole run is charged, once, before its first record is looked at. Iterates are kept in memory and in the
+    private directory, where a run that was killed goes on, bit for bit; nothing of them is written anywhere else. When
+    the final weights are returned, key and state are deleted, and the run cannot be continued.
+
+    Formal guarantee: that of `make_head_plan`, for everything that is below `output_dir` or returned.
+
+    Args:
+        plan: what is executed.
+        output_dir: the ledger and the statement go to its folder `privacy`.
+        private_state_dir: key and state; never inside `output_dir`. None takes the user's state directory.
+        noise_rng: "secure" or "fast"; see `make_noise_source`.
+
+    Raises:
+        DPConfigError: if another mechanism, or a finished run, is recorded in `output_dir`.
+    """
+
+    def __init__(
+        self,
+        plan: HeadPlan,
+        *,
+        output_dir: str | Path,
+        private_state_dir: str | Path | None = None,
+        noise_rng: str = "secure",
+    ):
+        self.plan, self.output_dir = plan, Path(output_dir)
+        self._noise_rng = noise_rng
+        self.state = PrivateState(private_state_dir or default_private_dir(output_dir), forbidden=output_dir)
+
+    @property
+    def private_folder(self) -> Path:
+        """For what is private and no key, such as features."""
+        return self.state.directory
+
+    def train(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int, *, progress: bool = False) -> Any:
+        """Trains, or goes on where a run that was killed had come to.
+
+        Args:
+            features: float32, (n, D), of norm `feature_norm` at most; see `clip_features`.
+            labels: int64, (n,), in [0, num_labels).
+            num_labels: K, which is public.
+            progress: whether to show a bar. It tells the step and nothing of the data.
+
+        Returns:
+            The final weights, float32, (K, D).
+        """
+        self._check(features, labels, num_labels)
+        with Ledger.open(self.output_dir / LEDGER) as ledger:
+            public = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": self._noise_rng}
+            ledger.record_plan(public, must_match=tuple(public))
+            chain = self._chain(ledger)
+            step, weights = self._load(chain, (num_labels, features.size(1)))
+            weights = self._descend(features, labels, chain, step, weights, progress)
+            write_statement(self.output_dir, self.plan, num_labels, ledger, self._noise_rng)
+            self._finish(chain)
+        return weights.float()
+
+    def _chain(self, ledger: Ledger) -> Chain:
+        """A new run, charged, or the one that was killed."""
+        last = ledger.last_chain
+        if last is None:
+            chain = self.state.new_chain()
+            ledger.start_chain(
+                chain_id=chain.chain_id, key_id=chain.key_id, start_step=0, note="convex head, final weights only"
+            )
+            ledger.charge(chain.chain_id, self.plan.config.num_steps)
+            return chain
+        kept = self.state.load_chain(last.chain_id)
+        if kept is None or kept.key_id != last.key_id:
+            again = self.plan.epsilon(2)
+            raise DPBudgetExceeded(
+                f"{self.output_dir} records a run that has ended, or whose key is gone: it cannot be continued, and a "
+                f"second one on the same records would bring epsilon to {again:.4g}. Use another output_dir for a run "
+                "with a budget of its own; both come on top of each other."
+            )
+        if ledger.last_step(last.chain_id) is None:
+            ledger.charge(last.chain_id, self.plan.config.num_steps)
+        return kept
+
+    def _descend(
+        self, features: torch.Tensor, labels: torch.Tensor, chain: Chain, first: int, weights: torch.Tensor, bar: bool
+    ) -> torch.Tensor:
+        """(K, D) in float64, after the last step."""
+        plan, config = self.plan, self.plan.config
+        source = make_noise_source(self._noise_rng, chain.noise_key)
+        stddev, batch = plan.sgd.noise_multiplier * config.lipschitz, config.expected_batch_size
+        steps = range(first + 1, config.num_steps + 1)
+        saved = time.monotonic()
+        for step in tqdm(steps, initial=first, total=config.num_steps, desc="private steps", disable=not bar):
+            rows = torch.from_numpy(plan.sampler.draw(chain.sampling_key, step))
+            total = gradient_sum(features[rows], labels[rows], weights)
+            # private from here
+            total += stddev * source.normal(weights.shape, step=step, tensor=0).double()
+            size = config.step_size * step**-config.decay
+            weights = projected(weights - size * (total / batch + config.l2 * weights), config.head_radius)
+            if time.monotonic() - saved > SAVE_EVERY:
+                self._save(chain, step, weights)
+                saved = time.monotonic()
+        return weights
+
+    # --- what a killed run goes on from; as private as the data ---
+
+    def _file(self, chain: Chain) -> Path:
+        return self.state.directory / f"head-{chain.chain_id}.pt"
+
+    def _save(self, chain: Chain, step: int, weights: torch.Tensor) -> None:
+        content = io.BytesIO()
+        torch.save({"step": step, "weights": weights}, content)
+        write_durably(self._file(chain), content.getvalue(), mode=0o600)
+
+    def _load(self, chain: Chain, shape: tuple[int, int]) -> tuple[int, torch.Tensor]:
+        path = self._file(chain)
+        if not path.exists():
+            return 0, torch.zeros(shape, dtype=torch.float64)
+        kept = torch.load(path, weights_only=True)
+        if kept["weights"].shape != shape:
+            raise DPConfigError(
+                f"The run of {self.output_dir} was killed with weights of shape {tuple(kept['weights'].shape)}, and "
+                f"those of now have {shape}. Go on with the same model and labels, or use another output_dir."
+            )
+        return kept["step"], kept["weights"]
+
+    def _finish(self, chain: Chain) -> None:
+        self._file(chain).unlink(missing_ok=True)
+        self.state.forget([chain.chain_id])
+
+    def _check(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int) -> None:
+        if len(features) != self.plan.num_examples or len(labels) != len(features):
+            raise DPConfigError(
+                f"The plan is for {self.plan.num_examples} records; there are {len(features)} rows of features and "
+                f"{len(labels)} labels. Make the plan for the records that are trained on."
+            )
+        if len(labels) and not (0 <= int(labels.min()) and int(labels.max()) < num_labels):
+            raise DPConfigError(f"There are labels outside [0, {num_labels}). Give every record a label in it.")
+        longest = float(features.double().norm(dim=1).max())
+        if not longest <= self.plan.config.feature_norm * (1 + 1e-6):
+            raise DPConfigError(
+                "Features are longer than feature_norm, or no numbers, so a record is not hidden by the noise. Pass "
+                "them through clip_features first."
+            )
+
+
+def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Of the cross entropies of a batch, summed: ``sum_b (p_b - y_b) x_b^T``.
+
+    Args:
+        features: (B, D), B may be 0.
+        labels: (B,).
+        weights: float64, (K, D).
+
+    Returns:
+        float64, (K, D).
+    """
+    errors_BK = torch.softmax(features @ weights.T.to(features.dtype), dim=1)
+    errors_BK[torch.arange(len(labels)), labels] -= 1
+    return (errors_BK.T @ features).double()
+
+
+def projected(weights: torch.Tensor, radius: float) -> torch.Tensor:
+    """The closest point of the Frobenius ball."""
+    norm = float(weights.norm())
+    return weights if norm <= radius else weights * (radius / norm)

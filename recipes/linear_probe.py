@@ -1,0 +1,200 @@
+#!/usr/bin/env python
+"""Train a linear head on a frozen model and release only its final weights: epsilon stops growing with the steps.
+
+    python recipes/linear_probe.py                        # no arguments: the embedded job, offline
+    python recipes/linear_probe.py --model_name_or_path <dir> --train_file train.tsv --validation_file dev.tsv \
+        --target_epsilon 2 --feature_norm 20 --head_radius 1 --max_steps 20000
+
+The loss of a linear head is convex, and its weights stay in a ball: then the privacy loss of the LAST weights reaches
+a plateau (Altschuler and Talwar 2022, arXiv:2205.13710), as long as nothing of the way there is seen. Features of the
+training records are computed once and kept in the private folder of the run; a run that is killed is started again
+with the same command and goes on where it was. Data, labels and models are those of `glue.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import DataCollatorWithPadding, EvalPrediction, set_seed
+
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.convex import (
+    HeadPlan,
+    HeadRun,
+    HeadTrainingArguments,
+    attach_head,
+    check_convex_arguments,
+    clip_features,
+    compute_features,
+    find_head,
+    head_takes_bias,
+    make_head_plan,
+)
+from recipes import options, running
+from recipes.glue import evaluation_splits, tokenize
+from recipes.glue_metrics import compute_metrics_with, load_metric
+from recipes.glue_model import load_model
+from recipes.glue_options import SOURCES, DataTrainingArguments, ModelArguments
+from recipes.glue_sources import load_data
+
+logger = logging.getLogger("recipes.linear_probe")
+
+EMBEDDED: dict[str, Any] = {
+    "target_epsilon": 2.0,
+    "target_delta": 1e-5,
+    "expected_batch_size": 1024,
+    "max_steps": 3000,
+    "feature_norm": 8.0,
+    "head_radius": 2.0,
+    "max_seq_length": 40,
+    "eval_data_privacy": "public",
+    "data_dependent_preprocessing": "none: the labels are declared, and the tokenizer comes from public text",
+}
+
+
+def main(argv: list[str]) -> None:
+    """Features, head, evaluation of the final weights."""
+    start = time.monotonic()
+    model_args, data_args, training_args = parse(argv)
+    running.set_up_logging(training_args)
+    set_seed(training_args.seed)  # of layers that the model does not come with, which are frozen and public
+
+    data = load_data(model_args, data_args, training_args)
+    if data.labels is None:
+        raise DPConfigError("The labels are numbers, and a convex head is softmax regression. Use glue.py instead.")
+    tokenizer, model = load_model(model_args, data)
+    find_head(model)
+    splits = tokenize(data, tokenizer, model, data_args, training_args)
+    config = training_args.head_config(len(splits["train"]), has_bias=head_takes_bias(model))
+    plan = make_head_plan(config, num_examples=len(splits["train"]))
+    logger.info(announcement(plan))
+
+    run = HeadRun(
+        plan,
+        output_dir=training_args.output_dir,
+        private_state_dir=training_args.private_state_dir,
+        noise_rng=training_args.noise_rng,
+    )
+    collate = DataCollatorWithPadding(tokenizer)
+    features = compute_features(
+        model,
+        splits["train"].remove_columns("label"),
+        collate,
+        batch_size=training_args.per_device_train_batch_size,
+        cache=run.private_folder,
+        progress=None if training_args.disable_tqdm else "features",
+    )
+    weights = run.train(
+        clip_features(features, config.feature_norm, config.bias_feature),
+        torch.tensor(splits["train"]["label"]),
+        len(data.labels),
+        progress=not training_args.disable_tqdm,
+    )
+    attach_head(model, weights, config.bias_feature)
+    publish(model, tokenizer, training_args)
+    results = {}
+    if training_args.do_eval:
+        metric = load_metric(data_args.task_name, is_regression=False, cache_dir=model_args.cache_dir)
+        for name, split in evaluation_splits(splits).items():
+            results |= evaluate(model, split, collate, compute_metrics_with(metric, is_regression=False), name)
+    print(running.result_text(summary(plan, data.description, model_args, results, splits, training_args, start)))
+
+
+def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadTrainingArguments]:
+    """Flags, or one .json file with their values.
+
+    Raises:
+        DPConfigError: for values that are wrong, do not fit together, or have no theorem.
+    """
+    model_args, data_args, training_args, embedded = options.read_flags(
+        argv, (ModelArguments, DataTrainingArguments), sources=SOURCES, embedded_defaults=EMBEDDED,
+        run_name="linear_probe", training_class=HeadTrainingArguments,
+    )  # fmt: skip
+    assert isinstance(training_args, HeadTrainingArguments)
+    if data_args.non_private:
+        raise DPConfigError("non_private is a flag of glue.py. Use --noise_multiplier 0, which runs without noise.")
+    if training_args.do_predict:
+        raise DPConfigError("do_predict is a flag of glue.py. Load the model from output_dir, in a pipeline.")
+    if training_args.resume_from_checkpoint:
+        raise DPConfigError("There are no checkpoints. A run that was killed goes on when it is started again.")
+    check_convex_arguments(training_args, lora_r=model_args.lora_r)
+    training_args.head_config(10**9)  # values out of range end here
+    options.check(
+        model_args, data_args, training_args, embedded=embedded,
+        data_flags="--task_name <GLUE task>, --dataset_name <name on the hub>, or --train_file and --validation_file",
+        counts=("max_train_samples", "max_eval_samples", "max_seq_length"),
+    )  # fmt: skip
+    return model_args, data_args, training_args
+
+
+def announcement(plan: HeadPlan) -> str:
+    """What is going to run."""
+    spent, free = plan.spent, plan.free_steps()
+    if not plan.is_private:
+        return "NOT PRIVATE: the noise is off."
+    bound = "plain composition" if spent.horizon is None else f"the last {spent.horizon:,} steps"
+    plateau = "" if free is None else f" Steps beyond {free:,} are free."
+    return (
+        f"Final weights only: epsilon {spent.epsilon:.4g} at delta {plan.delta:g} (add_or_remove_one), by {bound}; "
+        f"noise multiplier {plan.sgd.noise_multiplier:.4g}.{plateau}"
+    )
+
+
+def publish(model: Any, tokenizer: Any, training_args: HeadTrainingArguments) -> None:
+    """The model with its head, the tokenizer, and a card that is the privacy statement."""
+    folder = Path(training_args.output_dir)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    statement = (folder / "privacy" / "statement.md").read_text(encoding="utf-8")
+    (folder / "README.md").write_text(f"---\nlibrary_name: transformers\n---\n\n{statement}", encoding="utf-8")
+
+
+def evaluate(model: Any, split: Any, collate: Any, measure: Any, name: str) -> dict[str, float]:
+    """Metrics of the model as it was saved, which does not shorten features."""
+    model.eval()
+    inputs, found = split.remove_columns("label"), []
+    with torch.no_grad():
+        for first in range(0, len(inputs), 256):
+            batch = collate([inputs[i] for i in range(first, min(first + 256, len(inputs)))])
+            found.append(model(**batch).logits.float().numpy())
+    ending = "_mm" if name.endswith("_mismatched") else ""
+    metrics = measure(EvalPrediction(predictions=np.concatenate(found), label_ids=np.array(split["label"])))
+    return {f"{key}{ending}": value for key, value in metrics.items()}
+
+
+def summary(
+    plan: HeadPlan,
+    description: str,
+    model_args: ModelArguments,
+    results: dict[str, float],
+    splits: dict[str, Any],
+    training_args: HeadTrainingArguments,
+    start: float,
+) -> list[tuple[str, str]]:
+    """The last lines of a run: what was run, what came out, what it cost."""
+    lines = [("what was run", f"a linear head on {model_args.model_name_or_path} (frozen) on {description}")]
+    if results:
+        (validation, *_) = evaluation_splits(splits).values()
+        lines.append(("majority class", f"{np.bincount(validation['label']).max() / len(validation):.1%} accuracy"))
+        lines.append(("evaluation", ", ".join(f"{k} {v:.4f}" for k, v in results.items() if running.is_score(k))))
+    statement = Path(training_args.output_dir) / "privacy" / "statement.md"
+    lines.append(("privacy", f"{announcement(plan)} (statement: {statement})"))
+    return [*lines, *running.closing_lines(training_args, start)]
+
+
+def run(argv: list[str]) -> int:
+    """Exit status of a run; see `running.run`."""
+    return running.run(argv, main)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""The private run of a head: constants, noise, contraction, resume, what is written."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.convex import HeadConfig, HeadRun, clip_features, make_head_plan, training
+from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.mechanisms.randomness import make_noise_source
+
+ALPHA = 1e-6  # false alarms, whatever the key
+N, H, K = 300, 6, 3
+
+
+def config(**changes):
+    values = dict(head_radius=1.5, feature_norm=2.0, expected_batch_size=60, num_steps=40, noise_multiplier=1.0)
+    return HeadConfig(**{**values, "target_delta": 1e-5, **changes})
+
+
+def data(num=N, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(num, H, generator=rng) * 3, torch.randint(K, (num,), generator=rng)
+
+
+def run(folder, asked, features=None, labels=None, num=N):
+    raw, targets = data(num)
+    features = clip_features(raw, asked.feature_norm, asked.bias_feature) if features is None else features
+    made = HeadRun(
+        make_head_plan(asked, num_examples=num), output_dir=folder / "out", private_state_dir=folder / "private"
+    )
+    return made, made.train(features, targets if labels is None else labels, K)
+
+
+@pytest.fixture
+def keys(monkeypatch):
+    """The chains of finished runs, which forget their keys."""
+    seen = []
+    finish = HeadRun._finish
+    monkeypatch.setattr(HeadRun, "_finish", lambda self, chain: (seen.append(chain), finish(self, chain)))
+    return seen
+
+
+# --- the constants of softmax regression ---
+
+
+def test_no_gradient_is_longer_than_stated_and_one_comes_close():
+    asked = config(has_bias=False)
+    features = clip_features(data(2000)[0] * 10, asked.feature_norm)
+    weights = torch.zeros(K, H, dtype=torch.float64)
+    longest = 0.0
+    for scale in (0.0, 1.0, 30.0):
+        weights = scale * torch.randn(K, H, dtype=torch.float64)
+        for i in range(200):
+            for label in range(K):
+                one = training.gradient_sum(features[i : i + 1], torch.tensor([label]), weights)
+                longest = max(longest, float(one.norm()))
+    assert 0.999 * asked.lipschitz < longest <= asked.lipschitz * (1 + 1e-6)
+
+
+def test_no_curvature_is_larger_than_stated_and_one_comes_close():
+    asked = config(has_bias=False)
+    largest = 0.0
+    for i in range(30):
+        feature = clip_features(torch.randn(1, H) * 10, asked.feature_norm).double()
+        weights = (
+            torch.zeros(K, H).double() if i else torch.tensor([[1.0], [1.0], [-9.0]]) * feature
+        )  # p = 1/2, 1/2, 0
+
+        def loss(flat, feature=feature):
+            return torch.nn.functional.cross_entropy(feature @ flat.view(K, H).T, torch.tensor([0]))
+
+        hessian = torch.autograd.functional.hessian(loss, weights.flatten())
+        largest = max(largest, float(torch.linalg.eigvalsh(hessian)[-1]))
+    assert 0.99 * asked.smoothness < largest <= asked.smoothness * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.1])
+def test_a_step_is_a_contraction_up_to_the_largest_batch(l2):
+    """On a batch of as many records as are allowed, all alike, where the curvature is largest."""
+    asked = config(l2=l2, has_bias=False)
+    plan = make_head_plan(asked, num_examples=N)
+    feature = clip_features(torch.ones(1, H) * 10, asked.feature_norm).double()
+    labels = torch.zeros(plan.sgd.largest_batch, dtype=torch.int64)
+    features = feature.expand(len(labels), H)
+
+    def step(weights):
+        total = training.gradient_sum(features, labels, weights)
+        return weights - asked.step_size * (total / asked.expected_batch_size + l2 * weights)
+
+    # where two labels are equally likely the curvature is largest, along their difference
+    level = torch.tensor([[1.0], [1.0], [-9.0]]).double() * feature.double()
+    along = torch.tensor([[1.0], [-1.0], [0.0]]).double() * feature.double()
+    for direction in (along, torch.randn(K, H).double()):
+        small = 1e-3 * direction / direction.norm()
+        before, after = float((2 * small).norm()), float((step(level + small) - step(level - small)).norm())
+        assert after <= before * (1 - asked.step_size * l2) * (1 + 1e-4)
+    more = plan.sgd.largest_batch * 11 // 10
+    features, labels = feature.expand(more, H), torch.zeros(more, dtype=torch.int64)
+    small = 1e-3 * along / along.norm()
+    assert float((step(level + small) - step(level - small)).norm()) > 2 * float(small.norm())  # and not beyond
+
+
+def test_the_gradient_is_that_of_autograd():
+    features, labels = data(50)
+    weights = torch.randn(K, H, dtype=torch.float64, requires_grad=True)
+    loss = torch.nn.functional.cross_entropy(features.double() @ weights.T, labels, reduction="sum")
+    (expected,) = torch.autograd.grad(loss, weights)
+    torch.testing.assert_close(training.gradient_sum(features.double(), labels, weights.detach()), expected)
+    assert training.gradient_sum(features[:0], labels[:0], weights.detach()).abs().sum() == 0
+
+
+# --- the run ---
+
+
+@pytest.mark.parametrize("changes", [{}, {"l2": 0.1}, {"decay": 0.5}, {"has_bias": False}, {"noise_multiplier": 0.0}])
+def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
+    asked = config(head_radius=0.5, **changes)
+    made, weights = run(tmp_path, asked)
+    features, labels = clip_features(data()[0], asked.feature_norm, asked.bias_feature).double(), data()[1]
+    source = make_noise_source("secure", keys[0].noise_key)
+    slow = torch.zeros(K, features.size(1), dtype=torch.float64)
+    for step in range(1, 41):
+        gradient = torch.zeros_like(slow)
+        for i in made.plan.sampler.draw(keys[0].sampling_key, step):
+            here = slow.clone().requires_grad_()
+            torch.nn.functional.cross_entropy((here @ features[i])[None], labels[i : i + 1]).backward()
+            gradient += here.grad
+        noise = source.normal(slow.shape, step=step, tensor=0).double()
+        gradient += asked.noise_multiplier * math.sqrt(2) * 2.0 * noise
+        slow -= asked.step_size * step**-asked.decay * (gradient / 60 + asked.l2 * slow)
+        slow *= min(1.0, 0.5 / float(slow.norm()))
+    torch.testing.assert_close(weights.double(), slow, rtol=1e-4, atol=1e-5)
+
+
+def test_the_noise_has_the_stated_law(tmp_path):
+    """Features of nothing but noise, a ball out of reach: final weights are a sum of normals. Power: 5 % of stddev."""
+    asked = config(head_radius=1e9, num_steps=5, noise_multiplier=0.7, has_bias=False)
+    features = torch.zeros(N, 2000)
+    _, weights = run(tmp_path, asked, features)
+    stddev = asked.step_size * 0.7 * asked.lipschitz / asked.expected_batch_size * math.sqrt(5)
+    low, high = stats.chi2.ppf([ALPHA / 2, 1 - ALPHA / 2], df=weights.numel())
+    assert low < float((weights.double() / stddev).square().sum()) < high
+
+
+def test_weights_stay_in_the_ball(tmp_path):
+    _, weights = run(tmp_path, config(head_radius=0.1, noise_multiplier=20.0))
+    assert float(weights.norm()) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_a_record_more_moves_a_step_by_its_bound_at_most():
+    """With the same other records and noise, from any weights: eta L / b before the projection, which contracts."""
+    asked = config()
+    features, labels = clip_features(data()[0], 2.0, asked.bias_feature), data()[1]
+    for seed in range(20):
+        torch.manual_seed(seed)
+        weights = torch.randn(K, H + 1, dtype=torch.float64) * 3
+        ends = [
+            training.projected(
+                weights - asked.step_size * training.gradient_sum(features[:m], labels[:m], weights) / 60, 1.5
+            )
+            for m in (50, 51)
+        ]
+        assert float((ends[0] - ends[1]).norm()) <= asked.step_size * asked.lipschitz / 60 * (1 + 1e-6)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", [1, 7, 40])
+def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
+    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
+    save, project = HeadRun._save, training.projected
+    steps = []
+
+    def die(weights, radius):
+        steps.append(1)
+        if len(steps) == at:
+            raise Killed
+        return project(weights, radius)
+
+    monkeypatch.setattr(training, "projected", die)
+    with pytest.raises(Killed):
+        run(tmp_path, config())
+    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
+    assert not (tmp_path / "out/privacy/statement.md").exists()
+    monkeypatch.setattr(training, "projected", project)
+    _, resumed = run(tmp_path, config())
+    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
+    monkeypatch.setattr("hf_dpopt.private_state.PrivateState.new_chain", lambda self: keys[0])
+    _, whole = run(tmp_path / "again", config())
+    assert torch.equal(resumed, whole)
+    assert save is HeadRun._save
+
+
+def test_a_run_is_charged_before_a_record_is_looked_at(tmp_path, monkeypatch):
+    def look(*_):
+        assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
+        raise Killed
+
+    monkeypatch.setattr(training, "gradient_sum", look)
+    with pytest.raises(Killed):
+        run(tmp_path, config())
+
+
+def test_a_finished_run_leaves_neither_key_nor_state_and_is_not_repeated(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
+    made, _ = run(tmp_path, config())
+    assert not [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+    again = made.plan.epsilon(2)
+    assert again > made.plan.epsilon()
+    with pytest.raises(DPBudgetExceeded, match=f"epsilon to {again:.4g}"):
+        run(tmp_path, config())
+    with pytest.raises(DPConfigError, match="another private mechanism"):
+        run(tmp_path, config(num_steps=41))
+
+
+def test_nothing_but_ledger_and_statement_is_written(tmp_path, monkeypatch):
+    """And what is written depends on the data in nothing: two datasets with one key leave the same bytes."""
+    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
+    monkeypatch.chdir(tmp_path)
+    written = []
+    for name, seed in (("one", 0), ("two", 1)):
+        folder = tmp_path / name
+        made = HeadRun(
+            make_head_plan(config(), num_examples=N), output_dir=folder / "out", private_state_dir=folder / "private"
+        )
+        features, labels = data(seed=seed)
+        made.train(clip_features(features, 2.0, made.plan.config.bias_feature), labels, K)
+        files = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        ledger = (folder / "out/privacy/ledger.jsonl").read_text()
+        assert ledger.count("\n") == 4  # header, plan, chain, one charge
+        written.append(files)
+    assert sorted(map(str, written[0])) == [
+        "out/privacy/head.json", "out/privacy/ledger.jsonl", "out/privacy/ledger.jsonl.lock",
+        "out/privacy/statement.md",
+    ]  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
+    digests = [Ledger.read(tmp_path / name / "out/privacy/ledger.jsonl").digest() for name in ("one", "two")]
+    for path in ("out/privacy/head.json", "out/privacy/statement.md"):
+        texts = [
+            files[Path(path)].decode().replace(digest, "") for files, digest in zip(written, digests, strict=True)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_the_statement_says_final_weights_only_in_its_first_line(tmp_path):
+    made, _ = run(tmp_path, config(head_radius=1e-4, num_steps=300))
+    text = (tmp_path / "out/privacy/statement.md").read_text()
+    first = text.splitlines()[0]
+    assert first.startswith("# Final weights only: epsilon ") and "delta 1e-05" in first
+    assert made.plan.spent.horizon is not None and f"last {made.plan.spent.horizon:,} steps count" in text
+    run(tmp_path / "plain", config(num_steps=3))
+    assert "Plain composition over all 3 steps" in (tmp_path / "plain/out/privacy/statement.md").read_text()
+    run(tmp_path / "off", config(noise_multiplier=0.0))
+    assert "NOT PRIVATE" in (tmp_path / "off/out/privacy/statement.md").read_text().splitlines()[0]
+
+
+# --- refusals ---
+
+
+def test_features_that_are_too_long_and_labels_that_are_none_are_refused(tmp_path):
+    features, labels = data()
+    with pytest.raises(DPConfigError, match="clip_features first"):
+        run(tmp_path, config(), torch.cat([features, features[:, :1]], dim=1))
+    with pytest.raises(DPConfigError, match="clip_features first"):
+        run(tmp_path, config(), torch.full((N, H), math.nan))
+    with pytest.raises(DPConfigError, match=r"outside \[0, 3\)"):
+        run(tmp_path, config(), labels=labels + 1)
+    with pytest.raises(DPConfigError, match="there are 299 rows"):
+        run(tmp_path, config(), torch.zeros(N - 1, H))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"head_radius": None}, "Give --head_radius"),
+        ({"feature_norm": None}, "Give --feature_norm"),
+        ({"head_radius": 0.0}, "head_radius"),
+        ({"learning_rate": 1.01}, r"above 2 / \(M \+ 2 l2\) = 1\b"),  # R = 2: M = 2
+        ({"target_epsilon": 1.0}, "exactly one"),
+        ({"noise_multiplier": None}, "exactly one"),
+        ({"noise_multiplier": -1.0}, "negative"),
+        ({"target_delta": 1.0}, "outside"),
+        ({"decay": 1.0}, "decay"),
+        ({"expected_batch_size": 301}, "more than the 300 records"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes, match):
+    with pytest.raises(DPConfigError, match=match):
+        make_head_plan(config(**changes), num_examples=N)
+
+
+def test_the_noise_is_calibrated_and_steps_beyond_the_plateau_are_free():
+    asked = config(noise_multiplier=None, target_epsilon=2.0, head_radius=0.01, num_steps=10**4)
+    few, many = (
+        make_head_plan(config(**{**vars(asked), "num_steps": t}), num_examples=20_000) for t in (10**4, 10**6)
+    )
+    assert 1.99 < few.spent.epsilon <= 2.0 and 1.99 < many.spent.epsilon <= 2.0
+    assert few.sgd.noise_multiplier == pytest.approx(many.sgd.noise_multiplier, rel=0.01)
+    free = few.free_steps()
+    assert free is not None and free < 10**4 and many.spent.horizon is not None
+    assert np.isinf(many.spent.composition) or many.spent.composition > 2.0
