@@ -301,6 +301,11 @@ class DPTrainingArguments(TrainingArguments):
             values["preconditioner_kwargs"] = self._with_delay(values["preconditioner_kwargs"])
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
 
+    def preconditioner_name(self) -> str:
+        """The one that runs: `clipping_quantile` is short for one, too."""
+        by_quantile = self.clipping_quantile is not None and self.preconditioner == "none"
+        return "quantile" if by_quantile else self.preconditioner
+
     def _with_quantile(self, options: Any) -> dict[str, Any]:
         if self.preconditioner not in ("none", "quantile"):
             raise DPConfigError(

@@ -134,6 +134,13 @@ class PrivacyPlan:
         return given
 
     @property
+    def num_users(self) -> int | None:
+        """Users in the training set; None where records are protected one by one."""
+        if self.unit != "user":
+            return None
+        return self.num_examples // (1 if self.sums_users else self.config.records_per_user or 1)
+
+    @property
     def sums_users(self) -> bool:
         """Whether the clip is that of whole users; else it is that of records."""
         return self.unit == "user" and not isinstance(self.sampler, CappedPoissonSampler)

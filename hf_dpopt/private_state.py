@@ -170,6 +170,32 @@ class PrivateState:
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
             return None  # half a file
 
+    def check_data(self, chain: Chain, mark: str) -> None:
+        """Notes of what data a chain is, or checks that it is still the same.
+
+        Records and users are numbers to a sampler: where it relies on when each took part before, they have to keep
+        their numbers for as long as the key is the same. The mark is made of private data, so it stays here.
+
+        Args:
+            chain: that a run begins, or goes on with.
+            mark: a digest of the records, or of their users, in their order.
+
+        Raises:
+            DPConfigError: if it is another one than the chain began with.
+        """
+        if chain.unsafe:
+            return
+        path = self._key_file(chain.chain_id).with_suffix(".data")
+        if not path.exists():
+            write_durably(path, mark.encode(), mode=0o600)
+        elif path.read_text(encoding="utf-8") != mark:
+            raise DPConfigError(
+                "The training records are not those that this run began with, or not in that order: each would take "
+                "part in the steps of another one, oftener and sooner than the noise was made for. Go on with the "
+                "same dataset (no shuffling, or one with a fixed seed), or start over in another output_dir, whose "
+                "epsilon comes on top."
+            )
+
     def secrets(self) -> list[bytes]:
         """What a release may not contain, of the chains kept here or used by this object: keys, and noise buffers.
 

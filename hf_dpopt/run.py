@@ -65,6 +65,8 @@ class PrivateRun:
         private_state_dir: secret keys; never inside `output_dir`. None takes the user's state directory.
         resume_step: optimizer step of the checkpoint that training continues from; None for a fresh call to `train`.
         checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
+        data_mark: digest of the records in their order, see `hf_dpopt.sampling.data_mark`; kept beside the key, and a
+            chain goes on with the same one only. None: the caller answers for it.
 
     Raises:
         DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint.
@@ -79,6 +81,7 @@ class PrivateRun:
         private_state_dir: str | Path | None = None,
         resume_step: int | None = None,
         checkpoint: str | Path | None = None,
+        data_mark: str | None = None,
     ):
         self.plan = plan
         self.output_dir = Path(output_dir)
@@ -86,7 +89,7 @@ class PrivateRun:
         self.state: PrivateState | None = None
         self._is_closed = False
         self._preclip: Preconditioning | None = None
-        opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint))
+        opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
@@ -112,7 +115,11 @@ class PrivateRun:
         self.noise_generator_class = type(source).__name__
 
     def _open(
-        self, private_state_dir: str | Path | None, resume_step: int | None, checkpoint: str | Path | None
+        self,
+        private_state_dir: str | Path | None,
+        resume_step: int | None,
+        checkpoint: str | Path | None,
+        data_mark: str | None,
     ) -> tuple[Chain, list[int], int, dict[str, Any] | None]:
         """The chain of this run, the steps charged to all, the step it starts after, and the state of its noise."""
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
@@ -125,6 +132,8 @@ class PrivateRun:
             self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
             fixed = self.plan.config.unsafe_fixed_noise_key
             chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
+            if data_mark is not None:
+                self.state.check_data(chain, data_mark)
         except BaseException:
             self.ledger.close()
             raise

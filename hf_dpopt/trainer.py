@@ -43,6 +43,8 @@ from hf_dpopt.private_state import private_folder
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
+from hf_dpopt.sampling.check import ParticipationCheck
+from hf_dpopt.sampling.data_mark import data_mark
 from hf_dpopt.stages import Stages
 from hf_dpopt.step import private_step
 from hf_dpopt.users import UserData
@@ -250,6 +252,7 @@ class DPTrainerMixin(_Trainer):
             private_state_dir=self.args.private_state_dir,
             resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
             checkpoint=resume_from_checkpoint,
+            data_mark=self._data_mark(),
         )
         self._stages = self._make_stages(model)
         if resume_from_checkpoint is not None:
@@ -263,6 +266,14 @@ class DPTrainerMixin(_Trainer):
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         """As `Trainer`'s, and the optimizers of `hf_dpopt.optim` by their names."""
         return stage_options.optimizer_of(args) or Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def _data_mark(self) -> str | None:
+        """What a resumed run has to find again, where its sampler relies on the numbers of records or users."""
+        plan, users = self._planned(), self._users
+        chooses_once = users is not None and users.samples_records
+        if not (chooses_once or ParticipationCheck.is_needed(plan.sampler, plan.num_steps)):
+            return None
+        return data_mark(self._record_dataset) if users is None else users.index.digest
 
     def _make_stages(self, model: nn.Module) -> Stages:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

@@ -52,16 +52,16 @@ def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
 def train_size(trainer: Trainer) -> dict[str, int]:
     """How large the training set is, as far as that is public: where users are protected, they are counted."""
     plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
-    if plan is not None and plan.unit == "user":
-        return {f"train_{'users' if plan.sums_users else 'records'}": plan.num_examples}
+    if plan is not None and plan.num_users is not None:
+        return {"train_users": plan.num_users}
     return {"train_samples": len(trainer.train_dataset)}
 
 
 def records_of(name: str, dataset: Sized, trainer: Trainer, split: str) -> str:
     """A split in words, with the number of its records where that is public."""
     plan = trainer.plan if isinstance(trainer, DPTrainerMixin) else None
-    if split == "train" and plan is not None and plan.sums_users:
-        return f"records of {name}, by {plan.num_examples} users"
+    if split == "train" and plan is not None and plan.num_users is not None:
+        return f"records of {name}, by {plan.num_users} users"
     return f"{len(dataset)} records of {name}"
 
 

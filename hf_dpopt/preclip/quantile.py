@@ -138,8 +138,8 @@ class ClippingAtQuantile(InPlace):
         share = gradients.pop(COUNT).item() / self._weight + 0.5
         self._last = self.ratio
         multiply_(gradients, self.ratio)
-        step = math.exp(-self._spec.learning_rate * (share - self._spec.quantile))
-        self.ratio = min(max(self.ratio * step, 1 / FARTHEST), FARTHEST)
+        log_ratio = math.log(self.ratio) - self._spec.learning_rate * (share - self._spec.quantile)
+        self.ratio = math.exp(min(max(log_ratio, -math.log(FARTHEST)), math.log(FARTHEST)))
         return gradients
 
     def state_dict(self) -> dict[str, Any]:

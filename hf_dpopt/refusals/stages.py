@@ -100,7 +100,7 @@ def _asked(
         optimizer = cls(_parameters(), **options, **decay)  # refuses what is out of range
     return _Asked(
         args=args,
-        preclip=own or make_preclip(args.preconditioner, _options(args)),
+        preclip=own or make_preclip(args.preconditioner_name(), _options(args)),
         own=own,
         optimizer=optimizer,
         is_given=is_given,
@@ -123,15 +123,17 @@ def _options(args: Any) -> Mapping[str, Any]:
             "--preconditioner_kwargs '{\"clipping_norm\": 5}'."
         )
     takes_delay = args.dp2_delay is not None and args.preconditioner.startswith("dp2") and "delay" not in options
-    return {**options, **({"delay": args.dp2_delay} if takes_delay else {})}
+    by_quantile = args.clipping_quantile is not None and args.preconditioner_name() == "quantile"
+    quantile = {"quantile": args.clipping_quantile} if by_quantile else {}
+    return {**options, **quantile, **({"delay": args.dp2_delay} if takes_delay else {})}
 
 
 def _on_what_is_given_twice(asked: _Asked) -> Iterator[Refusal]:
     args = asked.args
     yield (
-        asked.own is not None and args.preconditioner != "none",
+        asked.own is not None and args.preconditioner_name() != "none",
         f"Two preconditioners were given: preclip={type(asked.own).__name__} and "
-        f"preconditioner={args.preconditioner!r}.",
+        f"preconditioner={args.preconditioner_name()!r}.",
         "Give one of them.",
     )
     yield (

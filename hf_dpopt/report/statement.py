@@ -91,7 +91,8 @@ _NOT_COVERED = (
 
 _INVALIDATES = (
     "user code that changes parameters, buffers or gradients outside the optimizer;",
-    "resuming with other records than before, or with the same in another order;",
+    "resuming with other records than before, or with the same in another order (which is refused where it matters, "
+    "unless it moves a few records only);",
     "a noise key that is fixed by hand, known to somebody, or used twice;",
     "publishing what is named under *What is not released*;",
     "deleting, editing or rolling back the ledger;",
@@ -240,7 +241,9 @@ def _plural(plan: dict[str, Any]) -> str:
 def _sampled(plan: dict[str, Any]) -> str:
     """What batches are made of."""
     users = plan.get("users")
-    return "records" if users is None else users["sampled"]
+    if users is None:
+        return "records"
+    return "places for records" if users["sampled"] == "records" else users["sampled"]
 
 
 def _noise(plan: dict[str, Any]) -> str:

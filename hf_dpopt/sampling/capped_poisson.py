@@ -18,11 +18,14 @@ from hf_dpopt.sampling.poisson import PoissonSampler
 class CappedPoissonSampler(PoissonSampler):
     r"""Each record is sampled with probability q; no user has more than ``records_per_user`` of them.
 
+    What is sampled are places: every user has G, whether a record stands in them or not. So q depends on how many
+    users there are, and on nothing that they wrote.
+
     Example-level sampling (ELS): records are clipped, and a user with G of them moves a batch by j clipping norms,
     j ~ Binomial(G, q). The event is that mixture of Gaussians, so many records of one user in a batch, which are rare,
     are charged as such. The group-privacy factor G would be far larger.
 
-    Formal guarantee: holds for users with at most ``records_per_user`` of the ``num_examples`` records.
+    Formal guarantee: holds for users with at most ``records_per_user`` of the ``num_examples`` places.
 
     Args:
         records_per_user: G, >= 1.
@@ -58,7 +61,8 @@ class CappedPoissonSampler(PoissonSampler):
 
     def describe(self, unit: str = "record") -> str:
         return (
-            f"Example-level sampling: every {unit} has at most {self.records_per_user} records, chosen before the "
-            f"first of them, and in each step each of the {self.num_examples} records takes part independently with "
-            f"probability {self.sample_rate:.6g} ({self.expected_batch_size} records on average)."
+            f"Example-level sampling: each of the {self.num_examples // self.records_per_user} {unit}s has "
+            f"{self.records_per_user} places for records, which are chosen before the first step; some may stay "
+            f"empty. In each step each of the {self.num_examples} places takes part independently with probability "
+            f"{self.sample_rate:.6g} ({self.expected_batch_size} on average)."
         )

@@ -10,6 +10,7 @@ import hashlib
 import json
 import shutil
 import tempfile
+import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -156,10 +157,14 @@ def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
 
 
 def _stripped(value: Any) -> Any:
-    """Texts without blanks and marks of no width; True for other values."""
+    """Texts without what cannot be seen; True for other values."""
     if isinstance(value, bytes):
         return value.strip()
-    return value.strip(" \t\r\n\v\f\u00a0\u200b\u200c\u200d\u2060\ufeff") if isinstance(value, str) else True
+    if not isinstance(value, str):
+        return True
+    return "".join(
+        c for c in value if unicodedata.category(c)[0] not in "ZC"
+    )  # separators, marks of no width, controls
 
 
 def _encoded(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]]:

@@ -125,11 +125,14 @@ class _Losses(nn.Module):
 
 
 def guarded(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """(U, ...) each, zeros for a user one of whose coordinates moved by more than `LARGEST_MOVE`, or to no number."""
+    """(U, ...) each; NaN, which no sum takes, for a user with a coordinate that moved by more than `LARGEST_MOVE`.
+
+    Zeros would do for the sum, and would count as a short move where the clipping norm follows a quantile.
+    """
     largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
     is_fine_U = largest_U <= LARGEST_MOVE  # false for what is no number
     return {
-        name: torch.where(is_fine_U.view(-1, *[1] * (m.dim() - 1)), m, torch.zeros_like(m))
+        name: torch.where(is_fine_U.view(-1, *[1] * (m.dim() - 1)), m, torch.full_like(m, torch.nan))
         for name, m in moves.items()
     }
 

@@ -113,5 +113,5 @@ def plan_for_users(
 
 
 def _noise(plan: PrivacyPlan) -> float:
-    per_clip = plan.clipper.sensitivity(plan.adjacency) / plan.clipper.clipping_norm
+    per_clip = plan.sensitivity / plan.clipper.clipping_norm
     return plan.draw_stddev * per_clip / plan.config.expected_batch_size

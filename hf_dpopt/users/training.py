@@ -109,17 +109,21 @@ class UserData:
         self.index.check_is_of(dataset, self.column)
 
     def capped(self, key: bytes) -> np.ndarray:
-        """The records of a chain of steps that samples records: at most so many of each user; ascending."""
+        """What is in the places of a chain of steps that samples records, (users * records_per_user,).
+
+        Every user has as many places; a record stands in them, or -1.
+        """
         limit = self.records_per_user
-        rows = [choose_rows(self.index.rows(u), limit, key, "capped", str(u)) for u in range(self.index.num_users)]
-        return np.sort(np.concatenate(rows))
+        places = np.full((self.index.num_users, limit), -1)
+        for u in range(self.index.num_users):
+            rows = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
+            places[u, : len(rows)] = rows
+        return places.reshape(-1)
 
     @property
     def num_sampled(self) -> int:
-        """Users, or the records that are sampled instead."""
-        if not self.samples_records:
-            return self.index.num_users
-        return int(np.minimum(self.index.sizes(), self.records_per_user).sum())
+        """Users, or the places that are sampled instead: how many records there are is data, and decides nothing."""
+        return self.index.num_users * (self.records_per_user if self.samples_records else 1)
 
     def choose(self, run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
         """The records of the users that were drawn, on this rank."""
@@ -127,7 +131,8 @@ class UserData:
         if self.samples_records:
             if self._capped is None or self._capped[0] != key:
                 self._capped = (key, self.capped(key))
-            return StepIndices(self._capped[1][drawn].tolist(), step)
+            rows_N = self._capped[1][drawn]
+            return StepIndices(rows_N[rows_N >= 0].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
         seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u))[:7], "little") for u in drawn.tolist()]

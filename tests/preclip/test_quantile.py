@@ -14,6 +14,9 @@ from hf_dpopt.grads import ENGINES, make_engine
 from hf_dpopt.grads.contributions import COUNT
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.grads.units import Units
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.preclip import ScaleThenPrivatize
+from hf_dpopt.preclip.quantile import FARTHEST
 from tests import tiny
 
 ALPHA = 1e-6  # false-alarm probability of each random test
@@ -163,3 +166,32 @@ def test_bad_options_are_refused(case):
 def test_the_flag_goes_with_no_other_preconditioner(tmp_path):
     with pytest.raises(DPConfigError, match="Use one of them"):
         tiny.trainer(tmp_path / "out", clipping_quantile=0.5, preconditioner="dp2_rmsprop")
+    with pytest.raises(DPConfigError, match="Two preconditioners were given: preclip=ScaleThenPrivatize"):
+        tiny.trainer(tmp_path / "out", clipping_quantile=0.5, preclip=ScaleThenPrivatize(scale={}))
+
+
+def test_the_flag_takes_options(tmp_path):
+    options = {"learning_rate": 0.5, "count_noise": 0.2}
+    trainer = tiny.trainer(tmp_path / "out", clipping_quantile=0.3, preconditioner_kwargs=options)
+    kept = trainer.plan.preclip
+    assert (kept.quantile, kept.learning_rate, kept.count_noise) == (0.3, 0.5, 0.2)
+
+
+def test_a_rate_that_is_far_too_large_ends_at_the_bounds():
+    spec = make_plan(_config(preconditioner_kwargs={"learning_rate": 5000.0}), num_examples=500, num_steps=3).preclip
+    clipping = spec.start(tiny.model().state_dict(), clipping_norm=1.0, noise=IndependentNoise(0.1))
+    for share, end in ((-0.5, FARTHEST), (0.5, 1 / FARTHEST), (-0.5, FARTHEST)):
+        clipping.receive([{"w": torch.ones(2), COUNT: torch.tensor(share * clipping._weight)}])
+        assert clipping.ratio == pytest.approx(end)
+
+
+def test_users_who_diverge_locally_are_not_counted(tmp_path):
+    """As short moves they would pull the clipping norm down."""
+    trainer = tiny.trainer(
+        tmp_path / "out", model=tiny.model(dropout=0.0), clipping_quantile=0.5, privacy_unit="user",
+        user_id_column="author", expected_batch_size=20, noise_multiplier=0.0, max_steps=8, learning_rate=0.0,
+        train_dataset=[{**r, "author": i % 20} for i, r in enumerate(tiny.records(64))],
+        local_learning_rate=1e12, sampling="poisson",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer._stages.preclip.ratio == pytest.approx(1.0)  # a share of one half, which is what is asked for

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -232,18 +233,49 @@ def test_a_run_is_not_continued_under_another_unit(tmp_path):
         again.train(resume_from_checkpoint=True)
 
 
-def test_how_many_records_there_are_is_in_no_file(tmp_path, caplog):
-    """Users are counted where the stock trainer counts samples: one user with many records would show."""
+@pytest.mark.parametrize("sampling", ["auto", "capped_poisson"])
+def test_how_many_records_there_are_is_in_no_file(tmp_path, caplog, sampling):
+    """Users, or their places, are counted where the stock trainer counts samples: one user with many would show."""
     records = [*_records(), *({**r, "author": "user3"} for r in tiny.records(500))]
-    trainer = _trainer(tmp_path / "out", records, noise_multiplier=1.0, max_steps=-1, num_train_epochs=2)
+    trainer = _trainer(
+        tmp_path / "out", records, noise_multiplier=1.0, max_steps=-1, num_train_epochs=2, sampling=sampling
+    )
     trainer.train()
     (last,) = [entry for entry in trainer.state.log_history if "train_runtime" in entry]
     counted = last["train_samples_per_second"] * last["train_runtime"]
-    assert counted == pytest.approx(2 * NUM_USERS, rel=0.05)
+    limit = 3 if sampling == "capped_poisson" else 1
+    assert counted == pytest.approx(2 * NUM_USERS * limit, rel=0.05) and trainer.plan.num_users == NUM_USERS
     shown = caplog.text + "".join(
         path.read_text(errors="ignore") for path in (tmp_path / "out").rglob("*") if path.is_file()
     )
+    capped = sum(min(3, sum(r["author"] == f"user{u}" for r in records)) for u in range(NUM_USERS))
     assert str(len(records)) not in shown
+    assert capped != 3 * NUM_USERS and not re.search(rf"\b{capped}\b", shown)
+
+
+class _StopAfter(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == self.step
+
+
+@pytest.mark.parametrize("unit", ["user", "example"])
+def test_records_in_another_order_are_found_at_a_resume(tmp_path, unit):
+    """Who takes part when is decided by numbers: in another order people would take part oftener and sooner."""
+    options = {"save_strategy": "steps", "save_steps": 1, "noise_multiplier": 1.0, "max_steps": 4}
+    options |= {"noise_mechanism": "nu_dpftrl", "expected_batch_size": 4}
+    records = _records()
+    if unit == "example":
+        options |= {"privacy_unit": "example", "user_id_column": None, "records_per_user": None}
+        records = [{k: v for k, v in r.items() if k != "author"} for r in records]
+    _trainer(tmp_path / "out", records, callbacks=[_StopAfter(2)], **options).train()
+    with pytest.raises(DPConfigError, match="not those that this run began with"):
+        _trainer(tmp_path / "out", records[::-1], **options).train(resume_from_checkpoint=True)
+    kept = [p for p in (tmp_path / "out").rglob("*") if p.suffix == ".data"]
+    assert not kept  # it is made of private data
+    _trainer(tmp_path / "out", list(records), **options).train(resume_from_checkpoint=True)
 
 
 REFUSED = {
@@ -270,6 +302,8 @@ def test_bad_arguments_are_refused_before_anything_is_touched(tmp_path, case):
 IDS = {
     "missing": (lambda i: None if i == 5 else f"u{i % 7}", "row 5 is the first.*id of their own"),
     "blank": (lambda i: " " if i == 5 else f"u{i % 7}", "row 5 is the first"),
+    "a wide blank": (lambda i: "\u3000" if i == 5 else f"u{i % 7}", "row 5 is the first"),
+    "nothing that is seen": (lambda i: "\u00ad\u200e" if i == 5 else f"u{i % 7}", "row 5 is the first"),
     "no number": (lambda i: float("nan") if i == 4 else float(i % 7), "row 4 is the first"),
     "one for all": (lambda i: "me", "one value in all rows.*user_id_column"),
     "lists": (lambda i: [f"u{i}", "u"], "cannot be compared.*one text or integer per row"),

@@ -1,0 +1,60 @@
+"""Whether a dataset is the one a run began with, in its order: a digest of some of its records."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+SAMPLED = 64  # records that are read
+
+
+def data_mark(dataset: Any) -> str | None:
+    """Digest of the number of records and of `SAMPLED` of them, at places that depend on that number alone.
+
+    A shuffle, a reversal, or rows that were put in or left out move nearly every record and are found; two records
+    that changed places are most likely not.
+
+    Args:
+        dataset: with a length and rows.
+
+    Returns:
+        Hexadecimal; None if a record reads differently the second time (random augmentation), or holds nothing that
+        can be compared between processes.
+    """
+    num_records = len(dataset)
+    rng = np.random.default_rng(num_records)
+    places = np.unique(rng.integers(num_records, size=SAMPLED)).tolist() if num_records else []
+    digests = [_digest(dataset, places, num_records) for _ in range(2)]
+    return digests[0] if digests[0] == digests[1] else None
+
+
+def _digest(dataset: Any, places: Iterable[int], num_records: int) -> str | None:
+    digest, has_content = hashlib.blake2b(str(num_records).encode(), digest_size=16), False
+    for place in places:
+        for content in _contents(dataset[place]):
+            has_content = True
+            digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest() if has_content else None
+
+
+def _contents(value: Any) -> Iterable[bytes]:
+    """What of a record is plain data; other objects are passed over."""
+    if isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield str(name).encode()
+            yield from _contents(value[name])
+    elif isinstance(value, torch.Tensor):
+        yield from _contents(value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.numpy())
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _contents(item)
+    elif isinstance(value, bytes):
+        yield value
+    elif value is None or isinstance(value, (str, int, float, np.generic)):
+        yield repr(value).encode()
