@@ -232,9 +232,16 @@ def tagged(
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads on the right. For next-word prediction the labels are the ids themselves, without the padding."""
+    """Pads on the right. For next-word prediction the labels are the ids themselves.
+
+    Args:
+        predicts_words: whether the labels are words; else they are those of the records.
+        ignored: ids that are nothing to predict. In the benchmark that is the padding; where unknown words or ends are
+            frequent, a model that learns to predict them says little else.
+    """
 
     predicts_words: bool
+    ignored: tuple[int, ...] = (PAD,)
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         width = max(len(record["input_ids"]) for record in records)
@@ -243,5 +250,5 @@ class Collator:
             ids_BT[b, : len(record["input_ids"])] = torch.tensor(record["input_ids"])
         batch = {"input_ids": ids_BT, "attention_mask": (ids_BT != PAD).long()}
         if self.predicts_words:
-            return batch | {"labels": ids_BT.masked_fill(ids_BT == PAD, IGNORED)}
+            return batch | {"labels": ids_BT.masked_fill(torch.isin(ids_BT, torch.tensor(self.ignored)), IGNORED)}
         return batch | {"labels": torch.tensor([record["labels"] for record in records])}

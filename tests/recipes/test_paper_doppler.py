@@ -15,6 +15,7 @@ import torch
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes import glue_options
+from recipes.paper import runs
 from recipes.paper.doppler import filters, finetuning, from_scratch, spectra, task, training
 
 SMALL = task.Size(buckets=32, width=8, heads=2, layers=1, max_words=4)
@@ -145,7 +146,7 @@ def test_climbing_ends_at_the_maximum(peak: int) -> None:
     assert max(tried, key=lambda rate: tried[rate]) == pytest.approx(0.3 * 2.0**peak)
     assert {0.3 * 2.0 ** (peak - 1), 0.3 * 2.0 ** (peak + 1)} <= set(tried), "a worse rate on both sides"
     assert sorted(asked) == sorted(tried), "no rate twice"
-    assert len(training.climb(lambda rate: rate, 1.0)) == training.MAX_RATES
+    assert len(training.climb(lambda rate: rate, 1.0)) == runs.MAX_RATES
 
 
 def test_runs_are_done_once_and_cells_do_not_report_the_tuning_seed(
@@ -259,7 +260,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (from_scratch, filters, spectra):
         monkeypatch.setattr(module, "Size", lambda: SMALL)
         monkeypatch.setattr(module, "Run", lambda **kw: training.Run(**{**kw, "batch": 16, "size": SMALL}))
-    monkeypatch.setattr(training, "MAX_RATES", 2)
+    monkeypatch.setattr(runs, "MAX_RATES", 2)
 
 
 def test_the_commands_write_numbers_and_plots(

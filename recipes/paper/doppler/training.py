@@ -7,7 +7,6 @@ initial weights, batches and noise, whatever their optimizer and filter, so that
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterable
@@ -28,9 +27,9 @@ from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes.paper.doppler.task import Classifier, Data, Size, evaluate
+from recipes.paper.runs import KeptRuns, climb
 
 TUNING_SEED = 1000
-MAX_RATES = 10  # tried for one cell
 NUM_POINTS = 8  # of a learning curve
 PLAIN = "plain"
 START_RATES = {"dp_sgd": 0.5, "dp_adamw": 0.008, "dp_adam_bc": 0.001, "dp_galore": 0.008}
@@ -142,40 +141,11 @@ def make_optimizer(
     return make(parameters, lr=run.rate, noise=level, filter=low_pass, **OPTIONS.get(run.optimizer, {}))
 
 
-def climb(score: Callable[[float], float], start: float, factor: float = 2.0) -> dict[float, float]:
-    """Scores of the rates ``start * factor^k`` up to the first maximum: the best one has a worse one on each side."""
-    scores = {k: score(start * factor**k) for k in (0, 1)}
-    while len(scores) < MAX_RATES:
-        best = max(scores, key=lambda k: scores[k])
-        missing = [k for k in (best + 1, best - 1) if k not in scores]
-        if not missing:
-            break
-        scores[missing[0]] = score(start * factor ** missing[0])
-    return {start * factor**k: scores[k] for k in sorted(scores)}
-
-
-class Runs:
-    """Runs on one set of data, each done once: those in the file are read, others are trained and appended."""
+class Runs(KeptRuns):
+    """Runs on one set of data."""
 
     def __init__(self, path: Path, data: Data):
-        self._path, self._data = path, data
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = {_key(line["run"]): line for line in map(json.loads, lines)}
-
-    def result(self, run: Run) -> dict[str, Any]:
-        """As `train` returns it."""
-        key = _key(dataclasses.asdict(run))
-        if key not in self._known:
-            line = {"run": dataclasses.asdict(run), **train(run, self._data)}
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
-            self._known[key] = line
-            print(
-                f"{run.optimizer:10} {run.filter:18} epsilon {run.epsilon} rate {run.rate:<8g} seed {run.seed:<4} "
-                f"{100 * line['accuracy']:.1f} % in {line['seconds']:.0f} s",
-                flush=True,
-            )
-        return self._known[key]
+        super().__init__(path, lambda run: train(run, data), _line)
 
     def cell(self, run: Run, num_seeds: int, start: float) -> dict[str, Any]:
         """The rate with the best validation accuracy on `TUNING_SEED`, then test accuracies at that rate.
@@ -208,8 +178,11 @@ class Runs:
         }
 
 
-def _key(run: dict[str, Any]) -> str:
-    return json.dumps(run, sort_keys=True)
+def _line(run: Run, result: dict[str, Any]) -> str:
+    return (
+        f"{run.optimizer:10} {run.filter:18} epsilon {run.epsilon} rate {run.rate:<8g} seed {run.seed:<4} "
+        f"{100 * result['accuracy']:.1f} % in {result['seconds']:.0f} s"
+    )
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:

@@ -1,0 +1,99 @@
+"""The task: the next word of chat messages, users held out; words and first weights come from public text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import GPT2LMHeadModel
+
+from recipes.stackoverflow_data import END, PAD, UNKNOWN, Collator, Vocabulary, sentences
+from recipes.stackoverflow_model import first_learn, language_model, word_metrics
+from recipes.tables import TEXT_EXTENSIONS, Table, read_table
+
+USER = "user"
+# what counts in the metric is what is learned: 1 word in 7 is unknown to the public vocabulary, messages are short
+COLLATE = Collator(predicts_words=True, ignored=(PAD, UNKNOWN, END))
+EVALUATION_BATCH = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of the model, a small GPT-2 with a word per token."""
+
+    vocabulary: int = 2000
+    width: int = 64
+    layers: int = 1
+    max_words: int = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Records of disjoint sets of users, each a dataset of ``input_ids`` and ``user``.
+
+    Args:
+        train: everything that the training users wrote in the training split.
+        validation: of users who wrote in the dev split only; learning rates are chosen here.
+        test: of users who wrote in the test split only.
+        public: sentences of the public text, as ids.
+    """
+
+    size: Size
+    num_words: int
+    train: Dataset
+    validation: Dataset
+    test: Dataset
+    public: list[list[int]]
+
+    @functools.cached_property
+    def num_users(self) -> int:
+        return len(set(self.train[USER]))
+
+    def model(self, seed: int, public_steps: int) -> GPT2LMHeadModel:
+        """Fresh weights of `seed`, then `public_steps` of ordinary training on the public text."""
+        torch.manual_seed(seed)
+        size = self.size
+        model = language_model(self.num_words, width=size.width, layers=size.layers, max_words=size.max_words)
+        if public_steps:
+            first_learn(model, self.public, COLLATE, public_steps)
+        return model
+
+
+def read_task(folder: Path, public_file: Path, size: Size) -> Task:
+    """Reads ``messages.jsonl.gz``, with the columns user, split and text, and the column text of `public_file`.
+
+    Raises:
+        DPConfigError: if a file is not there.
+    """
+    texts = [str(text) for text in read_table(public_file, kinds=TEXT_EXTENSIONS).columns["text"]]
+    vocabulary = Vocabulary.of(texts, size.vocabulary)
+    columns = read_table(folder / "messages.jsonl.gz", kinds=TEXT_EXTENSIONS).columns
+    splits = dict.fromkeys(columns["split"])
+    users = {
+        split: {u for u, s in zip(columns[USER], columns["split"], strict=True) if s == split} for split in splits
+    }
+
+    def records(split: str, wanted: set[str]) -> Dataset:
+        rows = zip(columns["text"], columns[USER], columns["split"], strict=True)
+        kept = [(text, user) for text, user, of in rows if of == split and user in wanted]
+        texts, authors = zip(*kept, strict=True)
+        table = Table(split, {"text": list(texts), USER: list(authors)})
+        return sentences(table, "text", USER, vocabulary, size.max_words)
+
+    return Task(
+        size,
+        len(vocabulary),
+        records("train", users["train"]),
+        records("dev", users["dev"] - users["train"] - users["test"]),
+        records("test", users["test"] - users["train"] - users["dev"]),
+        [vocabulary.sentence(text, size.max_words) for text in texts],
+    )
+
+
+def evaluate(model: GPT2LMHeadModel, records: Dataset, limit: int | None = None) -> dict[str, float]:
+    """As `word_metrics`, of the first `limit` records."""
+    some = records if limit is None else records.select(range(min(limit, len(records))))
+    return word_metrics(model, some.remove_columns(USER), some[USER], COLLATE, EVALUATION_BATCH)

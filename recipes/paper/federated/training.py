@@ -1,0 +1,176 @@
+"""One private run through `DPTrainer`, its learning rate, and the file that keeps what was run.
+
+Keys are fresh in every run: what a seed fixes is the first weights, so that runs of one seed are no pairs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+from transformers import TrainerCallback
+
+from hf_dpopt import DPTrainer, DPTrainingArguments
+from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
+from recipes.paper.runs import KeptRuns, climb
+
+TUNING_SEED = 1000
+NUM_POINTS = 8  # of a learning curve
+CURVE_RECORDS = 2000
+MOMENTUM, COOLDOWN = 0.95, 0.25
+MECHANISMS: dict[str, dict[str, Any]] = {
+    "DP-SGD": {"noise_mechanism": "gaussian", "sampling": "poisson"},
+    "tree": {"noise_mechanism": "tree"},
+    "Honaker": {"noise_mechanism": "honaker"},
+    "nu-DP-FTRL": {"noise_mechanism": "nu_dpftrl"},
+    "BLT": {"noise_mechanism": "blt"},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """All that a result depends on, data and model aside.
+
+    Args:
+        mechanism: a key of `MECHANISMS`.
+        epsilon: None for no noise at all.
+        rate: of the server.
+        users: in a round.
+    """
+
+    mechanism: str
+    epsilon: float | None
+    rate: float
+    seed: int
+    num_rounds: int
+    users: int
+    clipping_norm: float
+    local_rate: float
+    local_batch: int
+    public_steps: int
+    records_per_user: int = 16
+    delta: float = 1e-5
+
+    def arguments(self, folder: Path) -> DPTrainingArguments:
+        budget = {"target_epsilon": self.epsilon} if self.epsilon else {"noise_multiplier": 0.0}
+        return DPTrainingArguments(
+            output_dir=str(folder / "out"),
+            private_state_dir=str(folder / "private"),
+            privacy_unit="user",
+            user_id_column=USER,
+            records_per_user=self.records_per_user,
+            expected_batch_size=self.users,
+            clipping_norm=self.clipping_norm,
+            target_delta=self.delta,
+            local_learning_rate=self.local_rate,
+            local_batch_size=self.local_batch,
+            optim="sgd",
+            optim_args=f"momentum={MOMENTUM}",
+            learning_rate=self.rate,
+            lr_scheduler_type="warmup_stable_decay",
+            lr_scheduler_kwargs={
+                "num_decay_steps": round(COOLDOWN * self.num_rounds), "decay_type": "linear", "min_lr_ratio": 0.05,
+            },
+            max_steps=self.num_rounds,
+            seed=self.seed,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            eval_data_privacy="public",
+            **MECHANISMS[self.mechanism],
+            **budget,
+        )  # fmt: skip
+
+
+class _Curve(TrainerCallback):
+    """Validation accuracy along the way."""
+
+    def __init__(self, run: Run, task: Task):
+        self._run, self._task, self.points = run, task, list[tuple[int, float]]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        step, of = state.global_step, self._run.num_rounds
+        if step * NUM_POINTS // of > (step - 1) * NUM_POINTS // of:
+            self.points.append((step, evaluate(model, self._task.validation, CURVE_RECORDS)["accuracy"]))
+
+
+def train(run: Run, task: Task) -> dict[str, Any]:
+    """Trains once.
+
+    Returns:
+        Metrics of `word_metrics` before and after on the test users, after on the validation users, the curve of
+        (round, validation accuracy), what the plan says of the noise, seconds.
+    """
+    began = time.perf_counter()
+    model = task.model(run.seed, run.public_steps)
+    before = evaluate(model, task.test)
+    curve = _Curve(run, task)
+    with TemporaryDirectory() as folder:
+        trainer = DPTrainer(
+            model=model,
+            args=run.arguments(Path(folder)),
+            train_dataset=task.train,
+            data_collator=COLLATE,
+            callbacks=[curve],
+        )
+        trainer.train()
+        plan, spent = trainer.plan, trainer.privacy_spent().epsilon if run.epsilon else None
+    assert plan is not None
+    return {
+        "before": before,
+        "test": evaluate(model, task.test),
+        "validation": evaluate(model, task.validation),
+        "curve": curve.points,
+        "epsilon_spent": spent,
+        "adjacency": plan.adjacency,
+        "noise_multiplier": plan.noise_multiplier,
+        "sampler": plan.sampler.parameters(),
+        "participation": str(plan.sampler.participation(run.num_rounds)) if run.mechanism != "DP-SGD" else None,
+        "strategy": plan.strategy.parameters(),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+class Runs(KeptRuns):
+    """Runs on one task."""
+
+    def __init__(self, path: Path, task: Task):
+        super().__init__(path, lambda run: train(run, task), _line)
+
+    def cell(self, run: Run, num_seeds: int) -> dict[str, Any]:
+        """The rate with the best validation accuracy on `TUNING_SEED`, then metrics of the test users at that rate.
+
+        Args:
+            run: its rate is where the search begins, its seed is not used.
+        """
+
+        def score(rate: float) -> float:
+            return self.result(dataclasses.replace(run, rate=rate, seed=TUNING_SEED))["validation"]["accuracy"]
+
+        tried = climb(score, run.rate)
+        best = max(tried, key=lambda rate: tried[rate])
+        results = [self.result(dataclasses.replace(run, rate=best, seed=seed)) for seed in range(num_seeds)]
+        kept = ("epsilon_spent", "adjacency", "noise_multiplier", "sampler", "participation", "strategy")
+        return {
+            "mechanism": run.mechanism,
+            "epsilon": run.epsilon,
+            **{name: results[0][name] for name in kept},
+            "rate": best,
+            "tried": {f"{rate:g}": accuracy for rate, accuracy in tried.items()},
+            **{name: [result["test"][name] for result in results] for name in results[0]["test"]},
+            "curves": [result["curve"] for result in results],
+            "seconds_per_run": float(np.mean([result["seconds"] for result in results])),
+        }
+
+
+def _line(run: Run, result: dict[str, Any]) -> str:
+    return (
+        f"{run.mechanism:10} epsilon {run.epsilon} rate {run.rate:<6g} seed {run.seed:<4} "
+        f"{100 * result['test']['accuracy']:.2f} % in {result['seconds']:.0f} s"
+    )

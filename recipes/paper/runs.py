@@ -1,0 +1,53 @@
+"""Runs of an experiment that are kept in a file, and the search for a learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+MAX_RATES = 10  # tried for one cell
+
+
+def climb(score: Callable[[float], float], start: float, factor: float = 2.0) -> dict[float, float]:
+    """Scores of the rates ``start * factor^k`` up to the first maximum: the best one has a worse one on each side."""
+    scores = {k: score(start * factor**k) for k in (0, 1)}
+    while len(scores) < MAX_RATES:
+        best = max(scores, key=lambda k: scores[k])
+        missing = [k for k in (best + 1, best - 1) if k not in scores]
+        if not missing:
+            break
+        scores[missing[0]] = score(start * factor ** missing[0])
+    return {start * factor**k: scores[k] for k in sorted(scores)}
+
+
+class KeptRuns:
+    """Each done once: those in the file are read, others are trained and appended.
+
+    Args:
+        path: JSONL, a run and its result on each line.
+        train: from a run, which is a dataclass of all that the result depends on, to a JSON-able result.
+        show: a finished run in a line.
+    """
+
+    def __init__(self, path: Path, train: Callable[[Any], dict[str, Any]], show: Callable[[Any, dict[str, Any]], str]):
+        self._path, self._train, self._show = path, train, show
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        self._known = {_key(line["run"]): line for line in map(json.loads, lines)}
+
+    def result(self, run: Any) -> dict[str, Any]:
+        """As `train` returned it, beside the run."""
+        key = _key(dataclasses.asdict(run))
+        if key not in self._known:
+            line = {"run": dataclasses.asdict(run), **self._train(run)}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+            self._known[key] = line
+            print(self._show(run, line), flush=True)
+        return self._known[key]
+
+
+def _key(run: dict[str, Any]) -> str:
+    return json.dumps(run, sort_keys=True)

@@ -1,0 +1,135 @@
+"""Federated next words: the task keeps users apart, a run is what it says, the command writes table and plot."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.mechanisms.strategies import momentum_workload
+from hf_dpopt.workload import workload_of
+from recipes.paper.federated import next_word, task, training
+from recipes.stackoverflow_data import END, IGNORED, PAD, UNKNOWN, Collator
+
+SMALL = task.Size(vocabulary=30, width=32, layers=1, max_words=6)
+WORDS = "the cat sat on a mat and ran to see old dog".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """24 users who train, 4 of whom also wrote in dev; 3 of dev alone, 3 of test alone, one of dev and test."""
+    made = tmp_path_factory.mktemp("irc")
+    rng = np.random.default_rng(0)
+    rows = [(f"t{u}", "train") for u in range(24) for _ in range(1 + u % 4)]
+    rows += [(f"t{u}", "dev") for u in range(4)] + [(f"d{u}", "dev") for u in range(3) for _ in range(4)]
+    rows += [(f"e{u}", "test") for u in range(3) for _ in range(4)] + [("both", "dev"), ("both", "test")]
+    with gzip.open(made / "messages.jsonl.gz", "wt", encoding="utf-8") as file:
+        for user, split in rows:
+            start = int(rng.integers(len(WORDS)))
+            text = " ".join([*(WORDS + WORDS)[start : start + 4], "zebra"])
+            file.write(json.dumps({"user": user, "time": "", "split": split, "text": text}) + "\n")
+    with (made / "public.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(50):
+            start = int(rng.integers(len(WORDS)))
+            file.write(json.dumps({"text": " ".join((WORDS + WORDS)[start : start + 4])}) + "\n")
+    return made
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path) -> task.Task:
+    return task.read_task(folder, folder / "public.jsonl", SMALL)
+
+
+def short_run(**changes: Any) -> training.Run:
+    values = dict(
+        mechanism="BLT", epsilon=8.0, rate=0.5, seed=0, num_rounds=8, users=6, clipping_norm=1.0, local_rate=0.5,
+        local_batch=2, public_steps=0,
+    )  # fmt: skip
+    return training.Run(**{**values, **changes})
+
+
+def test_evaluation_users_never_train_and_choose_no_rate(words: task.Task) -> None:
+    users = {name: set(getattr(words, name)["user"]) for name in ("train", "validation", "test")}
+    assert users["train"] == {f"t{u}" for u in range(24)} and words.num_users == 24
+    assert users["validation"] == {"d0", "d1", "d2"} and users["test"] == {"e0", "e1", "e2"}
+    assert len(words.validation) == len(words.test) == 12 and words.num_words == 4 + len(WORDS)
+
+
+def test_only_what_is_measured_is_learned(words: task.Task) -> None:
+    batch = task.COLLATE([{"input_ids": ids} for ids in words.train["input_ids"][:5]])
+    labels, ids = batch["labels"], batch["input_ids"]
+    assert not torch.isin(labels, torch.tensor([PAD, UNKNOWN, END])).any()
+    kept = labels != IGNORED
+    assert torch.equal(labels[kept], ids[kept]) and UNKNOWN in ids and END in ids
+    assert UNKNOWN in Collator(predicts_words=True)([{"input_ids": [5, UNKNOWN]}])["labels"]
+
+
+@pytest.mark.parametrize("mechanism", training.MECHANISMS)
+def test_a_run_is_what_it_says(words: task.Task, mechanism: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Momentum and cool-down, for which the noise is tuned; users a whole pass apart; the budget."""
+    made: list[Any] = []
+    real = training.DPTrainer
+    monkeypatch.setattr(training, "DPTrainer", lambda **given: made.append(real(**given)) or made[-1])
+    result = training.train(short_run(mechanism=mechanism), words)
+    (trainer,) = made
+    assert trainer.plan.unit == "user" and trainer.plan.num_examples == 24
+    assert result["epsilon_spent"] <= 8.0 and [step for step, _ in result["curve"]] == list(range(1, 9))
+    assert trainer.optimizer.optimizer.param_groups[0]["momentum"] == 0.95
+    workload = workload_of(trainer.args, 8)
+    assert workload.coefs == momentum_workload(8, 0.95).coefs and not workload.adaptive
+    assert workload.step_sizes is not None
+    assert workload.step_sizes[:7] == (1.0,) * 7 and workload.step_sizes[7] < 0.6
+    if mechanism == "DP-SGD":
+        assert trainer.plan.sampler.name == "poisson" and result["adjacency"] == "add_or_remove_one"
+    else:
+        assert trainer.plan.sampler.name == "fixed_order" and trainer.plan.sampler.participation(8).min_sep == 4
+
+
+def test_without_noise_it_learns(words: task.Task) -> None:
+    result = training.train(
+        short_run(epsilon=None, mechanism="DP-SGD", num_rounds=60, rate=0.3, users=12, clipping_norm=5.0), words
+    )
+    assert result["epsilon_spent"] is None and result["noise_multiplier"] == 0
+    assert result["test"]["accuracy"] > 0.8 > 0.4 > result["before"]["accuracy"]  # the next word is certain
+
+
+def test_the_command_reports_other_seeds_than_it_tunes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[training.Run] = []
+
+    def fake(run: training.Run, given: task.Task) -> dict[str, Any]:
+        done.append(run)
+        value = 0.3 - 0.1 * abs(np.log2(run.rate / 0.4)) + 0.01 * run.seed * (run.seed != training.TUNING_SEED)
+        metrics = {"accuracy": value, "perplexity": 100.0, "user_accuracy": value, "user_perplexity": 90.0}
+        return {
+            "before": metrics, "test": metrics, "validation": metrics, "curve": [(4, value), (8, value)],
+            "epsilon_spent": run.epsilon, "adjacency": "zero_out", "noise_multiplier": 1.0, "sampler": {},
+            "participation": None, "strategy": {}, "seconds": 1.0,
+        }  # fmt: skip
+
+    monkeypatch.setattr(training, "train", fake)
+    argv = ["next_word", "--data", str(folder), "--public_file", str(folder / "public.jsonl"), "--output_dir"]
+    argv += [str(tmp_path), "--num_rounds", "8", "--users", "6", "--mechanisms", "DP-SGD", "BLT"]
+    monkeypatch.setattr(sys, "argv", argv)
+    next_word.main()
+    numbers = json.loads((tmp_path / "federated_next_word.json").read_text())
+    assert [(c["mechanism"], c["epsilon"]) for c in numbers["cells"]] == [
+        ("DP-SGD", None), ("DP-SGD", 2.0), ("BLT", 2.0), ("DP-SGD", 8.0), ("BLT", 8.0),
+    ]  # fmt: skip
+    assert all(cell["rate"] == 0.4 for cell in numbers["cells"])
+    assert numbers["cells"][0]["accuracy"] == pytest.approx([0.3, 0.31, 0.32])
+    assert {run.seed for run in done if run.rate != 0.4} == {training.TUNING_SEED}
+    assert (tmp_path / "federated_next_word.png").stat().st_size > 10_000
+    before = len(done)
+    next_word.main()
+    assert len(done) == before, "finished runs are read"
+    assert "without noise" in capsys.readouterr().out
+    assert dataclasses.asdict(done[0])["num_rounds"] == 8
