@@ -16,8 +16,10 @@ from rich.table import Table
 
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.checks import check_count
+from hf_dpopt.cli_head import plan_head
 from hf_dpopt.comparison import ComparedNoise, compare_mechanisms
 from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.convex.statement import disagreements, read_head_report
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.mechanisms.strategies import Workload, momentum_workload
@@ -164,15 +166,21 @@ def _users_text(compared: UserPlans) -> str:
 @app.command()
 def report(output_dir: OutputDir) -> None:
     """Print the privacy statement of a run, and check it against the ledger. Exit code 1 if they disagree."""
-    facts = read_report(output_dir)
-    text = render_statement(facts)
+    head = read_head_report(output_dir)
+    if head is not None:
+        text = (output_dir / FOLDER / STATEMENT).read_text(encoding="utf-8")
+        problems, agreed = disagreements(output_dir, head), f"one run, digest {head['ledger_digest']}"
+    else:
+        facts = read_report(output_dir)
+        text = render_statement(facts)
+        problems = _disagreements(output_dir, facts, text)
+        agreed = f"{facts.steps_charged} steps, digest {facts.ledger_digest}"
     typer.echo(text)
-    problems = _disagreements(output_dir, facts, text)
     for problem in problems:
         sys.stderr.write(f"hf-dpopt: {problem}\n")
     if problems:
         raise typer.Exit(1)
-    typer.echo(f"The ledger agrees: {facts.steps_charged} steps, digest {facts.ledger_digest}.")
+    typer.echo(f"The ledger agrees: {agreed}.")
 
 
 @app.command()
@@ -192,6 +200,9 @@ def scan(
     typer.echo(f"{len(findings)} finding(s) in {output_dir}; looked for {known} and for un-noised values.")
     if findings:
         raise typer.Exit(1)
+
+
+app.command("plan-head")(plan_head)
 
 
 def _json(text: str | None) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
     if training_args.resume_from_checkpoint:
         raise DPConfigError("There are no checkpoints. A run that was killed goes on when it is started again.")
     check_convex_arguments(training_args, lora_r=model_args.lora_r)
-    training_args.head_config(10**9)  # values out of range end here
+    training_args.head_config(10**9).sgd(10**9, 1.0)  # values out of range end here
     options.check(
         model_args, data_args, training_args, embedded=embedded,
         data_flags="--task_name <GLUE task>, --dataset_name <name on the hub>, or --train_file and --validation_file",

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_dpopt import cli
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
 from hf_dpopt.plan import make_plan
 from hf_dpopt.private_state import Chain, PrivateState, default_private_dir
 from hf_dpopt.report import RunFacts, write_report
@@ -212,3 +214,46 @@ def test_scan_takes_another_private_directory(run: Run, output_dir: Path, tmp_pa
     (output_dir / "notes.bin").write_bytes(os.urandom(8) + chain.sampling_key)
     assert run("scan", output_dir)[0] == 0  # the default directory does not hold this key
     assert run("scan", output_dir, "--private-state-dir", tmp_path / "elsewhere")[0] == 1
+
+
+HEAD = ["plan-head", "-n", "67349", "-b", "1024", "--head_radius", "0.1", "--feature_norm", "1", "--delta", "1e-5"]
+
+
+def test_plan_head_says_noise_bound_and_free_steps(run: Run) -> None:
+    code, out, _ = run(*HEAD, "--steps", "100000", "--epsilon", "2", "--json")
+    found = json.loads(out)
+    assert code == 0 and 1.98 < found["epsilon"] <= 2 and found["released"] == "final weights only"
+    assert 1000 < found["free_after"] < 100_000 and found["horizon"] < 100_000
+    code, out, _ = run(*HEAD, "--steps", "100000", "--noise_multiplier", f"{found['noise_multiplier']}")
+    assert code == 0 and "that of the last iterate" in out and f"{found['free_after']:,}" in out
+    code, out, _ = run(*HEAD, "--steps", "100", "--epsilon", "2")
+    assert code == 0 and "plain composition" in out
+
+
+@pytest.mark.parametrize(
+    "given, mend",
+    [
+        (["--steps", "10"], "Give exactly one of target_epsilon"),
+        (["--steps", "0", "--epsilon", "2"], "num_steps=0"),
+        (["--steps", "10", "--epsilon", "2", "--learning_rate", "9"], "Use at most 4"),
+    ],
+)
+def test_a_wrong_head_is_one_line(run: Run, given: list[str], mend: str) -> None:
+    code, out, err = run(*HEAD, *given)
+    assert code == 2 and not out and mend in err and err.count("\n") == 1
+
+
+def test_report_prints_the_statement_of_a_head(run: Run, tmp_path: Path) -> None:
+    config = HeadConfig(
+        head_radius=1.0, feature_norm=1.0, expected_batch_size=5, num_steps=3, noise_multiplier=1.0, has_bias=False
+    )
+    made = HeadRun(
+        make_head_plan(config, num_examples=20), output_dir=tmp_path / "out", private_state_dir=tmp_path / "p"
+    )
+    made.train(torch.zeros(20, 4), torch.zeros(20, dtype=torch.int64), 2)
+    code, out, _ = run("report", tmp_path / "out")
+    assert code == 0 and out.startswith("# Final weights only") and "The ledger agrees: one run" in out
+    statement = tmp_path / "out" / "privacy" / "statement.md"
+    statement.write_text(statement.read_text().replace("epsilon", "EPSILON"))
+    code, _, err = run("report", tmp_path / "out")
+    assert code == 1 and "edited" in err

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from hf_dpopt.accounting.ledger import Ledger
 from hf_dpopt.convex.plan import HeadPlan
@@ -84,6 +86,28 @@ def write_statement(output_dir: Path, plan: HeadPlan, num_labels: int, ledger: L
     """`statement.md` for people, `head.json` for programs."""
     folder = output_dir / FOLDER
     text = render(plan, num_labels, ledger.digest(), noise_rng)
-    report = {**plan.public_dict(), "num_labels": num_labels, "ledger_digest": ledger.digest()}
+    report = {
+        **plan.public_dict(), "num_labels": num_labels, "ledger_digest": ledger.digest(),
+        "statement_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }  # fmt: skip
     write_durably(folder / STATEMENT, text.encode(), mode=0o644)
     write_durably(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode(), mode=0o644)
+
+
+def read_head_report(output_dir: Path) -> dict[str, Any] | None:
+    """What a head's run reported; None if the folder holds no head."""
+    path = output_dir / FOLDER / REPORT
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+
+def disagreements(output_dir: Path, report: dict[str, Any]) -> list[str]:
+    """What in a head's folder contradicts its report."""
+    folder, problems = output_dir / FOLDER, []
+    statement = folder / STATEMENT
+    content = statement.read_bytes() if statement.is_file() else b""
+    if hashlib.sha256(content).hexdigest() != report["statement_sha256"]:
+        problems.append(f"{statement} is missing or was edited.")
+    digest = Ledger.read(folder / "ledger.jsonl").digest()
+    if digest != report["ledger_digest"]:
+        problems.append(f"the ledger's digest is {digest}, the report names {report['ledger_digest']}.")
+    return problems
