@@ -15,9 +15,16 @@ from typing import Any
 COLORS = {"sgd": "#4c72b0", "nu": "#dd8452", "best": "#55a868", "other": "#8172b3", "paper": "#7f7f7f"}
 
 
-def run(name: str, compute: Callable[[], dict[str, Any]], plot: Callable[[dict[str, Any], Any], None] | None) -> None:
-    """Parses the command line, computes, prints, and writes ``<name>.json`` and ``<name>.png``."""
-    module = f"recipes.paper.correlated_noise.{name}"
+def run(
+    name: str,
+    compute: Callable[[], dict[str, Any]],
+    plot: Callable[[dict[str, Any], Any], None] | None,
+    *,
+    package: str = "recipes.paper.correlated_noise",
+    file: str | None = None,
+) -> None:
+    """Parses the command line, computes, prints, and writes ``<file>.json`` and ``<file>.png``, by default `name`."""
+    module, file = f"{package}.{name}", file or name
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/paper"), help="folder for JSON and PNG")
     folder = parser.parse_args().output_dir
@@ -27,9 +34,9 @@ def run(name: str, compute: Callable[[], dict[str, Any]], plot: Callable[[dict[s
     print(json.dumps(numbers, indent=1))
     about = {"command": f"python -m {module}", "seconds": round(time.perf_counter() - began, 1), **versions()}
     text = json.dumps({**about, **numbers}, indent=1)
-    (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    (folder / f"{file}.json").write_text(text + "\n", encoding="utf-8")
     if plot is not None:
-        plot(numbers, folder / f"{name}.png")
+        plot(numbers, folder / f"{file}.png")
 
 
 def versions() -> dict[str, str]:
