@@ -339,7 +339,8 @@ def _check_oversized(run: ProjectedSGD, horizon: int, delta: float) -> None:
 def _sampled(sample_rate: float, noise_multiplier: float) -> tuple[float, ...]:
     """Renyi divergences of one sampled Gaussian mechanism, at `_ORDERS`."""
     accountant = RdpAccountant()
-    accountant.compose(PoissonSampledDpEvent(sample_rate, GaussianDpEvent(noise_multiplier)))
+    with accountants.quiet_absl():
+        accountant.compose(PoissonSampledDpEvent(sample_rate, GaussianDpEvent(noise_multiplier)))
     return tuple(accountant.rdp)
 
 
@@ -353,11 +354,10 @@ def _renyi_epsilon(step: tuple[float, ...], num_steps: int, squared_mean: float,
 
 def _by_renyi(run: ProjectedSGD, delta: float, shifts: Shifts, sensitivity: float) -> tuple[float, int, float]:
     """Eq. (3.6) and (5.3): least epsilon over horizon and share, and where it is attained."""
-    with accountants.quiet_absl():
-        best = _least(run, delta, shifts, sensitivity, _horizons(1, run.num_steps), SHARES)
-        step = SHARES[1] - SHARES[0]
-        around = np.clip(np.linspace(best[2] - step, best[2] + step, 9), 1e-3, 1 - 1e-3)
-        return min(best, _least(run, delta, shifts, sensitivity, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
+    best = _least(run, delta, shifts, sensitivity, _horizons(1, run.num_steps), SHARES)
+    step = SHARES[1] - SHARES[0]
+    around = np.clip(np.linspace(best[2] - step, best[2] + step, 9), 1e-3, 1 - 1e-3)
+    return min(best, _least(run, delta, shifts, sensitivity, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
 
 
 def _horizons(first: float, last: float, run: ProjectedSGD | None = None) -> np.ndarray:

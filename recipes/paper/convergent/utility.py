@@ -38,10 +38,10 @@ TASKS = {
     "sst2": {"folder": "glue-sst2", "files": ("train.tsv", "dev.tsv"), "text": "sentence", "columns": None},
     "ag_news": {"folder": "ag-news", "files": ("train.tsv", "test.tsv"), "text": "text", "columns": ["text", "label"]},
 }
-# (radius, step size over 1 / M): small balls are what the last iterate needs
+# (radius, step size over 1 / (M + 2 l2), l2): small balls, or strong convexity, are what the last iterate needs
 GRIDS = {
-    "composition": ((1.0, 1.0), (10.0, 1.0), (10.0, 0.1)),
-    "last iterate": ((0.03, 1.0), (0.1, 1.0), (0.3, 1.0), (1.0, 1.0)),
+    "composition": ((1.0, 1.0, 0.0), (10.0, 1.0, 0.0), (10.0, 0.1, 0.0), (10.0, 1.0, 1e-3)),
+    "last iterate": ((0.1, 1.0, 0.0), (1.0, 1.0, 0.0), (1.0, 1.0, 1e-2), (10.0, 1.0, 1e-2), (10.0, 1.0, 1e-3)),
 }
 
 
@@ -73,14 +73,16 @@ class Run:
     epsilon: float
     num_steps: int
     radius: float
-    rate: float  # the step size, in units of 1 / M
+    rate: float  # the step size, in units of 1 / (M + 2 l2)
+    l2: float
     seed: int
     batch: int = BATCH
 
     def setting(self, num_examples: int) -> ProjectedSGD:
         return ProjectedSGD(
             num_examples=num_examples, expected_batch_size=self.batch, num_steps=self.num_steps, noise_multiplier=1.0,
-            diameter=2 * self.radius, lipschitz=math.sqrt(2), smoothness=0.5, step_size=2 * self.rate,
+            diameter=2 * self.radius, lipschitz=math.sqrt(2), smoothness=0.5, l2=self.l2,
+            step_size=self.rate / (0.5 + 2 * self.l2),
         )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def train(run: Run, data: Data) -> dict[str, Any]:
         rows = torch.from_numpy(rng.choice(n, rng.binomial(n, setting.sample_rate), replace=False, shuffle=False))
         total = gradient_sum(data.train.features[rows], data.train.labels[rows], weights)
         total += torch.from_numpy(rng.normal(0.0, stddev, weights.shape))
-        weights = projected(weights - setting.step_size * total / run.batch, run.radius)
+        weights = projected(weights - setting.step_size * (total / run.batch + run.l2 * weights), run.radius)
     return {
         "held_out": accuracy(weights, data.held_out), "test": accuracy(weights, data.test), "noise_multiplier": noise,
         "seconds": round(time.process_time() - began, 1),
@@ -175,13 +177,16 @@ def compute(arguments: argparse.Namespace) -> dict[str, Any]:
             for accounting, grid in GRIDS.items():
                 for num_steps in arguments.steps:
                     common = dict(task=task, accounting=accounting, epsilon=epsilon, num_steps=num_steps)
-                    asked = [Run(**common, radius=radius, rate=rate, seed=TUNING_SEED) for radius, rate in grid]  # type: ignore[arg-type]
+                    asked = [
+                        Run(**common, radius=radius, rate=rate, l2=l2, seed=TUNING_SEED)  # type: ignore[arg-type]
+                        for radius, rate, l2 in grid
+                    ]
                     best = max(asked, key=lambda run: runs.result(run)["held_out"])
                     results = [
                         runs.result(dataclasses.replace(best, seed=seed)) for seed in range(arguments.num_seeds)
                     ]
                     cells.append({
-                        **common, "radius": best.radius, "rate": best.rate,
+                        **common, "radius": best.radius, "rate": best.rate, "l2": best.l2,
                         "noise_multiplier": results[0]["noise_multiplier"],
                         "accuracies": [result["test"] for result in results],
                         "free_after": _free_after(best, len(data.train), results[0]["noise_multiplier"]),
@@ -200,7 +205,7 @@ def _free_after(run: Run, num_examples: int, noise: float) -> int:
 def _line(run: Run, result: dict[str, Any]) -> str:
     return (
         f"{run.task:8} {run.accounting:12} epsilon {run.epsilon:g} T {run.num_steps:<7} radius {run.radius:<5g} rate "
-        f"{run.rate:<4g} seed {run.seed:<4} {100 * result['test']:.1f} % in {result['seconds']:.0f} s"
+        f"{run.rate:<4g} l2 {run.l2:<6g} seed {run.seed:<4} {100 * result['test']:.1f} % in {result['seconds']:.0f} s"
     )
 
 

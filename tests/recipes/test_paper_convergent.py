@@ -1,0 +1,112 @@
+"""The experiments on arXiv:2205.13710: figure and harness, on small data made here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt.accounting.last_iterate import last_iterate_epsilon
+from recipes.paper.convergent import figure1, utility
+
+
+def test_the_figure_is_that_of_the_bounds(repo: Path) -> None:
+    """The numbers that are kept are computed again, at the ends; bounds are ordered as they have to be."""
+    numbers = json.loads((repo / "docs" / "reproductions" / "convergent_figure1.json").read_text())
+    curves = {(c["bound"], c["radius"]): dict(zip(c["steps"], c["epsilons"], strict=True)) for c in numbers["curves"]}
+    many = figure1.setting(0.1, 10**7)
+    assert curves["Eq. (3.6), Renyi", 0.1][10**7] == pytest.approx(
+        last_iterate_epsilon(many, 1e-5, form="rdp").epsilon, rel=1e-3
+    )
+    for radius in figure1.RADII:
+        by_renyi, by_pld = curves["Eq. (3.6), Renyi", radius], curves["trade-off functions (PLD)", radius]
+        paper, cheapest = curves["Eq. (5.3), Renyi", radius], curves["strongly convex, cheapest shifts, Renyi", radius]
+        for steps in figure1.STEPS:
+            assert by_pld[steps] <= by_renyi[steps] * 1.001 and cheapest[steps] <= paper[steps] * 1.001
+            assert by_renyi[steps] <= curves["composition, Renyi", None][steps] * 1.001
+        free = numbers["free_after"][str(radius)]
+        late = [e for t, e in by_renyi.items() if t > 1.5 * free]
+        assert max(late) == pytest.approx(min(late), rel=2e-3)
+
+
+def small_run(**changes: Any) -> utility.Run:
+    values = dict(
+        task="sst2", accounting="last iterate", epsilon=4.0, num_steps=200, radius=1.0, rate=1.0, l2=1e-2, seed=0,
+        batch=64,
+    )  # fmt: skip
+    return utility.Run(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def data() -> utility.Data:
+    rng = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (900,), generator=rng)
+    features = torch.randn(900, 8, generator=rng) * 0.3
+    features[:, 0] += 2.0 * labels - 1
+    features = torch.nn.functional.normalize(features, dim=1)
+    parts = [utility.Split(features[i], labels[i]) for i in (slice(0, 600), slice(600, 700), slice(700, 900))]
+    return utility.Data(*parts, num_labels=2)
+
+
+def test_both_ways_keep_the_budget_and_learn(data: utility.Data) -> None:
+    for accounting in utility.GRIDS:
+        run = small_run(accounting=accounting, epsilon=8.0)
+        result = utility.train(run, data)
+        assert result["test"] > 0.9
+        setting = dataclasses.replace(run.setting(600), noise_multiplier=result["noise_multiplier"])
+        bound = last_iterate_epsilon(setting, utility.DELTA)
+        spent = bound.epsilon if accounting == "last iterate" else bound.composition
+        assert 7.9 < spent <= 8.0
+    with_bound = utility.noise_of(small_run(num_steps=5000).setting(600), 4.0, "last iterate")
+    assert with_bound < utility.noise_of(small_run(num_steps=5000).setting(600), 4.0, "composition")
+
+
+def test_the_command_tunes_on_records_that_are_held_out(
+    tmp_path: Path, data: utility.Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[utility.Run] = []
+
+    def fake(run: utility.Run, given: utility.Data) -> dict[str, Any]:
+        done.append(run)
+        score = 0.7 + 0.01 * math.log10(run.num_steps) - 0.01 * run.l2
+        return {"held_out": score, "test": score + 0.001 * run.seed, "noise_multiplier": 1.0, "seconds": 1.0}
+
+    monkeypatch.setattr(utility, "train", fake)
+    monkeypatch.setattr(utility, "read_data", lambda *_: data)
+    argv = ["utility", "--data", ".", "--model", ".", "--output_dir", str(tmp_path), "--steps", "10", "100"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--epsilons", "2", "--num_seeds", "2", "--tasks", "sst2"])
+    utility.main()
+    cells = json.loads((tmp_path / "convergent_utility.json").read_text())["cells"]
+    assert [(c["accounting"], c["num_steps"]) for c in cells] == [
+        ("composition", 10), ("composition", 100), ("last iterate", 10), ("last iterate", 100),
+    ]  # fmt: skip
+    assert cells[0]["accuracies"] == pytest.approx([0.71, 0.711]) and all(cell["l2"] == 0 for cell in cells)
+    assert {run.seed for run in done if run.l2} == {utility.TUNING_SEED}
+    assert (tmp_path / "convergent_utility.png").stat().st_size > 10_000
+    before = len(done)
+    utility.main()
+    assert len(done) == before
+
+
+def test_features_have_norm_one_with_the_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utility, "HELD_OUT", 5)
+
+    def embed(texts: list[str], model: str) -> np.ndarray:
+        return np.eye(4, dtype=np.float32)[[len(text) % 4 for text in texts]]
+
+    monkeypatch.setattr(utility, "embed", embed)
+    folder = tmp_path / "ag-news"
+    folder.mkdir()
+    for name, num in (("train", 20), ("test", 6)):
+        (folder / f"{name}.tsv").write_text("".join(f'{"x" * i} "\t{"AB"[i % 2]}\n' for i in range(num)))
+    found = utility.read_data(tmp_path, "ag_news", "model", tmp_path)
+    assert (len(found.train), len(found.held_out), len(found.test), found.num_labels) == (15, 5, 6, 2)
+    norms = found.train.features.double().norm(dim=1)
+    assert norms.max() <= 1 and norms.min() > 0.99
