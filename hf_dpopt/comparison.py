@@ -109,7 +109,7 @@ def compare_mechanisms(
         except DPConfigError as error:
             refused.append(f"{name}: {error}")
             continue
-        rows.append(_row(plan, workload))
+        rows.append(compare_row(plan, workload))
     if not rows:
         raise DPConfigError(f"No mechanism fits what was asked for. {' '.join(refused)}")
     rows.sort(key=lambda row: row.score)
@@ -129,7 +129,8 @@ def _step_stddev(plan: PrivacyPlan) -> float:
     return plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency] * row_norm
 
 
-def _row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
+def compare_row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
+    """A plan as a row of a comparison."""
     errors = predicted_errors(plan, workload)
     rmse = float(math.sqrt(np.square(errors).mean()))
     is_adaptive = workload is not None and workload.adaptive

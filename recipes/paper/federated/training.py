@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 from transformers import TrainerCallback
 
-from hf_dpopt import DPTrainer, DPTrainingArguments
+from hf_dpopt import DPTrainer, DPTrainingArguments, make_plan
+from hf_dpopt.comparison import compare_row, predicted_errors
+from hf_dpopt.workload import workload_of
 from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
 from recipes.paper.runs import KeptRuns, climb
 
@@ -137,11 +139,31 @@ def train(run: Run, task: Task) -> dict[str, Any]:
     }
 
 
+def predicted(run: Run, num_users: int) -> dict[str, float] | None:
+    """What is known before training: the noise of a step, and the errors of the iterates for optimizer and schedule.
+
+    Returns:
+        In clipping norms, errors times the learning rate: of all iterates, and of the last; None without noise.
+    """
+    if run.epsilon is None:
+        return None
+    with TemporaryDirectory() as folder:
+        args = run.arguments(Path(folder))
+    workload = workload_of(args, run.num_rounds)
+    plan = make_plan(
+        args.privacy_config(run.users), num_examples=num_users, num_steps=run.num_rounds, workload=workload
+    )
+    row = compare_row(plan, workload)
+    last = float(predicted_errors(plan, workload)[-1])
+    return {"step_stddev": row.step_stddev, "rmse": row.rmse, "last": last}
+
+
 class Runs(KeptRuns):
     """Runs on one task."""
 
     def __init__(self, path: Path, task: Task):
         super().__init__(path, lambda run: train(run, task), _line)
+        self._num_users = task.num_users
 
     def cell(self, run: Run, num_seeds: int) -> dict[str, Any]:
         """The rate with the best validation accuracy on `TUNING_SEED`, then metrics of the test users at that rate.
@@ -161,6 +183,7 @@ class Runs(KeptRuns):
             "mechanism": run.mechanism,
             "epsilon": run.epsilon,
             **{name: results[0][name] for name in kept},
+            "predicted": predicted(run, self._num_users),
             "rate": best,
             "tried": {f"{rate:g}": accuracy for rate, accuracy in tried.items()},
             **{name: [result["test"][name] for result in results] for name in results[0]["test"]},
