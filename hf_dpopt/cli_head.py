@@ -69,7 +69,7 @@ def _rows(plan: HeadPlan) -> dict[str, str]:
         "noise multiplier": f"{plan.sgd.noise_multiplier:.6g}",
         "step size": f"{config.step_size:.6g} (at most {2 / (config.smoothness + 2 * config.l2):.6g})",
         "free steps": (
-            "none: there is no noise"
+            "none"
             if free is None
             else f"with this noise, all beyond {free:,} ({free * plan.sgd.sample_rate:,.0f} epochs)"
         ),

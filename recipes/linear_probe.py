@@ -8,7 +8,7 @@
 The loss of a linear head is convex, and its weights stay in a ball: then the privacy loss of the LAST weights reaches
 a plateau (Altschuler and Talwar 2022, arXiv:2205.13710), as long as nothing of the way there is seen. Features of the
 training records are computed once and kept in the private folder of the run; a run that is killed is started again
-with the same command and goes on where it was. Data, labels and models are those of `glue.py`.
+with the same --output_dir and goes on where it was. Data, labels and models are those of `glue.py`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def main(argv: list[str]) -> None:
     data = load_data(model_args, data_args, training_args)
     if data.labels is None:
         raise DPConfigError("The labels are numbers, and a convex head is softmax regression. Use glue.py instead.")
+    model_args.ignore_mismatched_sizes = True  # the head starts anew
     tokenizer, model = load_model(model_args, data)
+    model.float()  # features of one record must not depend on others by rounding, either
     find_head(model)
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     config = training_args.head_config(len(splits["train"]), has_bias=head_takes_bias(model))
@@ -83,6 +85,10 @@ def main(argv: list[str]) -> None:
         output_dir=training_args.output_dir,
         private_state_dir=training_args.private_state_dir,
         noise_rng=training_args.noise_rng,
+        declared={
+            "eval_data_privacy": training_args.eval_data_privacy,
+            "data_dependent_preprocessing": training_args.data_dependent_preprocessing,
+        },
     )
     collate = DataCollatorWithPadding(tokenizer)
     features = compute_features(
@@ -100,7 +106,7 @@ def main(argv: list[str]) -> None:
         progress=not training_args.disable_tqdm,
     )
     attach_head(model, weights, config.bias_feature)
-    publish(model, tokenizer, training_args)
+    publish(run, model, tokenizer, len(data.labels), training_args)
     results = {}
     if training_args.do_eval:
         metric = load_metric(data_args.task_name, is_regression=False, cache_dir=model_args.cache_dir)
@@ -122,8 +128,16 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
     assert isinstance(training_args, HeadTrainingArguments)
     if data_args.non_private:
         raise DPConfigError("non_private is a flag of glue.py. Use --noise_multiplier 0, which runs without noise.")
+    if training_args.push_to_hub:
+        raise DPConfigError("push_to_hub is a flag of glue.py. Load the model from output_dir, and push that.")
+    if training_args.label_smoothing_factor:
+        raise DPConfigError("label_smoothing_factor is a flag of glue.py. Leave it out.")
     if training_args.do_predict:
         raise DPConfigError("do_predict is a flag of glue.py. Load the model from output_dir, in a pipeline.")
+    if not training_args.do_train:
+        raise DPConfigError(
+            "Without do_train there is nothing to do. Evaluate a trained model with glue.py --do_eval."
+        )
     if training_args.resume_from_checkpoint:
         raise DPConfigError("There are no checkpoints. A run that was killed goes on when it is started again.")
     check_convex_arguments(training_args, lora_r=model_args.lora_r)
@@ -149,11 +163,12 @@ def announcement(plan: HeadPlan) -> str:
     )
 
 
-def publish(model: Any, tokenizer: Any, training_args: HeadTrainingArguments) -> None:
-    """The model with its head, the tokenizer, and a card that is the privacy statement."""
+def publish(run: HeadRun, model: Any, tokenizer: Any, num_labels: int, training_args: HeadTrainingArguments) -> None:
+    """The model with its head, the tokenizer, and a card that is the privacy statement; then the run is over."""
     folder = Path(training_args.output_dir)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    run.finish(num_labels)
     statement = (folder / "privacy" / "statement.md").read_text(encoding="utf-8")
     (folder / "README.md").write_text(f"---\nlibrary_name: transformers\n---\n\n{statement}", encoding="utf-8")
 

@@ -251,6 +251,7 @@ def test_report_prints_the_statement_of_a_head(run: Run, tmp_path: Path) -> None
         make_head_plan(config, num_examples=20), output_dir=tmp_path / "out", private_state_dir=tmp_path / "p"
     )
     made.train(torch.zeros(20, 4), torch.zeros(20, dtype=torch.int64), 2)
+    made.finish(2)
     code, out, _ = run("report", tmp_path / "out")
     assert code == 0 and out.startswith("# Final weights only") and "The ledger agrees: one run" in out
     statement = tmp_path / "out" / "privacy" / "statement.md"

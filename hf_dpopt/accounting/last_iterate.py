@@ -51,6 +51,7 @@ HORIZONS = 400  # tried, from one step to all of them
 SHARES = np.linspace(0.04, 0.96, 24)  # of the noise, that hide the distance
 SEARCH_ERROR = 1e-2  # relative, of epsilon while horizon and share are searched
 MANY = 10**12  # steps, for a run without end
+LONGEST_PLD = 10**6  # mechanisms; more take minutes
 PLAIN_LIMIT = 3.0  # plain composition costs seconds; it is left out where its RDP bound is so many times larger
 
 
@@ -134,14 +135,11 @@ class ProjectedSGD:
             shifts: "last" for the paper's allocation, with a constant step size only.
         """
         if not self.decay:
-            contraction = 1 - self.step_size * self.l2
-            start = (contraction**horizons * self.diameter / self.step_size) ** 2
-            if shifts == "last" and self.l2:
-                return start
-            if not self.l2:
+            shrinks = 2 * math.log1p(-self.step_size * self.l2)  # c^2 = exp(shrinks), exact for the smallest l2
+            start = np.exp(shrinks * horizons) * (self.diameter / self.step_size) ** 2
+            if not shrinks:
                 return start / horizons
-            with np.errstate(divide="ignore", invalid="ignore"):
-                return start * (1 - contraction**2) / (1 - contraction ** (2.0 * horizons))
+            return start if shifts == "last" else start * (math.expm1(shrinks) / np.expm1(shrinks * horizons))
         # step sizes and products of contractions, from the last step backwards
         sizes = (
             self.step_size * np.arange(self.num_steps, 0, -1, dtype=np.float64)[: int(horizons.max())] ** -self.decay
@@ -213,7 +211,7 @@ def last_iterate_epsilon(
     kept = delta if adjacency == "replace_one" else delta * (1 - OVERSIZED_SHARE)
     start, horizon, share = _by_renyi(run, kept, shifts, sensitivity)
     bound = start
-    if form == "pld":
+    if form == "pld" and _pld_is_exact(horizon, kept):
         horizon, share = _refined(run, kept, shifts, horizon, share)
         bound = _epsilon(_event(run, shifts, horizon, share), kept, relative_error)
     plain = _plain(run, delta, sensitivity, form, bound, relative_error)
@@ -229,7 +227,8 @@ def event_of(run: ProjectedSGD, found: LastIterate) -> DpEvent:
 
     Args:
         run: what ran.
-        found: by `last_iterate_epsilon` of form "pld" with the cheapest shifts.
+        found: by `last_iterate_epsilon` of form "pld" with the cheapest shifts. Of delta, `OVERSIZED_SHARE` is for
+            batches that are too large; of every run that is composed.
     """
     if found.horizon is None or found.share is None:
         step = PoissonSampledDpEvent(run.sample_rate, GaussianDpEvent(run.noise_multiplier))
@@ -253,7 +252,7 @@ def calibrate_last_iterate(run: ProjectedSGD, target_epsilon: float, delta: floa
     return calibrate_noise_multiplier(functools.lru_cache(maxsize=None)(epsilon_at), target_epsilon)
 
 
-def plateau(run: ProjectedSGD, delta: float) -> int:
+def plateau(run: ProjectedSGD, delta: float) -> int | None:
     """Number of steps beyond which further ones are free: there plain composition exceeds the bound without end.
 
     It is of the order of ``n D / (eta L)``, whatever the batch size.
@@ -261,6 +260,9 @@ def plateau(run: ProjectedSGD, delta: float) -> int:
     Args:
         run: its number of steps is not used; the step size has to be constant, else the plateau depends on the end.
         delta: in (0, 1).
+
+    Returns:
+        None if it is not reached in `MANY` steps.
 
     Raises:
         DPConfigError: for step sizes that decay.
@@ -276,6 +278,8 @@ def plateau(run: ProjectedSGD, delta: float) -> int:
 
     if exceeds(0.0) >= 0:
         return 1
+    if exceeds(math.log(MANY)) <= 0:
+        return None
     return math.ceil(math.exp(optimize.brentq(exceeds, 0.0, math.log(MANY), xtol=1e-4)))
 
 
@@ -307,7 +311,14 @@ def _plain(
         return rough
     if rough > PLAIN_LIMIT * bound:
         return math.inf
+    if not _pld_is_exact(run.num_steps, delta):
+        return rough
     return _epsilon(event_of(run, LastIterate(bound, bound, None, None, ADJACENCY)), delta, relative_error)
+
+
+def _pld_is_exact(num_steps: int, delta: float) -> bool:
+    """Whether rounding in the convolution of so many losses, about 1e-17 each, is nothing beside delta."""
+    return num_steps <= LONGEST_PLD and delta >= accountants.MIN_PLD_DELTA * max(1.0, num_steps / 1e5)
 
 
 def _epsilon(event: DpEvent, delta: float, relative_error: float) -> float:

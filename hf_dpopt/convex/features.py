@@ -6,7 +6,8 @@ Shape legend: N = records, H = hidden size, D = H and the constant feature of th
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,8 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from hf_dpopt.convex.head import features_instead_of_logits
+from hf_dpopt.durable import write_durably
 from hf_dpopt.errors import DPConfigError
-
-BLOCK = 8192  # records sorted by length at a time
 
 
 def clip_features(features: torch.Tensor, feature_norm: float, bias_feature: float = 0.0) -> torch.Tensor:
@@ -34,9 +34,11 @@ def clip_features(features: torch.Tensor, feature_norm: float, bias_feature: flo
     """
     assert 0 <= bias_feature < feature_norm
     room = (feature_norm**2 - bias_feature**2) ** 0.5 * (1 - 1e-6)  # rounding must not lead beyond R
-    features_ND = features.float().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    norms_N1 = features_ND.double().norm(dim=1, keepdim=True)
-    clipped_ND = features_ND * (room / norms_N1.clamp(min=room)).float()
+    features_ND = features.double()
+    is_fine_N1 = features_ND.isfinite().all(dim=1, keepdim=True)
+    features_ND = torch.where(is_fine_N1, features_ND, torch.zeros_like(features_ND))
+    norms_N1 = features_ND.norm(dim=1, keepdim=True)
+    clipped_ND = (features_ND * (room / norms_N1.clamp(min=room))).float()
     if not bias_feature:
         return clipped_ND
     return torch.cat([clipped_ND, torch.full_like(clipped_ND[:, :1], bias_feature)], dim=1)
@@ -53,11 +55,15 @@ def compute_features(
 ) -> torch.Tensor:
     """What the head of a frozen model sees of each record, in evaluation mode.
 
+    Formal guarantee: the features of a record depend on that record alone, up to rounding in float32. Only records
+    with the same number of tokens share a batch, so nothing is padded: models exist whose outputs change with the
+    padding, and one record more would change the features of others.
+
     Args:
-        model: a classifier; see `find_head`. Nothing of it is changed.
-        inputs: tokenized records, without labels; each one alone decides on its features.
+        model: a classifier, in float32; see `find_head`. Nothing of it is changed.
+        inputs: tokenized records, without labels.
         collate: makes a batch of them.
-        batch_size: records at a time; changes speed and memory, the features only by rounding.
+        batch_size: records at a time, at most; changes speed and memory, the features only by rounding.
         cache: folder where they are kept, under a digest of the model's weights and of all inputs. Features of private
             records are private data: it has to be a private folder.
         progress: what the bar says; None for no bar.
@@ -65,6 +71,7 @@ def compute_features(
     Returns:
         float32, (N, H).
     """
+    _check_model(model)
     path = None if cache is None else cache / f"features-{_digest(model, inputs)}.npy"
     if path is not None and path.is_file():
         return torch.from_numpy(np.load(path))
@@ -89,25 +96,45 @@ def _in_order(
 ) -> torch.Tensor:
     found: torch.Tensor | None = None
     with tqdm(total=len(inputs), desc=progress, unit=" records", disable=progress is None) as bar:
-        for first in range(0, len(inputs), BLOCK):
-            records = [inputs[i] for i in range(first, min(first + BLOCK, len(inputs)))]
-            order = np.argsort([len(record["input_ids"]) for record in records], kind="stable")  # little padding
-            for start in range(0, len(order), batch_size):
-                some = order[start : start + batch_size]
-                batch = collate([records[i] for i in some])
-                features_BH = model(**{k: v.to(model.device) for k, v in batch.items()}).logits.float().cpu()
-                if features_BH.dim() != 2:
-                    raise DPConfigError(
-                        f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that "
-                        "classifies whole texts."
-                    )
-                if found is None:
-                    found = torch.empty(len(inputs), features_BH.size(1))
-                found[torch.from_numpy(first + some)] = features_BH
-                bar.update(len(some))
+        for some in _of_equal_length(inputs, batch_size):
+            batch = collate([inputs[i] for i in some])
+            features_BH = model(**{k: v.to(model.device) for k, v in batch.items()}).logits.float().cpu()
+            if features_BH.dim() != 2:
+                raise DPConfigError(
+                    f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that "
+                    "classifies whole texts."
+                )
+            if found is None:
+                found = torch.empty(len(inputs), features_BH.size(1))
+            found[some] = features_BH
+            bar.update(len(some))
     if found is None:
         raise DPConfigError("There are no records to compute features of. Give a training set.")
     return found
+
+
+def _of_equal_length(inputs: Sequence[Mapping[str, Any]], size: int) -> Iterator[list[int]]:
+    """Places of at most so many records with the same number of tokens."""
+    lengths = np.array([len(inputs[i]["input_ids"]) for i in range(len(inputs))])
+    for length in np.unique(lengths):
+        mine = np.flatnonzero(lengths == length).tolist()
+        for first in range(0, len(mine), size):
+            yield mine[first : first + size]
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    """Refuses what makes features of one record depend on others, by more than rounding."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32, torch.float64}
+    if kinds:
+        raise DPConfigError(
+            f"The model is in {', '.join(map(str, kinds))}: rounding depends on the other records of a batch, and is "
+            "no small matter there. Load it in float32 (model.float())."
+        )
+    if "big" in str(model.config.model_type) and "bird" in str(model.config.model_type):
+        raise DPConfigError(
+            f"{type(model).__name__} changes its attention for all records when it meets a short one. Use another "
+            "model."
+        )
 
 
 def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
@@ -123,10 +150,6 @@ def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _keep(path: Path, features: torch.Tensor) -> None:
-    import io
-
-    from hf_dpopt.durable import write_durably
-
     content = io.BytesIO()
     np.save(content, features.numpy())
     write_durably(path, content.getvalue(), mode=0o600)

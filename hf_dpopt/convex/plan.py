@@ -12,6 +12,7 @@ from dp_accounting import DpEvent, SelfComposedDpEvent
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.last_iterate import (
     ADJACENCY,
+    OVERSIZED_SHARE,
     LastIterate,
     ProjectedSGD,
     calibrate_last_iterate,
@@ -157,10 +158,11 @@ class HeadPlan:
         """Of the final weights of that many runs on the same records."""
         if num_runs == 1 or not self.is_private:
             return self.spent.epsilon if num_runs else 0.0
-        return accountants.epsilon(SelfComposedDpEvent(self.event, num_runs), self.delta, ADJACENCY).epsilon
+        kept = self.delta * (1 - num_runs * OVERSIZED_SHARE)
+        return accountants.epsilon(SelfComposedDpEvent(self.event, num_runs), kept, ADJACENCY).epsilon
 
     def free_steps(self) -> int | None:
-        """Beyond so many steps further ones are free; None for a step size that decays, or without noise."""
+        """Beyond so many steps further ones are free; None if none are, for a step size that decays, without noise."""
         return None if self.config.decay or not self.is_private else plateau(self.sgd, self.delta)
 
     def public_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ is void as soon as any of that leaves.**
 
 For every two datasets that differ in one record (`add_or_remove_one`: one of them has one record more), and every set
 of final weights, the probabilities P and P' of the two satisfy P <= e^epsilon P' + delta with epsilon = {epsilon}
-and delta = {delta:g}.
+and delta = {delta:g}, in the arithmetic of real numbers and with an ideal random generator.
 
 * **How.** Softmax regression ({num_labels} labels) on features of a frozen model, each shortened to norm {norm:g};
   projected noisy SGD, {steps:,} steps. {sampling} Noise of {sigma:.6g} times the largest gradient of a record
@@ -37,8 +38,10 @@ and delta = {delta:g}.
   gradients, and any layer below the head. None of it was used.
 * **Protected** is a row of the training set. A person with several rows is not protected as a whole. Public are the
   number of records, the list of labels, the frozen model (and whatever it learned before) and all numbers above.
-* **Not covered**: the evaluation data, on which metrics are exact; other runs on the same records, which add up.
-* **Must stay secret**: the training data, their features, and the private directory of the run until it ended.
+* **Not covered**: the evaluation data, on which metrics are exact (declared: {evaluation}); what was learned from
+  training records before training (declared: {preprocessing}); other runs on the same records, which add up.
+* **Must stay secret**: the training data and their features, which stay in the private directory of the run; until it
+  ended, all of that directory.
 
 Noise: {noise_rng} generator. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
 """
@@ -51,7 +54,7 @@ _BY_LAST = (
 _BY_ALL = "Plain composition over all {steps:,} steps is the better bound here: every iterate may be seen."
 
 
-def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str) -> str:
+def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str, declared: Mapping[str, str]) -> str:
     """Markdown. Its first line says what is released."""
     config, spent = plan.config, plan.spent
     epsilon = round_up(spent.epsilon) if plan.is_private else "infinite"
@@ -76,18 +79,22 @@ def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str) -> str:
         radius=config.head_radius,
         accounting=accounting if plan.is_private else "None: there is no noise.",
         noise_rng=noise_rng,
+        evaluation=declared.get("eval_data_privacy", "undeclared"),
+        preprocessing=declared.get("data_dependent_preprocessing", "not declared"),
         ledger=f"{FOLDER}/ledger.jsonl",
         digest=digest,
         software=", ".join(f"{name} {version}" for name, version in collect_versions().items()),
     )
 
 
-def write_statement(output_dir: Path, plan: HeadPlan, num_labels: int, ledger: Ledger, noise_rng: str) -> None:
+def write_statement(
+    output_dir: Path, plan: HeadPlan, num_labels: int, ledger: Ledger, noise_rng: str, declared: Mapping[str, str]
+) -> None:
     """`statement.md` for people, `head.json` for programs."""
     folder = output_dir / FOLDER
-    text = render(plan, num_labels, ledger.digest(), noise_rng)
+    text = render(plan, num_labels, ledger.digest(), noise_rng, declared)
     report = {
-        **plan.public_dict(), "num_labels": num_labels, "ledger_digest": ledger.digest(),
+        **plan.public_dict(), **declared, "num_labels": num_labels, "ledger_digest": ledger.digest(),
         "statement_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }  # fmt: skip
     write_durably(folder / STATEMENT, text.encode(), mode=0o644)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -22,6 +22,7 @@ from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.private_state import Chain, PrivateState, default_private_dir
 from hf_dpopt.run import LEDGER
 
+INTERMEDIATE = ("checkpoint-*", "trainer_state.json", "optimizer.pt", "runs")  # of finetuning runs
 SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from
 
 
@@ -29,8 +30,9 @@ class HeadRun:
     """One private training of a head, from its key to its final weights.
 
     The whole run is charged, once, before its first record is looked at. Iterates are kept in memory and in the
-    private directory, where a run that was killed goes on, bit for bit; nothing of them is written anywhere else. When
-    the final weights are returned, key and state are deleted, and the run cannot be continued.
+    private directory, where a run that was killed goes on, bit for bit; nothing of them is written anywhere else.
+    `train` returns the final weights, as often as it is called; `finish` writes the statement when they are where they
+    belong, and deletes key and state: then the run cannot be continued.
 
     Formal guarantee: that of `make_head_plan`, for everything that is below `output_dir` or returned.
 
@@ -39,9 +41,10 @@ class HeadRun:
         output_dir: the ledger and the statement go to its folder `privacy`.
         private_state_dir: key and state; never inside `output_dir`. None takes the user's state directory.
         noise_rng: "secure" or "fast"; see `make_noise_source`.
+        declared: what the statement says of evaluation data and of preprocessing, by these names.
 
     Raises:
-        DPConfigError: if another mechanism, or a finished run, is recorded in `output_dir`.
+        DPConfigError: if `output_dir` holds checkpoints: only final weights may be there.
     """
 
     def __init__(
@@ -51,7 +54,15 @@ class HeadRun:
         output_dir: str | Path,
         private_state_dir: str | Path | None = None,
         noise_rng: str = "secure",
+        declared: Mapping[str, str] | None = None,
     ):
+        left = [p.name for pattern in INTERMEDIATE for p in Path(output_dir).glob(pattern)]
+        if left:
+            raise DPConfigError(
+                f"{output_dir} holds {', '.join(left[:3])}, and a head is published with its final weights only. Use "
+                "an output_dir of its own."
+            )
+        self._declared = dict(declared or {})
         self.plan, self.output_dir = plan, Path(output_dir)
         self._noise_rng = noise_rng
         self.state = PrivateState(private_state_dir or default_private_dir(output_dir), forbidden=output_dir)
@@ -61,7 +72,9 @@ class HeadRun:
         """For what is private and no key, such as features."""
         return self.state.directory
 
-    def train(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int, *, progress: bool = False) -> Any:
+    def train(
+        self, features: torch.Tensor, labels: torch.Tensor, num_labels: int, *, progress: bool = False
+    ) -> torch.Tensor:
         """Trains, or goes on where a run that was killed had come to.
 
         Args:
@@ -72,6 +85,10 @@ class HeadRun:
 
         Returns:
             The final weights, float32, (K, D).
+
+        Raises:
+            DPConfigError: if the records do not fit the plan, or `output_dir` records another mechanism.
+            DPBudgetExceeded: if the run recorded there has ended.
         """
         self._check(features, labels, num_labels)
         with Ledger.open(self.output_dir / LEDGER) as ledger:
@@ -80,9 +97,18 @@ class HeadRun:
             chain = self._chain(ledger)
             step, weights = self._load(chain, (num_labels, features.size(1)))
             weights = self._descend(features, labels, chain, step, weights, progress)
-            write_statement(self.output_dir, self.plan, num_labels, ledger, self._noise_rng)
-            self._finish(chain)
+            self._save(chain, self.plan.config.num_steps, weights)
         return weights.float()
+
+    def finish(self, num_labels: int) -> None:
+        """Writes the statement, then deletes key and state; to be called when the final weights are published."""
+        with Ledger.open(self.output_dir / LEDGER) as ledger:
+            last = ledger.last_chain
+            assert last is not None, "finish comes after train"
+            write_statement(self.output_dir, self.plan, num_labels, ledger, self._noise_rng, self._declared)
+            for path in self.state.directory.glob(f"*head-{last.chain_id}.pt*"):  # and what a kill left half-written
+                path.unlink()
+            self.state.forget([last.chain_id])
 
     def _chain(self, ledger: Ledger) -> Chain:
         """A new run, charged, or the one that was killed."""
@@ -149,15 +175,16 @@ class HeadRun:
             )
         return kept["step"], kept["weights"]
 
-    def _finish(self, chain: Chain) -> None:
-        self._file(chain).unlink(missing_ok=True)
-        self.state.forget([chain.chain_id])
-
     def _check(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int) -> None:
         if len(features) != self.plan.num_examples or len(labels) != len(features):
             raise DPConfigError(
                 f"The plan is for {self.plan.num_examples} records; there are {len(features)} rows of features and "
                 f"{len(labels)} labels. Make the plan for the records that are trained on."
+            )
+        if features.dtype not in (torch.float32, torch.float64) or labels.dtype != torch.int64:
+            raise DPConfigError(
+                f"Features are {features.dtype} and labels {labels.dtype}. Use float32, as clip_features returns, and "
+                "int64: coarser sums depend on their order."
             )
         if len(labels) and not (0 <= int(labels.min()) and int(labels.max()) < num_labels):
             raise DPConfigError(f"There are labels outside [0, {num_labels}). Give every record a label in it.")
@@ -172,6 +199,8 @@ class HeadRun:
 def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Of the cross entropies of a batch, summed: ``sum_b (p_b - y_b) x_b^T``.
 
+    In float64: a step has to be a contraction, and the bound leaves each one a room of about ``D / R`` only.
+
     Args:
         features: (B, D), B may be 0.
         labels: (B,).
@@ -180,9 +209,10 @@ def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Te
     Returns:
         float64, (K, D).
     """
-    errors_BK = torch.softmax(features @ weights.T.to(features.dtype), dim=1)
+    features_BD = features.double()
+    errors_BK = torch.softmax(features_BD @ weights.T, dim=1)
     errors_BK[torch.arange(len(labels)), labels] -= 1
-    return (errors_BK.T @ features).double()
+    return errors_BK.T @ features_BD
 
 
 def projected(weights: torch.Tensor, radius: float) -> torch.Tensor:

@@ -172,6 +172,25 @@ def test_calibration_spends_nearly_all_and_never_more(target):
     assert 0.99 * target < epsilon(dataclasses.replace(setting, noise_multiplier=noise)) <= target
 
 
+def test_the_smallest_l2_is_as_good_as_none():
+    none = epsilon(run(diameter=0.1), form="rdp")
+    for l2 in (1e-300, 1e-17, 1e-15, 1e-12):
+        assert epsilon(run(diameter=0.1, l2=l2), form="rdp") == pytest.approx(none, rel=1e-6)
+    strong = run(smoothness=1e-3, l2=0.99, step_size=1.0, num_steps=10**6)
+    assert 0 < epsilon(strong) < epsilon(run(smoothness=1e-3, l2=0.5, step_size=1.0, num_steps=10**6))
+
+
+def test_where_no_plateau_is_reached_there_is_none():
+    assert plateau(run(diameter=1e12), DELTA) is None
+
+
+def test_many_steps_at_a_tiny_delta_are_left_to_renyi_divergences():
+    """Where rounding in a convolution would no longer be small beside delta."""
+    setting = run(num_examples=10**7, expected_batch_size=1000, diameter=1.0, num_steps=10**9, noise=2.0)
+    tiny = last_iterate_epsilon(setting, 1e-9)
+    assert tiny.epsilon == last_iterate_epsilon(setting, 1e-9 * (1 - 1e-3), form="rdp").epsilon or tiny.horizon is None
+
+
 def test_large_batches_are_paid_for_or_refused():
     """At eta = 2 / M no batch above the expected one contracts; at half of it the chance is nil."""
     assert run(smoothness=1.0).largest_batch == 200 and run(smoothness=0.5, l2=0.5).largest_batch == 200

@@ -76,6 +76,35 @@ def test_a_head_on_features_is_what_the_saved_model_says(family, tmp_path):
         torch.testing.assert_close(logits, weights @ feature, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "convbert", "fnet"])
+def test_features_of_a_record_do_not_depend_on_the_others(family):
+    """Alone, among others, and with longer ones: also where padding changes what a model says."""
+    if family in FAMILIES:
+        model = model_of(family)
+    else:
+        torch.manual_seed(0)
+        size = {**SMALL, "embedding_size": 16, "max_position_embeddings": 64, "num_labels": 3, "pad_token_id": 0}
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **size))
+    rows = [*records(), *({"input_ids": list(range(1, 30))} for _ in range(3))]
+    together = compute_features(model, rows, without_mask if family == "fnet" else collate, batch_size=4)
+    for i, row in enumerate(rows):
+        alone = compute_features(model, [row], without_mask if family == "fnet" else collate)
+        torch.testing.assert_close(together[i], alone[0], rtol=1e-5, atol=1e-6)
+
+
+def without_mask(rows):
+    return {"input_ids": collate(rows)["input_ids"]}
+
+
+def test_models_whose_features_depend_on_others_by_rounding_or_state_are_refused():
+    with pytest.raises(DPConfigError, match="Load it in float32"):
+        compute_features(model_of("bert").bfloat16(), records(), collate)
+    model = model_of("bert")
+    model.config.model_type = "big_bird"
+    with pytest.raises(DPConfigError, match="Use another model"):
+        compute_features(model, records(), collate)
+
+
 def test_features_are_kept_for_this_model_and_these_records_only(tmp_path, monkeypatch):
     model, rows = model_of("bert"), records()
     first = compute_features(model, rows, collate, cache=tmp_path)
@@ -101,6 +130,9 @@ def test_features_are_shortened_each_by_itself():
         torch.testing.assert_close(clipped[50:100, :8], features[50:100])
         assert torch.equal(clip_features(features[3:4], 2.0, bias), clipped[3:4])
         assert clipped.size(1) == 8 + bool(bias)
+    assert not clip_features(torch.tensor([[1e30, float("nan"), 2.0, 0.0]]), 2.0).any()
+    enormous = clip_features(torch.full((1, 8), 3e38), 1e-4)
+    assert 0.99e-4 < enormous.double().norm() <= 1e-4
     direction = torch.nn.functional.cosine_similarity(clipped[:50, :8], features[:50])
     assert direction.min() > 1 - 1e-5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -35,15 +36,17 @@ def run(folder, asked, features=None, labels=None, num=N):
     made = HeadRun(
         make_head_plan(asked, num_examples=num), output_dir=folder / "out", private_state_dir=folder / "private"
     )
-    return made, made.train(features, targets if labels is None else labels, K)
+    weights = made.train(features, targets if labels is None else labels, K)
+    made.finish(K)
+    return made, weights
 
 
 @pytest.fixture
 def keys(monkeypatch):
     """The chains of finished runs, which forget their keys."""
     seen = []
-    finish = HeadRun._finish
-    monkeypatch.setattr(HeadRun, "_finish", lambda self, chain: (seen.append(chain), finish(self, chain)))
+    choose = HeadRun._chain
+    monkeypatch.setattr(HeadRun, "_chain", lambda self, ledger: seen.append(choose(self, ledger)) or seen[-1])
     return seen
 
 
@@ -177,7 +180,7 @@ class Killed(BaseException):
 @pytest.mark.parametrize("at", [1, 7, 40])
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
     monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
-    save, project = HeadRun._save, training.projected
+    project = training.projected
     steps = []
 
     def die(weights, radius):
@@ -197,7 +200,36 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
     monkeypatch.setattr("hf_dpopt.private_state.PrivateState.new_chain", lambda self: keys[0])
     _, whole = run(tmp_path / "again", config())
     assert torch.equal(resumed, whole)
-    assert save is HeadRun._save
+
+
+def test_a_run_that_is_killed_before_its_model_is_published_gives_the_same_weights(tmp_path, monkeypatch):
+    """Until `finish` nothing is lost; a save that was killed half-way leaves nothing behind in the end."""
+    features, labels = data()
+    plan = make_head_plan(config(), num_examples=N)
+    made = HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private")
+    clipped = clip_features(features, 2.0, plan.config.bias_feature)
+    weights = made.train(clipped, labels, K)
+    (kept,) = (tmp_path / "private").glob("head-*.pt")
+    kept.with_name(f".{kept.name}.0a0a0a0a.tmp").write_bytes(kept.read_bytes())
+    again = HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private")
+    monkeypatch.setattr(training, "gradient_sum", None)  # nothing is computed again
+    assert torch.equal(again.train(clipped, labels, K), weights)
+    assert not (tmp_path / "out/privacy/statement.md").exists()
+    again.finish(K)
+    assert (tmp_path / "out/privacy/statement.md").exists()
+    assert not [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+
+
+def test_other_kinds_of_numbers_and_folders_with_checkpoints_are_refused(tmp_path):
+    features, labels = data()
+    for wrong in (features.bfloat16() / 100, features.half() / 100):
+        with pytest.raises(DPConfigError, match="Use float32"):
+            run(tmp_path, config(), wrong)
+    with pytest.raises(DPConfigError, match="int64"):
+        run(tmp_path, config(), labels=labels.to(torch.uint8))
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    with pytest.raises(DPConfigError, match="checkpoint-5.*output_dir of its own"):
+        run(tmp_path, config())
 
 
 def test_a_run_is_charged_before_a_record_is_looked_at(tmp_path, monkeypatch):
@@ -234,6 +266,7 @@ def test_nothing_but_ledger_and_statement_is_written(tmp_path, monkeypatch):
         )
         features, labels = data(seed=seed)
         made.train(clip_features(features, 2.0, made.plan.config.bias_feature), labels, K)
+        made.finish(K)
         files = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
         ledger = (folder / "out/privacy/ledger.jsonl").read_text()
         assert ledger.count("\n") == 4  # header, plan, chain, one charge
@@ -244,11 +277,14 @@ def test_nothing_but_ledger_and_statement_is_written(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
     digests = [Ledger.read(tmp_path / name / "out/privacy/ledger.jsonl").digest() for name in ("one", "two")]
-    for path in ("out/privacy/head.json", "out/privacy/statement.md"):
-        texts = [
-            files[Path(path)].decode().replace(digest, "") for files, digest in zip(written, digests, strict=True)
-        ]
-        assert texts[0] == texts[1]
+    statements = [
+        files[Path("out/privacy/statement.md")].decode().replace(digest, "")
+        for files, digest in zip(written, digests, strict=True)
+    ]
+    reports = [json.loads(files[Path("out/privacy/head.json")]) for files in written]
+    for report, digest in zip(reports, digests, strict=True):
+        assert report.pop("ledger_digest") == digest and report.pop("statement_sha256")
+    assert statements[0] == statements[1] and reports[0] == reports[1]
 
 
 def test_the_statement_says_final_weights_only_in_its_first_line(tmp_path):
