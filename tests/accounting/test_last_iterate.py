@@ -138,12 +138,12 @@ def test_more_steps_domain_and_less_noise_never_cost_less(form):
         found = [epsilon(setting, form=form) for setting in values]
         return all(a <= b * (1 + 2e-3) for a, b in zip(found, found[1:], strict=False))
 
-    assert sorted_by(run(diameter=0.1, num_steps=t) for t in (10, 300, 1000, 3000, 10**5))
-    assert sorted_by(run(diameter=d) for d in (0.01, 0.03, 0.1))
-    assert sorted_by(run(noise=z, diameter=0.1) for z in (4, 2, 1))
-    assert sorted_by(run(diameter=0.1, step_size=eta) for eta in (2.0, 1.0, 0.3))  # smaller noise in a step
-    assert sorted_by(run(diameter=0.1, l2=l2) for l2 in (0.1, 0.01, 0.0))
-    assert sorted_by(run(diameter=0.1, decay=decay, num_steps=10**5) for decay in (0.0, 0.2, 0.5))
+    assert sorted_by(run(diameter=0.03, num_steps=t) for t in (10, 300, 1000, 10**5))
+    assert sorted_by(run(diameter=d) for d in (0.01, 0.03))
+    assert sorted_by(run(noise=z, diameter=0.03) for z in (4, 2, 1))
+    assert sorted_by(run(diameter=0.03, step_size=eta) for eta in (2.0, 1.0, 0.3))  # smaller noise in a step
+    assert sorted_by(run(diameter=0.03, l2=l2) for l2 in (0.1, 0.01, 0.0))
+    assert sorted_by(run(diameter=0.03, decay=decay, num_steps=10**4) for decay in (0.0, 0.5))
 
 
 def test_a_query_of_ten_million_steps_takes_seconds():
@@ -165,7 +165,7 @@ def test_the_plateau():
         plateau(run(decay=0.5), DELTA)
 
 
-@pytest.mark.parametrize("target", [0.5, 4.0])
+@pytest.mark.parametrize("target", [2.0])
 def test_calibration_spends_nearly_all_and_never_more(target):
     setting = run(diameter=0.1, num_steps=10**5)
     noise = calibrate_last_iterate(setting, target, DELTA)
@@ -188,7 +188,7 @@ def test_many_steps_at_a_tiny_delta_are_left_to_renyi_divergences():
     """Where rounding in a convolution would no longer be small beside delta."""
     setting = run(num_examples=10**7, expected_batch_size=1000, diameter=1.0, num_steps=10**9, noise=2.0)
     tiny = last_iterate_epsilon(setting, 1e-9)
-    assert tiny.epsilon == last_iterate_epsilon(setting, 1e-9 * (1 - 1e-3), form="rdp").epsilon or tiny.horizon is None
+    assert tiny.epsilon == last_iterate_epsilon(setting, 1e-9, form="rdp").epsilon and tiny.horizon > 10**6
 
 
 def test_large_batches_are_paid_for_or_refused():
