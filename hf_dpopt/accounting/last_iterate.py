@@ -405,9 +405,11 @@ def _valley(value: Callable[[int], float], size: int) -> int:
 def _refined(run: ProjectedSGD, delta: float, shifts: Shifts, horizon: int, share: float) -> tuple[int, float]:
     """Horizon and share that are good for privacy loss distributions; any are valid."""
 
+    longest = min(run.num_steps, LONGEST_PLD, max(horizon, int(1e5 * delta / accountants.MIN_PLD_DELTA)))
+
     def clipped(x: np.ndarray) -> tuple[int, float]:
         wanted = round(math.exp(float(np.clip(x[0], 0.0, 60.0))))
-        return min(max(1, wanted), run.num_steps), float(np.clip(x[1], 0.01, 0.99))
+        return min(max(1, wanted), longest), float(np.clip(x[1], 0.01, 0.99))
 
     @functools.cache
     def epsilon(horizon: int, share: float) -> float:

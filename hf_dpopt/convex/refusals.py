@@ -22,10 +22,13 @@ def check_convex_arguments(args: Any, *, lora_r: int = 0) -> None:
     Raises:
         DPConfigError: with the reason and the mend.
     """
-    raise_first(_refusals(args, lora_r))
+    raise_first(_on_steps(args, lora_r))
+    raise_first(_on_records(args))
+    raise_first(_on_schedule(args))
+    raise_first(_on_what_is_seen(args))
 
 
-def _refusals(args: Any, lora_r: int) -> Iterator[Refusal]:
+def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
     optim = str(getattr(args.optim, "value", args.optim))
     yield (
         optim != "sgd",
@@ -65,6 +68,9 @@ def _refusals(args: Any, lora_r: int) -> Iterator[Refusal]:
         "Use --head_radius, which the epsilon of the head counts on.",
     )
     yield lora_r > 0, f"lora_r={lora_r}: the loss is not convex in an adapter.", FINETUNE
+
+
+def _on_records(args: Any) -> Iterator[Refusal]:
     yield (
         args.privacy_unit != "example",
         f"privacy_unit={args.privacy_unit!r}: the bound on the last iterate is known for single records only.",
@@ -80,6 +86,9 @@ def _refusals(args: Any, lora_r: int) -> Iterator[Refusal]:
         f"adjacency={args.adjacency!r}: the last iterate has a proof under add_or_remove_one only.",
         "Use --adjacency add_or_remove_one.",
     )
+
+
+def _on_schedule(args: Any) -> Iterator[Refusal]:
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     yield (
         scheduler != "constant" or bool(args.get_warmup_steps(100)),
@@ -93,6 +102,9 @@ def _refusals(args: Any, lora_r: int) -> Iterator[Refusal]:
         "max_grad_norm clips a sum, and a clipped step is no contraction.",
         "Leave it at 0.",
     )
+
+
+def _on_what_is_seen(args: Any) -> Iterator[Refusal]:
     for name, never in (("save_strategy", "no"), ("eval_strategy", "no"), ("logging_strategy", "no")):
         value = str(getattr(getattr(args, name), "value", getattr(args, name)))
         what = {"save": "Checkpoints", "eval": "Evaluations", "logging": "Logs"}[name.split("_")[0]]

@@ -335,6 +335,15 @@ def test_settings_out_of_range_are_refused(changes, match):
         make_head_plan(config(**changes), num_examples=N)
 
 
+def test_the_accountant_is_told_of_the_domain_the_rate_and_the_steps_that_run():
+    plan = make_head_plan(config(l2=0.1, decay=0.25, learning_rate=0.3), num_examples=N)
+    sgd = plan.sgd
+    assert sgd.diameter == 2 * 1.5  # two points of a ball
+    assert (sgd.lipschitz, sgd.smoothness) == (pytest.approx(2 * math.sqrt(2)), 2.0)
+    assert sgd.sample_rate == plan.sampler.sample_rate == 60 / N
+    assert (sgd.num_steps, sgd.step_size, sgd.decay, sgd.l2, sgd.noise_multiplier) == (40, 0.3, 0.25, 0.1, 1.0)
+
+
 def test_the_noise_is_calibrated_and_steps_beyond_the_plateau_are_free():
     asked = config(noise_multiplier=None, target_epsilon=2.0, head_radius=0.01, num_steps=10**4)
     few, many = (
