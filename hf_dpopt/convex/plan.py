@@ -22,6 +22,7 @@ from hf_dpopt.accounting.last_iterate import (
 )
 from hf_dpopt.checks import check_count, check_noise_multiplier, check_positive, check_real
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.plan import default_delta
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler
 
@@ -197,7 +198,7 @@ def make_head_plan(config: HeadConfig, *, num_examples: int) -> HeadPlan:
             large too often.
     """
     check_count("num_examples", num_examples)
-    delta = config.target_delta or 10.0 ** math.floor(-math.log10(num_examples) + 1e-12)
+    delta = config.target_delta or default_delta(num_examples)
     noise = config.noise_multiplier
     if noise is None:
         assert config.target_epsilon is not None

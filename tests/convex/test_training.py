@@ -338,6 +338,7 @@ def test_settings_out_of_range_are_refused(changes, match):
 def test_the_accountant_is_told_of_the_domain_the_rate_and_the_steps_that_run():
     plan = make_head_plan(config(l2=0.1, decay=0.25, learning_rate=0.3), num_examples=N)
     sgd = plan.sgd
+    assert make_head_plan(config(target_delta=None), num_examples=N).delta == 1e-3  # the largest power of ten <= 1/n
     assert sgd.diameter == 2 * 1.5  # two points of a ball
     assert (sgd.lipschitz, sgd.smoothness) == (pytest.approx(2 * math.sqrt(2)), 2.0)
     assert sgd.sample_rate == plan.sampler.sample_rate == 60 / N
