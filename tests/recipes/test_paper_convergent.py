@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.accounting.last_iterate import last_iterate_epsilon
-from recipes.paper.convergent import figure1, utility
+from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon
+from recipes.paper.convergent import figure1, low_rank, utility
+from recipes.paper.convergent.sgd import FAR, iterates
 
 
 def test_the_figure_is_that_of_the_bounds(repo: Path) -> None:
@@ -108,3 +109,31 @@ def test_features_have_norm_one_with_the_constant(tmp_path: Path, monkeypatch: p
     assert (len(found.train), len(found.held_out), len(found.test), found.num_labels) == (15, 5, 6, 2)
     norms = found.train.features.double().norm(dim=1)
     assert norms.max() <= 1 and norms.min() > 0.99
+
+
+def test_without_a_ball_noise_of_other_dimensions_never_meets_a_record(repo: Path) -> None:
+    """arXiv:2008.06570, Theorem 5.1: outside of the subspace weights walk at random, and a ball lets them push."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.pad(torch.nn.functional.normalize(torch.randn(200, 3, generator=rng), dim=1), (0, 61))
+    walks = []
+    for diameter in (FAR, 4.0):
+        sgd = ProjectedSGD(
+            num_examples=200, expected_batch_size=100, num_steps=100, noise_multiplier=4.0, diameter=diameter,
+            lipschitz=math.sqrt(2), smoothness=0.5, step_size=2.0,
+        )  # fmt: skip
+        walks.append(torch.stack(list(iterates(x, (x[:, 0] > 0).long(), 2, sgd, 0))))
+    free, bounded = walks
+    steps = free[1:, :, 3:] - free[:-1, :, 3:]
+    assert float(steps.std()) == pytest.approx(2.0 / 100 * 4.0 * math.sqrt(2), rel=0.05)
+    assert abs(float(steps.mean())) < 0.01
+    assert bounded.flatten(1).norm(dim=1).max() <= 2 + 1e-9
+    assert float(free[-1, :, :3].norm()) > 2 * float(bounded[-1, :, :3].norm())  # what carries the signal
+    slopes = json.loads((repo / "docs" / "reproductions" / "convergent_low_rank.json").read_text())["slopes"]
+    assert abs(slopes["rank 4, no ball"]["mean"]) < 0.2 and slopes["rank 4, in a ball"]["mean"] > 0.4
+
+
+def test_a_curve_keeps_its_budget_and_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "NUM_STEPS", 60)
+    curve = low_rank.CURVES["rank 4, in a ball, l2 = 0.01, last iterate"]
+    assert 1.95 < last_iterate_epsilon(low_rank.setting(curve, 0.3), low_rank.DELTA).epsilon <= 2.0
+    assert 0 < low_rank.excess(curve, 4, 0.3, 0) < math.log(2) / 2

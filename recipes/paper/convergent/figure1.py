@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
+from recipes.paper.convergent.sgd import FAR
 from recipes.paper.correlated_noise.output import panels, run, save
 
 NUM_EXAMPLES, BATCH, DELTA, NOISE = 67_349, 1024, 1e-5, 4.0
@@ -32,12 +33,11 @@ def setting(radius: float, num_steps: int, l2: float = 0.0) -> ProjectedSGD:
 def compute() -> dict[str, Any]:
     """For each radius and bound: epsilon at every number of steps."""
     found = []
-    far = 1e9  # a domain in which nothing is gained: plain composition
     for name, form in (("composition, Renyi", "rdp"), ("composition, PLD", "pld")):
         steps = [t for t in STEPS if form == "rdp" or t <= PLAIN_PLD_LIMIT]
-        curve = [last_iterate_epsilon(setting(far, t), DELTA, form=form).composition for t in steps]  # type: ignore[arg-type]
+        curve = [last_iterate_epsilon(setting(FAR, t), DELTA, form=form).composition for t in steps]  # type: ignore[arg-type]
         found.append({"bound": name, "radius": None, "l2": 0.0, "steps": steps, "epsilons": curve})
-    bounds = (
+    bounds: tuple[tuple[str, dict[str, Any], float], ...] = (
         ("Eq. (3.6), Renyi", {"form": "rdp"}, 0.0),
         ("trade-off functions (PLD)", {"form": "pld"}, 0.0),
         ("Eq. (5.3), Renyi", {"form": "rdp", "shifts": "last"}, L2),

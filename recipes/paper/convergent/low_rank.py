@@ -1,0 +1,119 @@
+"""Excess risk against dimension: what the ball costs that the bound on the last iterate needs.
+
+The softmax head of the convex mode on the logistic problem of `recipes/paper/subspace/risk.py`: 1,000 unit vectors
+in a random subspace of dimension 4 of the p, or in all p; Poisson batches of 100, 300 steps, epsilon 2. Without a ball
+only plain composition applies, and noise outside of the subspace never meets a record (arXiv:2008.06570, Theorem 5.1).
+Step sizes are the best of a grid for the mean of six runs whose seeds are not reported. Risks are those of the mean of
+the second half of the iterates; with the bound on the last iterate, of the last one, for no other may leave.
+
+    python -m recipes.paper.convergent.low_rank --output_dir docs/reproductions
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.accounting.last_iterate import ProjectedSGD
+from recipes.paper.convergent.sgd import FAR, iterates, noise_of
+from recipes.paper.correlated_noise.output import panels, plain_ticks, run, save
+from recipes.paper.subspace.risk import NUM_RECORDS, RANK, SCALE, TUNING_SEEDS, make_data
+
+EPSILON, DELTA, BATCH, NUM_STEPS, NUM_SEEDS = 2.0, 1e-6, 100, 300, 20
+DIMENSIONS = (4, 16, 64, 256, 1024)
+RADIUS = SCALE * math.sqrt(RANK / 2)  # of the head from which the labels of rank 4 are drawn: two rows, half each
+RATES = (0.03, 0.1, 0.3, 1.0)  # over 1 / (M + 2 l2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """One way to train, on data of `rank` (None: of all dimensions)."""
+
+    rank: int | None = RANK
+    in_ball: bool = False
+    l2: float = 0.0
+    accounting: str = "composition"
+
+
+CURVES = {
+    "rank 4, no ball": Curve(),
+    "rank 4, in a ball": Curve(in_ball=True),
+    "rank 4, in a ball, l2 = 0.01, last iterate": Curve(in_ball=True, l2=1e-2, accounting="last iterate"),
+    "full rank, no ball": Curve(rank=None),
+}
+
+
+def setting(curve: Curve, rate: float) -> ProjectedSGD:
+    """With the noise that keeps the budget."""
+    sgd = ProjectedSGD(
+        num_examples=NUM_RECORDS, expected_batch_size=BATCH, num_steps=NUM_STEPS, noise_multiplier=1.0,
+        diameter=2 * RADIUS if curve.in_ball else FAR, lipschitz=math.sqrt(2), smoothness=0.5, l2=curve.l2,
+        step_size=rate / (0.5 + 2 * curve.l2),
+    )  # fmt: skip
+    return dataclasses.replace(sgd, noise_multiplier=noise_of(sgd, EPSILON, DELTA, curve.accounting))
+
+
+@functools.cache
+def excess(curve: Curve, p: int, rate: float, seed: int) -> float:
+    """Empirical risk above the least one, of one run on data of its own."""
+    data, _, least, _ = make_data(p, curve.rank, seed)
+    labels = (data["y"] > 0).long()
+    released, count = torch.zeros(2, p, dtype=torch.float64), 0
+    for step, weights in enumerate(iterates(data["x"], labels, 2, setting(curve, rate), seed), start=1):
+        if step == NUM_STEPS or (curve.accounting == "composition" and step > NUM_STEPS // 2):
+            released, count = released + weights, count + 1
+    logits = data["x"].double() @ (released / count).T
+    return torch.nn.functional.cross_entropy(logits, labels).item() - least
+
+
+def compute() -> dict[str, Any]:
+    points: list[dict[str, Any]] = []
+    for name, curve in CURVES.items():
+        for p in DIMENSIONS:
+            if curve.rank is None and p > NUM_RECORDS // 8:
+                continue  # the records are separable, or nearly: no finite weights have the least risk
+            tried = {rate: np.mean([excess(curve, p, rate, seed) for seed in TUNING_SEEDS]) for rate in RATES}
+            best = min(tried, key=lambda rate: tried[rate])
+            risks = [excess(curve, p, best, seed) for seed in range(NUM_SEEDS)]
+            points.append({"curve": name, "p": p, "rate": best, "excess": risks, "mean": float(np.mean(risks))})
+    slopes = {}
+    for name in CURVES:
+        line = [point for point in points if point["curve"] == name]
+        by_seed = np.polyfit(np.log([x["p"] for x in line]), np.log([x["excess"] for x in line]), 1)[0]
+        error = by_seed.std(ddof=1) / math.sqrt(len(by_seed))
+        slopes[name] = {"mean": float(by_seed.mean()), "standard_error": float(error)}
+    setting = dict(
+        num_records=NUM_RECORDS, rank=RANK, batch=BATCH, num_steps=NUM_STEPS, epsilon=EPSILON, delta=DELTA,
+        rates=RATES, tuning_seeds=TUNING_SEEDS, seeds=NUM_SEEDS,
+    )  # fmt: skip
+    return {**setting, "slopes": slopes, "points": points}
+
+
+def plot(numbers: dict[str, Any], path: Path) -> None:
+    figure, (axis,) = panels(1, width=5.4, height=4.2)
+    for i, (name, slope) in enumerate(numbers["slopes"].items()):
+        line = [point for point in numbers["points"] if point["curve"] == name]
+        errors = [2 * statistics.stdev(x["excess"]) / math.sqrt(len(x["excess"])) for x in line]
+        axis.errorbar(
+            [x["p"] for x in line], [x["mean"] for x in line], errors, marker="o", markersize=4, capsize=2,
+            color=f"C{i}", label=f"{name}: slope {slope['mean']:.2f}",
+        )  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="dimension p", ylabel="excess empirical risk (2 standard errors)")
+    plain_ticks(axis, sorted({x["p"] for x in numbers["points"]}))
+    axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # lines fill the panel
+    save(figure, path)
+
+
+def main() -> None:
+    run("low_rank", compute, plot, package="recipes.paper.convergent", file="convergent_low_rank")
+
+
+if __name__ == "__main__":
+    main()
