@@ -122,7 +122,7 @@ def plan(
             num_steps=num_steps,
         )
         both = {"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()}
-        typer.echo(json.dumps(both, indent=2, sort_keys=True) if as_json else _users_text(compared))
+        typer.echo(_as_json(both) if as_json else _users_text(compared))
         return
     sizes = {
         "num_examples": num_examples,
@@ -137,17 +137,25 @@ def plan(
         sys.stderr.write(f"hf-dpopt: warning: {message}\n")
     if as_json:
         listed = {"mechanisms": [mechanism_facts(row, num_parameters) for row in rows]} if rows else {}
-        typer.echo(json.dumps(made.public_dict() | listed, indent=2, sort_keys=True))
+        typer.echo(_as_json(made.public_dict() | listed))
     else:
-        console = Console()
-        console.print(_table(made))
-        if rows:
-            # the table does not fit into the 80 columns of a pipe
-            Console(width=max(console.width, 132)).print(mechanisms_table(rows, num_parameters))
+        _show(made, rows, num_parameters)
     if plots is not None and rows:
         by_epsilon = {target: _compared(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
         for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
             sys.stderr.write(f"hf-dpopt: wrote {path}\n")
+
+
+def _as_json(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, indent=2, sort_keys=True)
+
+
+def _show(made: PrivacyPlan, rows: list[ComparedNoise], num_parameters: int) -> None:
+    console = Console()
+    console.print(_table(made))
+    if rows:
+        # the table does not fit into the 80 columns of a pipe
+        Console(width=max(console.width, 132)).print(mechanisms_table(rows, num_parameters))
 
 
 def _users_text(compared: UserPlans) -> str:

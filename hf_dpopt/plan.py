@@ -339,19 +339,7 @@ def make_plan(
     config, sampler, strategy, noise_steps = chosen
     if hasattr(preclip, "check_config"):
         preclip.check_config(config)
-    sampler.check_adjacency(config.adjacency)
-    pairs.check_pair(strategy, sampler)
-    if not 0 < pairs.strategy_sensitivity(strategy, sampler, noise_steps) < math.inf:
-        raise DPConfigError(
-            f"The sensitivity of the {config.noise_mechanism} noise is no finite number > 0: its coefficients are out "
-            "of the range of floating-point numbers. Use coefficients near 1."
-        )
-    pairs.release(strategy, sampler, 1.0, noise_steps, planned_steps=noise_steps)  # refuses what it has no proof for
-    if not strategy.anytime and num_steps > noise_steps:
-        raise DPBudgetExceeded(
-            f"The {config.noise_mechanism} noise of this run was made for {noise_steps} steps, and {num_steps} were "
-            f"asked for. Stop at {noise_steps}, or start over in another output_dir (what was spent stays spent)."
-        )
+    _check_noise(config, strategy, sampler, num_steps, noise_steps)
     if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
         noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:
@@ -360,9 +348,8 @@ def make_plan(
         noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
     check_noise_multiplier(noise_multiplier)
     per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
-    sensitivity_ratio(
-        preclip, per_clip, sampler.expected_batch_size
-    )  # refuses a count that costs more than the budget
+    # refuses a count that costs more than the budget
+    sensitivity_ratio(preclip, per_clip, sampler.expected_batch_size)
     return PrivacyPlan(
         config=config,
         num_examples=int(num_examples),
@@ -376,6 +363,25 @@ def make_plan(
         preclip=preclip,
         compared=compared,
     )
+
+
+def _check_noise(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, noise_steps: int
+) -> None:
+    """Refuses noise that has no proof with these batches, or not for so many steps."""
+    sampler.check_adjacency(config.adjacency)
+    pairs.check_pair(strategy, sampler)
+    if not 0 < pairs.strategy_sensitivity(strategy, sampler, noise_steps) < math.inf:
+        raise DPConfigError(
+            f"The sensitivity of the {config.noise_mechanism} noise is no finite number > 0: its coefficients are out "
+            "of the range of floating-point numbers. Use coefficients near 1."
+        )
+    pairs.release(strategy, sampler, 1.0, noise_steps, planned_steps=noise_steps)
+    if not strategy.anytime and num_steps > noise_steps:
+        raise DPBudgetExceeded(
+            f"The {config.noise_mechanism} noise of this run was made for {noise_steps} steps, and {num_steps} were "
+            f"asked for. Stop at {noise_steps}, or start over in another output_dir (what was spent stays spent)."
+        )
 
 
 def _make_mechanism(
