@@ -36,6 +36,14 @@ def _session() -> Iterator[None]:
     _PRIVATE_DIR.cleanup()
 
 
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Data and models that a test makes are the same in every run and order; keys of noise and sampling are not."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def repo() -> Path:
     """The root of the checkout."""

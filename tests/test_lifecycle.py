@@ -31,8 +31,8 @@ class Executed(TrainerCallback):
         self.trainer = None
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        noise = next(p.grad for p in model.parameters()).flatten()[0].item()  # one coordinate tells two noises apart
-        line = f"{self.trainer._run.chain.key_id} {state.global_step + 1} {noise!r}\n"
+        some = next(p.grad for p in model.parameters()).flatten()[:4].tolist()  # enough to tell two noises apart
+        line = f"{self.trainer._run.chain.key_id} {state.global_step + 1} {','.join(map(repr, some))}\n"
         os.write(self.file, line.encode())
 
 
@@ -80,8 +80,8 @@ def test_killed_at_twenty_random_points(tmp_path):
     whole = time.monotonic() - start
     folder = tmp_path / "run"
     folder.mkdir()
-    kills, finished, counts = 0, 0, []
-    while kills < NUM_KILLS:
+    kills, lines, keys, counts = 0, [], set(), []
+    while kills < NUM_KILLS or len(keys) < 2:
         checkpoint = _complete_checkpoint(folder / "out")
         child = _in_child(lambda checkpoint=checkpoint: _trainer(folder).train(resume_from_checkpoint=checkpoint))
         time.sleep(random.uniform(0.02, whole))  # any moment from before the ledger opens to after the last save
@@ -89,14 +89,17 @@ def test_killed_at_twenty_random_points(tmp_path):
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0, Path(f"/tmp/hf_dpopt_child_{child}.txt").read_text()
-            finished += 1
+            whole *= 0.8
             shutil.rmtree(folder / "out" / f"checkpoint-{NUM_STEPS}", ignore_errors=True)  # go on from an older one
         else:
             kills += 1
-        path = folder / "out/privacy/ledger.jsonl"
+        path, before = folder / "out/privacy/ledger.jsonl", len(lines)
         charged = Ledger.read(path).num_charged if path.exists() else 0
         lines = (folder / "executed.txt").read_text().splitlines() if (folder / "executed.txt").exists() else []
         counts.append((charged, len(lines)))
+        keys = {line.split()[0] for line in lines}
+        if len(lines) == before:
+            whole *= 1.2  # the machine has become slower
         assert charged >= len(lines)
     steps = [tuple(line.split()[:2]) for line in lines]
     assert len(set(steps)) == len(steps), "a (key, step) was executed twice"
@@ -104,7 +107,6 @@ def test_killed_at_twenty_random_points(tmp_path):
     assert len(set(noises)) == len(noises)
     assert counts[-1][0] <= counts[-1][1] + kills, "at most one charged step per kill did not run"
     _trainer(folder).train(resume_from_checkpoint=_complete_checkpoint(folder / "out"))
-    assert len({key for key, _ in steps}) > 1
 
 
 class _Snapshot(TrainerCallback):

@@ -12,7 +12,7 @@ import torch
 
 from tests.reference import clipping as reference
 
-pytestmark = pytest.mark.two_process
+pytestmark = [pytest.mark.two_process, pytest.mark.timeout(600)]  # two commands of 280 s at most
 
 
 @pytest.fixture(scope="module")

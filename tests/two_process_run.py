@@ -56,7 +56,9 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     run(folder, "sum", noise_multiplier=0.0, unsafe_fixed_noise_key=FIXED)
     run(folder, "noise", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED)
-    run(folder, "empty", noise_multiplier=1.0, expected_batch_size=1)
+    run(
+        folder, "empty", noise_multiplier=1.0, expected_batch_size=1, unsafe_fixed_noise_key=FIXED
+    )  # draws 4, 0, 1, 0, 0
     run(folder, "private", noise_multiplier=1.0, dataloader_num_workers=0)
     run(folder, "blt", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED, noise_mechanism="blt")
     run(folder, "banded", noise_multiplier=1.0, noise_mechanism="banded", noise_kwargs={"num_bands": 2})

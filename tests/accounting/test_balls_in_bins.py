@@ -112,7 +112,7 @@ def test_a_known_bin_is_the_fixed_order():
     "stddev, epsilon, num_steps, num_bins", [(3.0, 1.0, 64, 16), (1.0, 3.0, 5, 5), (40.0, 0.0, 64, 16)]
 )
 def test_shares_are_below_their_ceilings_and_unbiased(stddev, epsilon, num_steps, num_bins):
-    """Against plain samples of the loss, within 4 standard errors of the two."""
+    """Against plain samples of the loss, within 6 standard errors of the two."""
     gram = bin_grams(NuDPFTRL(0.1), num_steps, num_bins)
     shares = balls_in_bins._Shares(gram, stddev, epsilon)
     drawn = shares.draw(40_000, np.random.default_rng())
@@ -124,7 +124,7 @@ def test_shares_are_below_their_ceilings_and_unbiased(stddev, epsilon, num_steps
         loss = sign * np.log(np.exp((2 * products - np.diag(gram)) / (2 * stddev**2)).mean(axis=1))
         plain = -np.expm1(np.minimum(0, epsilon - loss))
         error = math.hypot(plain.std() / math.sqrt(num), drawn[direction].std() / 200)
-        assert drawn[direction].mean() == pytest.approx(plain.mean(), abs=4 * error)
+        assert drawn[direction].mean() == pytest.approx(plain.mean(), abs=6 * error)
 
 
 @pytest.mark.parametrize(

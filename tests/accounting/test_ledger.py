@@ -169,8 +169,9 @@ def test_a_kill_at_any_moment_leaves_every_executed_step_charged(path, tmp_path)
                 ledger.charge(chain, step)
                 os.write(log, f"{chain} {step}\n".encode())
 
-    counts = []
-    for _ in range(20):
+    counts = [0]
+    while len(counts) <= 20 or counts[-1] <= 20:  # the second for a machine that is slow
+        assert len(counts) < 200, "the loop was killed before it did anything; the test shows nothing"
         child = _in_child(run)
         time.sleep(random.uniform(0.005, 0.05))
         os.kill(child, signal.SIGKILL)
@@ -179,6 +180,7 @@ def test_a_kill_at_any_moment_leaves_every_executed_step_charged(path, tmp_path)
         assert len(set(steps)) == len(steps)
         if not path.exists():
             assert not steps
+            counts.append(0)
             continue
         with Ledger.open(path) as ledger:
             charged = sum(ledger.last_step(c.chain_id) or 0 for c in ledger.chains)
@@ -188,7 +190,6 @@ def test_a_kill_at_any_moment_leaves_every_executed_step_charged(path, tmp_path)
                 chain, step = last.split()
                 assert int(step) <= ledger.last_step(chain)
         counts.append(len(steps))
-    assert counts[-1] > 20, "the loop was killed before it did anything; the test shows nothing"
 
 
 def test_a_full_disk_stops_the_step_and_does_not_spoil_the_file(path):

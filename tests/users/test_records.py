@@ -95,6 +95,9 @@ def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
     assert max(taken.values()) <= 2
     for step, got in enumerate(seen.steps, start=1):
         records = [{k: v for k, v in trainer.train_dataset[i].items() if k != "author"} for i in rows[step - 1]]
+        if not records:
+            assert not any(g.any() for g in got.values())
+            continue
         want = {n: g / 12 for n, g in reference.clipped_sum(trainer.model, tiny.collate(records), 0.3).items()}
         assert reference.relative_error(got, want) < 1e-5
 

@@ -188,7 +188,8 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, name):
         assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
         assert resumed._run.charged == [4]
     if name == "gradients":
-        assert _of_user(whole, 3, 3) != _of_user(whole, 3, 4), "a heavy user gives other records in another step"
+        given = {tuple(_of_user(whole, 3, step)) for step in range(1, 5)}
+        assert len(given) > 1, "a heavy user gives other records in another step"
 
 
 class Shuffling(DPTrainer):
