@@ -12,7 +12,11 @@ import torch
 
 from tests.reference import clipping as reference
 
-pytestmark = [pytest.mark.two_process, pytest.mark.timeout(600)]  # two commands of 280 s at most
+pytestmark = [
+    pytest.mark.two_process,
+    pytest.mark.timeout(600),  # two commands of 280 s at most
+    pytest.mark.xdist_group("two_processes"),  # else every worker runs them
+]
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,8 @@ def test_it_is_refreshed_in_the_first_step_and_every_so_many():
     for _ in range(3):
         want = reference.top_directions(public.per_record(6), 2)
     v = _columns(subspace)
-    torch.testing.assert_close(v @ v.T, want @ want.T, rtol=0, atol=1e-9)
+    torch.testing.assert_close(v @ (v.T @ want), want, rtol=0, atol=1e-9)  # one plane: v has as many columns
+    torch.testing.assert_close(v.T @ v, torch.eye(2, dtype=v.dtype), rtol=0, atol=1e-9)
 
 
 def test_resume_is_bit_exact():
