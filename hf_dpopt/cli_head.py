@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hf_dpopt.convex.plan import HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.checks import check_count
+from hf_dpopt.convex.plan import LOUD, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.report.statement import round_up
 
 
@@ -36,6 +37,10 @@ def plan_head(
         float | None, typer.Option("--learning-rate", "--learning_rate", help="Default: half of what is allowed.")
     ] = None,
     l2: Annotated[float, typer.Option(help="Strength of l2 regularisation.")] = 0.0,
+    num_weights: Annotated[
+        int | None,
+        typer.Option("--num-weights", "--num_weights", help="Labels x (features + 1): how far noise carries them."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:
     """Noise and epsilon of a linear head of which only the final weights leave, and from where on steps are free."""
@@ -44,13 +49,20 @@ def plan_head(
         target_epsilon=epsilon, noise_multiplier=noise_multiplier, target_delta=delta, learning_rate=learning_rate,
         l2=l2,
     )  # fmt: skip
+    if num_weights is not None:
+        check_count("num_weights", num_weights)
     plan = make_head_plan(config, num_examples=num_examples)
+    radii = None if num_weights is None else plan.noise_over_radius(num_weights)
     if as_json:
-        typer.echo(json.dumps({**plan.public_dict(), "free_after": plan.free_steps()}, indent=2, sort_keys=True))
+        found = {**plan.public_dict(), "free_after": plan.free_steps(), "noise_over_radius": radii}
+        typer.echo(json.dumps(found, indent=2, sort_keys=True))
         return
     table = Table(title="Convex head, final weights only", show_header=False)
     for name, value in _rows(plan).items():
         table.add_row(name, value)
+    if radii is not None:
+        verdict = "too loud: more l2, a smaller step size or a larger ball" if radii > LOUD else "quiet enough"
+        table.add_row("noise alone", f"carries the weights {radii:.3g} radii of the ball ({verdict})")
     Console().print(table)
 
 

@@ -3,7 +3,7 @@
 
     python recipes/linear_probe.py                        # no arguments: the embedded job, offline
     python recipes/linear_probe.py --model_name_or_path <dir> --train_file train.tsv --validation_file dev.tsv \
-        --target_epsilon 2 --feature_norm 20 --head_radius 1 --max_steps 20000
+        --target_epsilon 2 --feature_norm 20 --head_radius 1 --l2 0.4 --max_steps 20000
 
 The loss of a linear head is convex, and its weights stay in a ball: then the privacy loss of the LAST weights reaches
 a plateau (Altschuler and Talwar 2022, arXiv:2205.13710), as long as nothing of the way there is seen. Features of the
@@ -28,6 +28,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.convex import (
+    LOUD,
     HeadPlan,
     HeadRun,
     HeadTrainingArguments,
@@ -75,11 +76,12 @@ def main(argv: list[str]) -> None:
     model_args.ignore_mismatched_sizes = True  # the head starts anew
     tokenizer, model = load_model(model_args, data)
     model.float()  # features of one record must not depend on others by rounding, either
-    find_head(model)
+    head = model.get_submodule(find_head(model))
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     config = training_args.head_config(len(splits["train"]), has_bias=head_takes_bias(model))
     plan = make_head_plan(config, num_examples=len(splits["train"]))
     logger.info(announcement(plan))
+    warn_of_loud_noise(plan, len(data.labels) * (head.in_features + head_takes_bias(model)))
 
     run = HeadRun(
         plan,
@@ -162,6 +164,18 @@ def announcement(plan: HeadPlan) -> str:
         f"Final weights only: epsilon {spent.epsilon:.4g} at delta {plan.delta:g} (add_or_remove_one), by {bound}; "
         f"noise multiplier {plan.sgd.noise_multiplier:.4g}.{plateau}"
     )
+
+
+def warn_of_loud_noise(plan: HeadPlan, num_weights: int) -> None:
+    """Says before anything is trained that little will be learnt."""
+    radii = plan.noise_over_radius(num_weights)
+    if radii > LOUD:
+        logger.warning(
+            "Noise alone would carry the %s weights %.1f times as far as --head_radius lets them. Beyond 3 times that "
+            "costs accuracy, beyond 30 most of it. Give --l2 (from 0.001 to 0.01 times feature_norm^2), a smaller "
+            "--learning_rate or a larger --head_radius; or fewer steps, more records, a larger epsilon.",
+            f"{num_weights:,}", radii,
+        )  # fmt: skip
 
 
 def publish(run: HeadRun, model: Any, tokenizer: Any, num_labels: int, training_args: HeadTrainingArguments) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from hf_dpopt.convex.arguments import HeadTrainingArguments
 from hf_dpopt.convex.features import clip_features, compute_features
 from hf_dpopt.convex.head import attach_head, find_head, head_takes_bias
-from hf_dpopt.convex.plan import HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.plan import LOUD, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.convex.refusals import check_convex_arguments
 from hf_dpopt.convex.training import HeadRun
 
 __all__ = [
+    "LOUD",
     "HeadConfig",
     "HeadPlan",
     "HeadRun",

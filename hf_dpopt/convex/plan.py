@@ -26,6 +26,7 @@ from hf_dpopt.plan import default_delta
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler
 
+LOUD = 3.0  # radii that noise alone may cover; with more, accuracy fell in most runs (docs/convex.md)
 BIAS_SHARE = 0.25  # of the feature norm: the constant feature that stands for the bias
 
 
@@ -165,6 +166,10 @@ class HeadPlan:
     def free_steps(self) -> int | None:
         """Beyond so many steps further ones are free; None if none are, for a step size that decays, without noise."""
         return None if self.config.decay or not self.is_private else plateau(self.sgd, self.delta)
+
+    def noise_over_radius(self, num_weights: int) -> float:
+        """How many radii noise alone would carry so many weights, K x D; above `LOUD` it fills the ball."""
+        return self.sgd.noise_norm(num_weights) / self.config.head_radius
 
     def public_dict(self) -> dict[str, Any]:
         """Everything that may be published, JSON-able."""

@@ -55,15 +55,21 @@ def arguments(model: str, **changes: str) -> list[str]:
     return [part for name, value in flags.items() for part in (f"--{name}", value)]
 
 
+def with_noise(given: list[str], noise_multiplier: str) -> list[str]:
+    """Instead of a budget: nothing has to be calibrated."""
+    at = given.index("--target_epsilon")
+    return [*given[:at], "--noise_multiplier", noise_multiplier, *given[at + 2 :]]
+
+
 def test_the_head_is_part_of_a_model_that_pipelines_take(
     files: Path, model_dir: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert linear_probe.run(arguments(model_dir, noise_multiplier="0.01", target_epsilon="8")) == 2  # one of both
     assert "exactly one" in capsys.readouterr().err and not (files / "out").exists()
-    given = arguments(model_dir, noise_multiplier="0.1", max_steps="3000", head_radius="5", feature_norm="6")
-    at = given.index("--target_epsilon")
-    assert linear_probe.run([*given[:at], *given[at + 2 :]]) == 0
-    out = capsys.readouterr().out
+    given = arguments(model_dir, max_steps="3000", head_radius="5", feature_norm="6")
+    assert linear_probe.run(with_noise(given, "0.1")) == 0
+    out, err = capsys.readouterr()
+    assert "Noise alone" not in err
     assert "Final weights only: epsilon" in out and "majority class" in out
     classify = pipeline("text-classification", model=str(files / "out"), device="cpu")
     found = [answer["label"] for answer in classify(TEXTS[:20])]
@@ -85,7 +91,7 @@ def test_nothing_else_is_written(files: Path, model_dir: str) -> None:
         ), "HF_DPOPT_CACHE_DIR": str(home / "cache"),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "recipes.linear_probe", *arguments(model_dir)],
+        [sys.executable, "-m", "recipes.linear_probe", *with_noise(arguments(model_dir), "3")],
         env=environment, cwd=files, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -102,13 +108,15 @@ def test_nothing_else_is_written(files: Path, model_dir: str) -> None:
     assert all(path.parts[0] == "home" for path in rest), rest  # caches of libraries
     shown = done.stdout + done.stderr
     assert "loss" not in shown.lower()
+    assert "Noise alone would carry the 66 weights" in shown  # with 120 records
     ledger = [json.loads(line) for line in (files / "out/privacy/ledger.jsonl").read_text().splitlines()]
     assert [record["kind"] for record in ledger] == ["header", "plan", "chain", "step"]
 
 
 def test_a_killed_run_is_started_again_and_ends(files: Path, model_dir: str) -> None:
     root = str(Path(linear_probe.__file__).parents[1])
-    command = [sys.executable, "-m", "recipes.linear_probe", *arguments(model_dir, max_steps="3000000")]
+    given = with_noise(arguments(model_dir, max_steps="300000"), "3")
+    command = [sys.executable, "-m", "recipes.linear_probe", *given]
     process = subprocess.Popen(
         command,
         cwd=files,
@@ -124,7 +132,7 @@ def test_a_killed_run_is_started_again_and_ends(files: Path, model_dir: str) -> 
     process.wait()
     assert sorted(p.name for p in (files / "out").iterdir()) == ["privacy"]
     assert not (ledger.parent / "statement.md").exists()
-    assert linear_probe.run(arguments(model_dir)) == 2  # other steps: another mechanism
+    assert linear_probe.run(with_noise(arguments(model_dir), "3")) == 2  # other steps: another mechanism
     assert [p.suffix for p in (files / "private").rglob("*.key")] == [".key"], "what was begun can still go on"
 
 
