@@ -39,7 +39,9 @@ def plan_head(
     l2: Annotated[float, typer.Option(help="Strength of l2 regularisation.")] = 0.0,
     num_weights: Annotated[
         int | None,
-        typer.Option("--num-weights", "--num_weights", help="Labels x (features + 1): how far noise carries them."),
+        typer.Option(
+            "--num-weights", "--num_weights", help="Labels x (features + 1 for a bias): how far noise carries them."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
 ) -> None:

@@ -171,10 +171,10 @@ def warn_of_loud_noise(plan: HeadPlan, num_weights: int) -> None:
     radii = plan.noise_over_radius(num_weights)
     if radii > LOUD:
         logger.warning(
-            "Noise alone would carry the %s weights %.1f times as far as --head_radius lets them. Beyond 3 times that "
-            "costs accuracy, beyond 30 most of it. Give --l2 (from 0.001 to 0.01 times feature_norm^2), a smaller "
-            "--learning_rate or a larger --head_radius; or fewer steps, more records, a larger epsilon.",
-            f"{num_weights:,}", radii,
+            "Noise alone would carry the %s weights %.1f times as far as --head_radius lets them. Beyond %g times it "
+            "may cost accuracy, beyond 30 most of it. Give --l2 (from 0.001 to 0.01 times feature_norm^2, the more "
+            "the fewer records), a smaller --learning_rate or a larger --head_radius; or fewer steps, more records, "
+            "a larger epsilon.", f"{num_weights:,}", radii, LOUD,
         )  # fmt: skip
 
 

@@ -82,6 +82,7 @@ def test_killed_at_twenty_random_points(tmp_path):
     folder.mkdir()
     kills, lines, keys, counts = 0, [], set(), []
     while kills < NUM_KILLS or len(keys) < 2:
+        assert len(counts) < 200, f"after {kills} kills there are {len(keys)} keys"
         checkpoint = _complete_checkpoint(folder / "out")
         child = _in_child(lambda checkpoint=checkpoint: _trainer(folder).train(resume_from_checkpoint=checkpoint))
         time.sleep(random.uniform(0.02, whole))  # any moment from before the ledger opens to after the last save

@@ -134,29 +134,30 @@ class ProjectedSGD:
             horizons: (N,), whole numbers between 1 and `num_steps`.
             shifts: "last" for the paper's allocation, with a constant step size only.
         """
+        if shifts == "last" and self.decay:
+            raise DPConfigError('Shifts in the last step alone are for constant step sizes. Use shifts="optimal".')
         contraction, reach = self._reach(horizons)
-        return contraction * self.diameter**2 / (self.step_size**2 if shifts == "last" and self.l2 else reach)
+        start = contraction * (self.diameter / self.step_size) ** 2
+        return start if shifts == "last" and self.l2 else start / reach
 
     def noise_norm(self, num_weights: int) -> float:
-        """Norm that the noise alone would give so many weights in all steps, in expectation and without a ball.
+        """Norm that the noise alone would give so many weights in all steps, root mean square and without a ball.
 
         It grows with ``sqrt(T)`` until l2 holds it; the curvature of the losses keeps it smaller.
         """
         stddev = self.noise_multiplier * self.lipschitz / self.expected_batch_size
-        return stddev * math.sqrt(num_weights * float(self._reach(np.array([self.num_steps]))[1][0]))
+        return stddev * self.step_size * math.sqrt(num_weights * float(self._reach(np.array([self.num_steps]))[1][0]))
 
     def _reach(self, horizons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Over the last R steps: ``P_0^2``, and ``sum_t (P_t eta_t)^2``, the variance of noise of variance 1."""
+        """Over the last R steps: ``P_0^2``, and ``sum_t (P_t eta_t / eta)^2``, the variance of noise of variance 1."""
         if not self.decay:
             shrinks = 2 * math.log1p(-self.step_size * self.l2)  # c^2 = exp(shrinks), exact for the smallest l2
             counted = np.expm1(shrinks * horizons) / math.expm1(shrinks) if shrinks else horizons
-            return np.exp(shrinks * horizons), self.step_size**2 * counted
+            return np.exp(shrinks * horizons), counted
         # step sizes and products of contractions, from the last step backwards
-        sizes = (
-            self.step_size * np.arange(self.num_steps, 0, -1, dtype=np.float64)[: int(horizons.max())] ** -self.decay
-        )
-        products = np.concatenate([[1.0], np.cumprod(1 - sizes * self.l2)])
-        sums = np.cumsum((products[:-1] * sizes) ** 2)
+        shares = np.arange(self.num_steps, 0, -1, dtype=np.float64)[: int(horizons.max())] ** -self.decay
+        products = np.concatenate([[1.0], np.cumprod(1 - self.step_size * shares * self.l2)])
+        sums = np.cumsum((products[:-1] * shares) ** 2)
         return products[horizons] ** 2, sums[horizons - 1]
 
 

@@ -229,3 +229,18 @@ def test_pairs_without_an_analysis_are_refused():
     with pytest.raises(DPConfigError, match="outside"):
         last_iterate_epsilon(run(), 1.0)
     assert epsilon(run(noise=0.0)) == math.inf
+
+
+def test_the_papers_shifts_are_refused_for_steps_that_shrink():
+    """The last step would have to make up for the whole distance, and it is the smallest."""
+    with pytest.raises(DPConfigError, match="for constant step sizes"):
+        epsilon(run(num_steps=2000, decay=0.5, l2=0.3), form="rdp", shifts="last")
+    with pytest.raises(DPConfigError, match="for constant step sizes"):
+        run(decay=0.5).shift_costs(np.array([1]), "last")
+
+
+@pytest.mark.parametrize("scale", [1e-160, 1.0, 1e150])
+def test_shift_costs_depend_on_the_ratio_of_diameter_and_step_size(scale):
+    """Tiny numbers do not underflow to a cost of 0."""
+    setting = run(diameter=2e-3 * scale, step_size=1e-2 * scale, smoothness=0.5 / scale, num_steps=100)
+    assert setting.shift_costs(np.array([25])) == pytest.approx([0.04 / 25])

@@ -91,7 +91,7 @@ def test_nothing_else_is_written(files: Path, model_dir: str) -> None:
         ), "HF_DPOPT_CACHE_DIR": str(home / "cache"),
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "recipes.linear_probe", *with_noise(arguments(model_dir), "3")],
+        [sys.executable, "-m", "recipes.linear_probe", *arguments(model_dir)],
         env=environment, cwd=files, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
