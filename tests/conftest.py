@@ -38,7 +38,7 @@ def _session() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Data and models that a test makes are the same in every run and order; keys of noise and sampling are not."""
+    """torch starts every test at one place, in any order; module fixtures, and keys of noise and sampling, do not."""
     import torch
 
     torch.manual_seed(0)
