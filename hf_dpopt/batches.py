@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from hf_dpopt import aggregate
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import num_records
+from hf_dpopt.records.collation import Collation, Collator, Part, length_of
+from hf_dpopt.records.rows import read_one, read_rows, spread
 from hf_dpopt.run import PrivateRun
 
 
@@ -34,6 +34,17 @@ class StepIndices(list):
         super().__init__(indices)
         self.step, self.sizes, self.seeds = step, sizes, seeds
 
+    def of_rows(self, counts: Sequence[int]) -> StepIndices:
+        """The same step, with `sizes` in rows of the dataset; units without a row are left out.
+
+        Args:
+            counts: rows of each index.
+        """
+        ends = np.cumsum(self.sizes if self.sizes else np.ones(len(self), int)).tolist()
+        each = [sum(counts[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+        seeds = [seed for seed, size in zip(self.seeds, each, strict=False) if size]
+        return StepIndices(self, self.step, [size for size in each if size], seeds)
+
     def __reduce__(self) -> tuple:  # a list subclass loses its attributes on the way to a loader worker otherwise
         return StepIndices, (list(self), self.step, self.sizes, self.seeds)
 
@@ -44,54 +55,28 @@ class LogicalBatch:
     def __init__(self, records: list[Any], step: int):
         self.records, self.step = records, step
 
-    def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[Any]:
-        """Collated batches of at most `size` records, of similar length: the sum does not care about the order.
-
-        Raises:
-            DPConfigError: if the collator does not make one row of each record; a row is what the clip bounds.
-        """
-        yield from checked_collation(self.records, size, collate)
+    def physical(self, size: int, collate: Collation | Collator) -> Iterator[Any]:
+        """Collated batches of at most `size` records, of similar length: the sum does not care about the order."""
+        for some in physical_parts(self.records, size, collate):
+            yield from (part.batch for part in some)
 
 
-def checked_collation(
-    records: list[Any], size: int, collate: Callable[[list[Any]], Any], *, by_length: bool = True
-) -> Iterator[Any]:
-    """Collated batches of at most `size` records.
+def physical_parts(
+    records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
+) -> Iterator[list[Part]]:
+    """What is made of every `size` records: one batch, mostly, whose places count from the first of them.
 
     Args:
         records: of one logical batch.
         size: >= 1.
-        collate: the collator.
+        collate: the collation of the run, or a collator.
         by_length: longest first: what does not fit is found at once, and shorter batches reuse the memory of longer
             ones. False keeps the order.
-
-    Raises:
-        DPConfigError: if the collator does not make one row of each record; a row is what the clip bounds.
     """
-    ordered = sorted(records, key=_length, reverse=True) if by_length else records
+    collation = Collation.of(collate)
+    ordered = sorted(records, key=length_of, reverse=True) if by_length else records
     for start in range(0, len(ordered), size):
-        some = ordered[start : start + size]
-        batch = collate(some)
-        if num_records(batch) != len(some):
-            raise DPConfigError(
-                f"The collator made {num_records(batch)} rows of {len(some)} records, so the clip would not bound "
-                "what one record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut "
-                "long texts into records, or pack short ones, before training."
-            )
-        if "attention_mask" not in batch and len({_length(record) for record in some}) > 1:
-            raise DPConfigError(
-                "Records of different lengths were padded, and the batch has no attention_mask: a record's gradient "
-                "would depend on how long the others are. Use a collator that adds the mask "
-                "(DataCollatorWithPadding), or pad every record to one length before training."
-            )
-        yield batch
-
-
-def _length(record: Any) -> int:
-    try:
-        return len(record["input_ids"])
-    except (KeyError, TypeError, IndexError):
-        return 0
+        yield collation.parts(ordered[start : start + size])
 
 
 @contextlib.contextmanager
@@ -114,9 +99,9 @@ def explained_out_of_memory(physical_batch_size: int, step: int) -> Iterator[Non
         ) from error
 
 
-def of_records(records: list[Any], indices: StepIndices) -> LogicalBatch:
-    """The logical batch of records that are units of their own."""
-    return LogicalBatch(records, indices.step)
+def of_records(rows: list[Any], indices: StepIndices) -> LogicalBatch:
+    """The logical batch of records that have one row each."""
+    return LogicalBatch(rows, indices.step)
 
 
 class Records(torch.utils.data.Dataset):
@@ -124,7 +109,7 @@ class Records(torch.utils.data.Dataset):
 
     Args:
         dataset: of records.
-        make: (records, their indices) -> the logical batch.
+        make: (rows, the step and how many rows each unit has) -> the logical batch.
     """
 
     def __init__(self, dataset: Any, make: Callable[[list[Any], StepIndices], LogicalBatch] = of_records):
@@ -133,16 +118,17 @@ class Records(torch.utils.data.Dataset):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def head(self, num_records: int) -> list[Any]:
-        """The first records, for the shape of what the collator makes of them."""
-        return [self.dataset[i] for i in range(min(num_records, len(self.dataset)))]
+    def sample(self, num_records: int) -> list[Any]:
+        """Rows of at most so many records, spread over the dataset.
+
+        Raises:
+            Exception: what the dataset raises.
+        """
+        return [row for i in spread(len(self.dataset), num_records) for row in read_one(self.dataset, i)]
 
     def __getitems__(self, indices: StepIndices) -> LogicalBatch:
-        if not indices:
-            return self._make([], indices)
-        many = getattr(self.dataset, "__getitems__", None)
-        records = many(list(indices)) if many else [self.dataset[i] for i in indices]
-        return self._make(list(records), indices)
+        rows = read_rows(self.dataset, indices)
+        return self._make([row for of_index in rows for row in of_index], indices.of_rows([len(r) for r in rows]))
 
 
 Choose = Callable[[PrivateRun, int, np.ndarray], StepIndices]

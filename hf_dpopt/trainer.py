@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +19,7 @@ from transformers.trainer_utils import TrainOutput, seed_worker
 
 from hf_dpopt import aggregate, console, refusals, stage_options
 from hf_dpopt.args import DPTrainingArguments
-from hf_dpopt.batches import (
-    LogicalBatch,
-    LogicalBatchSampler,
-    Records,
-    all_of_them,
-    as_is,
-    explained_out_of_memory,
-)
+from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, all_of_them, as_is, explained_out_of_memory
 from hf_dpopt.comparison import as_text
 from hf_dpopt.console import logger
 from hf_dpopt.errors import DPConfigError
@@ -34,13 +27,17 @@ from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
 from hf_dpopt.grads import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.grads.capture import Capture
 from hf_dpopt.grads.self_check import self_check
-from hf_dpopt.losses import RecordLosses, base_model
+from hf_dpopt.losses import RecordLosses
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.private_state import private_folder
 from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.records.collation import Collation
+from hf_dpopt.records.inspection import refuse_malformed
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.preparation import look_at_records, make_collation, tokenizer_of
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.sampling.check import ParticipationCheck
@@ -48,6 +45,7 @@ from hf_dpopt.sampling.data_mark import data_mark
 from hf_dpopt.stages import Stages
 from hf_dpopt.step import private_step
 from hf_dpopt.users import UserData
+from hf_dpopt.users.batches import of_rows
 from hf_dpopt.workload import workload_of
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
@@ -171,9 +169,9 @@ class DPTrainerMixin(_Trainer):
         refusals.check_model(model)
         Capture(model)
         if train_dataset is not None:
-            refusals.check_labels(train_dataset, base_model(model))
+            kind = RecordLosses(model, per_example_loss_func or "auto").kind  # an unknown head is found here
             refusals.check_lengths(train_dataset, model)
-            RecordLosses(model, per_example_loss_func or "auto")  # an unknown head is found here, not after an epoch
+            refuse_malformed(train_dataset, Limits.of(model, kind), form=None)
 
     def _check_records_are_kept(self) -> None:
         """Some trainers prepare the dataset they are given: a record must stay one record."""
@@ -242,6 +240,7 @@ class DPTrainerMixin(_Trainer):
             model, self._per_example_loss_func or "auto", label_smoothing=self.args.label_smoothing_factor
         )
         self._check_optimizer()
+        self._collation = self._make_collation(model)
         self._run_self_check()
         public = functools.partial(self._public_gradients, model)
         stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
@@ -316,12 +315,11 @@ class DPTrainerMixin(_Trainer):
             self._self_check = "skipped by the user"
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return
-        head = LogicalBatch(Records(self._record_dataset).head(2), step=0)
-        tokenizer = self.processing_class
+        tokenizer = tokenizer_of(self._record_collator) or self.processing_class
         done = self_check(
             self._engine,
             self._losses,
-            next(self._physical_batches(head)),
+            self._collation.parts(self._sample[:2])[0].batch,
             padding_id=getattr(tokenizer, "pad_token_id", None),
             padding_side=getattr(tokenizer, "padding_side", None),
             is_scaled=not isinstance(self._planned().preclip, Identity),
@@ -371,16 +369,18 @@ class DPTrainerMixin(_Trainer):
         plan = self._planned()
         self._check_records_are_kept()  # once more: it may have been replaced since the trainer was made
         dataset, self._record_collator = self.train_dataset, self.data_collator
+        self._record_columns: list[str] | None = None  # those that the collator may see
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
             dataset = self._remove_unused_columns(dataset, description="training")
-        else:
-            self._record_collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
+        elif self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            self._record_columns = self._signature_columns
         self._record_dataset = dataset
         workers = self.args.dataloader_num_workers
         if self._users is not None:
             records, choose = Records(dataset, self._users.batch), self._users.choose
         else:
-            records, choose = Records(dataset), all_of_them
+            records, choose = Records(dataset, of_rows), all_of_them
         batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run, choose)
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
@@ -398,11 +398,28 @@ class DPTrainerMixin(_Trainer):
         return self._run
 
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
-        yield from batch.physical(self.args.per_device_train_batch_size, self._collated)
+        yield from batch.physical(self.args.per_device_train_batch_size, self._collation)
+
+    def _make_collation(self, model: nn.Module) -> Collation:
+        """How records become rows, tried on a sample of them: what would fail in a step is found here."""
+        collation = make_collation(
+            self._record_dataset, self._record_collator, model, self._losses, self._clean, self._prepare_inputs
+        )
+        self._sample = look_at_records(self._record_dataset, collation, self._losses)
+        return collation
+
+    def _clean(self, record: Any) -> Any:
+        """What of a record the collator and the model may see."""
+        if self._users is not None:
+            record = self._users.without_id(record)
+        columns = self._record_columns
+        if columns is None or not isinstance(record, Mapping):
+            return record
+        return {name: value for name, value in record.items() if name in columns}
 
     def _collated(self, records: list[Any]) -> Any:
-        records = records if self._users is None else self._users.without_ids(records)
-        return self._prepare_inputs(self._record_collator(records))
+        """A batch of public records."""
+        return self._prepare_inputs(self._record_collator([self._clean(record) for record in records]))
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Of the training set what is public: where users are protected, how many records they have is not."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from hf_dpopt.errors import DPConfigError
+import torch
+
+from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.losses import RecordLosses, num_records
+from hf_dpopt.records.rows import ENVIRONMENT_ERRORS
 
 
 class WholeUnits(Protocol):
@@ -27,6 +30,9 @@ def add_batch(
 ) -> UnprivatizedStatistics:
     """Adds the clipped gradients of the units of a batch to `sums`.
 
+    A unit on which the model fails contributes nothing, as one whose gradient is no number: a step that stopped there
+    would tell that it was drawn. The others of its batch are then taken one by one.
+
     Args:
         sums: made by `engine.empty_sum`.
         engine: clips.
@@ -37,12 +43,59 @@ def add_batch(
     Raises:
         DPConfigError: for records where users are clipped, or the other way round.
     """
-    if hasattr(batch, "add_to") != sums_users:
+    if getattr(batch, "are_users", hasattr(batch, "add_to")) != sums_users:
         given, planned = ("single records", "whole users") if sums_users else ("whole users", "single records")
         raise DPConfigError(
             f"The plan clips {planned}, and a batch of {given} was given, whose sum moves by another amount. Pass "
             "hf_dpopt.users.UsersBatch for privacy_unit='user', collated records for privacy_unit='example'."
         )
+    try:
+        return _add(sums, engine, _FailingApart(losses), batch)
+    except _ForwardFailed:
+        units = _apart(batch)
+        if len(units) < 2:
+            return UnprivatizedStatistics(num_records=1, num_dropped=1)
+    seen = UnprivatizedStatistics()
+    for unit in units:
+        seen += add_batch(sums, engine, losses, unit, sums_users=sums_users)
+    return seen
+
+
+def _add(sums: ClippedSum, engine: ClippingEngine, losses: Any, batch: Any) -> UnprivatizedStatistics:
     if hasattr(batch, "add_to"):
         return batch.add_to(sums, engine, losses)
-    return engine.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))  # type: ignore[arg-type]
+    return engine.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))
+
+
+def _apart(batch: Any) -> list[Any]:
+    """The units of a batch, each as a batch of its own."""
+    if hasattr(batch, "add_to"):
+        return batch.apart()
+    size = num_records(batch)
+    return [
+        {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
+        for b in range(size)
+    ]
+
+
+class _ForwardFailed(Exception):
+    """A forward that the model could not do; nothing was added to a sum."""
+
+
+class _FailingApart:
+    """The losses of a run, whose failures can be told from those of the clip."""
+
+    def __init__(self, losses: RecordLosses):
+        self._losses, self.model = losses, losses.model
+
+    def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        try:
+            return self._losses(batch)
+        except (*ENVIRONMENT_ERRORS, UnsupportedModuleError):
+            raise
+        except RuntimeError as error:
+            if "can't allocate memory" in str(error):  # the CPU's way to be out of memory
+                raise
+            raise _ForwardFailed from error
+        except Exception as error:
+            raise _ForwardFailed from error

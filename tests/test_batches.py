@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 
 from hf_dpopt import PrivacyConfig, PrivateRun, aggregate, make_plan
 from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, as_is
-from hf_dpopt.errors import DPConfigError
 
 NUM_RECORDS, NUM_STEPS = 50, 12
 SAMPLINGS = ["poisson", "truncated_poisson", "fixed_order"]
@@ -225,11 +224,11 @@ def test_no_record_is_lost_or_doubled(size):
 def test_physical_batches_are_ordered_by_length():
     """Ten of fifty records each: no batch is padded further than the next one begins."""
     rows = records()
-    shapes = [b["input_ids"] for b in LogicalBatch(rows, 1).physical(10, _collate)]
-    lengths = [(ids >= 0).sum(dim=1).tolist() for ids in shapes]
+    masks = [b["attention_mask"] for b in LogicalBatch(rows, 1).physical(10, _collate)]
+    lengths = [mask.sum(dim=1).tolist() for mask in masks]
     flat = [n for batch in lengths for n in batch]
     assert flat == sorted((len(row["input_ids"]) for row in rows), reverse=True)
-    assert all(ids.size(1) == max(batch) for ids, batch in zip(shapes, lengths, strict=True))
+    assert all(mask.size(1) == max(batch) for mask, batch in zip(masks, lengths, strict=True))
 
 
 def test_records_without_tokens_keep_their_order():
@@ -251,33 +250,40 @@ def test_an_empty_batch_has_no_physical_batch():
     assert list(LogicalBatch([], 1).physical(4, _collate)) == []
 
 
-@pytest.mark.parametrize(
-    "collate, rows",
-    [
-        (lambda part: {"input_ids": torch.ones(1, sum(len(r["input_ids"]) for r in part))}, 1),
-        (lambda part: {name: x.repeat_interleave(2, dim=0) for name, x in _collate(part).items()}, 8),
-        (lambda part: _collate(part[1:]), 3),
-    ],
-    ids=["several records in a row", "several rows of a record", "a record left out"],
-)
-def test_a_row_is_a_record(collate, rows):
-    """The clip bounds rows: a record in two of them would count twice."""
-    with pytest.raises(DPConfigError, match=f"made {rows} rows of 4 records.*Use a collator that makes one row per"):
-        list(LogicalBatch(records(4), 1).physical(4, collate))
+@pytest.mark.parametrize("kind", ["several records in a row", "several rows of a record", "a record left out"])
+def test_a_row_is_a_record(kind):
+    """The clip bounds rows: a record in two of them would count twice. What a collator does to a batch, it cannot do
+    to one record; a record of which it makes two rows adds nothing."""
+    collate, left = {
+        "several records in a row": (_flattening, 4),
+        "several rows of a record": (
+            lambda part: {name: x.repeat_interleave(2, dim=0) for name, x in _collate(part).items()},
+            0,
+        ),
+        "a record left out": (lambda part: _collate(part[1:] or part), 4),
+    }[kind]
+    found = [i for b in LogicalBatch(records(4), 1).physical(4, collate) for i in b["labels"].tolist()]
+    assert sorted(found) == list(range(left))
 
 
-def test_the_head_is_what_there_is():
-    assert Records(records()).head(2) == records()[:2]
-    assert Records(records(1)).head(2) == records(1)
+def _flattening(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([[i for row in rows for i in row["input_ids"]]])
+    return {"input_ids": ids, "labels": torch.tensor([rows[0]["labels"]])}
 
 
-def test_padding_without_a_mask_is_refused():
+def test_a_sample_is_spread_over_what_there_is():
+    assert Records(records()).sample(3) == [records()[i] for i in (0, 24, 49)]
+    assert Records(records(1)).sample(2) == records(1)
+
+
+def test_rows_without_a_mask_are_not_padded():
     """Without a mask, padding is text: one long record moves the gradients of the others (3.4 C measured)."""
 
     def unmasked(rows):
         return {name: x for name, x in _collate(rows).items() if name != "attention_mask"}
 
-    with pytest.raises(DPConfigError, match="attention_mask.*DataCollatorWithPadding"):
-        list(LogicalBatch(records(), 1).physical(50, unmasked))
+    batches = list(LogicalBatch(records(), 1).physical(50, unmasked))
+    assert Counter(i for b in batches for i in b["labels"].tolist()) == Counter(range(NUM_RECORDS))
+    assert all((b["input_ids"] >= 0).all() for b in batches)
     same_length = [{"input_ids": [1, 2, 3], "labels": i} for i in range(4)]
     assert len(list(LogicalBatch(same_length, 1).physical(2, unmasked))) == 2

@@ -4,7 +4,7 @@ One file for each thing that is looked at; a new refusal is one line of a table 
 """
 
 from hf_dpopt.refusals.arguments import check_accelerator, check_arguments
-from hf_dpopt.refusals.data import check_data, check_labels, is_training_data
+from hf_dpopt.refusals.data import check_data, is_training_data
 from hf_dpopt.refusals.lengths import check_lengths
 from hf_dpopt.refusals.model import check_model
 from hf_dpopt.refusals.stages import check_stages
@@ -15,7 +15,6 @@ __all__ = [
     "check_arguments",
     "check_data",
     "check_hooks",
-    "check_labels",
     "check_lengths",
     "check_loss",
     "check_model",

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DataCollatorWithFlattening
 
-from hf_dpopt.errors import DPConfigError
 from hf_dpopt.refusals.table import Refusal, raise_first
 
 MAX_COMPARED = 200_000
@@ -104,28 +102,3 @@ def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Itera
         "The collator has a seed of its own: its coins are public, and one record more shifts those of the others.",
         "Leave seed=None; masks are then drawn from a secret key.",
     )
-
-
-def check_labels(train_dataset: Any, model: nn.Module) -> None:
-    """Refuses labels out of range, which would end the run in the step that samples them and tell that they are there.
-
-    Looks at classification labels only: one integer per record, in a column named label or labels.
-    """
-    config = getattr(model, "config", None)
-    num_labels = getattr(config, "num_labels", 0)
-    single = getattr(config, "problem_type", None) in (None, "single_label_classification")
-    if num_labels < 2 or not single or not type(model).__name__.endswith("ForSequenceClassification"):
-        return
-    columns = getattr(train_dataset, "column_names", None)
-    if isinstance(columns, list):
-        labels: Any = next((train_dataset[name] for name in ("label", "labels") if name in columns), [])
-    elif isinstance(train_dataset, list):
-        labels = [row.get("label", row.get("labels")) for row in train_dataset if isinstance(row, dict)]
-    else:
-        return
-    wrong = next((i for i, x in enumerate(labels) if isinstance(x, int) and not 0 <= x < num_labels), None)
-    if wrong is not None:
-        raise DPConfigError(
-            f"The label of training record {wrong} is outside 0 to {num_labels - 1}, the labels of the model. Correct "
-            "it, or load the model with num_labels=<number of labels>."
-        )

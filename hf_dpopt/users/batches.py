@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from hf_dpopt.batches import LogicalBatch, checked_collation
+from hf_dpopt.batches import LogicalBatch, StepIndices, physical_parts
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.grads.units import Units
 from hf_dpopt.losses import RecordLosses
+from hf_dpopt.records.collation import Collation, Collator
 
 MAX_FILLED = 1.25  # rows that users are filled up to / rows they have
 
@@ -29,11 +30,13 @@ class UsersBatch:
         batch: the rows, those of a user side by side.
         sizes: rows of each user.
         weights_B: of the rows in the gradient of their user.
+        are_users: False where the rows of a record stand in for those of a user.
     """
 
     batch: Mapping[str, Any]
     sizes: tuple[int, ...]
     weights_B: torch.Tensor
+    are_users: bool = True
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
         """Adds what the users give, each clipped once."""
@@ -44,6 +47,16 @@ class UsersBatch:
 
         return engine.add_clipped_sum(sums, weighted, len(self.weights_B), Units(self.sizes))
 
+    def apart(self) -> list[UserInParts]:
+        """The users, each as a batch of its own."""
+        users, begin = [], 0
+        for size in self.sizes:
+            rows = slice(begin, begin + size)
+            batch = {k: v[rows] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in self.batch.items()}
+            users.append(UserInParts([batch], float(self.weights_B[begin]), self.are_users))
+            begin += size
+        return users
+
 
 @dataclasses.dataclass(frozen=True)
 class UserInParts:
@@ -51,12 +64,17 @@ class UserInParts:
 
     batches: Sequence[Mapping[str, Any]]
     weight: float
+    are_users: bool = True
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
         """Adds what the user gives, clipped once."""
         parts = [lambda batch=batch: losses(batch) * self.weight for batch in self.batches]
         total = engine.gradient_of(parts)
         return engine.add_clipped(sums, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
+
+    def apart(self) -> list[UserInParts]:
+        """The user."""
+        return [self]
 
 
 def by_user(records: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
@@ -78,35 +96,56 @@ class UserBatch(LogicalBatch):
         step: optimizer step.
         sizes: records of each user, >= 1.
         weight: of a record in the gradient of its user; None for the mean over the records of that user.
+        are_users: False for records of several rows each, which are clipped as one like a user's.
     """
 
-    def __init__(self, records: list[Any], step: int, sizes: Sequence[int], weight: float | None):
+    def __init__(
+        self, records: list[Any], step: int, sizes: Sequence[int], weight: float | None, are_users: bool = True
+    ):
         super().__init__(records, step)
-        self.sizes, self.weight = tuple(sizes), weight
+        self.sizes, self.weight, self.are_users = tuple(sizes), weight, are_users
 
-    def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[UsersBatch | UserInParts]:
+    def physical(self, size: int, collate: Collation | Collator) -> Iterator[UsersBatch | UserInParts]:
         """Batches of at most `size` records; users of about one size come together, large ones first.
 
         Users in a batch are filled up to the largest, which costs time with the square: so little of it is allowed.
         """
+        collation = Collation.of(collate)
         users = sorted(by_user(self.records, self.sizes), key=len, reverse=True)
         together: list[list[Any]] = []
         for user in users:
             if len(user) > size:
-                yield UserInParts(list(checked_collation(user, size, collate)), self._weight_of(user))
+                yield from self._in_parts(user, size, collation)
             elif together and not _fit([*map(len, together), len(user)], size):
-                yield self._collated(together, collate)
+                yield from self._collated(together, collation)
                 together = [user]
             else:
                 together.append(user)
         if together:
-            yield self._collated(together, collate)
+            yield from self._collated(together, collation)
 
     def _weight_of(self, user: Sequence[Any]) -> float:
         return 1 / len(user) if self.weight is None else self.weight
 
-    def _collated(self, users: list[list[Any]], collate: Callable[[list[Any]], Any]) -> UsersBatch:
+    def _in_parts(self, user: list[Any], size: int, collation: Collation) -> Iterator[UserInParts]:
+        batches = [part.batch for parts in physical_parts(user, size, collation) for part in parts]
+        if batches:
+            yield UserInParts(batches, self._weight_of(user), self.are_users)
+
+    def _collated(self, users: list[list[Any]], collation: Collation) -> Iterator[UsersBatch | UserInParts]:
+        """One batch of whole users; where a row cannot be used, or not beside the others, user after user."""
         records = [record for user in users for record in user]
-        (batch,) = checked_collation(records, len(records), collate, by_length=False)
-        weights = [self._weight_of(user) for user in users for _ in user]
-        return UsersBatch(batch, tuple(map(len, users)), torch.tensor(weights))
+        parts = collation.parts(records)
+        if len(parts) == 1 and parts[0].places == tuple(range(len(records))):
+            weights = [self._weight_of(user) for user in users for _ in user]
+            yield UsersBatch(parts[0].batch, tuple(map(len, users)), torch.tensor(weights), self.are_users)
+        else:
+            for user in users:
+                yield from self._in_parts(user, len(user), collation)
+
+
+def of_rows(rows: list[Any], indices: StepIndices) -> LogicalBatch:
+    """The logical batch of records that may have several rows: those of a record add up before the clip."""
+    if all(size == 1 for size in indices.sizes):
+        return LogicalBatch(rows, indices.step)
+    return UserBatch(rows, indices.step, indices.sizes, None, are_users=False)

@@ -19,12 +19,13 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-from hf_dpopt.batches import LogicalBatch, checked_collation
+from hf_dpopt.batches import LogicalBatch
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.grads.products import wide
 from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.losses import RecordLosses
+from hf_dpopt.records.collation import Collation, Collator, length_of
 from hf_dpopt.users.batches import by_user
 
 LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gives nothing
@@ -50,6 +51,10 @@ class LocalUser:
             torch.manual_seed(self.seed)
             moved = self._moved(engine, losses)
         return engine.add_clipped(sums, guarded({name: delta.unsqueeze(0) for name, delta in moved.items()}))
+
+    def apart(self) -> list[LocalUser]:
+        """The user."""
+        return [self]
 
     def _moved(self, engine: ClippingEngine, losses: RecordLosses) -> dict[str, torch.Tensor]:
         parameters = engine.parameters
@@ -78,12 +83,14 @@ class LocalUsers:
         weights: for each local step, (U, B): 1 for a record, 0 for what fills a user up.
         training: how.
         seed: of dropout.
+        one_by_one: makes the same users to be trained one after the other.
     """
 
     batches: Sequence[Mapping[str, Any]]
     weights: Sequence[torch.Tensor]
     training: LocalTraining
     seed: int
+    one_by_one: Callable[[], Sequence[LocalUser]] = tuple
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
         """Adds how far every user moved the weights, each clipped."""
@@ -104,6 +111,10 @@ class LocalUsers:
                         weights[name] = torch.where(trains_U.view(-1, *[1] * (grad.dim() - 1)), moved, weights[name])
         moves = {name: wide(start[name].unsqueeze(0) - w.detach()) for name, w in weights.items()}
         return engine.add_clipped(sums, guarded(moves))
+
+    def apart(self) -> list[LocalUser]:
+        """The users, each to be trained alone."""
+        return list(self.one_by_one())
 
 
 class _Losses(nn.Module):
@@ -170,15 +181,16 @@ def _devices(engine: ClippingEngine) -> list[torch.device]:
 
 def side_by_side(
     users: Sequence[Sequence[Any]],
-    rngs: Sequence[np.random.Generator],
     training: LocalTraining,
-    collate: Callable[[list[Any]], Any],
-    seed: int,
-) -> LocalUsers:
+    collation: Collation,
+    seeds: Sequence[int],
+) -> LocalUsers | None:
     """Users of different sizes as one: a batch with fewer records is filled up with one of its own, of weight 0.
 
-    That record is evaluated in any case, so the filling makes no number that the user alone would not make.
+    That record is evaluated in any case, so the filling makes no number that the user alone would not make. None if a
+    record cannot be used, or not beside the others: these users are trained one after the other.
     """
+    rngs = [np.random.default_rng(seed) for seed in seeds]
     plans = [training.batches(len(records), rng) for records, rng in zip(users, rngs, strict=True)]
     num_steps, size = max(map(len, plans)), max(len(some) for plan in plans for some in plan)
     batches, weights = [], []
@@ -188,10 +200,27 @@ def side_by_side(
             [*(records[i] for i in some), *[records[some[0] if len(some) else 0]] * (size - len(some))]
             for records, some in zip(users, chosen, strict=True)
         ]
-        (batch,) = checked_collation([r for mine in rows for r in mine], len(rows) * size, collate, by_length=False)
-        batches.append(batch)
+        parts = collation.parts([r for mine in rows for r in mine])
+        if len(parts) != 1 or parts[0].places != tuple(range(len(rows) * size)):
+            return None
+        batches.append(parts[0].batch)
         weights.append(torch.tensor([[1.0] * len(some) + [0.0] * (size - len(some)) for some in chosen]))
-    return LocalUsers(batches, weights, training, seed)
+
+    def one_by_one() -> list[LocalUser]:
+        return [alone(mine, training, collation, seed) for mine, seed in zip(users, seeds, strict=True)]
+
+    return LocalUsers(batches, weights, training, seeds[0], one_by_one)
+
+
+def alone(records: Sequence[Any], training: LocalTraining, collation: Collation, seed: int) -> LocalUser:
+    """One user; a local step whose rows cannot lie in one batch becomes several."""
+    steps = training.batches(len(records), np.random.default_rng(seed))
+    batches = [part.batch for s in steps for part in collation.parts(_by_length([records[i] for i in s]))]
+    return LocalUser(batches, training, seed)
+
+
+def _by_length(records: list[Any]) -> list[Any]:
+    return sorted(records, key=length_of, reverse=True)
 
 
 def _some_at_once(users: list[Any], num: int) -> Iterator[list[Any]]:
@@ -223,15 +252,14 @@ class LocalUserBatch(LogicalBatch):
         super().__init__(records, step)
         self.sizes, self.seeds, self.training, self.users_at_once = sizes, seeds, training, users_at_once
 
-    def physical(self, size: int, collate: Callable[[list[Any]], Any]) -> Iterator[LocalUser | LocalUsers]:
+    def physical(self, size: int, collate: Collation | Collator) -> Iterator[LocalUser | LocalUsers]:
         """Users, large ones first. `size` has no influence: a batch on the device is a local one."""
+        collation = Collation.of(collate)
         users = sorted(zip(by_user(self.records, self.sizes), self.seeds, strict=True), key=lambda u: -len(u[0]))
         for some in _some_at_once(users, self.users_at_once):
             records, seeds = zip(*some, strict=True)
-            rngs = [np.random.default_rng(seed) for seed in seeds]
-            if len(some) > 1:
-                yield side_by_side(records, rngs, self.training, collate, seeds[0])
+            together = side_by_side(records, self.training, collation, seeds) if len(some) > 1 else None
+            if together is None:
+                yield from (alone(mine, self.training, collation, seed) for mine, seed in some)
             else:
-                steps = self.training.batches(len(records[0]), rngs[0])
-                batches = [next(checked_collation([records[0][i] for i in s], len(s), collate)) for s in steps]
-                yield LocalUser(batches, self.training, seeds[0])
+                yield together

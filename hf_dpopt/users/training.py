@@ -17,7 +17,7 @@ from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.mechanisms.randomness import derive_key
 from hf_dpopt.run import PrivateRun
 from hf_dpopt.sampling import CappedPoissonSampler
-from hf_dpopt.users.batches import UserBatch
+from hf_dpopt.users.batches import UserBatch, of_rows
 from hf_dpopt.users.index import UserIndex
 from hf_dpopt.users.local import LocalUserBatch
 from hf_dpopt.users.selection import choose_rows
@@ -141,13 +141,13 @@ class UserData:
     def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:
         """What a loader makes of the records it read."""
         if self.samples_records:
-            return LogicalBatch(records, indices.step)
+            return of_rows(records, indices)
         if self.local_training is not None:
             return LocalUserBatch(
                 records, indices.step, indices.sizes, indices.seeds, self.local_training, self.users_at_once
             )
         return UserBatch(records, indices.step, indices.sizes, self.weight)
 
-    def without_ids(self, records: list[Any]) -> list[Any]:
-        """What the collator and the model may see."""
-        return [{name: value for name, value in record.items() if name != self.column} for record in records]
+    def without_id(self, record: Any) -> dict[str, Any]:
+        """What of a record the collator and the model may see."""
+        return {name: value for name, value in record.items() if name != self.column}

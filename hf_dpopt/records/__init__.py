@@ -1,0 +1,1 @@
+"""The way from a dataset to the rows of a step."""

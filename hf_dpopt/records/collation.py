@@ -1,0 +1,255 @@
+"""Collation: from records to batches, in which the row of a record depends on that record alone.
+
+A collator sees several records at once and may do anything with them: take the type of all from the first, centre
+targets, pad on a side that the model does not expect. So:
+
+* every record is brought into the run's form first, and what does not fit is left out, whoever is beside it;
+* collators of transformers and TRL, which are known to make a row of each record, see a batch at once;
+* every other collator sees one record at a time, and the rows are joined here: padded as the model expects, or kept
+  apart where they cannot be;
+* nothing stops a step: a record that cannot be collated, or that the model cannot look up, contributes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.losses import IGNORED, num_records
+from hf_dpopt.records.form import Form
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.rows import ENVIRONMENT_ERRORS
+
+Batch = dict[str, Any]
+Collator = Callable[[list[Any]], Any]
+
+# Read line by line: what each makes of a record does not depend on the others, up to padding and fresh draws. Exact
+# classes only, for a subclass may do more.
+KNOWN = {
+    "transformers.data.data_collator": {
+        "default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq",
+        "DataCollatorForTokenClassification", "DataCollatorForMultipleChoice", "DataCollatorForLanguageModeling",
+    },
+    "trl.trainer.sft_trainer": {"DataCollatorForLanguageModeling"},
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A batch, and the places of its rows among the records that were given."""
+
+    batch: Batch
+    places: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """What a model takes for padding when rows of unlike lengths are joined here, behind the text.
+
+    Args:
+        id: token; looked at by models that search for it, and behind a mask for all others.
+    """
+
+    id: int = 0
+
+
+def is_known(collator: Any) -> bool:
+    """Whether a collator is one of those whose rows are known to be those of single records."""
+    kind = collator if isinstance(collator, type) or hasattr(collator, "__name__") else type(collator)
+    return getattr(kind, "__name__", None) in KNOWN.get(getattr(kind, "__module__", ""), ())
+
+
+class Collation:
+    """Collated batches of records, each row a function of its own record.
+
+    Formal guarantee: the row of a record, padding aside, does not depend on which other records are given, provided a
+    known collator does what was read, and any other keeps no memory of the records it saw before.
+
+    Args:
+        collate: a list of records -> mapping of tensors, one row for each record.
+        form: of every record; None where it is stored, and so known to be alike.
+        limits: of the model.
+        padding: for rows that are joined here.
+        clean: takes from a record what no collator may see (ids of users, columns that are not used).
+        place: moves a batch to the device.
+    """
+
+    def __init__(
+        self,
+        collate: Collator,
+        *,
+        form: Form | None = None,
+        limits: Limits | None = None,
+        padding: Padding | None = None,
+        clean: Callable[[Any], Any] = lambda record: record,
+        place: Callable[[Batch], Batch] = lambda batch: batch,
+    ):
+        self.collate, self.form, self.limits = collate, form, limits or Limits()
+        self.padding, self.clean, self.place = padding or Padding(), clean, place
+        self.is_known = is_known(collate)
+
+    @classmethod
+    def of(cls, collate: Collator | Collation) -> Collation:
+        """The collation itself, or one that knows nothing but the collator."""
+        return collate if isinstance(collate, Collation) else cls(collate)
+
+    def parts(self, records: Sequence[Any]) -> list[Part]:
+        """Batches that hold each record that can be used once; mostly one batch, of all of them in their order.
+
+        Args:
+            records: of one physical batch.
+        """
+        usable = [(i, row) for i, record in enumerate(records) if (row := self.fitted(record)) is not None]
+        if not usable:
+            return []
+        found = (self._together(usable) if self.is_known else None) or self._one_by_one(usable)
+        return [Part(self.place(part.batch), part.places) for part in found]
+
+    def fitted(self, record: Any) -> Any:
+        """A record as the collator may see it; None if it does not fit."""
+        record = self.clean(record)
+        if self.form is not None:
+            record = self.form.fitted(record)
+        if record is None or self.limits.misfit(record) or self.limits.is_empty(record):
+            return None
+        return record
+
+    def row(self, record: Any) -> Batch:
+        """The row of one record that was fitted, on the CPU.
+
+        Raises:
+            DPConfigError: if it is not one row.
+            Exception: what the collator raises.
+        """
+        batch = dict(self.collate([record]))
+        if num_records(batch) != 1:
+            raise DPConfigError(
+                f"The collator made {num_records(batch)} rows of one record, so the clip would not bound what a "
+                "record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut long texts "
+                "into records, or pack short ones, before training."
+            )
+        return batch
+
+    def _together(self, usable: list[tuple[int, Any]]) -> list[Part] | None:
+        """All in one batch, as the collator makes it; None if it fails or its rows have to be looked at one by one."""
+        while usable:
+            try:
+                batch = dict(self.collate([record for _, record in usable]))
+                if num_records(batch) != len(usable) or _mixes_by_padding(batch, usable):
+                    return None
+                failing_B = self.limits.failing(batch)
+            except ENVIRONMENT_ERRORS:
+                raise
+            except Exception:  # one record of the batch, which the others must not suffer from
+                return None
+            if not failing_B.any():
+                return [Part(batch, tuple(i for i, _ in usable))]
+            usable = [pair for pair, fails in zip(usable, failing_B.tolist(), strict=True) if not fails]
+        return None
+
+    def _one_by_one(self, usable: list[tuple[int, Any]]) -> list[Part]:
+        rows = []
+        for i, record in usable:
+            try:
+                row = self.row(record)
+                if not self.limits.failing(row).any():
+                    rows.append((i, row))
+            except ENVIRONMENT_ERRORS:
+                raise
+            except Exception:
+                continue
+        return list(joined(rows, self.padding))
+
+
+def _mixes_by_padding(batch: Mapping[str, Any], usable: list[tuple[int, Any]]) -> bool:
+    """Whether records of unlike lengths lie in one batch without a mask, so that padding counts as text."""
+    return "attention_mask" not in batch and len({length_of(record) for _, record in usable}) > 1
+
+
+def length_of(record: Any) -> int:
+    """Tokens of a record; 0 if it has none."""
+    try:
+        return len(record["input_ids"])
+    except (KeyError, TypeError, IndexError):
+        return 0
+
+
+# --- joining rows --------------------------------------------------------------------------------------------------
+
+
+def joined(rows: Sequence[tuple[int, Batch]], padding: Padding) -> Iterator[Part]:
+    """Rows of one record each as batches; those that padding cannot make alike stay apart.
+
+    Args:
+        rows: (place, batch of one row), on the CPU.
+        padding: what tokens are filled up with.
+    """
+    groups: dict[Any, list[tuple[int, Batch]]] = {}
+    for place, row in rows:
+        groups.setdefault(_signature(row), []).append((place, row))
+    for group in groups.values():
+        each = [_widths(row) for _, row in group]
+        widest = {family: max(widths[family] for widths in each) for family in each[0]}
+        padded = [_padded(row, widest, padding) for _, row in group]
+        batch = {key: _stacked([row[key] for row in padded]) for key in padded[0]}
+        yield Part(batch, tuple(place for place, _ in group))
+
+
+TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
+
+
+def _family(key: str, value: Any, row: Mapping[str, Any]) -> str:
+    """Which length a tensor has in its second dimension: that of the tokens, of the targets, or one of its own."""
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.is_floating_point():
+        return ""
+    if key in TARGETS:
+        return "targets"
+    ids = row.get("input_ids")
+    is_token = isinstance(ids, torch.Tensor) and ids.dim() == 2 and value.size(1) == ids.size(1)
+    return "tokens" if is_token else ""
+
+
+def _widths(row: Mapping[str, Any]) -> dict[str, int]:
+    families = {_family(key, value, row): value for key, value in row.items()}
+    return {family: value.size(1) for family, value in families.items() if family}
+
+
+def _signature(row: Mapping[str, Any]) -> tuple:
+    """What rows of one batch have in common; lengths too, unless a mask says what is padding."""
+    return tuple(sorted((key, *_shape(key, value, row)) for key, value in row.items()))
+
+
+def _shape(key: str, value: Any, row: Mapping[str, Any]) -> tuple:
+    if not isinstance(value, torch.Tensor):
+        return ("value", "" if _is_list_of_one(value) else repr(value))
+    family = _family(key, value, row)
+    if family and ("attention_mask" in row):
+        return (family, str(value.dtype), tuple(value.shape[2:]))
+    return ("tensor", str(value.dtype), tuple(value.shape[1:]))
+
+
+def _is_list_of_one(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 1
+
+
+def _padded(row: Batch, widths: Mapping[str, int], padding: Padding) -> Batch:
+    """A row with its tokens and targets filled up behind the text."""
+    fill = {"input_ids": padding.id, "decoder_input_ids": padding.id, "labels": IGNORED}
+    padded = {}
+    for key, value in row.items():
+        family = _family(key, value, row)
+        if family:
+            missing = (0, 0) * (value.dim() - 2) + (0, widths[family] - value.size(1))
+            value = torch.nn.functional.pad(value, missing, value=fill.get(key, 0))
+        padded[key] = value
+    return padded
+
+
+def _stacked(values: list[Any]) -> Any:
+    if isinstance(values[0], torch.Tensor):
+        return values[0] if values[0].dim() == 0 else torch.cat(values)
+    return [item for value in values for item in value] if _is_list_of_one(values[0]) else values[0]

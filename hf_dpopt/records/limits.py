@@ -1,0 +1,165 @@
+"""Ranges that a model can look up: token ids, labels, positions. Checked on the CPU, before a forward.
+
+An index outside of a table ends the run in the step that sampled the record (on a GPU with the process), which tells
+that the record is there. Shape legend: B = rows of a batch, T = tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_dpopt.losses import IGNORED, base_model
+from hf_dpopt.refusals.lengths import Positions, positions
+
+LABEL_COLUMNS = ("labels", "label", "label_ids")
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Whole numbers from 0 to `below - 1`, and `IGNORED` if a target may be left out; `what` names the table."""
+
+    below: int
+    what: str
+    may_be_ignored: bool = False
+
+    def holds(self, values: Any) -> Any:
+        """Elementwise, for a tensor or an array of integers."""
+        inside = (values >= 0) & (values < self.below)
+        return inside | (values == IGNORED) if self.may_be_ignored else inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What of a record a model can take.
+
+    Args:
+        ranges: column of a batch -> the values it may hold.
+        positions: column -> the table its places are looked up in.
+        classes_are_whole: labels are classes, so they have to be integers.
+        per_token: columns with one value for every token.
+    """
+
+    ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
+    positions: Mapping[str, Positions] = dataclasses.field(default_factory=dict)
+    classes_are_whole: bool = False
+    per_token: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, model: nn.Module, kind: str) -> Limits:
+        """The limits of a model and its kind of head (`RecordLosses.kind`)."""
+        base = base_model(model)
+        config: Any = getattr(base, "config", None)
+        vocabulary = _rows(base, "get_input_embeddings") or getattr(config, "vocab_size", None)
+        found: dict[str, Range] = {}
+        if isinstance(vocabulary, int):
+            for column in ("input_ids", "decoder_input_ids"):
+                found[column] = Range(vocabulary, "the model's vocabulary")
+        types = [m for path, m in base.named_modules() if path.endswith("token_type_embeddings")]
+        if types and isinstance(types[0], nn.Embedding):
+            found["token_type_ids"] = Range(types[0].num_embeddings, "the token types of the model")
+        labels = _labels(base, config, kind, vocabulary)
+        if labels is not None:
+            found["labels"] = labels
+        columns = ["input_ids", *(["labels"] if getattr(config, "is_encoder_decoder", False) else [])]
+        tables = {column: table for column in columns if (table := positions(model, column)) is not None}
+        per_token: tuple[str, ...] = ("attention_mask", "token_type_ids", "special_tokens_mask")
+        if kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification"):
+            per_token = (*per_token, "labels")
+        return cls(found, tables, labels is not None and not labels.may_be_ignored, per_token)
+
+    def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
+        sizes = [len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
+        failing_B = torch.zeros(sizes[0], dtype=torch.bool)
+        for column, allowed in self.ranges.items():
+            values = batch.get(column)
+            if not isinstance(values, torch.Tensor) or values.dim() == 0:
+                continue
+            if values.is_floating_point():
+                is_class = column == "labels" and self.classes_are_whole and values.dim() == 1
+                if is_class or column != "labels":
+                    return torch.ones_like(failing_B)
+                continue
+            failing_B |= ~allowed.holds(values).flatten(1).all(dim=1) if values.dim() > 1 else ~allowed.holds(values)
+        for column, table in self.positions.items():
+            ids_BT = batch.get(column)
+            if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
+                failing_B |= _taken(ids_BT, batch, table) > table.most
+        return failing_B
+
+    def misfit(self, record: Any) -> str:
+        """What is wrong with the lengths of a tokenized record, or an empty text."""
+        if not isinstance(record, Mapping):
+            return ""
+        for column, table in self.positions.items():
+            if isinstance(record.get(column), Sized) and _num_places(record[column], table) > table.most:
+                return f"{column!r} is longer than the {table.most} positions of the model"
+        ids: Any = record.get("input_ids")
+        if is_flat(ids):
+            for column in self.per_token:
+                values: Any = record.get(column)
+                if is_flat(values) and len(values) != len(ids):
+                    return f"{column!r} has {len(values)} values for the {len(ids)} tokens of 'input_ids'"
+        return ""
+
+    def is_empty(self, record: Any) -> bool:
+        """Whether a tokenized record has no token, and so nothing to contribute."""
+        return isinstance(record, Mapping) and is_flat(record.get("input_ids")) and len(record["input_ids"]) == 0
+
+
+def is_flat(values: Any) -> bool:
+    """Whether these are the values of a record's tokens, one after the other."""
+    if isinstance(values, (torch.Tensor, np.ndarray)):
+        return values.ndim == 1
+    return isinstance(values, (list, tuple)) and not (values and isinstance(values[0], (list, tuple)))
+
+
+def _num_places(tokens: Any, table: Positions) -> int:
+    if len(tokens) <= table.most or table.padding is None:
+        return len(tokens)
+    return sum(int(token) != table.padding for token in tokens)
+
+
+def _taken(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:
+    """Places that a row takes, its padding left out."""
+    if table.padding is not None:
+        return (ids_BT != table.padding).sum(dim=1)
+    mask_BT = batch.get("attention_mask")
+    if not isinstance(mask_BT, torch.Tensor) or mask_BT.shape != ids_BT.shape:
+        return torch.full((len(ids_BT),), ids_BT.size(1))
+    places_T = torch.arange(1, ids_BT.size(1) + 1)
+    return (mask_BT.ne(0) * places_T).amax(dim=1)  # padding on the left shifts the places of the text
+
+
+def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:
+    if kind in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"):
+        below = _rows(base, "get_output_embeddings") or vocabulary
+        return Range(below, "the vocabulary that the model predicts", True) if isinstance(below, int) else None
+    num_labels = getattr(config, "num_labels", None)
+    if not isinstance(num_labels, int) or num_labels < 2:
+        return None
+    if kind == "ForTokenClassification":
+        return Range(num_labels, "the labels of the model", True)
+    if kind == "ForSequenceClassification" and getattr(config, "problem_type", None) in (
+        None,
+        "single_label_classification",
+    ):
+        return Range(num_labels, "the labels of the model")
+    return None
+
+
+def _rows(base: Any, getter: str) -> int | None:
+    """Rows of the model's table of words, or of its head; None where it has none."""
+    get: Callable[[], Any] = getattr(base, getter, lambda: None)
+    try:
+        layer = get()
+    except (NotImplementedError, AttributeError):  # models of sound and pictures
+        return None
+    weight = getattr(layer, "weight", None)
+    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None

@@ -1,0 +1,131 @@
+"""Preparation of a run's records: the collation that fits dataset, collator and model, and a look at a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.losses import RecordLosses, base_model
+from hf_dpopt.records.collation import Batch, Collation, Collator, Padding
+from hf_dpopt.records.form import Form
+from hf_dpopt.records.inspection import FIX, refuse_malformed
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.rows import is_stored, read_one, spread
+from hf_dpopt.records.trial import try_collation
+
+TRIED = 16  # records that are collated
+RUN = 8  # of them, that go through the model
+
+
+def tokenizer_of(collator: Any) -> Any:
+    """The tokenizer that pads the batches of a collator, or None."""
+    for name in ("tokenizer", "processing_class", "processor"):
+        found = getattr(collator, name, None)
+        if found is not None:
+            return getattr(found, "tokenizer", found)
+    return None
+
+
+def make_collation(
+    dataset: Any,
+    collator: Collator,
+    model: nn.Module,
+    losses: RecordLosses,
+    clean: Callable[[Any], Any],
+    place: Callable[[Batch], Batch],
+) -> Collation:
+    """The collation of a run.
+
+    Args:
+        dataset: that batches are read from.
+        collator: the Trainer's.
+        model: whose tables and padding token count.
+        losses: say what kind of head it is.
+        clean: takes from a record what the collator may not see.
+        place: moves a batch to the device.
+
+    Raises:
+        DPConfigError: for records that are unlike each other, naming the first.
+    """
+    limits = Limits.of(model, losses.kind)
+    form = None if is_stored(dataset) else _form(dataset, clean, _predicts_numbers(model, losses.kind))
+    if form is not None:
+        refuse_malformed(_cleaned(dataset, clean), limits, form)
+    config: Any = getattr(base_model(model), "config", None)
+    padding_id = getattr(config, "pad_token_id", None)
+    padding = Padding(padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0)
+    return Collation(collator, form=form, limits=limits, padding=padding, clean=clean, place=place)
+
+
+def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) -> list[Any]:
+    """Some records of the dataset, which the collator and the model were tried on.
+
+    Raises:
+        DPConfigError: if records cannot be read, the collator mixes them, or the model fails on one.
+    """
+    records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
+    try_collation(collation, records)
+    usable = [record for record in records if collation.fitted(record) is not None]
+    model = losses.model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for record in usable[:RUN]:
+                _run(collation, losses, record)
+    finally:
+        model.train(was_training)
+    return usable
+
+
+def _run(collation: Collation, losses: RecordLosses, record: Any) -> None:
+    row = collation.row(collation.fitted(record))
+    if collation.limits.failing(row).any():
+        raise DPConfigError(f"A training record holds token ids or labels that the model does not have. {FIX}")
+    try:
+        losses(collation.place(row))
+    except DPConfigError:
+        raise
+    except Exception as error:
+        raise DPConfigError(
+            f"{type(base_model(losses.model)).__name__} fails on a training record: {type(error).__name__}: {error}. "
+            "Check that the columns, their shapes and types are those of the model."
+        ) from error
+
+
+def _form(dataset: Any, clean: Callable[[Any], Any], float_labels: bool) -> Form | None:
+    for i in spread(len(dataset), TRIED):
+        for row in read_one(dataset, i):
+            return Form.of(clean(row), float_labels=float_labels)
+    return None
+
+
+def _predicts_numbers(model: nn.Module, kind: str) -> bool:
+    """Whether labels are targets of a regression, or shares of several labels."""
+    config: Any = getattr(base_model(model), "config", None)
+    if kind != "ForSequenceClassification":
+        return False
+    problem = getattr(config, "problem_type", None)
+    return problem in ("regression", "multi_label_classification") or (problem is None and config.num_labels == 1)
+
+
+def _cleaned(dataset: Any, clean: Callable[[Any], Any]) -> Any:
+    """The records as the collator may see them."""
+    return [clean(row) for row in dataset] if isinstance(dataset, (list, tuple)) else _Cleaned(dataset, clean)
+
+
+class _Cleaned:
+    """A dataset that makes its records when they are asked for."""
+
+    def __init__(self, dataset: Any, clean: Callable[[Any], Any]):
+        self._dataset, self._clean = dataset, clean
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self._clean(row) for i in indices for row in read_one(self._dataset, i)]

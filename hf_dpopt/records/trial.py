@@ -1,0 +1,140 @@
+"""Trial of the collator on records of the dataset, before training: is the row of a record the same beside others?
+
+In a step nothing is refused, so this is where a user is told: of a collator that centres targets over the batch, packs
+records into one row, or looks for negatives among the others.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.framework_rng import restore, snapshot
+from hf_dpopt.losses import num_records
+from hf_dpopt.records.collation import Batch, Collation, length_of
+
+FIX = (
+    "Use a collator that makes one row per record and looks at nothing else (DataCollatorWithPadding); what should "
+    "depend on several records (centring, scaling, negatives) has to be done before training, on public data."
+)
+
+
+def try_collation(collation: Collation, records: Sequence[Any]) -> None:
+    """Collates records alone and in pairs, in both orders and beside a shorter copy of themselves, and compares.
+
+    Args:
+        collation: of the run.
+        records: some of the dataset, that fit.
+
+    Raises:
+        DPConfigError: if the row of a record depends on its neighbour, or the collator fails.
+    """
+    fitted = [row for record in records if (row := collation.fitted(record)) is not None]
+    if not fitted:
+        if records:
+            raise DPConfigError(
+                "None of the records that were looked at can be used: they are empty, longer than the model's "
+                "positions, or no mappings of columns like each other. Look at train_dataset[0] and at the tokenizer."
+            )
+        return
+    cut = [shorter for record in fitted[:2] if (shorter := _shorter(record)) is not None]
+    for a, b in _pairs([*fitted, *cut]):
+        _compare(collation, a, b)
+        _compare(collation, b, a)
+
+
+def _pairs(records: Sequence[Any]) -> list[tuple[Any, Any]]:
+    if len(records) == 1:
+        return [(records[0], records[0])]
+    return list(zip(records, records[1:], strict=False))
+
+
+def _shorter(record: Any) -> Any:
+    """The first half of a tokenized record, so that padding is met although all records are of one length."""
+    length = length_of(record)
+    if length < 2 or not isinstance(record, Mapping):
+        return None
+    return {
+        name: value[: (length + 1) // 2] if hasattr(value, "__len__") and len(value) == length else value
+        for name, value in record.items()
+        if not isinstance(value, str)
+    }
+
+
+def _compare(collation: Collation, a: Any, b: Any) -> None:
+    """Whether the rows of `a` and `b` together are those of each alone, in what is no draw of chance."""
+    try:
+        together, again = (_seeded(collation, [a, b], seed) for seed in (1, 2))
+    except DPConfigError:
+        raise
+    except Exception as error:
+        raise DPConfigError(
+            f"The collator fails on two training records: {type(error).__name__}: {error}. {FIX}"
+        ) from error
+    if num_records(together) != 2:
+        raise DPConfigError(
+            f"The collator made {num_records(together)} rows of 2 records, so the clip would not bound what one "
+            "record adds. Use a collator that makes one row per record (DataCollatorWithPadding); cut long texts into "
+            "records, or pack short ones, before training."
+        )
+    if "attention_mask" not in together and length_of(a) != length_of(b) and collation.is_known:
+        raise DPConfigError(
+            "Records of different lengths were padded, and the batch has no attention_mask: a record's gradient would "
+            "depend on how long the others are. Use a collator that adds the mask (DataCollatorWithPadding), or pad "
+            "every record to one length before training."
+        )
+    drawn = {key for key in together if not _same(together[key], again[key])}
+    for place, record in enumerate((a, b)):
+        alone = collation.row(record)
+        for key in together.keys() - drawn:
+            if key not in alone or not _is_row(together[key], alone[key], place):
+                raise DPConfigError(
+                    f"The collator mixes records: {key!r} of a training record is another one beside a second record "
+                    f"than alone. {FIX}"
+                )
+
+
+def _seeded(collation: Collation, records: list[Any], seed: int) -> Batch:
+    """A batch under draws of a public seed, after which the generators are as they were."""
+    before = snapshot(torch.device("cpu"))
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        return dict(collation.collate(records))
+    finally:
+        restore(before)
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+    return type(x) is type(y) and repr(x) == repr(y)
+
+
+def _is_row(together: Any, alone: Any, place: int) -> bool:
+    """Whether a row of two is the row of one, with padding before or behind it."""
+    if not isinstance(together, torch.Tensor) or not isinstance(alone, torch.Tensor):
+        return type(together) is type(alone)
+    if together.dim() == 0 or alone.dim() == 0:
+        return _same(together, alone)
+    row, own = together[place], alone[0]
+    if row.dtype != own.dtype or row.dim() != own.dim() or row.shape[1:] != own.shape[1:]:
+        return False
+    if row.dim() == 0 or row.shape == own.shape:
+        return torch.equal(row, own)
+    width, length = len(row), len(own)
+    return length <= width and any(
+        torch.equal(row[start : start + length], own) and _is_padding(row[:start], row[start + length :])
+        for start in (0, width - length)
+    )
+
+
+def _is_padding(before: torch.Tensor, behind: torch.Tensor) -> bool:
+    """Whether what surrounds a row is one value over and over."""
+    return torch.cat([before.flatten(), behind.flatten()]).unique().numel() <= 1
