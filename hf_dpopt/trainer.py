@@ -37,7 +37,7 @@ from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.limits import Limits
-from hf_dpopt.records.preparation import look_at_records, make_collation, tokenizer_of
+from hf_dpopt.records.preparation import look_at_records, make_collation, padding_of
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.sampling.check import ParticipationCheck
@@ -315,13 +315,13 @@ class DPTrainerMixin(_Trainer):
             self._self_check = "skipped by the user"
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return
-        tokenizer = tokenizer_of(self._record_collator) or self.processing_class
+        padding_id, padding_side = padding_of(self._collation, self._sample, self.processing_class)
         done = self_check(
             self._engine,
             self._losses,
             self._collation.parts(self._sample[:2])[0].batch,
-            padding_id=getattr(tokenizer, "pad_token_id", None),
-            padding_side=getattr(tokenizer, "padding_side", None),
+            padding_id=padding_id,
+            padding_side=padding_side,
             is_scaled=not isinstance(self._planned().preclip, Identity),
             has_units=self._users is not None,
         )

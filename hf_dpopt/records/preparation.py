@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import FIX, refuse_malformed
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.rows import is_stored, read_one, spread
-from hf_dpopt.records.trial import try_collation
+from hf_dpopt.records.trial import beside_shorter, try_collation
 
 TRIED = 16  # records that are collated
 RUN = 8  # of them, that go through the model
@@ -28,6 +28,33 @@ def tokenizer_of(collator: Any) -> Any:
         if found is not None:
             return getattr(found, "tokenizer", found)
     return None
+
+
+def padding_of(collation: Collation, records: Sequence[Any], processing_class: Any) -> tuple[int | None, str | None]:
+    """Token and side of the padding in the batches of a run; None for what cannot be told.
+
+    It is read off a batch that the collator made of a record and a shorter copy. Where the collator draws masks, the
+    tokenizer is asked that pads its batches.
+
+    Args:
+        collation: of the run.
+        records: some of the dataset.
+        processing_class: the Trainer's, which pads where no collator was given.
+    """
+    if not collation.is_known:
+        return collation.padding.id, "right"
+    pair = beside_shorter(collation, [r for record in records if (r := collation.fitted(record)) is not None])
+    if pair is not None:
+        rows_BT = collation.collate(list(pair)).get("input_ids")
+        own_T = torch.as_tensor(pair[1]["input_ids"])
+        if isinstance(rows_BT, torch.Tensor) and rows_BT.dim() == 2 and rows_BT.size(1) > len(own_T):
+            row_T = rows_BT[1]
+            if torch.equal(row_T[: len(own_T)], own_T):
+                return int(row_T[-1]), "right"
+            if torch.equal(row_T[-len(own_T) :], own_T):
+                return int(row_T[0]), "left"
+    tokenizer = tokenizer_of(collation.collate) or processing_class
+    return getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "padding_side", None)
 
 
 def make_collation(

@@ -42,10 +42,29 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
                 "positions, or no mappings of columns like each other. Look at train_dataset[0] and at the tokenizer."
             )
         return
-    cut = [shorter for record in fitted[:2] if (shorter := _shorter(record)) is not None]
-    for a, b in _pairs([*fitted, *cut]):
+    for a, b in _pairs(fitted):
         _compare(collation, a, b)
         _compare(collation, b, a)
+    pair = beside_shorter(collation, fitted)
+    if pair is not None:
+        _compare(collation, *pair)
+        _compare(collation, *reversed(pair))
+
+
+def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, Any] | None:
+    """A record and its first half, so that padding is met although all records are of one length.
+
+    None where there is nothing to cut, or the collator takes records of one length only.
+    """
+    for record in records:
+        shorter = _shorter(record)
+        if shorter is not None:
+            try:
+                collation.collate([record, shorter])
+            except Exception:
+                return None
+            return record, shorter
+    return None
 
 
 def _pairs(records: Sequence[Any]) -> list[tuple[Any, Any]]:
@@ -55,7 +74,7 @@ def _pairs(records: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _shorter(record: Any) -> Any:
-    """The first half of a tokenized record, so that padding is met although all records are of one length."""
+    """The first half of a tokenized record, or None."""
     length = length_of(record)
     if length < 2 or not isinstance(record, Mapping):
         return None

@@ -138,7 +138,9 @@ class UserBatch(LogicalBatch):
         parts = collation.parts(records)
         if len(parts) == 1 and parts[0].places == tuple(range(len(records))):
             weights = [self._weight_of(user) for user in users for _ in user]
-            yield UsersBatch(parts[0].batch, tuple(map(len, users)), torch.tensor(weights), self.are_users)
+            yield UsersBatch(
+                parts[0].batch, tuple(map(len, users)), torch.tensor(weights, dtype=torch.float64), self.are_users
+            )
         else:
             for user in users:
                 yield from self._in_parts(user, len(user), collation)

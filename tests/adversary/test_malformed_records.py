@@ -1,0 +1,204 @@
+"""Malformed records: told before training to whoever holds the data, left out without a word in a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from hf_dpopt.records.limits import Limits, Range
+from tests import tiny
+from tests.adversary.harness import assert_refused, clipped_sums, influence, trainer
+from tests.reference import clipping as reference
+
+NUM = 90  # more than are looked at before training, where a dataset makes its records when asked
+BAD = 50  # not among those
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "token id too large": {"input_ids": [5, tiny.VOCABULARY]},
+    "token id negative": {"input_ids": [5, -7]},
+    "label outside": {"label": 2},
+    "label negative": {"label": -1},
+    "float class label": {"label": 1.0},
+    "label missing": {"label": None},
+    "ids missing": {"input_ids": None},
+    "ids are text": {"input_ids": "text"},
+    "ids are floats": {"input_ids": [5.0, 6.0]},
+    "nested": {"input_ids": [[5, 6]]},
+    "ragged": {"input_ids": [[5, 6], [7]]},
+    "holds none": {"input_ids": [5, None]},
+    "too long": {"input_ids": [5] * 601},
+    "mask of another length": {"input_ids": [5, 6, 7], "attention_mask": [1, 1]},
+}
+EMPTY = {"input_ids": []}
+
+
+def rows(change: dict[str, Any] | None) -> list[dict[str, Any]]:
+    made = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
+    if change:
+        changed = {**made[BAD], **change}
+        if "attention_mask" not in change and isinstance(changed["input_ids"], list):
+            changed["attention_mask"] = [1] * len(changed["input_ids"])
+        made[BAD] = {name: value for name, value in changed.items() if value is not None}
+    return made
+
+
+class Lazy(torch.utils.data.Dataset):
+    def __init__(self, made: list[dict[str, Any]]):
+        self.made = made
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.made[i]
+
+
+class Raising(Lazy):
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i == BAD:
+            raise KeyError("the picture is damaged")
+        return self.made[i]
+
+
+def _masked(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in some)
+    return {
+        name: torch.tensor([list(row[name]) + [0] * (width - len(row[name])) for row in some])
+        for name in ("input_ids", "attention_mask")
+    } | {"labels": torch.tensor([row["label"] for row in some])}
+
+
+class _Tokenizer:
+    """Pads, as far as `DataCollatorWithPadding` asks."""
+
+    padding_side, pad_token_id, deprecation_warnings = "right", 0, {}
+
+    def pad(self, features: list[dict[str, Any]], **_: Any) -> dict[str, torch.Tensor]:
+        return {
+            k: v for k, v in _masked([{"label": f.get("label"), **f} for f in features]).items() if k != "labels"
+        } | {"label": torch.tensor([f["label"] for f in features])}
+
+
+COLLATORS = {"own": lambda: _masked, "known": lambda: tf.DataCollatorWithPadding(_Tokenizer())}
+
+
+def _with(collator: str):
+    return lambda out, data: trainer(out, data, data_collator=COLLATORS[collator]())
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_a_malformed_record_of_a_list_is_told_before_training(kind, tmp_path):
+    assert_refused(_with("own"), rows(MALFORMED[kind]), tmp_path, r"[Tt]raining record.*(Correct|Cut)")
+
+
+@pytest.mark.parametrize("collator", COLLATORS)
+@pytest.mark.parametrize("kind", [*MALFORMED, "empty"])
+def test_a_malformed_record_of_a_step_adds_nothing(kind, collator, tmp_path):
+    """The dataset makes its records when they are asked for, so the record is met in the step that drew it: the sum is
+    that of the others, and the run goes on."""
+    data = Lazy(rows(MALFORMED.get(kind, EMPTY)))
+    assert influence(_with(collator), data, BAD, tmp_path, drawn=[1, 7, BAD, 60, 61]) <= 1e-9
+
+
+def test_a_record_that_cannot_be_read_adds_nothing(tmp_path):
+    assert influence(_with("own"), Raising(rows(None)), BAD, tmp_path, drawn=[1, BAD, 60]) == 0
+
+
+def test_what_the_machine_does_is_no_record(tmp_path):
+    """A disk that is gone is not hidden: it would leave noise alone."""
+
+    class Gone(Lazy):
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            if i == BAD:
+                raise OSError("the disk is gone")
+            return self.made[i]
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        clipped_sums(_with("own"), Gone(rows(None)), [1, BAD], tmp_path)
+
+
+class _ChoosyForSequenceClassification(tf.BertForSequenceClassification):
+    """Fails on one word, as BART's head does on records with another number of end tokens."""
+
+    def forward(self, input_ids=None, **inputs):
+        if (input_ids == 39).any():
+            raise ValueError("there is no 39")
+        return super().forward(input_ids=input_ids, **inputs)
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+def test_a_record_on_which_the_model_fails_adds_nothing(engine, tmp_path):
+    made = [{**row, "input_ids": [min(i, 38) for i in row["input_ids"]]} for row in rows({"input_ids": [3, 4]})]
+    bad = [{**row, "input_ids": [3, 39]} if i == BAD else row for i, row in enumerate(made)]
+
+    def make(output_dir, dataset):
+        model = _ChoosyForSequenceClassification(tiny.model(dropout=0.0).config)
+        model.load_state_dict(tiny.model(dropout=0.0).state_dict())
+        return trainer(output_dir, dataset, model=model, data_collator=_masked, clipping_engine=engine, skip_self_check=True)  # fmt: skip
+
+    drawn = [1, 7, BAD, 60]
+    got = clipped_sums(make, Lazy(bad), drawn, tmp_path / "with")
+    want = clipped_sums(make, Lazy(bad), [1, 7, 60], tmp_path / "without")
+    assert reference.relative_error(got, want) < 1e-9
+
+
+def test_a_model_that_fails_on_every_record_is_told_before_training(tmp_path):
+    class NeverForSequenceClassification(tf.BertForSequenceClassification):
+        def forward(self, input_ids=None, **inputs):
+            raise ValueError("there is no input")
+
+    def make(output_dir, dataset):
+        return trainer(
+            output_dir, dataset, model=NeverForSequenceClassification(tiny.model().config), data_collator=_masked
+        )
+
+    assert_refused(make, rows(None), tmp_path, "fails on a training record: ValueError: there is no input")
+
+
+# --- stored columns ----------------------------------------------------------------------------------------------------
+
+STORED = {
+    "token id too large": ("'input_ids' holds 40, which is outside 0 to 39, the model's vocabulary"),
+    "token id negative": "'input_ids' holds -7",
+    "label outside": "'label' holds 2, which is outside 0 to 1, the labels of the model",
+    "label missing": "'label' is missing",
+    "holds none": "'input_ids' holds a missing value",
+    "mask of another length": "'attention_mask' has 2 values for the 3 tokens",
+}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_stored_columns_are_read_whole(kind, tmp_path):
+    made = datasets.Dataset.from_list(rows(MALFORMED[kind]))
+    assert_refused(_with("own"), made, tmp_path, f"Training record {BAD}: {STORED[kind]}")
+
+
+def test_stored_float_classes(tmp_path):
+    made = datasets.Dataset.from_list([{**row, "label": float(row["label"])} for row in rows(None)])
+    assert_refused(_with("own"), made, tmp_path, "holds a fraction or a float, and the model has classes")
+
+
+def test_a_million_stored_rows_take_seconds():
+    import time
+
+    from hf_dpopt.records.inspection import refuse_malformed
+
+    num, width = 1_000_000, 8
+    ids = np.random.default_rng(0).integers(0, 100, (num, width))
+    data = datasets.Dataset.from_dict({"input_ids": list(ids[:1]), "label": [0]})
+    import pyarrow as pa
+
+    table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(pa.array(ids.ravel()), width).cast(pa.list_(pa.int64())),
+                      "label": pa.array(ids[:, 0] % 2)})  # fmt: skip
+    data = datasets.Dataset(table)
+    limits = Limits({"input_ids": Range(100, "words"), "labels": Range(2, "labels")})
+    begin = time.process_time()
+    refuse_malformed(data, limits, None)
+    assert time.process_time() - begin < 5
+    with pytest.raises(ValueError, match=r"'input_ids' holds 99, which is outside 0 to 98"):
+        refuse_malformed(data, Limits({"input_ids": Range(99, "words")}), None)
