@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_dpopt.convex.head import features_instead_of_logits
 from hf_dpopt.durable import write_durably
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.records.collation import Collation
 
 
 def clip_features(features: torch.Tensor, feature_norm: float, bias_feature: float = 0.0) -> torch.Tensor:
@@ -95,22 +96,33 @@ def _in_order(
     progress: str | None,
 ) -> torch.Tensor:
     found: torch.Tensor | None = None
+    collation = Collation.of(collate)
     with tqdm(total=len(inputs), desc=progress, unit=" records", disable=progress is None) as bar:
         for some in _of_equal_length(inputs, batch_size):
-            batch = collate([inputs[i] for i in some])
-            features_BH = model(**{k: v.to(model.device) for k, v in batch.items()}).logits.float().cpu()
-            if features_BH.dim() != 2:
+            parts = collation.parts([inputs[i] for i in some])
+            if sum(len(part.places) for part in parts) != len(some):
                 raise DPConfigError(
-                    f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that "
-                    "classifies whole texts."
+                    "The collator makes no row of some of the records. Correct them or leave them out, before training."
                 )
-            if found is None:
-                found = torch.empty(len(inputs), features_BH.size(1))
-            found[some] = features_BH
+            for part in parts:
+                features_BH = _of_batch(model, part.batch)
+                if found is None:
+                    found = torch.empty(len(inputs), features_BH.size(1))
+                found[[some[place] for place in part.places]] = features_BH
             bar.update(len(some))
     if found is None:
         raise DPConfigError("There are no records to compute features of. Give a training set.")
     return found
+
+
+def _of_batch(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    features_BH = model(**{k: v.to(model.device) for k, v in batch.items()}).logits.float().cpu()
+    if features_BH.dim() != 2:
+        raise DPConfigError(
+            f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that classifies "
+            "whole texts."
+        )
+    return features_BH
 
 
 def _of_equal_length(inputs: Sequence[Mapping[str, Any]], size: int) -> Iterator[list[int]]:
