@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
 from collections.abc import Iterator
@@ -17,23 +18,60 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.mechanisms.randomness import derive_key
+from hf_dpopt.mechanisms.randomness import KEY_BYTES, derive_key, random_words
+
+NUM_WORDS = 624  # of the state of the Mersenne Twister, 32 bits each
+
+
+@functools.cache
+def _words_in_cpu_state() -> tuple[int, int]:
+    """Where torch's CPU state keeps the words of the Mersenne Twister: (first byte, bytes of a word).
+
+    torch documents no layout, so they are looked for: numpy's twister under the same seed has the same words.
+    """
+    state = torch.Generator().manual_seed(0).get_state().numpy().tobytes()
+    words = np.random.RandomState(0).get_state(legacy=True)[1]
+    for dtype in ("<u8", "<u4"):
+        first = state.find(words.astype(dtype).tobytes())
+        if first >= 0:
+            return first, np.dtype(dtype).itemsize
+    raise RuntimeError(
+        f"torch {torch.__version__} keeps the state of its CPU generator in an unknown layout, so it cannot be filled "
+        "from the secret key. Use a version of torch that hf_dpopt was tested with, and report this one."
+    )
+
+
+def seed_torch(key: bytes) -> None:
+    """torch's generators as a function of `key`: the whole state on the CPU (624 words), 64 bits on accelerators.
+
+    `torch.manual_seed` keeps 32 bits on the CPU, few enough to try them all.
+
+    Args:
+        key: 32 bytes.
+    """
+    assert len(key) == KEY_BYTES, len(key)
+    torch.manual_seed(int.from_bytes(key[:8], "little"))  # accelerators, and what else there is in the CPU's state
+    first, size = _words_in_cpu_state()
+    words = random_words(key, step=0, num=NUM_WORDS // 2).view("<u4").astype(f"<u{size}")
+    state = torch.get_rng_state()
+    state[first : first + NUM_WORDS * size] = torch.from_numpy(words.view(np.uint8))
+    torch.set_rng_state(state)
 
 
 def reseed_from_the_system() -> None:
     """Fresh seeds of the operating system for Python's, numpy's and torch's generators, for good."""
-    seed = os.urandom(32)
+    seed = os.urandom(KEY_BYTES)
     random.seed(seed)
     np.random.seed(np.frombuffer(seed, dtype=np.uint32))
-    torch.manual_seed(int.from_bytes(seed[:8], "little") >> 1)
+    seed_torch(seed)
 
 
 @contextlib.contextmanager
 def secret_randomness(key: bytes, step: int, rank: int, device: torch.device) -> Iterator[None]:
     """Python's, numpy's and torch's generators as a function of (key, step, rank) inside, untouched outside.
 
-    torch keeps 32 bits of a CPU seed: enough to make masks independent of the other records and unknown to a reader of
-    the model, not a cryptographic stream. The noise and the sampling coins never come from here.
+    What starts the generators is secret (the whole state on the CPU, 64 bits on a GPU); the generators themselves are
+    statistical, not ciphers. The noise and the sampling coins never come from here.
     """
     seed = derive_key(key, "step", str(step), "rank", str(rank))
     saved = random.getstate(), np.random.get_state()
@@ -41,7 +79,7 @@ def secret_randomness(key: bytes, step: int, rank: int, device: torch.device) ->
     with torch.random.fork_rng(devices=devices):
         random.seed(seed)
         np.random.seed(np.frombuffer(seed, dtype=np.uint32))
-        torch.manual_seed(int.from_bytes(seed[:8], "little"))
+        seed_torch(seed)
         try:
             yield
         finally:

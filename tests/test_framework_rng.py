@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
 
+from hf_dpopt import framework_rng
 from hf_dpopt.framework_rng import secret_randomness
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
@@ -44,9 +46,73 @@ def test_it_is_a_function_of_key_step_and_rank():
     "other", [{"key": OTHER}, {"key": KEY[:-1] + b"\0"}, {"step": 2}, {"rank": 1}, {"step": 10, "rank": 1}]
 )
 def test_another_key_step_or_rank_is_another_stream(other):
-    """Two streams agree in a generator's draws with probability at most 2^-250, in a seed of torch with 2^-32."""
+    """Two streams agree in a generator's draws with probability at most 2^-248."""
     one, two = inside(), inside(**other)
     assert all(one[name] != two[name] for name in one)
+
+
+def _masks(key: bytes) -> tuple:
+    with torch.random.fork_rng(devices=[]):
+        framework_rng.seed_torch(key)
+        return draws()["dropout"]
+
+
+def test_every_part_of_the_key_counts():
+    """Keys that share 32 bits only, and keys that share all but 32."""
+    words = [bytes([i]) * 4 for i in range(1, 9)]
+    key = b"".join(words)
+    others = [key[:4] + bytes(28), bytes(28) + key[28:]]
+    others += [key[: 4 * i] + bytes(4) + key[4 * i + 4 :] for i in range(8)]
+    assert len({_masks(k) for k in [key, *others]}) == 1 + len(others)
+
+
+def test_steps_whose_keys_share_32_bits_have_other_masks(monkeypatch):
+    """`torch.manual_seed` looks at no more of a key on the CPU."""
+    monkeypatch.setattr(framework_rng, "derive_key", lambda root, *labels: KEY[:4] + root[4:])
+    one, two = inside(KEY), inside(KEY[:4] + OTHER[4:])
+    assert all(one[name] != two[name] for name in one)
+
+
+def test_the_whole_state_comes_from_the_key():
+    """All 624 words differ from those of a seed of 32 bits, and are the ones the twister then makes its draws of.
+
+    Equal words come by chance once in 2^32 for each of the 624: the test fails wrongly with probability below 2e-7.
+    """
+    first, size = framework_rng._words_in_cpu_state()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int.from_bytes(KEY[:8], "little"))
+        plain = torch.get_rng_state()[first : first + 624 * size].numpy().view(f"<u{size}")
+        framework_rng.seed_torch(KEY)
+        state = torch.get_rng_state()
+        words = state[first : first + 624 * size].numpy().view(f"<u{size}")
+        assert (words != plain).all() and words.max() < 2**32 and len(set(words.tolist())) > 620
+        got = torch.empty(1000, dtype=torch.int64).random_(0, 2**24)
+        torch.set_rng_state(state)
+        assert torch.equal(got, torch.empty(1000, dtype=torch.int64).random_(0, 2**24))
+    twister = np.random.RandomState()
+    twister.set_state(("MT19937", words.astype(np.uint32), 624))
+    assert got.tolist() == [int(x) % 2**24 for x in twister.randint(0, 2**32, size=1000, dtype=np.uint32)]
+
+
+def test_draws_are_uniform():
+    """Chi-square of 2^16 uniforms in 64 cells, over 8 keys of the system; false alarm below 1e-6 whatever the keys."""
+    from scipy.stats import chi2
+
+    statistic, num_keys = 0.0, 8
+    for _ in range(num_keys):
+        with torch.random.fork_rng(devices=[]):
+            framework_rng.seed_torch(os.urandom(32))
+            counts = torch.histc(torch.rand(2**16, dtype=torch.float64), bins=64, min=0, max=1).double()
+        statistic += float(((counts - 2**10).square() / 2**10).sum())
+    low, high = chi2.ppf([5e-7, 1 - 5e-7], df=63 * num_keys)
+    assert low < statistic < high
+
+
+def test_an_unknown_layout_is_no_reason_to_go_on(monkeypatch):
+    framework_rng._words_in_cpu_state.cache_clear()
+    monkeypatch.setattr(np.random, "RandomState", lambda seed: np.random.mtrand._rand)  # words of another seed
+    with pytest.raises(RuntimeError, match="unknown layout.*version of torch"):
+        framework_rng._words_in_cpu_state()
 
 
 def test_step_and_rank_are_told_apart():

@@ -20,11 +20,13 @@ from torch import nn
 from transformers import masking_utils
 
 from hf_dpopt.batches import LogicalBatch
+from hf_dpopt.framework_rng import seed_torch
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.grads.products import wide
 from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.losses import RecordLosses
+from hf_dpopt.mechanisms.randomness import KEY_BYTES
 from hf_dpopt.records.collation import Collation, Collator, length_of
 from hf_dpopt.users.batches import by_user
 
@@ -38,7 +40,7 @@ class LocalUser:
     Args:
         batches: collated, one for each local step.
         training: how.
-        seed: of dropout, the user's own.
+        seed: of dropout, the user's own; of up to 256 bits.
     """
 
     batches: Sequence[Mapping[str, Any]]
@@ -48,7 +50,7 @@ class LocalUser:
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
         """Adds how far the user moved the weights, clipped."""
         with torch.random.fork_rng(devices=_devices(engine)):
-            torch.manual_seed(self.seed)
+            seed_torch(self.seed.to_bytes(KEY_BYTES, "little"))
             moved = self._moved(engine, losses)
         return engine.add_clipped(sums, guarded({name: delta.unsqueeze(0) for name, delta in moved.items()}))
 
@@ -82,7 +84,7 @@ class LocalUsers:
         batches: for each local step a batch of ``U B`` records, those of a user side by side.
         weights: for each local step, (U, B): 1 for a record, 0 for what fills a user up.
         training: how.
-        seed: of dropout.
+        seed: of dropout, of up to 256 bits.
         one_by_one: makes the same users to be trained one after the other.
     """
 
@@ -99,7 +101,7 @@ class LocalUsers:
         weights = {name: p.expand(num_users, *p.shape).clone() for name, p in start.items()}
         of_users = torch.func.vmap(torch.func.grad(_Losses(losses).of), randomness="different")
         with torch.random.fork_rng(devices=_devices(engine)), _masks_are_always_made():
-            torch.manual_seed(self.seed)
+            seed_torch(self.seed.to_bytes(KEY_BYTES, "little"))
             for batch, weights_UB in zip(self.batches, self.weights, strict=True):
                 split = {k: v.unflatten(0, weights_UB.shape) for k, v in batch.items() if isinstance(v, torch.Tensor)}
                 grads = of_users(weights, split, weights_UB.to(next(iter(start.values())).device))

@@ -135,7 +135,7 @@ class UserData:
             return StepIndices(rows_N[rows_N >= 0].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
-        seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u))[:7], "little") for u in drawn.tolist()]
+        seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u)), "little") for u in drawn.tolist()]
         return StepIndices(chosen, step, [len(r) for r in rows], seeds)
 
     def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:
