@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.errors import UnsupportedModuleError
 from hf_dpopt.grads.capture import is_compiled
+from hf_dpopt.grads.configs import settings
 from hf_dpopt.losses import base_model
 from hf_dpopt.refusals.table import Refusal, is_reentrant, raise_first
 
@@ -45,7 +45,7 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
         "Trainable parameters are float16, in which a clipped gradient underflows or overflows.",
         "Load the model in float32 or bfloat16 (dtype=...).",
     )
-    rotary = {kind for kind in _rope_types(getattr(model, "config", None)) if kind == "longrope" or "dynamic" in kind}
+    rotary = {kind for kind in _rope_types(model) if kind in ("longrope", "su") or "dynamic" in kind}
     yield (
         bool(rotary),
         f"rope_type {', '.join(sorted(rotary))} depends on the longest record of the batch.",
@@ -62,16 +62,24 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
     yield from _on_adapters(model)
 
 
-def _rope_types(config: Any) -> set[str]:
-    """The kinds of rotary embedding a config names, in whatever depth."""
+def _rope_types(model: nn.Module) -> set[str]:
+    """The kinds of rotary embedding that configs (in whatever depth) and modules of the model name."""
     found: set[str] = set()
-    for name in ("rope_parameters", "rope_scaling"):
-        values = [getattr(config, name, None)]
-        while values:
-            value = values.pop()
-            if isinstance(value, dict):
-                found |= {str(value[key]) for key in ("rope_type", "type") if isinstance(value.get(key), str)}
-                values += list(value.values())
+    for path, name, value in settings(model):
+        in_rope = "rope" in path or "rotary" in path
+        if isinstance(value, str) and (name == "rope_type" or (name == "type" and in_rope)):
+            found.add(value)
+        elif name == "use_dynamic_ntk" and value:
+            found.add(f"dynamic ({name})")
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        found |= {str(k) for k in (kind.values() if isinstance(kind, dict) else [kind]) if isinstance(k, str)}
+        made_by = getattr(getattr(module, "rope_init_fn", None), "__name__", "")
+        described = f"{type(module).__name__} {made_by}".lower()
+        if "dynamic_ntk" in described or "dynamicntk" in described:
+            found.add(f"dynamic ({type(module).__name__})")
+        elif "longrope" in described:
+            found.add("longrope")
     return found
 
 
@@ -112,10 +120,11 @@ def _on_quantisation(model: nn.Module) -> Iterator[Refusal]:
 
 
 def _on_experts(model: nn.Module) -> Iterator[Refusal]:
+    asked = [f"config.{path}{name}" for path, name, on in settings(model) if name == "output_router_logits" and on]
     yield (
-        bool(getattr(getattr(model, "config", None), "output_router_logits", False)),
+        bool(asked),
         "The model adds a load-balancing loss over the batch (output_router_logits).",
-        "Set config.output_router_logits = False.",
+        f"Set {' = '.join(asked)} = False.",
     )
 
 
