@@ -53,8 +53,15 @@ class DPTrainingArguments(TrainingArguments):
     target_delta: float | None = field(
         default=None,
         metadata={
-            "help": "Delta. Default: the largest power of ten <= 1/n, which tells the order of magnitude of the "
-            "dataset."
+            "help": "Delta, at most 1/n (n records, or users). Default: min(n^-1.1, 1/(10 n)) rounded down to one "
+            "digit, which tells n to one digit."
+        },
+    )
+    allow_large_delta: bool = field(
+        default=False,
+        metadata={
+            "help": "Accept a target_delta above 1/n, which a run that publishes a record outright would keep; the "
+            "privacy statement says so."
         },
     )
     noise_multiplier: float | None = field(

@@ -71,7 +71,13 @@ def plan(
         float | None,
         typer.Option("--noise-multiplier", "--noise_multiplier", help="Or the noise: epsilon is computed."),
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="Default: the largest power of ten <= 1/n.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="At most 1/n. Default: min(n^-1.1, 1/(10 n)) rounded down to one digit.")
+    ] = None,
+    allow_large_delta: Annotated[
+        bool,
+        typer.Option("--allow-large-delta", "--allow_large_delta", help="Accept a delta above 1/n."),
+    ] = False,
     sampling: Annotated[str, typer.Option(help=f"auto, {', '.join(SAMPLERS)}.")] = "auto",
     adjacency: Annotated[str, typer.Option(help="auto, add_or_remove_one, zero_out or replace_one.")] = "auto",
     noise_mechanism: Annotated[
@@ -103,6 +109,7 @@ def plan(
         target_epsilon=epsilon,
         noise_multiplier=noise_multiplier,
         target_delta=delta,
+        allow_large_delta=allow_large_delta,
         expected_batch_size=batch_size,
         sampling=sampling,  # type: ignore[arg-type]  # PrivacyConfig says which names there are
         adjacency=adjacency,  # type: ignore[arg-type]

@@ -32,7 +32,13 @@ def plan_head(
         float | None,
         typer.Option("--noise-multiplier", "--noise_multiplier", help="Or the noise: epsilon is computed."),
     ] = None,
-    delta: Annotated[float | None, typer.Option(help="Default: the largest power of ten <= 1/n.")] = None,
+    delta: Annotated[
+        float | None, typer.Option(help="At most 1/n. Default: min(n^-1.1, 1/(10 n)) rounded down to one digit.")
+    ] = None,
+    allow_large_delta: Annotated[
+        bool,
+        typer.Option("--allow-large-delta", "--allow_large_delta", help="Accept a delta above 1/n."),
+    ] = False,
     learning_rate: Annotated[
         float | None, typer.Option("--learning-rate", "--learning_rate", help="Default: half of what is allowed.")
     ] = None,
@@ -49,7 +55,7 @@ def plan_head(
     config = HeadConfig(
         head_radius=head_radius, feature_norm=feature_norm, expected_batch_size=batch_size, num_steps=steps,
         target_epsilon=epsilon, noise_multiplier=noise_multiplier, target_delta=delta, learning_rate=learning_rate,
-        l2=l2,
+        l2=l2, allow_large_delta=allow_large_delta,
     )  # fmt: skip
     if num_weights is not None:
         check_count("num_weights", num_weights)

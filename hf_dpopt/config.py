@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from hf_dpopt.checks import check_count, check_noise_key, check_noise_multiplier, check_real
 from hf_dpopt.clipping import CLIPPINGS, Adjacency
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.local_training import LocalTraining
 from hf_dpopt.mechanisms import MECHANISMS
 from hf_dpopt.preclip import make_preclip
@@ -24,10 +25,6 @@ Sampling = Literal[
 ]
 
 
-class PrivacyWarning(UserWarning):
-    """A privacy setting that is allowed but weaker than it looks."""
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
     """The privacy side of a run. Holds public values only: nothing here depends on the data or is secret.
@@ -36,8 +33,11 @@ class PrivacyConfig:
 
     Args:
         target_epsilon: budget for the whole run; > 0. The noise is calibrated so that the planned run stays within it.
-        target_delta: in (0, 1). None takes the largest power of ten that is <= 1 / number of records, which tells
-            the reader of the privacy statement the order of magnitude of the dataset.
+        target_delta: in (0, 1), and at most 1/n for n records (users, if they are the unit). None takes
+            ``min(n^-1.1, 1 / (10 n))`` rounded down to one digit, which tells the reader of the privacy statement n to
+            one digit: 1e-6 stands for 50,001 to 100,000 records, 9e-7 for 100,001 to 111,111.
+        allow_large_delta: accept a target_delta above 1/n, which a run that publishes a record outright would keep;
+            the statement says so.
         noise_multiplier: noise stddev / sensitivity (unitless), >= 0. 0.0 adds no noise at all: NOT PRIVATE, and
             epsilon is infinite; it is there for comparisons.
         clipping_norm: bound C on the L2 norm of one record's gradient (gradient units); positive and finite.
@@ -81,6 +81,7 @@ class PrivacyConfig:
 
     target_epsilon: float | None = None
     target_delta: float | None = None
+    allow_large_delta: bool = False
     noise_multiplier: float | None = None
     clipping_norm: float = 1.0
     clipping: ClippingName = "flat"
@@ -106,6 +107,15 @@ class PrivacyConfig:
         self._check_choices()
         if self.unsafe_fixed_noise_key is not None:
             check_noise_key(self.unsafe_fixed_noise_key)
+
+    def num_units(self, num_sampled: int) -> int:
+        """Records or users that are protected one by one, of what batches are drawn from.
+
+        Args:
+            num_sampled: records, users, or places for the records of users.
+        """
+        in_places = self.privacy_unit == "user" and self.sampling == "capped_poisson"
+        return max(1, num_sampled // (self.records_per_user or 1)) if in_places else num_sampled
 
     @property
     def is_private(self) -> bool:
@@ -141,12 +151,17 @@ class PrivacyConfig:
             self.expected_batch_size,
             "an integer >= 1: the records of one optimizer step on average, over all devices and accumulation steps",
         )
+        if not isinstance(self.allow_large_delta, bool):
+            raise DPConfigError(
+                f"allow_large_delta={self.allow_large_delta!r} is not a yes or no. Use True or False; True accepts a "
+                "delta above 1 / number of records."
+            )
         if self.target_delta is not None:
             check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
             if not 0 < self.target_delta < 1:
                 raise DPConfigError(
                     f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / number of records, or leave "
-                    "it out to get the largest power of ten below that."
+                    "it out to get a tenth of that, rounded down to one digit."
                 )
 
     def _check_choices(self) -> None:

@@ -13,3 +13,7 @@ class UnsupportedModuleError(DPConfigError):
 
 class DPBudgetExceeded(RuntimeError):
     """The next step (or the requested run) would spend more than `target_epsilon`; raised before the step runs."""
+
+
+class PrivacyWarning(UserWarning):
+    """A privacy setting that is allowed but weaker than it looks."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,10 @@ import dp_accounting
 
 from hf_dpopt.accounting import accountants, events, pairs
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
+from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.checks import check_count, check_noise_multiplier
 from hf_dpopt.clipping import SENSITIVITY_FACTOR, Clipping, make_clipper
-from hf_dpopt.config import PrivacyConfig, PrivacyWarning
+from hf_dpopt.config import PrivacyConfig
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms import CorrelatedNoise, GaussianMechanism, NoiseMechanism
 from hf_dpopt.mechanisms.strategies import IdentityStrategy, NoiseStrategy, Workload
@@ -52,7 +52,7 @@ class PrivacyPlan:
         config: what was asked for.
         num_examples: records in the dataset, or users if they are what is sampled; public.
         num_steps: planned optimizer steps; `epsilon` accepts other numbers.
-        delta: in (0, 1).
+        delta: in (0, 1); see `hf_dpopt.accounting.delta`.
         noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
         noise_steps: steps the noise was made and its multiplier stated for; another number than `num_steps` only for
             a run that was continued beyond its first plan.
@@ -138,7 +138,7 @@ class PrivacyPlan:
         """Users in the training set; None where records are protected one by one."""
         if self.unit != "user":
             return None
-        return self.num_examples // (1 if self.sums_users else self.config.records_per_user or 1)
+        return self.config.num_units(self.num_examples)
 
     @property
     def sums_users(self) -> bool:
@@ -261,6 +261,7 @@ class PrivacyPlan:
             "privacy_unit": self.unit,
             "users": self.users,
             "delta": self.delta,
+            "allow_large_delta": self.config.allow_large_delta,
             "noise_multiplier": self.noise_multiplier,
             "draw_stddev": self.draw_stddev,
             "noise_mechanism": self.config.noise_mechanism,
@@ -304,26 +305,26 @@ def make_plan(
             stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
         workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
             on privacy. None for plain sums.
-        recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise.
+        recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise, and that delta
+            unless another is asked for.
         preclip: a preconditioner of one's own; None for the one that ``config`` names.
 
     Raises:
-        DPConfigError: for a combination without a privacy proof, or values out of range.
+        DPConfigError: for a combination without a privacy proof, or values out of range, a delta above 1/n among them.
         DPBudgetExceeded: for more steps than the recorded noise was made for.
 
     Warns:
-        PrivacyWarning: if delta is larger than 1 / num_examples.
+        PrivacyWarning: if delta is 1/n or more, n the number of records or users that are protected.
     """
     check_count("num_examples", num_examples)
     check_count("num_steps", num_steps)
-    delta = config.target_delta if config.target_delta is not None else default_delta(num_examples)
-    if config.target_delta is not None and delta >= 1 / num_examples:
-        warnings.warn(
-            f"delta={delta} is >= 1/n = {1 / num_examples:.3g}: publishing one record outright would satisfy it. "
-            f"Use target_delta <= {default_delta(num_examples)}.",
-            PrivacyWarning,
-            stacklevel=2,
-        )
+    delta = resolve_delta(
+        config.target_delta,
+        config.num_units(num_examples),
+        allow_large=config.allow_large_delta,
+        recorded=None if recorded is None else recorded["delta"],
+        unit="record" if config.privacy_unit == "example" else config.privacy_unit,
+    )
     preclip = preclip or make_preclip(config.preconditioner, config.preconditioner_kwargs)
     preclip.check_steps(num_steps)
     compared: tuple[Any, ...] = ()
@@ -396,11 +397,6 @@ def _make_mechanism(
         num_steps=noise_steps,
         **stream_options(config),
     )
-
-
-def default_delta(num_examples: int) -> float:
-    """Largest power of ten that is <= 1 / num_examples (0.1 at most): tells the reader the magnitude of n, not n."""
-    return float(f"1e-{max(1, len(str(num_examples - 1)))}")
 
 
 def _calibrate(

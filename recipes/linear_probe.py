@@ -39,6 +39,7 @@ from hf_dpopt.convex import (
     find_head,
     head_takes_bias,
     make_head_plan,
+    recorded_head_plan,
 )
 from recipes import options, running
 from recipes.glue import evaluation_splits, tokenize
@@ -79,7 +80,8 @@ def main(argv: list[str]) -> None:
     head = model.get_submodule(find_head(model))
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     config = training_args.head_config(len(splits["train"]), has_bias=head_takes_bias(model))
-    plan = make_head_plan(config, num_examples=len(splits["train"]))
+    recorded = recorded_head_plan(training_args.output_dir)
+    plan = make_head_plan(config, num_examples=len(splits["train"]), recorded=recorded)
     logger.info(announcement(plan))
     warn_of_loud_noise(plan, len(data.labels) * (head.in_features + head_takes_bias(model)))
 

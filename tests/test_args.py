@@ -19,6 +19,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "max_grad_norm": ("2.5", 2.5),
     "target_epsilon": ("3", 3.0),
     "target_delta": ("1e-7", 1e-7),
+    "allow_large_delta": ("True", True),
     "noise_multiplier": ("0.75", 0.75),
     "clipping_norm": ("0.1", 0.1),
     "clipping": ("per_layer", "per_layer"),

@@ -118,9 +118,13 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(run: Run, arguments: list[s
     assert err.startswith("hf-dpopt: ") and err.count("\n") == 1
 
 
-def test_a_weak_delta_is_a_warning(run: Run) -> None:
-    code, _, err = run("plan", "-n", "100", "-b", "10", "--steps", "5", "--noise-multiplier", "2", "--delta", "0.5")
-    assert code == 0 and "warning" in err and "Use target_delta <= " in err
+def test_a_delta_above_one_over_n_needs_a_flag_and_a_weak_one_is_a_warning(run: Run) -> None:
+    flags = ["plan", "-n", "100", "-b", "10", "--steps", "5", "--noise-multiplier", "2", "--delta"]
+    code, out, err = run(*flags, "0.5")
+    assert code == 2 and out == "" and "Use target_delta <= 0.001" in err and "--allow_large_delta" in err
+    for allowed in (["0.5", "--allow-large-delta"], ["0.01"]):
+        code, _, err = run(*flags, *allowed)
+        assert code == 0 and "warning" in err and "Use target_delta <= 0.001" in err
 
 
 @pytest.fixture

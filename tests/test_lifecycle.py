@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError
+from hf_dpopt.accounting import delta
 from hf_dpopt.accounting.ledger import Ledger
 from tests import tiny
 
@@ -168,6 +169,17 @@ def test_resuming_with_another_plan_is_refused(tmp_path, changes, field):
     with pytest.raises(DPConfigError, match=rf"{field}.*[Cc]ontinue with the same options|{field}"):
         _trainer(tmp_path, **changes).train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-10"))
     assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_a_resume_keeps_the_delta_of_a_release_with_another_default(tmp_path, monkeypatch):
+    """Nobody gave one, then or now; the recorded one is part of the mechanism, the default of today is not."""
+    with monkeypatch.context() as patch:
+        patch.setattr(delta, "default_delta", lambda n: 1e-2)
+        _trainer(tmp_path, target_delta=None).train()
+    assert delta.default_delta(64) == 1e-3
+    resumed = _trainer(tmp_path, target_delta=None)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-10"))
+    assert resumed.plan.delta == resumed.privacy_spent().delta == 1e-2
 
 
 def test_a_missing_or_edited_ledger_stops_a_resume(tmp_path):

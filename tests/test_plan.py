@@ -9,12 +9,13 @@ import warnings
 
 import pytest
 
+from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.events import NonPrivateDpEvent
 from hf_dpopt.clipping import CLIPPINGS
 from hf_dpopt.config import PrivacyConfig, PrivacyWarning
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.mechanisms import GaussianMechanism
-from hf_dpopt.plan import MAX_STEPS, RESUME_KEYS, default_delta, make_plan
+from hf_dpopt.plan import MAX_STEPS, RESUME_KEYS, make_plan
 from hf_dpopt.sampling import SAMPLERS
 
 # Three epochs of SST-2 in batches of 1024.
@@ -239,26 +240,45 @@ def test_public_dict_is_json_and_names_what_a_resume_must_share():
 # --- delta and refusals ---
 
 
-@pytest.mark.parametrize(
-    "num_examples, delta",
-    [(1, 0.1), (2, 0.1), (10, 0.1), (11, 0.01), (100, 0.01), (999, 1e-3), (1000, 1e-3), (1001, 1e-4), (67349, 1e-5)],
-)
-def test_default_delta_is_the_largest_power_of_ten_within_one_over_n(num_examples, delta):
-    assert default_delta(num_examples) == delta
-
-
 def test_default_delta_is_used_and_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plan_for(target_delta=None).delta == 1e-5
+        assert plan_for(target_delta=None).delta == default_delta(NUM_EXAMPLES) == 1e-6
         assert plan_for(target_delta=0.9 / NUM_EXAMPLES).delta == 0.9 / NUM_EXAMPLES
 
 
-def test_a_delta_of_one_over_n_or_more_warns():
-    with pytest.warns(PrivacyWarning, match=">= 1/n"):
+def test_a_delta_of_one_over_n_warns_and_a_larger_one_is_refused():
+    with pytest.warns(PrivacyWarning, match="exactly 1/n.*Use target_delta <= 1e-06"):
         plan_for(target_delta=1 / NUM_EXAMPLES)
-    with pytest.warns(PrivacyWarning, match="delta=0.0001 is >= 1/n.*Use target_delta <= 1e-05"):
+    with pytest.raises(DPConfigError, match="delta=0.0001 is above 1/n = 1.48e-05.*<= 1e-06.*set allow_large_delta"):
         plan_for(target_delta=1e-4)
+
+
+def test_a_large_delta_that_is_allowed_is_recorded_and_warned_of():
+    with pytest.warns(PrivacyWarning, match="above 1/n"):
+        plan = plan_for(target_delta=1e-4, allow_large_delta=True)
+    assert plan.delta == 1e-4 and plan.public_dict()["allow_large_delta"] is True
+    assert plan_for().public_dict()["allow_large_delta"] is False
+
+
+@pytest.mark.parametrize("sampling, num_examples", [("auto", 1000), ("capped_poisson", 8000)])
+def test_where_users_are_protected_n_is_their_number(sampling, num_examples):
+    """Eight places each for the records of 1,000 users; an eighth of them may not be taken for n."""
+    options = dict(privacy_unit="user", records_per_user=8, sampling=sampling, expected_batch_size=100)
+    assert plan_for(num_examples=num_examples, target_delta=None, **options).delta == default_delta(1000) == 1e-4
+    plan_for(num_examples=num_examples, target_delta=0.9e-3, **options)
+    with pytest.raises(DPConfigError, match="1/n = 0.001 for n = 1000 users"):
+        plan_for(num_examples=num_examples, target_delta=1.1e-3, **options)
+
+
+def test_a_run_that_goes_on_keeps_its_delta():
+    """Also the default of another release, here 1/n; one that is asked for is the one that is compared."""
+    recorded = plan_for(num_examples=1000, expected_batch_size=10, target_delta=1e-4).public_dict() | {"delta": 1e-3}
+    options = dict(noise_multiplier=0.7, expected_batch_size=10)
+    sizes = dict(num_examples=1000, num_steps=NUM_STEPS, recorded=recorded)
+    with pytest.warns(PrivacyWarning, match="exactly 1/n"):
+        assert make_plan(PrivacyConfig(**options), **sizes).delta == 1e-3
+    assert make_plan(PrivacyConfig(**options, target_delta=1e-5), **sizes).delta == 1e-5
 
 
 @pytest.mark.parametrize(

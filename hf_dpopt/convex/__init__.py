@@ -10,7 +10,7 @@ from hf_dpopt.convex.features import clip_features, compute_features
 from hf_dpopt.convex.head import attach_head, find_head, head_takes_bias
 from hf_dpopt.convex.plan import LOUD, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.convex.refusals import check_convex_arguments
-from hf_dpopt.convex.training import HeadRun
+from hf_dpopt.convex.training import HeadRun, recorded_head_plan
 
 __all__ = [
     "LOUD",
@@ -25,4 +25,5 @@ __all__ = [
     "find_head",
     "head_takes_bias",
     "make_head_plan",
+    "recorded_head_plan",
 ]

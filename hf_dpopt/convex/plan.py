@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from dp_accounting import DpEvent, SelfComposedDpEvent
 
 from hf_dpopt.accounting import accountants
+from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.accounting.last_iterate import (
     ADJACENCY,
     OVERSIZED_SHARE,
@@ -22,7 +24,6 @@ from hf_dpopt.accounting.last_iterate import (
 )
 from hf_dpopt.checks import check_count, check_noise_multiplier, check_positive, check_real
 from hf_dpopt.errors import DPConfigError
-from hf_dpopt.plan import default_delta
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler
 
@@ -42,7 +43,8 @@ class HeadConfig:
         num_steps: T >= 1.
         target_epsilon: of the final weights; or
         noise_multiplier: stddev of the noise on a batch's sum, over ``sqrt(2) R``; 0 switches it off: NOT PRIVATE.
-        target_delta: None for the largest power of ten <= 1 / number of records.
+        target_delta: at most 1/n; None for that of every other plan, see `hf_dpopt.accounting.delta`.
+        allow_large_delta: accept one above 1/n.
         learning_rate: eta of the first step; None for ``1 / (M + 2 l2)``, half of what is allowed.
         decay: step t has ``eta t^-decay``; in [0, 1).
         l2: ``l2 / 2 |w|^2`` is added to the loss; >= 0.
@@ -59,6 +61,7 @@ class HeadConfig:
     target_epsilon: float | None = None
     noise_multiplier: float | None = None
     target_delta: float | None = None
+    allow_large_delta: bool = False
     learning_rate: float | None = None
     decay: float = 0.0
     l2: float = 0.0
@@ -179,6 +182,7 @@ class HeadPlan:
             "adjacency": ADJACENCY,
             "unit": "example",
             "delta": self.delta,
+            "allow_large_delta": self.config.allow_large_delta,
             "epsilon": self.spent.epsilon if self.is_private else None,
             "epsilon_by_composition": self.spent.composition if math.isfinite(self.spent.composition) else None,
             "horizon": self.spent.horizon,
@@ -191,19 +195,29 @@ class HeadPlan:
         }
 
 
-def make_head_plan(config: HeadConfig, *, num_examples: int) -> HeadPlan:
+def make_head_plan(config: HeadConfig, *, num_examples: int, recorded: Mapping[str, Any] | None = None) -> HeadPlan:
     """Calibrates the noise, or computes epsilon.
 
     Formal guarantee: if a run is executed by `HeadRun` with this plan on `num_examples` records and nothing but its
     final weights leaves, it is ``(spent.epsilon, delta)``-differentially private under ``add_or_remove_one``. What was
     asked for as a target is never exceeded.
 
+    Args:
+        config: what was asked for.
+        num_examples: records of the training set.
+        recorded: what the ledger recorded of a run that was killed, which keeps its delta if no other is asked for.
+
     Raises:
-        DPConfigError: for a step size that is no contraction, a batch larger than the data, or batches that are too
-            large too often.
+        DPConfigError: for a step size that is no contraction, a batch larger than the data, batches that are too
+            large too often, or a delta above 1/n.
     """
     check_count("num_examples", num_examples)
-    delta = config.target_delta or default_delta(num_examples)
+    delta = resolve_delta(
+        config.target_delta,
+        num_examples,
+        allow_large=config.allow_large_delta,
+        recorded=None if recorded is None else recorded["delta"],
+    )
     noise = config.noise_multiplier
     if noise is None:
         assert config.target_epsilon is not None

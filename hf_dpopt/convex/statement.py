@@ -27,7 +27,7 @@ is void as soon as any of that leaves.**
 
 For every two datasets that differ in one record (`add_or_remove_one`: one of them has one record more), and every set
 of final weights, the probabilities P and P' of the two satisfy P <= e^epsilon P' + delta with epsilon = {epsilon}
-and delta = {delta:g}, in the arithmetic of real numbers and with an ideal random generator.
+and delta = {delta:g}, in the arithmetic of real numbers and with an ideal random generator.{weak}
 
 * **How.** Softmax regression ({num_labels} labels) on features of a frozen model, each shortened to norm {norm:g};
   projected noisy SGD, {steps:,} steps. {sampling} Noise of {sigma:.6g} times the largest gradient of a record
@@ -37,7 +37,9 @@ and delta = {delta:g}, in the arithmetic of real numbers and with an ideal rando
 * **Not proven** here: batches of fixed size, replacing a record, momentum, Adam, filters, correlated noise, clipped
   gradients, and any layer below the head. None of it was used.
 * **Protected** is a row of the training set. A person with several rows is not protected as a whole. Public are the
-  number of records, the list of labels, the frozen model (and whatever it learned before) and all numbers above.
+  number of records n (both datasets are trained on with the numbers above, which were chosen for n; n itself is a
+  declared number and no secret), the list of labels, the frozen model (and whatever it learned before) and all
+  numbers above.
 * **Not covered**: the evaluation data, on which metrics are exact (declared: {evaluation}); what was learned from
   training records before training (declared: {preprocessing}); other runs on the same records, which add up.
 * **Must stay secret**: the training data and their features, which stay in the private directory of the run; until it
@@ -45,6 +47,10 @@ and delta = {delta:g}, in the arithmetic of real numbers and with an ideal rando
 
 Noise: {noise_rng} generator. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
 """
+
+_WEAK = """
+Delta is not below 1/n = {worthless:.3g}: publishing one record outright, chosen at random, would keep a promise with
+such a delta."""
 
 _BY_LAST = (
     "The privacy loss of the last iterate (Altschuler and Talwar 2022, arXiv:2205.13710, in the trade-off functions "
@@ -68,6 +74,7 @@ def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str, declare
         headline=f"epsilon {epsilon} at delta {plan.delta:g}" if plan.is_private else "NOT PRIVATE, the noise is off",
         epsilon=epsilon,
         delta=plan.delta,
+        weak=_WEAK.format(worthless=1 / plan.num_examples) if plan.delta >= 1 / plan.num_examples else "",
         num_labels=num_labels,
         norm=config.feature_norm,
         steps=config.num_steps,

@@ -9,6 +9,7 @@ import io
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -93,7 +94,8 @@ class HeadRun:
         self._check(features, labels, num_labels)
         with Ledger.open(self.output_dir / LEDGER) as ledger:
             public = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": self._noise_rng}
-            ledger.record_plan(public, must_match=tuple(public))
+            # whether a large delta was allowed in words is no part of the mechanism, and older ledgers do not say it
+            ledger.record_plan(public, must_match=[name for name in public if name != "allow_large_delta"])
             chain = self._chain(ledger)
             step, weights = self._load(chain, (num_labels, features.size(1)))
             weights = self._descend(features, labels, chain, step, weights, progress)
@@ -194,6 +196,12 @@ class HeadRun:
                 "Features are longer than feature_norm, or no numbers, so a record is not hidden by the noise. Pass "
                 "them through clip_features first."
             )
+
+
+def recorded_head_plan(output_dir: str | Path) -> dict[str, Any] | None:
+    """What the ledger of a head's run recorded, for `make_head_plan`; None if there is none."""
+    path = Path(output_dir) / LEDGER
+    return Ledger.read(path).plan if path.exists() else None
 
 
 def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

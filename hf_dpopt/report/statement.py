@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.sampling import SAMPLERS
@@ -60,7 +61,18 @@ _SEEN = (
     "The guarantee holds against somebody who sees everything that was released, at every step, and who knows this "
     "code, the public seeds and all other records. Treated as public, and so not protected: the number of records, "
     "the batch size, the number of steps, the noise multiplier, the clipping norm, the architecture, the tokenizer "
-    "and all hyperparameters."
+    "and all hyperparameters. {size}"
+)
+
+_SIZE = (
+    "The promise compares what is computed from two training sets under the same settings, those of the table. The "
+    "settings themselves are not hidden: n is printed, and the sampling rate, noise that was calibrated to a budget, "
+    "the default delta and the steps of an epoch follow from it."
+)
+
+_SIZE_DIFFERS = (
+    " The two sets have n and n + 1 or n - 1 {units}, so that n is a number that was declared, and no secret that is "
+    "kept: to somebody who knows all the others, the exact n alone tells whether one more is there."
 )
 
 _COVERED = (
@@ -157,15 +169,17 @@ def _promise(facts: RunFacts) -> str:
             "This run promises nothing. What follows says what it did, so that it can be compared with a private run."
         )
     unit, epsilon = facts.plan["privacy_unit"], facts.epsilon
+    weak = _weak_delta(facts)
     relation = _ADJACENCY[facts.plan["adjacency"]].format(unit=unit)
     factor = f" (about {math.exp(epsilon):.3g})" if epsilon < 50 else ""
     return (
         "This model was trained with differential privacy: "
         f"**epsilon = {round_up(epsilon)}, delta = {facts.delta:g}**. "
-        f"Take any two training sets of which {relation}. Then whatever somebody looks for in all that this run "
-        f"released, its probability under one of the sets is at most e^epsilon{factor} times that under the other, "
+        f"Take any two training sets of which {relation}, and the settings below for both. Then whatever somebody "
+        f"looks for in all that was computed from the records and released, its probability under one of the sets "
+        f"is at most e^epsilon{factor} times that under the other, "
         f"plus delta. The smaller epsilon is, the less anybody can find out about whether a given {unit} was in the "
-        f"training set, even knowing all the others. {_planned_or_spent(facts)}"
+        f"training set, even knowing all the others. {_planned_or_spent(facts)}{weak}"
     )
 
 
@@ -198,7 +212,7 @@ def _numbers(facts: RunFacts) -> str:
         f"epsilon if one {_singular(plan)} is swapped (`replace_one`)": (
             "no analysis is known for this sampler" if swapped is None else round_up(swapped)
         ),
-        "delta": f"{facts.delta:g}",
+        "delta": f"{facts.delta:g}{_told_by_delta(facts)}",
         "noise multiplier (noise standard deviation / sensitivity)": f"{plan['noise_multiplier']:.6g}",
         "noise mechanism": _noise(plan),
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
@@ -211,6 +225,35 @@ def _numbers(facts: RunFacts) -> str:
         "trained coordinates, all clipped and noised": f"{facts.num_trainable}",
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _num_units(plan: dict[str, Any]) -> int:
+    """Records or users that are protected one by one."""
+    users = plan.get("users")
+    in_places = users is not None and users["sampled"] == "records"
+    return max(1, plan["num_examples"] // users["records_per_user"]) if in_places else plan["num_examples"]
+
+
+def _told_by_delta(facts: RunFacts) -> str:
+    """What the default delta tells about n."""
+    num_units = _num_units(facts.plan)
+    if facts.delta != default_delta(num_units):
+        return ""
+    first, last = sizes_with_default(num_units)
+    what = f"every n from {first} to {last}" if first < last else f"n = {first} alone"
+    return f", the default for {what} ({_plural(facts.plan)})"
+
+
+def _weak_delta(facts: RunFacts) -> str:
+    num_units = _num_units(facts.plan)
+    if facts.delta < 1 / num_units:
+        return ""
+    unit = _singular(facts.plan)
+    allowed = ", which was asked for with `allow_large_delta`" if facts.plan.get("allow_large_delta") else ""
+    return (
+        f" **Delta is not below 1/n = {1 / num_units:.3g}**{allowed}: a run that publishes one {unit} outright, "
+        "chosen at random, would keep a promise with such a delta."
+    )
 
 
 def _protected(plan: dict[str, Any]) -> str:
@@ -226,7 +269,9 @@ def _protected(plan: dict[str, Any]) -> str:
 
 
 def _seen(plan: dict[str, Any]) -> str:
+    size = _SIZE + (_SIZE_DIFFERS if plan["adjacency"] == "add_or_remove_one" else "")
     of_units = _SEEN.replace("all other records", f"all other {_plural(plan)}")
+    of_units = of_units.format(size=size.format(units=_plural(plan)))
     return of_units.replace("the number of records", f"the number of {_sampled(plan)}")
 
 

@@ -107,7 +107,7 @@ def plan_for_users(
     users = make_plan(by_users, num_examples=num_users, num_steps=num_steps)
     by_records = dataclasses.replace(by_records, target_delta=users.delta)  # of users, not of records
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyWarning)  # it would compare delta with the number of records
+        warnings.simplefilter("ignore", PrivacyWarning)  # said above, of the same users
         records = make_plan(by_records, num_examples=num_users * records_per_user, num_steps=num_steps)
     return UserPlans(users, records, records_per_user)
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from scipy import stats
 
+from hf_dpopt.accounting import delta
 from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.convex import HeadConfig, HeadRun, clip_features, make_head_plan, training
+from hf_dpopt.convex import HeadConfig, HeadRun, clip_features, make_head_plan, recorded_head_plan, training
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.mechanisms.randomness import make_noise_source
 
@@ -326,6 +327,7 @@ def test_features_that_are_too_long_and_labels_that_are_none_are_refused(tmp_pat
         ({"noise_multiplier": None}, "exactly one"),
         ({"noise_multiplier": -1.0}, "negative"),
         ({"target_delta": 1.0}, "outside"),
+        ({"target_delta": 0.004}, "above 1/n = 0.00333.*Use target_delta <= 0.0003"),
         ({"decay": 1.0}, "decay"),
         ({"expected_batch_size": 301}, "more than the 300 records"),
     ],
@@ -338,7 +340,7 @@ def test_settings_out_of_range_are_refused(changes, match):
 def test_the_accountant_is_told_of_the_domain_the_rate_and_the_steps_that_run():
     plan = make_head_plan(config(l2=0.1, decay=0.25, learning_rate=0.3), num_examples=N)
     sgd = plan.sgd
-    assert make_head_plan(config(target_delta=None), num_examples=N).delta == 1e-3  # the largest power of ten <= 1/n
+    assert make_head_plan(config(target_delta=None), num_examples=N).delta == 3e-4  # 1/(10 n), to one digit
     assert sgd.diameter == 2 * 1.5  # two points of a ball
     assert (sgd.lipschitz, sgd.smoothness) == (pytest.approx(2 * math.sqrt(2)), 2.0)
     assert sgd.sample_rate == plan.sampler.sample_rate == 60 / N
@@ -368,3 +370,20 @@ def test_the_noise_is_calibrated_and_steps_beyond_the_plateau_are_free():
     free = few.free_steps()
     assert free is not None and free < 10**4 and many.spent.horizon is not None
     assert np.isinf(many.spent.composition) or many.spent.composition > 2.0
+
+
+def test_a_run_that_was_killed_keeps_the_delta_it_began_with(tmp_path, monkeypatch):
+    """Also if the default is another one in the release that goes on; without the record it would be refused."""
+    asked, (raw, labels) = config(target_delta=None), data()
+    features = clip_features(raw, asked.feature_norm, asked.bias_feature)
+    folders = {"output_dir": tmp_path / "out", "private_state_dir": tmp_path / "private"}
+    assert recorded_head_plan(tmp_path / "out") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(delta, "default_delta", lambda n: 1e-3)
+        before = HeadRun(make_head_plan(asked, num_examples=N), **folders)
+        weights = before.train(features, labels, K)
+    assert before.plan.delta == 1e-3
+    with pytest.raises(DPConfigError, match="delta: 0.001 in the ledger, 0.0003 now"):
+        HeadRun(make_head_plan(asked, num_examples=N), **folders).train(features, labels, K)
+    kept = make_head_plan(asked, num_examples=N, recorded=recorded_head_plan(tmp_path / "out"))
+    assert torch.equal(HeadRun(kept, **folders).train(features, labels, K), weights)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.config import Adjacency, PrivacyConfig, Sampling
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.plan import PrivacyPlan, make_plan
@@ -160,6 +161,34 @@ def test_text_of_the_user_cannot_change_the_page(make_facts: MakeFacts) -> None:
     text = render_statement(make_facts(callbacks=(evil,), non_private_outputs=(evil,), eval_data_privacy=evil))
     assert "-->" not in text and "<!--" not in text
     assert text.count("# Privacy statement") == 1 + 3 and len(re.findall("^# ", text, re.MULTILINE)) == 1
+
+
+def test_the_statement_says_what_the_default_delta_tells(make_facts: MakeFacts) -> None:
+    assert row(render_statement(make_facts()), "delta") == "1e-05"  # asked for: nobody knows why
+    default = make_facts(delta=default_delta(5000), plan={"delta": default_delta(5000)})
+    assert row(render_statement(default), "delta") == "2e-05, the default for every n from 3334 to 5000 (records)"
+    users = {"column": "who", "records_per_user": 50, "sampled": "records"}
+    capped = {"privacy_unit": "user", "users": users, "delta": default_delta(100)}
+    text = render_statement(make_facts(delta=default_delta(100), plan=capped))
+    assert row(text, "delta") == "0.001, the default for every n from 51 to 100 (users)"
+
+
+def test_a_delta_that_promises_nothing_is_said_in_the_first_paragraph(make_facts: MakeFacts) -> None:
+    assert "not below 1/n" not in render_statement(make_facts())
+    large = {"delta": 0.5, "allow_large_delta": True}
+    promise = words(render_statement(make_facts(delta=0.5, plan=large)).split("|")[0])
+    assert "Delta is not below 1/n = 0.0002**, which was asked for with `allow_large_delta`" in promise
+
+
+def test_n_is_said_to_be_declared_and_nothing_says_that_it_is_hidden(make_facts: MakeFacts) -> None:
+    """n is printed; where neighbours differ in it, only a promise at fixed settings can be true."""
+    text = words(render_statement(make_facts()))
+    assert "and the settings below for both" in text and "n is printed" in text
+    assert "The two sets have n and n + 1 or n - 1 records, so that n is a number that was declared" in text
+    same_size = words(render_statement(make_facts(plan={"adjacency": "zero_out"})))
+    assert "n is printed" in same_size and "n + 1" not in same_size
+    for about in (text, same_size):
+        assert "size private" not in about and "size is private" not in about
 
 
 @pytest.mark.parametrize("value", [3.877301, 0.0067581234, 8.0, 12.345678, 1e-7, 7.99999999])
