@@ -65,7 +65,8 @@ class DPTrainerMixin(_Trainer):
     release (parameters, optimizer state, logs, checkpoints) depends on the records only through `private_step`.
 
     Args:
-        per_example_loss_func: (outputs, labels) -> one loss per record, (B,); replaces `compute_loss_func`.
+        per_example_loss_func: (outputs, labels) -> one loss per record, (B,); training uses it in place of
+            `compute_loss_func` and of an overridden `compute_loss`.
         public_dataset: records like those of train_dataset that are public, labels included; for what learns from
             them (``preconditioner="adadps"``).
         preclip: a preconditioner of one's own, in place of the one that the arguments name.
@@ -100,7 +101,11 @@ class DPTrainerMixin(_Trainer):
         console.show(args.process_index == 0)
         given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
         refusals.check_loss(
-            type(self), (Trainer.compute_loss, Seq2SeqTrainer.compute_loss), given.get("compute_loss_func"), args
+            type(self),
+            (Trainer.compute_loss, Seq2SeqTrainer.compute_loss),
+            given.get("compute_loss_func"),
+            args,
+            per_example_loss_func,
         )
         refusals.check_hooks(type(self), DPTrainerMixin)
         refusals.check_arguments(args)
@@ -207,6 +212,7 @@ class DPTrainerMixin(_Trainer):
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self._planned()
+        refusals.check_accumulation(self.args)
         try:
             return super().train(*args, **kwargs)
         finally:

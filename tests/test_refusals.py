@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,10 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "sequential": ({"train_sampling_strategy": "sequential"}, "sequential.*Leave it at 'random'"),
     "split_batches": ({"accelerator_config": {"split_batches": True}}, "split_batches.*Remove it"),
     "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches.*Remove it"),
+    "accumulation of accelerate": (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        "num_steps=2.*Use --gradient_accumulation_steps",
+    ),
     "ignore_data_skip": ({"ignore_data_skip": True}, "Remove --ignore_data_skip"),
     "dataloader_in_order": ({"dataloader_in_order": False}, "dataloader_in_order=False.*Remove it"),
     "reentrant": (
@@ -627,6 +632,28 @@ def test_an_overridden_loss(arguments, refused):
     args, model, dataset = arguments(), bert(), records()
     with refused("Own overrides compute_loss.*Pass per_example_loss_func=f"):
         Own(model, args, train_dataset=dataset)
+    by_record = partial(nn.functional.cross_entropy, reduction="none")  # and the way out works
+    trainer = Own(
+        model, args, train_dataset=dataset,
+        per_example_loss_func=lambda outputs, labels: 2 * by_record(outputs.logits, labels),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.privacy_spent().num_steps == trainer.plan.num_steps
+
+
+def test_a_loss_function_of_the_batch_beside_one_of_records(arguments, refused):
+    args, model, dataset = arguments(), bert(), records()
+
+    def of_batch(outputs, labels, num_items_in_batch=None):
+        return nn.functional.cross_entropy(outputs["logits"], labels)
+
+    with refused("compute_loss_func returns one number.*Pass per_example_loss_func=f"):
+        DPTrainer(model, args, train_dataset=dataset, compute_loss_func=of_batch)
+    by_record = partial(nn.functional.cross_entropy, reduction="none")
+    DPTrainer(
+        model, args, train_dataset=dataset, compute_loss_func=of_batch,
+        per_example_loss_func=lambda outputs, labels: by_record(outputs.logits, labels),
+    ).train()  # fmt: skip
 
 
 def test_a_head_without_known_loss(arguments, refused):
@@ -675,6 +702,16 @@ def test_collators_whose_rows_are_not_the_records(collate, mend, charged, argume
     args = arguments(expected_batch_size=NUM_RECORDS)  # every record is drawn: no batch is empty
     trainer = DPTrainer(model, args, train_dataset=records(), data_collator=collate)
     with refused_in_training(mend, model, charged=charged):
+        trainer.train()
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_accumulation_that_is_changed_after_the_trainer_was_made(between, arguments):
+    trainer = DPTrainer(bert(), arguments(), train_dataset=records())
+    if between:
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(DPConfigError, match="gradient_accumulation_steps=2 was set after.*make a new trainer"):
         trainer.train()
 
 

@@ -102,7 +102,7 @@ def _in_order(
             parts = collation.parts([inputs[i] for i in some])
             if sum(len(part.places) for part in parts) != len(some):
                 raise DPConfigError(
-                    "The collator makes no row of some of the records. Correct them or leave them out, before training."
+                    "The collator makes no row of some of the records. Correct these records or leave them out."
                 )
             for part in parts:
                 features_BH = _of_batch(model, part.batch)

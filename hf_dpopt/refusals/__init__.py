@@ -3,7 +3,7 @@
 One file for each thing that is looked at; a new refusal is one line of a table there.
 """
 
-from hf_dpopt.refusals.arguments import check_accelerator, check_arguments
+from hf_dpopt.refusals.arguments import check_accelerator, check_accumulation, check_arguments
 from hf_dpopt.refusals.data import check_data, is_training_data
 from hf_dpopt.refusals.lengths import check_lengths
 from hf_dpopt.refusals.model import check_model
@@ -12,6 +12,7 @@ from hf_dpopt.refusals.trainer import check_hooks, check_loss
 
 __all__ = [
     "check_accelerator",
+    "check_accumulation",
     "check_arguments",
     "check_data",
     "check_hooks",

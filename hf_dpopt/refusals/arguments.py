@@ -79,6 +79,13 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
         f"train_sampling_strategy={args.train_sampling_strategy!r} picks batches by the records' lengths or order.",
         "Leave it at 'random': batches are formed by --sampling, and records of a batch are ordered by length anyway.",
     )
+    accumulation = getattr(loader, "gradient_accumulation_kwargs", None) or {}
+    yield (
+        "num_steps" in accumulation,
+        f"accelerator_config.gradient_accumulation_kwargs sets num_steps={accumulation.get('num_steps')}, which the "
+        "Trainer would take for loader items, and an item is a whole step here.",
+        "Use --gradient_accumulation_steps, or --expected_batch_size.",
+    )
     for option in ("split_batches", "dispatch_batches"):
         what = f"accelerator_config.{option} re-serves records to fill a batch."
         yield bool(getattr(loader, option)), what, DEALT
@@ -91,6 +98,22 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
         not args.dataloader_in_order,
         "dataloader_in_order=False would serve batches in another order than they were charged.",
         "Remove it.",
+    )
+
+
+def check_accumulation(args: TrainingArguments) -> None:
+    """Refuses accumulation that was set after the trainer took it over: an item of its loader is a whole step."""
+    raise_first(_on_accumulation(args))
+
+
+def _on_accumulation(args: Any) -> Iterator[Refusal]:
+    steps = args.gradient_accumulation_steps
+    yield (
+        steps != 1,
+        f"gradient_accumulation_steps={steps} was set after the trainer was made, and the plan is for logical batches "
+        f"of expected_batch_size={args.expected_batch_size} records, whatever the accumulation.",
+        "Set it in DPTrainingArguments before the trainer is made (or set expected_batch_size), and make a new "
+        "trainer.",
     )
 
 
