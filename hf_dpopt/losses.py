@@ -6,6 +6,8 @@ others and a clip no longer bounds what it changes. B = records, T = tokens, V =
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -213,12 +215,18 @@ def _question_answering(outputs: Any, labels: Mapping[str, torch.Tensor], label_
     return (ends[0] + ends[1]) / 2
 
 
+def _multiple_choice(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    logits_BC = _wide_logits(outputs.logits)
+    return F.cross_entropy(logits_BC, labels_B.view(-1), reduction="none", label_smoothing=label_smoothing)
+
+
 _BY_LOSS_TYPE: dict[str, Callable[[Any, Any, float], torch.Tensor]] = {
     "ForCausalLM": _causal,
     "ForMaskedLM": _tokens,
     "ForTokenClassification": _tokens,
     "ForConditionalGeneration": _tokens,
     "ForQuestionAnswering": _question_answering,
+    "ForMultipleChoice": _multiple_choice,
 }
 LABEL_NAMES = ("labels", "start_positions", "end_positions")
 
@@ -239,6 +247,27 @@ def _loss_type(model: nn.Module) -> str:
             "per_example_loss_func=f with f(outputs, labels) -> tensor of shape (batch,), one loss per record."
         )
     return kind
+
+
+def decoder_inputs(model: Any, labels_BT: torch.Tensor) -> torch.Tensor:
+    """What the decoder reads: the labels one place to the right, as the model makes it of labels itself. (B, T)
+
+    Raises:
+        DPConfigError: for a model that says nowhere how it shifts them.
+    """
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels_BT)
+    # NLLB, M2M100, Blenderbot, SeamlessM4T call a function of their module inside the forward
+    shift = getattr(sys.modules.get(type(model).__module__), "shift_tokens_right", None)
+    known = {name: getattr(model.config, name, None) for name in ("pad_token_id", "decoder_start_token_id")}
+    parameters = list(inspect.signature(shift).parameters)[1:] if callable(shift) else []
+    if shift is None or not set(parameters) <= {name for name, value in known.items() if value is not None}:
+        raise DPConfigError(
+            f"{type(model).__name__} does not say what its decoder reads for given labels (it has no "
+            "prepare_decoder_input_ids_from_labels). Let the collator add decoder_input_ids: the labels one place to "
+            "the right, behind config.decoder_start_token_id, with the padding token instead of -100."
+        )
+    return shift(labels_BT, **{name: known[name] for name in parameters})
 
 
 class RecordLosses:
@@ -263,7 +292,7 @@ class RecordLosses:
         if self.kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification"):
             labels = without_padding(labels, batch.get("attention_mask"), shifted=self.kind == "ForCausalLM")
         if self.kind == "ForConditionalGeneration" and "decoder_input_ids" not in inputs:
-            inputs["decoder_input_ids"] = base_model(self.model).prepare_decoder_input_ids_from_labels(labels)  # type: ignore[operator]
+            inputs["decoder_input_ids"] = decoder_inputs(base_model(self.model), labels)
         if self.kind == "ForConditionalGeneration":  # some collators pad labels with the pad token, which is no target
             padding = getattr(base_model(self.model).config, "pad_token_id", None)
             labels = labels if padding is None else labels.masked_fill(labels == padding, IGNORED)

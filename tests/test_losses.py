@@ -332,7 +332,7 @@ def test_a_loss_of_ones_own_gets_outputs_and_labels():
     "make",
     [
         lambda: tf.BertForNextSentencePrediction(tf.BertConfig(**_BERT)),
-        lambda: tf.BertForMultipleChoice(tf.BertConfig(**_BERT)),
+        lambda: tf.BertModel(tf.BertConfig(**_BERT)),
         lambda: tf.BertForPreTraining(tf.BertConfig(**_BERT)),
         lambda: nn.Linear(2, 2),
     ],

@@ -129,6 +129,7 @@ class Capture:
         self.receive: Receiver = _not_recording
         self.num_records = 0
         self.units: Units | None = None
+        self._model = model
         self._copies: dict[Any, torch.Tensor] = {}
         self._names = {id(p): name for name, p in self.parameters.items()}
         experts = in_mixture(model, self.parameters)
@@ -186,6 +187,13 @@ class Capture:
             )
         self.receive(name, contribution if self.units is None else self.units.joined(contribution))
 
+    def _rows_of_records(self, num_records: int, rows_per_record: int) -> None:
+        """The layers will see so many rows of each record, which add up before anything else is done with them."""
+        if self.num_records == num_records:  # a forward that is run again finds it done
+            units = Units([1] * num_records) if self.units is None else self.units
+            self.units = Units([size * rows_per_record for size in units.sizes])
+            self.num_records = num_records * rows_per_record
+
     def copy_of(self, parameter: torch.Tensor, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """A copy of a parameter (in autocast's dtype, say) that all its uses in a step share."""
         key = (id(parameter), kind)
@@ -203,12 +211,13 @@ class Capture:
             units: which rows add up before anything else is done with them; None if each stands for itself.
         """
         self.num_records, self.receive, self.units = num_records, receive, units
-        for site in self.sites:
-            site.install()
-        try:
-            yield self
-        finally:
+        with flattening.choices(self._model, self._rows_of_records):
             for site in self.sites:
-                site.remove()
+                site.install()
+            try:
+                yield self
+            finally:
+                for site in self.sites:
+                    site.remove()
             self.receive, self.units = _not_recording, None
             self._copies.clear()

@@ -21,6 +21,7 @@ from hf_dpopt.clipping import Clipping, FlatClipping
 from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads.engine import ClippingEngine
 from hf_dpopt.grads.products import wide
+from hf_dpopt.grads.rules import flattening
 from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.grads.units import Units
 from hf_dpopt.losses import IGNORED, RecordLosses, base_model, num_records
@@ -31,6 +32,7 @@ MAX_TOKENS = 32
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follows to float32
 EXTRA_PADDING = 3
+NUM_CODES = 64  # of the made-up tokens where no table says how many there are
 UNCLIPPED = FlatClipping(clipping_norm=1e30)
 MIXING = (
     "The model mixes records, or one of its layers is not captured right. Freeze that layer, train with LoRA on "
@@ -58,6 +60,14 @@ def _is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
     return value.dim() > 1 and value.size(1) == ids.size(1)
 
 
+def _embeddings(model: Any, getter: str) -> Any:
+    """A table of the model; None where there is none: sound (Wav2Vec2), or tokens that are hashed (Canine)."""
+    try:
+        return getattr(model, getter, lambda: None)()
+    except NotImplementedError:
+        return None
+
+
 class _MadeUp:
     """Values for the columns of a batch. The generator is seeded: nothing is secret, and failures can be repeated."""
 
@@ -66,8 +76,9 @@ class _MadeUp:
         self.generator = torch.Generator().manual_seed(0)
         base = base_model(model)
         self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
-        self.vocabulary = getattr(getattr(base, "get_input_embeddings", lambda: None)(), "num_embeddings", 2)
-        self.predicts_tokens = getattr(base, "get_output_embeddings", lambda: None)() is not None
+        table = _embeddings(base, "get_input_embeddings")
+        self.vocabulary = NUM_CODES if table is None else getattr(table, "num_embeddings", 2)
+        self.predicts_tokens = _embeddings(base, "get_output_embeddings") is not None
         config: Any = getattr(base, "config", None)
         classifies = type(base).__name__.endswith("ForSequenceClassification")
         # BART and T5 classify at the end token, and want one in every record
@@ -111,8 +122,20 @@ def synthetic_batch(
 
     No value of `like` survives, except in tensors of a kind not known here, where its first row is repeated.
     """
-    device = next(model.parameters()).device
     made_up = _MadeUp(model, padding_id, padding_side, "attention_mask" in like)
+    device = next(model.parameters()).device
+    if not flattening.chooses(model):
+        return _made_up_records(like, made_up, device)
+    by_choice = {k: v[:, 0] for k, v in like.items() if isinstance(v, torch.Tensor) and v.dim() > 2}
+    made_up.num_labels = num_choices = next(like[k].size(1) for k in by_choice)
+    rows = [_made_up_records(by_choice, made_up, device) for _ in range(num_choices)]
+    choices = {k: torch.stack([row[k] for row in rows], dim=1) for k in by_choice}
+    rest = {k: v for k, v in like.items() if k not in by_choice}
+    return choices | _made_up_records(rest, made_up, device)
+
+
+def _made_up_records(like: Mapping[str, Any], made_up: _MadeUp, device: torch.device) -> dict[str, Any]:
+    """`synthetic_batch` of one row per record."""
     num_tokens = min([MAX_TOKENS, *(v.size(1) for v in like.values() if _is_per_token(v, like))])
     batch: dict[str, Any] = {}
     for key, value in like.items():
@@ -143,7 +166,7 @@ def synthetic_batch(
 def _padding_side(like: Mapping[str, Any]) -> str:
     """The side a collated batch is padded on, as far as its mask shows."""
     mask_BT = like.get("attention_mask")
-    return "left" if isinstance(mask_BT, torch.Tensor) and bool((mask_BT[:, 0] == 0).any()) else "right"
+    return "left" if isinstance(mask_BT, torch.Tensor) and bool((mask_BT[..., 0] == 0).any()) else "right"
 
 
 def _padded(batch: Mapping[str, Any], padding_id: int, padding_side: str) -> dict[str, Any]:
@@ -333,7 +356,7 @@ def _check_padding(
     engine: ClippingEngine, losses: RecordLosses, batch: dict[str, Any], want: dict, padded: Mapping, tolerance: float
 ) -> float:
     longest = getattr(getattr(base_model(engine.model), "config", None), "max_position_embeddings", None)
-    if longest is not None and padded["input_ids"].size(1) + 2 > longest:
+    if longest is not None and padded["input_ids"].size(-1) + 2 > longest:
         return 0.0
     what = "gradients change with the padding, so a record's gradient depends on how long the others are"
     return _check_equal(_engine_sum(engine, losses, padded, UNCLIPPED), want, tolerance, what, PADDING)

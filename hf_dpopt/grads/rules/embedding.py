@@ -43,6 +43,8 @@ def look_up(
     """Rows of the parameter `attribute` of the site's module under capture; (D, V) tables are stored transposed."""
     # Position ids come as (1, T) and are broadcast afterwards; autograd would hand back their gradient already summed
     # over the records. One row of ids per record keeps it apart and leaves the model's arithmetic as it is.
+    if ids.dim() == 1 and type(site.module).__name__.endswith("LearnedPositionalEmbedding"):
+        ids = ids.unsqueeze(0)  # Blenderbot looks its positions up as (T,)
     if ids.dim() < 2:
         raise UnsupportedModuleError(
             f"{site.name} looks up ids of shape {tuple(ids.shape)}, without a dimension for the records, so a "

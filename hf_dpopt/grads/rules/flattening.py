@@ -1,13 +1,14 @@
-"""Layers that are called with the tokens of all records in one dimension, in order: (B T, D).
+"""Layers that are called with the tokens of all records, or with all choices, in one dimension, in order: (B T, D).
 
 They are listed by class: whether rows are still in order cannot be told from a shape (experts reorder them).
-B = records, T = tokens.
+B = records, C = choices of a record, T = tokens.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,3 +37,31 @@ def by_record(rule: Callable[..., Any]) -> Callable[..., Any]:
         return out.flatten(0, 1)
 
     return forward
+
+
+def chooses(model: nn.Module) -> bool:
+    """Whether the model scores several choices of a record, each as a row of its own."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return type(base).__name__.endswith("ForMultipleChoice")
+
+
+@contextlib.contextmanager
+def choices(model: nn.Module, tell: Callable[[int, int], None]) -> Iterator[None]:
+    """Inside, a forward on (B, C, T) calls ``tell(B, C)`` before the model makes B C rows of it; others run as ever.
+
+    The rows of a record come one after the other: transformers flattens the first two dimensions.
+    """
+    if not chooses(model):
+        yield
+        return
+
+    def look(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given = next((kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None), None)
+        if given is not None:
+            tell(given.size(0), given.size(1))
+
+    handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()

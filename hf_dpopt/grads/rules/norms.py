@@ -23,8 +23,9 @@ class _LayerNorm(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, site: Site
     ) -> torch.Tensor:
         module: Any = site.module
-        # autocast runs layer norms in float32
-        x = x.float() if torch.is_autocast_enabled(x.device.type) else x
+        if torch.is_autocast_enabled(x.device.type):  # it runs layer norms in float32, a bfloat16 scale included
+            x, weight = x.float(), weight.float()
+            bias = None if bias is None else bias.float()
         out, mean, rstd = torch.native_layer_norm(x, module.normalized_shape, weight, bias, module.eps)
         ctx.save_for_backward(x, weight, bias, mean, rstd)
         ctx.site = site

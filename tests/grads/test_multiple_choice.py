@@ -1,0 +1,94 @@
+"""Models that score several choices of a record: the record is clipped, not the choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from hf_dpopt import clipped_gradient_sum
+from hf_dpopt.losses import RecordLosses
+from tests import tiny
+from tests.adversary import harness
+from tests.reference import clipping as reference
+
+NUM_RECORDS, NUM_CHOICES, VOCABULARY = 3, 4, 40
+_SMALL = dict(
+    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+    max_position_embeddings=40, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=0,
+)  # fmt: skip
+
+
+def _bert() -> nn.Module:
+    torch.manual_seed(0)
+    return tf.BertForMultipleChoice(tf.BertConfig(**_SMALL)).double()
+
+
+def _lora() -> nn.Module:
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"])
+    model = peft.get_peft_model(_bert(), config).double()
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    return model
+
+
+MODELS = {
+    "BERT": _bert,
+    "LoRA": _lora,
+    "MPNet, a bias for the batch": lambda: tf.MPNetForMultipleChoice(tf.MPNetConfig(**_SMALL)).double(),
+    "ALBERT": lambda: tf.AlbertForMultipleChoice(tf.AlbertConfig(**_SMALL, embedding_size=8)).double(),
+}
+
+
+def _records(num: int = NUM_RECORDS, num_choices: int = NUM_CHOICES) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (num, num_choices, 9)
+    ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+    mask = torch.arange(9) < torch.randint(3, 10, shape[:2], generator=generator).unsqueeze(-1)
+    labels = torch.randint(0, num_choices, (num,), generator=generator)
+    return [{"input_ids": ids[i] * mask[i], "attention_mask": mask[i].long(), "labels": labels[i]} for i in range(num)]
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_clipped_sum_is_that_of_a_loop_over_records(model, engine):
+    made = MODELS[model]().eval()
+    batch = {k: torch.stack([r[k] for r in _records()]) for k in ("input_ids", "attention_mask", "labels")}
+    norm = 0.05
+    got = clipped_gradient_sum(made, batch, clipping_norm=norm, engine=engine)
+    want = reference.clipped_sum(made, batch, norm)
+    assert reference.relative_error(got, want) < 1e-10
+
+
+def test_the_loss_is_that_of_the_model_for_each_record_alone():
+    model = _bert().eval()
+    batch = {k: torch.stack([r[k] for r in _records()]) for k in ("input_ids", "attention_mask", "labels")}
+    ours = RecordLosses(model)(batch)
+    own = [model(**{k: v[b : b + 1] for k, v in batch.items()}).loss for b in range(NUM_RECORDS)]
+    torch.testing.assert_close(ours, torch.stack(own))
+
+
+@pytest.mark.parametrize("num_choices", [1, 2, 5])
+def test_a_record_moves_a_step_by_its_clip_at_most(tmp_path, num_choices):
+    def make(output_dir, dataset, **changes):
+        return harness.trainer(
+            output_dir, dataset, model=_bert(), data_collator=tf.default_data_collator, clipping_norm=1.0, **changes
+        )
+
+    dataset = _records(6, num_choices)
+    harness.assert_kept(make, dataset, 2, tmp_path)
+
+
+def test_users_with_several_records_are_clipped_as_a_whole(tmp_path):
+    rows = [{**record, "author": i // 2} for i, record in enumerate(_records(12))]
+    made = tiny.trainer(
+        tmp_path, model=_bert().float(), train_dataset=rows, data_collator=tf.default_data_collator, max_steps=2,
+        privacy_unit="user", user_id_column="author", records_per_user=2, expected_batch_size=4,
+    )  # fmt: skip
+    made.train()
+    assert made._self_check == "passed"
