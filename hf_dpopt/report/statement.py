@@ -92,6 +92,9 @@ _NOT_COVERED = (
     "The evaluation data: metrics on it are exact. Declared about it: {evaluation}.",
     "What was chosen by looking at the data: preprocessing, tokenizer, vocabulary, label set, class weights, maximum "
     "length, architecture, hyperparameters, removal of duplicates. Declared about it: {preprocessing}.",
+    "That the run began: before its first step it refuses records that the model cannot take (token ids, labels and "
+    "lengths out of range, missing or unlike columns) and tells whoever holds the data. Its having run says that the "
+    "records that were looked at had none of these faults.",
     "Other runs on the same people that do not share this ledger; their epsilons add up.",
     "The data the base model was trained on before.",
     "Records given as public (`public_dataset`).",
