@@ -11,7 +11,7 @@ from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.losses import RecordLosses, num_records
-from hf_dpopt.records.rows import ENVIRONMENT_ERRORS
+from hf_dpopt.records.rows import is_environment
 
 
 class WholeUnits(Protocol):
@@ -91,11 +91,9 @@ class _FailingApart:
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
         try:
             return self._losses(batch)
-        except (*ENVIRONMENT_ERRORS, UnsupportedModuleError):
+        except UnsupportedModuleError:
             raise
-        except RuntimeError as error:
-            if "can't allocate memory" in str(error):  # the CPU's way to be out of memory
-                raise
-            raise _ForwardFailed from error
         except Exception as error:
+            if is_environment(error):
+                raise
             raise _ForwardFailed from error

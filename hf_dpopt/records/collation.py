@@ -22,7 +22,7 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.losses import IGNORED, num_records
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.limits import Limits
-from hf_dpopt.records.rows import ENVIRONMENT_ERRORS
+from hf_dpopt.records.rows import is_environment
 
 Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Any]
@@ -103,7 +103,7 @@ class Collation:
         Args:
             records: of one physical batch.
         """
-        usable = [(i, row) for i, record in enumerate(records) if (row := self.fitted(record)) is not None]
+        usable = [(i, row) for i, record in enumerate(records) if (row := self._fitted_or_none(record)) is not None]
         if not usable:
             return []
         found = (self._together(usable) if self.is_known else None) or self._one_by_one(usable)
@@ -117,6 +117,14 @@ class Collation:
         if record is None or self.limits.misfit(record) or self.limits.is_empty(record):
             return None
         return record
+
+    def _fitted_or_none(self, record: Any) -> Any:
+        try:
+            return self.fitted(record)
+        except Exception as error:
+            if is_environment(error):
+                raise
+            return None
 
     def row(self, record: Any) -> Batch:
         """The row of one record that was fitted, on the CPU.
@@ -142,9 +150,9 @@ class Collation:
                 if num_records(batch) != len(usable) or _mixes_by_padding(batch, usable):
                     return None
                 failing_B = self.limits.failing(batch)
-            except ENVIRONMENT_ERRORS:
-                raise
-            except Exception:  # one record of the batch, which the others must not suffer from
+            except Exception as error:  # one record of the batch, which the others must not suffer from
+                if is_environment(error):
+                    raise
                 return None
             if not failing_B.any():
                 return [Part(batch, tuple(i for i, _ in usable))]
@@ -158,10 +166,9 @@ class Collation:
                 row = self.row(record)
                 if not self.limits.failing(row).any():
                     rows.append((i, row))
-            except ENVIRONMENT_ERRORS:
-                raise
-            except Exception:
-                continue
+            except Exception as error:
+                if is_environment(error):
+                    raise
         return list(joined(rows, self.padding))
 
 

@@ -14,30 +14,41 @@ from typing import Any
 import numpy as np
 import torch
 
-KINDS = {"b": "int", "i": "int", "u": "int", "f": "float"}
+KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
+WIDER = {"bool": ("bool",), "int": ("int", "bool"), "float": ("float", "int", "bool")}  # what becomes what, unchanged
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Kind ("int", "float" or "other") and depth of nesting of the values of a column."""
+    """What the values of a column are.
+
+    Args:
+        kind: "bool", "int", "float", "empty" (a list without an element) or "other".
+        depth: of nesting; 0 for a number.
+        container: "list", or the type of a numpy array or torch tensor as text.
+    """
 
     kind: str
     depth: int
+    container: str = "list"
 
 
 ANYTHING = Column("other", -1)  # text, images, messages: only the collator can tell
 
 
 def describe(value: Any) -> Column | None:
-    """Kind and depth of a value; None for numbers that are no array (None among them, or texts beside numbers)."""
-    if isinstance(value, (bool, int, np.bool_, np.integer)):
+    """Kind, depth and container of a value; None for numbers that are no array (None or texts among them)."""
+    if isinstance(value, (bool, np.bool_)):
+        return Column("bool", 0)
+    if isinstance(value, (int, np.integer)):
         return Column("int", 0)
     if isinstance(value, (float, np.floating)):
         return Column("float", 0)
     if isinstance(value, torch.Tensor):
-        return Column("float" if value.is_floating_point() else "int", value.dim())
+        kind = "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
+        return Column(kind, value.dim(), str(value.dtype) if value.dim() else "list")
     if isinstance(value, np.ndarray) and value.dtype.kind in KINDS:
-        return Column(KINDS[value.dtype.kind], value.ndim)
+        return Column(KINDS[value.dtype.kind], value.ndim, f"numpy.{value.dtype}" if value.ndim else "list")
     if isinstance(value, (list, tuple)) and value:
         return _describe_list(value)
     return Column("empty", 1) if isinstance(value, (list, tuple)) else ANYTHING
@@ -50,7 +61,7 @@ def _describe_list(value: list[Any] | tuple[Any, ...]) -> Column | None:
         kinds = {c.kind for c in inner if c is not None and c.kind != "empty"}
         depths = {c.depth for c in inner if c is not None and c.kind != "empty"}
         if None in inner or len(kinds) > 1 or len(depths) > 1:
-            return None if kinds <= {"int", "float"} else ANYTHING
+            return None if kinds <= WIDER.keys() else ANYTHING
         return Column(kinds.pop(), depths.pop() + 1) if kinds else Column("empty", 2)
     if not isinstance(first, (bool, int, float, np.generic)):
         return ANYTHING if first is not None else None
@@ -83,14 +94,14 @@ class Form:
             return None
         columns = {str(name): describe(value) or ANYTHING for name, value in record.items() if value is not None}
         for name in ("label", "labels", "label_ids"):
-            if float_labels and name in columns and columns[name].kind == "int":
+            if float_labels and name in columns and columns[name].kind in ("int", "bool"):
                 columns[name] = Column("float", columns[name].depth)
         return cls(columns)
 
     def misfit(self, record: Any) -> str:
         """What is wrong with a record, or an empty text; says nothing about the values."""
         if not isinstance(record, Mapping):
-            return f"it is {_article(type(record).__name__)}, not a mapping of columns"
+            return f"it is no mapping of columns but of type {type(record).__name__}"
         for name, column in self.columns.items():
             if name not in record or record[name] is None:
                 return f"it has no {name!r}"
@@ -100,14 +111,17 @@ class Form:
         return ""
 
     def fitted(self, record: Any) -> dict[str, Any] | None:
-        """The record with the columns and kinds of the form; None if it does not fit."""
-        if self.misfit(record):
+        """The record with the columns, kinds and containers of the form; None if it does not fit."""
+        if not isinstance(record, Mapping):
             return None
-        return {name: _as_kind(column, record[name]) for name, column in self.columns.items()}
-
-
-def _article(noun: str) -> str:
-    return f"{'an' if noun[:1].lower() in 'aeiou' else 'a'} {noun}"
+        fitted = {}
+        for name, column in self.columns.items():
+            value = record.get(name)
+            got = None if value is None else describe(value)
+            if value is None or _misfit(column, got):
+                return None
+            fitted[name] = _as(column, value, got)
+        return fitted
 
 
 def _misfit(wanted: Column, got: Column | None) -> str:
@@ -119,21 +133,36 @@ def _misfit(wanted: Column, got: Column | None) -> str:
         return ""
     if got.depth != wanted.depth:
         return f"is nested {got.depth} deep, where other records have {wanted.depth}"
-    if got.kind != wanted.kind and not (got.kind == "int" and wanted.kind == "float"):
+    if got.kind not in WIDER[wanted.kind]:
         return f"holds values of kind {got.kind}, where other records have {wanted.kind}"
     return ""
 
 
-def _as_kind(column: Column, value: Any) -> Any:
-    """Integers as floats where the column holds floats."""
-    if column.kind != "float":
+def _as(column: Column, value: Any, got: Column | None) -> Any:
+    """The value in the kind and container of its column; collators look at those of the first record only."""
+    if got is None or got.kind in ("other", "empty") or column.kind in ("other", "empty"):
         return value
-    if isinstance(value, (bool, int, np.integer, np.bool_)):
-        return float(value)
+    if column.depth == 0:
+        number = value.item() if hasattr(value, "item") else value
+        return {"bool": bool, "int": int, "float": float}[column.kind](number)
+    if (got.kind, got.container) == (column.kind, column.container):
+        return value
+    if column.container == "list" and got.container == "list":
+        return _each(column.kind, value)
+    array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    if column.container == "list":
+        return _each(column.kind, array.tolist())
+    if column.kind == "int":
+        array = array.astype(np.int64)  # never narrowed: a number that wraps around is another one
+    if column.container.startswith("numpy."):
+        return array if column.kind == "int" else array.astype(column.container.removeprefix("numpy."))
+    tensor = torch.as_tensor(array)
+    return tensor if column.kind == "int" else tensor.to(getattr(torch, column.container.removeprefix("torch.")))
+
+
+def _each(kind: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [_as_kind(column, item) for item in value]
-    if isinstance(value, torch.Tensor) and not value.is_floating_point():
-        return value.float()
-    if isinstance(value, np.ndarray) and value.dtype.kind != "f":
-        return value.astype(np.float32)
-    return value
+        return [_each(kind, item) for item in value]
+    if isinstance(value, (np.ndarray, torch.Tensor)):
+        return _each(kind, value.tolist())
+    return {"bool": bool, "int": int, "float": float}[kind](value)

@@ -57,6 +57,24 @@ def _sampled(dataset: Any) -> Iterator[tuple[int, Any]]:
         yield from ((i, row) for row in rows)
 
 
+def refuse_missing_values(dataset: Any) -> None:
+    """Refuses stored columns of numbers in which some are missing.
+
+    `default_data_collator` leaves a column out of a whole batch when the first record has none.
+
+    Raises:
+        DPConfigError: naming the column.
+    """
+    import pyarrow as pa
+
+    for name, kind in zip(dataset.data.schema.names, dataset.data.schema.types, strict=True):
+        if name not in dataset.column_names or pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            continue
+        for batch in dataset.with_format("arrow", columns=[name]).iter(STORED_ROWS):
+            if batch.column(name).null_count:
+                raise DPConfigError(f"The column {name!r} of the training set has missing values (null). {FIX}")
+
+
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,11 @@ class Limits:
             found["labels"] = labels
         columns = ["input_ids", *(["labels"] if getattr(config, "is_encoder_decoder", False) else [])]
         tables = {column: table for column in columns if (table := positions(model, column)) is not None}
+        if "input_ids" in tables:
+            table = tables["input_ids"]
+            found["position_ids"] = Range(
+                table.most + (0 if table.padding is None else table.padding + 1), "positions"
+            )
         per_token: tuple[str, ...] = ("attention_mask", "token_type_ids", "special_tokens_mask")
         if kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification"):
             per_token = (*per_token, "labels")

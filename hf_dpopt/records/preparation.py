@@ -12,7 +12,7 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.records.collation import Batch, Collation, Collator, Padding
 from hf_dpopt.records.form import Form
-from hf_dpopt.records.inspection import FIX, refuse_malformed
+from hf_dpopt.records.inspection import FIX, refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.records.trial import beside_shorter, try_collation
@@ -82,6 +82,8 @@ def make_collation(
     form = None if is_stored(dataset) else _form(dataset, clean, _predicts_numbers(model, losses.kind))
     if form is not None:
         refuse_malformed(_cleaned(dataset, clean), limits, form)
+    elif is_stored(dataset):
+        refuse_missing_values(dataset)
     config: Any = getattr(base_model(model), "config", None)
     padding_id = getattr(config, "pad_token_id", None)
     padding = Padding(padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0)

@@ -13,8 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-# What the machine does, not what a record is: it stops the run, whichever records a step holds.
-ENVIRONMENT_ERRORS = (OSError, MemoryError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError)
+# What a record can be to blame for although it comes from the system: a path that it names, a damaged picture.
+OF_A_RECORD = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+
+
+def is_environment(error: BaseException) -> bool:
+    """Whether an error is the machine's (disk, memory, a library), so that it stops a run whatever a step holds."""
+    if isinstance(error, OSError):  # libraries raise it without a number for files they cannot make sense of
+        return error.errno is not None and not isinstance(error, OF_A_RECORD)
+    if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # the CPU's allocator
+        return True
+    return isinstance(error, (MemoryError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError))
 
 
 def is_stored(dataset: Any) -> bool:
@@ -34,7 +43,12 @@ def read_rows(dataset: Any, indices: Sequence[int]) -> list[list[Any]]:
     if not indices:
         return []
     if is_stored(dataset):
-        rows = dataset.__getitems__(list(indices))
+        try:
+            rows = dataset.__getitems__(list(indices))
+        except Exception as error:  # a picture that cannot be decoded, beside others that can
+            if is_environment(error):
+                raise
+            rows = []
         if len(rows) == len(indices):
             return [[row] for row in rows]
     return [_read(dataset, index) for index in indices]
@@ -53,10 +67,10 @@ def read_one(dataset: Any, index: int) -> list[Any]:
 def _read(dataset: Any, index: int) -> list[Any]:
     try:
         return read_one(dataset, index)
-    except ENVIRONMENT_ERRORS:
-        raise
-    except Exception:  # a run that stopped here would tell that the record was drawn
-        return []
+    except Exception as error:
+        if is_environment(error):
+            raise
+        return []  # a run that stopped here would tell that the record was drawn
 
 
 def spread(num_records: int, at_most: int) -> list[int]:

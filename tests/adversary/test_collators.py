@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -61,6 +62,17 @@ def test_the_form_of_a_record_is_its_own():
         {"input_ids": [[3]], "label": 1}, {"input_ids": [3, None], "label": 1}, {"input_ids": [3], "label": [1]}, 7,
     ):  # fmt: skip
         assert form.fitted(wrong) is None, wrong
+
+
+def test_arrays_and_tensors_become_what_the_first_record_has():
+    """`DataCollatorForSeq2Seq` adds padding to a list by `+`, which means another thing for an array."""
+    form = Form.of({"labels": [1, 2], "x": np.zeros(2, np.float32), "n": 3})
+    got = form.fitted({"labels": np.array([3, 4]), "x": [1, 2], "n": torch.tensor(5)})
+    assert got["labels"] == [3, 4] and type(got["labels"]) is list
+    assert got["x"].dtype == np.float32 and got["x"].tolist() == [1.0, 2.0]
+    assert type(got["n"]) is int
+    as_tensor = Form.of({"labels": torch.tensor([1], dtype=torch.int32)}).fitted({"labels": [2**40]})
+    assert as_tensor["labels"].tolist() == [2**40]
 
 
 # --- collators that mix ------------------------------------------------------------------------------------------------

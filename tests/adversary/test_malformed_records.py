@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import datasets
@@ -109,13 +110,47 @@ def test_a_record_that_cannot_be_read_adds_nothing(tmp_path):
     assert influence(_with("own"), Raising(rows(None)), BAD, tmp_path, drawn=[1, BAD, 60]) == 0
 
 
+def test_a_picture_that_cannot_be_decoded_adds_nothing(tmp_path):
+    """Stored columns are read together, and one damaged file must not stop them all."""
+    import io
+
+    from PIL import Image
+
+    def png(i: int) -> bytes:
+        content = io.BytesIO()
+        Image.new("RGB", (8, 8), (i, 0, 0)).save(content, "PNG")
+        return content.getvalue()
+
+    pictures = [{"bytes": png(i) if i != BAD else b"no picture", "path": None} for i in range(NUM)]
+    data = datasets.Dataset.from_dict(
+        {"image": pictures, "label": [i % 2 for i in range(NUM)]},
+        features=datasets.Features({"image": datasets.Image(), "label": datasets.Value("int64")}),
+    )
+
+    def collate(some: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        pixels = [torch.from_numpy(np.array(row["image"])).permute(2, 0, 1).double() for row in some]
+        return {"pixel_values": torch.stack(pixels) / 255, "labels": torch.tensor([row["label"] for row in some])}
+
+    def make(output_dir, dataset):
+        torch.manual_seed(0)
+        config = tf.ViTConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8,
+            patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        model = tf.ViTForImageClassification(config)
+        model.vit.embeddings.requires_grad_(False)
+        return trainer(output_dir, dataset, model=model, data_collator=collate)
+
+    assert influence(make, data, BAD, tmp_path, drawn=[1, BAD, 60]) == 0
+
+
 def test_what_the_machine_does_is_no_record(tmp_path):
     """A disk that is gone is not hidden: it would leave noise alone."""
 
     class Gone(Lazy):
         def __getitem__(self, i: int) -> dict[str, Any]:
             if i == BAD:
-                raise OSError("the disk is gone")
+                raise OSError(errno.EIO, "the disk is gone")
             return self.made[i]
 
     with pytest.raises(OSError, match="the disk is gone"):
@@ -176,6 +211,14 @@ STORED = {
 def test_stored_columns_are_read_whole(kind, tmp_path):
     made = datasets.Dataset.from_list(rows(MALFORMED[kind]))
     assert_refused(_with("own"), made, tmp_path, f"Training record {BAD}: {STORED[kind]}")
+
+
+def test_missing_values_of_other_columns_are_told(tmp_path):
+    """`default_data_collator` would leave the column out of every batch that such a record comes first in."""
+    made = rows(None)
+    made[BAD] = {**made[BAD], "token_type_ids": None}
+    data = datasets.Dataset.from_list([{"token_type_ids": [0] * len(row["input_ids"]), **row} for row in made])
+    assert_refused(_with("own"), data, tmp_path, "'token_type_ids' (of the training set has|is) missing")
 
 
 def test_stored_float_classes(tmp_path):

@@ -1,0 +1,158 @@
+"""Time of a LoRA step and of the start-up, beside another checkout of this project, in turns.
+
+Everything counts: reading, collation, checks, clipping, noise, the ledger, the optimizer. SST-2 on a RoBERTa of six
+layers, 768 wide, rank 8; once from stored columns with the stock collator, once from a list with a collator of one's
+own, which sees one record at a time.
+
+    python benchmarks/data_path.py --against ../before --output docs/data_path.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+WARM_UP = 2
+
+
+def records(num: int) -> list[dict[str, Any]]:
+    """Rows as long as sentences of SST-2, made up."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    lengths = (torch.empty(num).exponential_(1 / 22, generator=generator) + 4).clamp(max=66).int().tolist()
+    return [
+        {"input_ids": torch.randint(5, 50_000, (n,), generator=generator).tolist(), "label": i % 2}
+        for i, n in enumerate(lengths)
+    ]
+
+
+def run(source: str, num_steps: int, num_records: int) -> dict[str, float]:
+    """Seconds of the start-up and of each step after the first few, in this process and with this package."""
+    import datasets
+    from peft import LoraConfig, get_peft_model
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        DataCollatorWithPadding,
+        PreTrainedTokenizerFast,
+        RobertaConfig,
+        RobertaForSequenceClassification,
+        TrainerCallback,
+    )
+
+    from hf_dpopt import DPTrainer, DPTrainingArguments
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({"<pad>": 1, "<unk>": 3}, unk_token="<unk>")), pad_token="<pad>"
+    )
+    known = DataCollatorWithPadding(tokenizer)
+    config = RobertaConfig(
+        vocab_size=50_265, hidden_size=768, num_hidden_layers=6, num_attention_heads=12, pad_token_id=1
+    )
+    model = get_peft_model(RobertaForSequenceClassification(config), LoraConfig(task_type="SEQ_CLS", r=8))
+    rows = records(num_records)
+    times: list[float] = []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+            times.append(time.perf_counter())
+
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["HF_DPOPT_PRIVATE_DIR"] = f"{folder}/keys"
+        trainer = DPTrainer(
+            model,
+            DPTrainingArguments(
+                output_dir=f"{folder}/out", per_device_train_batch_size=32, expected_batch_size=64,
+                max_steps=num_steps, report_to="none", disable_tqdm=True, save_strategy="no", use_cpu=True,
+                noise_multiplier=1.0, target_delta=1e-6, logging_strategy="no", remove_unused_columns=False,
+            ),
+            train_dataset=datasets.Dataset.from_list(rows) if source == "stored" else rows,
+            data_collator=known if source == "stored" else lambda some: dict(known(some)),
+            callbacks=[Clock()],
+        )  # fmt: skip
+        trainer.train()
+    steps = [b - a for a, b in zip(times, times[1:], strict=False)][WARM_UP:]
+    return {"start_up": times[0] - begin, "step": sum(steps) / len(steps)}
+
+
+def in_turns(against: Path, source: str, rounds: int, num_steps: int, num_records: int) -> dict[str, Any]:
+    """Both checkouts by turns, each run in a process of its own; the ratio of each pair."""
+    found: dict[str, list[dict[str, float]]] = {"here": [], "there": []}
+    for i in range(rounds):
+        order = [("here", REPO), ("there", against)]
+        for name, checkout in order if i % 2 == 0 else order[::-1]:
+            found[name].append(_in_a_process(checkout, source, num_steps, num_records))
+    ratios = [a["step"] / b["step"] for a, b in zip(found["here"], found["there"], strict=True)]
+    mean, half = statistics.mean(ratios), 0.0
+    if rounds > 1:
+        import scipy.stats
+
+        half = float(scipy.stats.t.ppf(0.975, rounds - 1)) * statistics.stdev(ratios) / rounds**0.5
+    return {
+        "source": source,
+        "step_seconds": {name: statistics.median(run["step"] for run in runs) for name, runs in found.items()},
+        "start_up_seconds": {name: statistics.median(run["start_up"] for run in runs) for name, runs in found.items()},
+        "ratio_of_steps": mean,
+        "interval_95": [mean - half, mean + half],
+        "ratios": ratios,
+    }
+
+
+def _in_a_process(checkout: Path, source: str, num_steps: int, num_records: int) -> dict[str, float]:
+    command = [
+        sys.executable, __file__, "--once", source, "--num_steps", str(num_steps), "--num_records", str(num_records),
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=checkout, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--against", type=Path, help="the other checkout")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--num_steps", type=int, default=8)
+    parser.add_argument("--num_records", type=int, default=67_349)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--once", choices=["stored", "list"], help="time this checkout once and print JSON")
+    args = parser.parse_args()
+    if args.once:
+        print(json.dumps(run(args.once, args.num_steps, args.num_records)))
+        return
+    if args.against is None:
+        parser.error("name the other checkout: --against ../before")
+    import torch
+    import transformers
+
+    report = {
+        "command": "python benchmarks/data_path.py --against <checkout before>",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "cores": os.cpu_count(),
+        "results": [
+            in_turns(args.against.resolve(), source, args.rounds, args.num_steps, args.num_records)
+            for source in ("stored", "list")
+        ],
+    }  # fmt: skip
+    print(json.dumps(report, indent=1))
+    if args.output:
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
