@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 from typing import Any
 
 import datasets
@@ -139,7 +140,11 @@ def test_a_picture_that_cannot_be_decoded_adds_nothing(tmp_path):
         )  # fmt: skip
         model = tf.ViTForImageClassification(config)
         model.vit.embeddings.requires_grad_(False)
-        return trainer(output_dir, dataset, model=model, data_collator=collate)
+        loss = functools.partial(torch.nn.functional.cross_entropy, reduction="none")
+        return trainer(
+            output_dir, dataset, model=model, data_collator=collate,
+            per_example_loss_func=lambda outputs, labels: loss(outputs.logits, labels),
+        )  # fmt: skip
 
     assert influence(make, data, BAD, tmp_path, drawn=[1, BAD, 60]) == 0
 
