@@ -26,6 +26,7 @@ from hf_dpopt.accounting.ledger import ChainRecord, Ledger
 from hf_dpopt.checks import check_noise_key
 from hf_dpopt.durable import fsync_directory, write_durably
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.key_memory import KeyMemory, is_own
 from hf_dpopt.mechanisms.randomness import KEY_BYTES, derive_key
 
 
@@ -104,6 +105,8 @@ def private_folder(given: str | os.PathLike[str] | None, output_dir: str | os.Pa
 class PrivateState:
     """The secrets of one ``output_dir``: ``chains/<chain_id>.key``, and ``.noise``, the state of its noise stream.
 
+    Beside them, in ``used``, is how far each key was used, see `hf_dpopt.key_memory`.
+
     Formal guarantee: nobody but the owner (and root) can list or read it, and it is not inside ``forbidden``, so
     saving or pushing that directory publishes no key. A key is on the disk before its chain is returned.
 
@@ -170,6 +173,10 @@ class PrivateState:
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
             return None  # half a file
 
+    def memory(self, ledger: Ledger) -> KeyMemory:
+        """What is known here of the use of the keys of a ledger, and of copies of it."""
+        return KeyMemory(self.directory, ledger)
+
     def check_data(self, chain: Chain, mark: str) -> None:
         """Notes of what data a chain is, or checks that it is still the same.
 
@@ -212,6 +219,8 @@ class PrivateState:
     def forget(self, chain_ids: Iterable[str] | None = None) -> None:
         """Deletes keys of a run that will not be continued. `secrets` still knows those used by this object.
 
+        The marks of their use stay: an ``output_dir`` that is put back to a backup must still be found out.
+
         Args:
             chain_ids: of the chains to forget, whether their keys are here or not; None: all that the directory holds.
         """
@@ -232,11 +241,12 @@ class PrivateState:
 def continue_or_branch(
     ledger: Ledger, state: PrivateState, resume_step: int | None, *, unsafe_fixed_noise_key: str | None = None
 ) -> Chain:
-    """The chain that the next steps of a run belong to; a new one is recorded in the ledger.
+    """The chain that the next steps of a run belong to; a new one is recorded in the ledger, and gets a mark.
 
-    The run stays on its last chain if that was charged up to exactly ``resume_step`` and its key is here: then no
-    noise of a later step was ever drawn. Otherwise (steps beyond the checkpoint were charged and may have been seen;
-    training starts over; the key is gone) the next steps get a fresh key, and what they cost comes on top.
+    The run stays on its last chain if that was charged up to exactly ``resume_step``, its key is here, and the mark
+    beside the key knows of no step that this ledger does not: then no noise of a later step was ever drawn. Otherwise
+    (steps beyond the checkpoint were charged and may have been seen; training starts over; the key is gone, or was
+    used behind the ledger's back) the next steps get a fresh key, and what they cost comes on top.
 
     Args:
         ledger: open for writing.
@@ -245,28 +255,29 @@ def continue_or_branch(
         unsafe_fixed_noise_key: 64 hexadecimal digits; always a new chain, marked unsafe in the ledger.
 
     Raises:
-        DPConfigError: if the ledger has charged no run that reached ``resume_step``.
+        DPConfigError: if the ledger has charged no run that reached ``resume_step``, or a mark is damaged.
     """
     check_resumable(ledger, resume_step)
     start_step = resume_step or 0
-    last = ledger.last_chain
     if unsafe_fixed_noise_key is not None:
         chain, note = fixed_chain(unsafe_fixed_noise_key), "NOT PRIVATE: unsafe_fixed_noise_key"
     else:
-        kept = state.load_chain(last.chain_id) if last is not None else None
-        note = _why_branch(ledger, last, kept, resume_step)
+        note = _why_branch(ledger, state, resume_step)
         if not note:
-            assert kept is not None
+            assert (last := last_own_chain(ledger)) is not None
+            assert (kept := state.load_chain(last.chain_id)) is not None
             return kept
         chain = state.new_chain()
-    ledger.start_chain(
+    record = ledger.start_chain(
         chain_id=chain.chain_id,
         key_id=chain.key_id,
         start_step=start_step,
-        parent=last.chain_id if last is not None else None,
+        parent=ledger.last_chain.chain_id if ledger.last_chain is not None else None,
         note=note,
         unsafe=chain.unsafe,
     )
+    if not chain.unsafe:
+        state.memory(ledger).begin(record)
     return chain
 
 
@@ -286,23 +297,33 @@ def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
         )
 
 
+def last_own_chain(ledger: Ledger) -> ChainRecord | None:
+    """The chain that a run may go on with: the last one that was begun in this ledger, not in a copy of it."""
+    return next((chain for chain in reversed(ledger.chains) if is_own(chain)), None)
+
+
 def stays_on_its_chain(ledger: Ledger, state: PrivateState, resume_step: int | None) -> bool:
     """Whether `continue_or_branch` would go on with the last chain."""
-    last = ledger.last_chain
-    kept = state.load_chain(last.chain_id) if last is not None else None
-    return not _why_branch(ledger, last, kept, resume_step)
+    return not _why_branch(ledger, state, resume_step)
 
 
-def _why_branch(ledger: Ledger, last: ChainRecord | None, kept: Chain | None, resume_step: int | None) -> str:
+def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) -> str:
     """Why the last chain cannot go on (the note of the new one), or an empty string if it can."""
+    last = last_own_chain(ledger)
     if last is None:
         return "first run"
     if resume_step is None:
         return "training started over"
-    if _reached(ledger, last) != resume_step:
-        return f"resumed at step {resume_step}; step {_reached(ledger, last)} of the chain before was charged"
+    reached, kept = _reached(ledger, last), state.load_chain(last.chain_id)
+    if reached != resume_step:
+        return f"resumed at step {resume_step}; step {reached} of the chain before was charged"
     if kept is None or kept.key_id != last.key_id:
         return f"resumed at step {resume_step}; the key of the chain before is not here"
+    mark = state.memory(ledger).mark(last.chain_id)
+    if mark is None:
+        return f"resumed at step {resume_step}; nothing says how far the key of the chain before was used"
+    if mark.step > reached or mark.digest is None or not ledger.contains(mark.digest):
+        return f"resumed at step {resume_step}; the key of the chain before was used behind this ledger's back"
     return ""
 
 

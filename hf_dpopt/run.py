@@ -13,9 +13,11 @@ import numpy as np
 
 from hf_dpopt import aggregate
 from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.console import logger
 from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.grads import ClippingEngine
 from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.key_memory import KeyMemory, is_own
 from hf_dpopt.mechanisms.level import MechanismLevel
 from hf_dpopt.mechanisms.randomness import make_noise_source
 from hf_dpopt.plan import RESUME_KEYS, PrivacyPlan
@@ -27,6 +29,7 @@ from hf_dpopt.private_state import (
     check_resumable,
     continue_or_branch,
     default_private_dir,
+    last_own_chain,
     stays_on_its_chain,
 )
 from hf_dpopt.sampling.check import ParticipationCheck
@@ -56,8 +59,9 @@ class PrivateRun:
 
     Rank 0 alone touches the ledger and the key files; the others get the key in memory.
 
-    Formal guarantee: `charge` returns only after the step is on the disk of the ledger, never lets (key, step) be used
-    twice, and never lets the charged steps exceed `target_epsilon`.
+    Formal guarantee: `charge` returns only after the step is on the disk, in the ledger and then beside the key, never
+    lets (key, step) be used twice, also where the ledger was put back to an earlier state or copied, and never lets
+    the charged steps exceed `target_epsilon`. It fails if the private directory is put back together with the ledger.
 
     Args:
         plan: what is executed.
@@ -87,6 +91,7 @@ class PrivateRun:
         self.output_dir = Path(output_dir)
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
+        self._memory: KeyMemory | None = None
         self._is_closed = False
         self._preclip: Preconditioning | None = None
         opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark))
@@ -125,17 +130,23 @@ class PrivateRun:
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
         self.state = PrivateState(directory, forbidden=self.output_dir)
         self.ledger = Ledger.open(self.output_dir / LEDGER)
+        self._memory = self.state.memory(self.ledger)
         try:
             check_resumable(self.ledger, resume_step)
             self._check_checkpoint(resume_step, checkpoint)
+            self._memory.lock()
+            self._charge_unknown()
             self._check_budget(resume_step)
             self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
             fixed = self.plan.config.unsafe_fixed_noise_key
             chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
             if data_mark is not None:
                 self.state.check_data(chain, data_mark)
+            self._memory.lock()  # of a family that began just now
+            if not chain.unsafe:
+                self._memory.use(chain.chain_id)
         except BaseException:
-            self.ledger.close()
+            self._release_ledger()
             raise
         charged = list(self.ledger.charged)
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
@@ -151,6 +162,18 @@ class PrivateRun:
     def _release_ledger(self) -> None:
         if self.ledger is not None:
             self.ledger.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _charge_unknown(self) -> None:
+        """A ledger that is behind its keys takes in what they were used for."""
+        assert self.ledger is not None and self._memory is not None
+        if num_steps := self._memory.charge_unknown():
+            logger.warning(
+                f"{num_steps} steps ran under keys of this run that {self.ledger.path} did not know: it was put back "
+                "to an earlier state, or a copy of it went on. They were seen, perhaps, so they are charged now, and "
+                "their noise is not used again."
+            )
 
     def mark_checkpoint(self, folder: str | Path) -> None:
         """Notes in a checkpoint which record of the ledger it stands at, and keeps the noise's state; rank 0 only.
@@ -191,10 +214,12 @@ class PrivateRun:
         needed = self.plan.num_steps - resume_step
         if target is None or needed <= 0:
             return
+        before, same_chain = charged, 0
         if stays_on_its_chain(self.ledger, self.state, resumed_at):
-            before, same_chain = charged[:-1], charged[-1]  # the run stays on its chain
-        else:
-            before, same_chain = charged, 0
+            last = last_own_chain(self.ledger)
+            assert last is not None
+            place = self.ledger.chains.index(last)
+            before, same_chain = charged[:place] + charged[place + 1 :], charged[place]
         spent = self.plan.epsilon((*before, same_chain + needed))
         if spent <= target:
             return
@@ -236,6 +261,8 @@ class PrivateRun:
                 )
         if self.ledger is not None:
             self.ledger.charge(self.chain.chain_id, step)
+            if self._memory is not None and not self.chain.unsafe:
+                self._memory.note(step)
         self.charged[-1] += 1
 
     def start_preclip(self, engine: ClippingEngine, *, public: PublicSource | None = None) -> Preconditioning:
@@ -325,8 +352,9 @@ class PrivateRun:
         """Releases the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
-            mine = [chain.chain_id for chain in self.ledger.chains]  # other runs may keep their keys in the same place
-            self.ledger.close()
+            # other runs, copies of this one too, may keep their keys in the same place
+            mine = [chain.chain_id for chain in self.ledger.chains if is_own(chain)]
+            self._release_ledger()
             if self.state is not None and last is not None and last >= self.plan.num_steps:
                 self.state.forget(mine)
         self.ledger, self._is_closed = None, True

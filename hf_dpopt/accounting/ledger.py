@@ -258,6 +258,11 @@ class Ledger:
             )
         self._append({"kind": "step", "chain_id": chain_id, "step": step})
 
+    def charge_up_to(self, chain_id: str, step: int) -> None:
+        """Charges the steps of a chain up to `step` that are not charged yet: they ran, and this file forgot them."""
+        reached = self.last_step(chain_id) or self._chains[chain_id].start_step
+        self._append(*({"kind": "step", "chain_id": chain_id, "step": t} for t in range(reached + 1, step + 1)))
+
     # --- the file ---
 
     def _acquire_lock(self) -> None:
@@ -341,16 +346,21 @@ class Ledger:
             os.write(self._file, b"\n")
         os.fsync(self._file)
 
-    def _append(self, record: dict[str, Any]) -> None:
-        """Writes a record to the disk, then takes it in."""
+    def _append(self, *records: dict[str, Any]) -> None:
+        """Writes records to the disk, then takes them in."""
         assert self._file is not None, f"{self.path} is not open for writing"
-        digest, line = _seal(record, self._digest)
+        sealed, prev = [], self._digest
+        for record in records:
+            prev, line = _seal(record, prev)
+            sealed.append((record, prev, line + b"\n"))
+        content = b"".join(line for _, _, line in sealed)
         try:
-            written = os.write(self._file, line + b"\n")
-            if written <= len(line):
-                raise OSError(errno.ENOSPC, f"{written} of {len(line) + 1} bytes of a record were written", self.path)
+            written = os.write(self._file, content)
+            if written < len(content):
+                raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes of records were written", self.path)
             os.fsync(self._file)
-            self._apply(json.loads(_canonical(record)), digest)
+            for record, digest, _ in sealed:
+                self._apply(json.loads(_canonical(record)), digest)
         except BaseException:
             # A full disk, or Ctrl-C between the write and the book-keeping: the file may hold more than this object
             # knows, and a further record would not fit onto it. The next `open` settles it.

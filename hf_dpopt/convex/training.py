@@ -5,6 +5,7 @@ Shape legend: B = records of a batch, K = labels, D = features.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Mapping
@@ -97,9 +98,11 @@ class HeadRun:
             # whether a large delta was allowed in words is no part of the mechanism, and older ledgers do not say it
             ledger.record_plan(public, must_match=[name for name in public if name != "allow_large_delta"])
             chain = self._chain(ledger)
-            step, weights = self._load(chain, (num_labels, features.size(1)))
-            weights = self._descend(features, labels, chain, step, weights, progress)
-            self._save(chain, self.plan.config.num_steps, weights)
+            with contextlib.closing(self.state.memory(ledger)) as memory:
+                memory.lock()  # a copy of this folder that shares the key would train other records with its noise
+                step, weights = self._load(chain, (num_labels, features.size(1)))
+                weights = self._descend(features, labels, chain, step, weights, progress)
+                self._save(chain, self.plan.config.num_steps, weights)
         return weights.float()
 
     def finish(self, num_labels: int) -> None:
@@ -111,6 +114,7 @@ class HeadRun:
             for path in self.state.directory.glob(f"*head-{last.chain_id}.pt*"):  # and what a kill left half-written
                 path.unlink()
             self.state.forget([last.chain_id])
+            self.state.memory(ledger).remove()
 
     def _chain(self, ledger: Ledger) -> Chain:
         """A new run, charged, or the one that was killed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +202,27 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
     monkeypatch.setattr("hf_dpopt.private_state.PrivateState.new_chain", lambda self: keys[0])
     _, whole = run(tmp_path / "again", config())
     assert torch.equal(resumed, whole)
+
+
+def test_a_copy_that_shares_the_key_does_not_train_at_the_same_time(tmp_path, monkeypatch):
+    """It would go on from the same state with the same noise, for other labels."""
+    features, labels = data()
+    plan = make_head_plan(config(num_steps=3), num_examples=N)
+    clipped = clip_features(features, 2.0, plan.config.bias_feature)
+    gradients, refused = training.gradient_sum, []
+
+    def copied_meanwhile(*args):
+        if not refused:
+            shutil.copytree(tmp_path / "out", tmp_path / "copy")
+            copy = HeadRun(plan, output_dir=tmp_path / "copy", private_state_dir=tmp_path / "private")
+            with pytest.raises(DPConfigError, match="a run on a copy of this ledger.*Wait for that run") as error:
+                copy.train(clipped, labels.flip(0), K)
+            refused.append(error)
+        return gradients(*args)
+
+    monkeypatch.setattr(training, "gradient_sum", copied_meanwhile)
+    HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private").train(clipped, labels, K)
+    assert refused
 
 
 def test_a_run_that_is_killed_before_its_model_is_published_gives_the_same_weights(tmp_path, monkeypatch):

@@ -1,0 +1,165 @@
+"""A ledger that is behind its key: put back to a backup, or copied while the key is shared. No noise is used twice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt import DPBudgetExceeded, DPTrainer
+from hf_dpopt.accounting.ledger import Ledger
+from tests import tiny
+
+ALPHA = 1e-6  # per case, whatever the seed
+BACKUP_AT, STOPPED_AT, NUM_STEPS = 3, 5, 6
+MECHANISMS = {
+    "gaussian": {},
+    "nu_dpftrl": {"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.1}},
+}
+
+
+class Observer(TrainerCallback):
+    """Keeps what every step released, copies the folder at a checkpoint, and stops the run before its end."""
+
+    def __init__(self, out: Path, backup: Path | None, stop: int):
+        self.out, self.backup, self.stop = out, backup, stop
+        self.released: dict[int, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.released[state.global_step + 1] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.backup is not None and state.global_step == BACKUP_AT:
+            shutil.copytree(self.out, self.backup)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.stop
+
+
+def train(
+    out: Path,
+    *,
+    backup: Path | None = None,
+    stop: int = STOPPED_AT,
+    resume: Any = None,
+    **changes: Any,
+) -> tuple[DPTrainer, Observer]:
+    """A run of at most `stop` of its steps, with a checkpoint (and its backup) after half of them."""
+    seen = Observer(out, backup, stop)
+    values: dict[str, Any] = dict(
+        model=tiny.model(dropout=0.0), max_steps=NUM_STEPS, save_strategy="steps", save_steps=BACKUP_AT, learning_rate=1e-3,
+        clipping_norm=0.1, logging_strategy="no", skip_self_check=True, callbacks=[seen],
+    )  # fmt: skip
+    made = tiny.trainer(out, **values | changes)
+    made.train(resume_from_checkpoint=resume)
+    return made, seen
+
+
+def corrected(num: int = 3) -> list[dict[str, Any]]:
+    """The records after somebody has corrected a few labels."""
+    return [row | {"label": 1 - row["label"]} if i < num else row for i, row in enumerate(tiny.records())]
+
+
+def ledger(out: Path) -> Ledger:
+    return Ledger.read(out / "privacy/ledger.jsonl")
+
+
+def put_back(out: Path, backup: Path) -> None:
+    shutil.rmtree(out)
+    shutil.move(backup, out)
+
+
+def assert_noise_is_independent(made: DPTrainer, one: torch.Tensor, other: torch.Tensor) -> None:
+    """What two releases of one step differ by holds the fresh draws of both: chi-square from below, at ALPHA.
+
+    Gradients, and what correlated noise takes back of earlier draws, only add to the energy.
+    """
+    fresh = made.plan.draw_stddev * made.plan.sensitivity / made.plan.config.expected_batch_size
+    energy = float((one - other).square().sum()) / (2 * fresh**2)
+    least = scipy.stats.chi2.ppf(ALPHA, df=one.numel())
+    assert energy > least, f"sd of the difference {(energy / one.numel()) ** 0.5:.4f} of that of independent noise"
+
+
+@pytest.mark.parametrize("how", ["rolled back", "copied"])
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged(tmp_path, mechanism, how):
+    """Three labels are corrected in between: with the same noise the two releases would differ by gradients alone.
+
+    A fixed order, which correlated noise has here, refuses other records; the same ones draw the same noise as well.
+    """
+    records = corrected() if mechanism == "gaussian" else tiny.records()
+    out, backup = tmp_path / "out", tmp_path / "backup"
+    changes = dict(MECHANISMS[mechanism])
+    if how == "copied":
+        changes["private_state_dir"] = str(tmp_path / "keys")
+    _, first = train(out, backup=backup, **changes)
+    if how == "rolled back":
+        put_back(out, backup)
+    again = out if how == "rolled back" else backup
+    checkpoint = str(again / f"checkpoint-{BACKUP_AT}")
+    made, second = train(again, resume=checkpoint, train_dataset=records, **changes)
+    for step in range(BACKUP_AT + 1, STOPPED_AT + 1):
+        assert_noise_is_independent(made, first.released[step], second.released[step])
+    assert ledger(again).charged == (STOPPED_AT, STOPPED_AT - BACKUP_AT)
+    alone = made.plan.epsilon(STOPPED_AT)
+    assert made.privacy_spent().epsilon > alone and made.privacy_spent().num_steps == 2 * STOPPED_AT - BACKUP_AT
+
+
+def test_a_finished_run_that_is_put_back_is_known_though_its_keys_are_gone(tmp_path):
+    out, backup, keys = tmp_path / "out", tmp_path / "backup", tmp_path / "keys"
+    train(out, backup=backup, stop=NUM_STEPS, private_state_dir=str(keys))
+    assert not list(keys.rglob("*.key"))
+    put_back(out, backup)
+    budget = {"noise_multiplier": None, "target_epsilon": 1.05 * made_epsilon(tmp_path, NUM_STEPS)}
+    with pytest.raises(DPBudgetExceeded, match="6 steps of this run are already charged.*the 3 steps"):
+        train(out, resume=str(out / f"checkpoint-{BACKUP_AT}"), private_state_dir=str(keys), **budget)
+    assert ledger(out).charged == (NUM_STEPS,), "what ran is charged, also where the run that finds it is refused"
+    train(out, resume=str(out / f"checkpoint-{BACKUP_AT}"), stop=NUM_STEPS, private_state_dir=str(keys))
+    assert ledger(out).charged == (NUM_STEPS, NUM_STEPS - BACKUP_AT)
+
+
+def made_epsilon(folder: Path, num_steps: int) -> float:
+    """What so many steps cost in the runs above."""
+    return tiny.trainer(folder / "unused", max_steps=num_steps, clipping_norm=0.1).plan.epsilon()
+
+
+def test_copies_that_take_turns_charge_the_steps_of_each_other(tmp_path):
+    """The first to go on stays under their key, the others take keys of their own; each epsilon covers all of them."""
+    one, other, keys = tmp_path / "one", tmp_path / "other", {"private_state_dir": str(tmp_path / "keys")}
+    train(one, backup=other, stop=BACKUP_AT, **keys)
+    train(other, resume=str(other / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 2, max_steps=8, **keys)
+    first = ledger(other).chains[0]
+    assert ledger(other).charged == (BACKUP_AT + 2,)
+    _, seen = train(one, resume=str(one / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 1, max_steps=8, **keys)
+    assert ledger(one).charged == (BACKUP_AT + 2, 1) and ledger(one).chains[0] == first
+    assert len(seen.released) == 1
+    train(other, resume=str(other / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 1, max_steps=8, **keys)
+    assert ledger(other).charged == (BACKUP_AT + 2, 1, 1)
+    found = ledger(other).chains[1]
+    assert found.key_id == ledger(one).chains[1].key_id and "copy of this ledger" in found.note
+    train(one, stop=1, max_steps=8, **keys)
+    assert sorted(ledger(one).charged) == sorted((*ledger(other).charged, 1))
+
+
+def test_an_unrelated_run_with_the_same_private_directory_is_not_charged(tmp_path):
+    keys = {"private_state_dir": str(tmp_path / "keys")}
+    for name in ("one", "other"):
+        train(tmp_path / name, stop=BACKUP_AT, **keys)
+    train(tmp_path / "one", resume=str(tmp_path / f"one/checkpoint-{BACKUP_AT}"), **keys)
+    assert ledger(tmp_path / "one").charged == (STOPPED_AT,) and ledger(tmp_path / "other").charged == (BACKUP_AT,)
+
+
+def test_a_run_of_an_earlier_release_goes_on_under_a_fresh_key(tmp_path):
+    """Its private directory has keys and no marks."""
+    out, keys = tmp_path / "out", tmp_path / "keys"
+    train(out, stop=BACKUP_AT, private_state_dir=str(keys))
+    shutil.rmtree(keys / "used")
+    train(out, resume=str(out / f"checkpoint-{BACKUP_AT}"), private_state_dir=str(keys))
+    assert ledger(out).charged == (BACKUP_AT, STOPPED_AT - BACKUP_AT)
+    old, new = ledger(out).chains
+    assert old.key_id != new.key_id and "nothing says how far" in new.note
