@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from hf_dpopt.sampling.check import ParticipationCheck
 
 LEDGER = Path("privacy") / "ledger.jsonl"
 CHECKPOINT_MARK = "privacy_ledger.json"
+TRAINING = "training"  # entry of the recorded plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,8 @@ class PrivateRun:
         checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
         data_mark: digest of the records in their order, see `hf_dpopt.sampling.data_mark`; kept beside the key, and a
             chain goes on with the same one only. None: the caller answers for it.
+        training: public options that a record's gradient depends on, see `hf_dpopt.refusals.resume`; a resumed run has
+            to share them with the run that it goes on with. None: the caller answers for it.
 
     Raises:
         DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint.
@@ -86,6 +89,7 @@ class PrivateRun:
         resume_step: int | None = None,
         checkpoint: str | Path | None = None,
         data_mark: str | None = None,
+        training: Mapping[str, Any] | None = None,
     ):
         self.plan = plan
         self.output_dir = Path(output_dir)
@@ -94,7 +98,7 @@ class PrivateRun:
         self._memory: KeyMemory | None = None
         self._is_closed = False
         self._preclip: Preconditioning | None = None
-        opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark))
+        opened = aggregate.agreed(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
@@ -125,6 +129,7 @@ class PrivateRun:
         resume_step: int | None,
         checkpoint: str | Path | None,
         data_mark: str | None,
+        training: Mapping[str, Any] | None,
     ) -> tuple[Chain, list[int], int, dict[str, Any] | None]:
         """The chain of this run, the steps charged to all, the step it starts after, and the state of its noise."""
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
@@ -137,7 +142,7 @@ class PrivateRun:
             self._memory.lock()
             self._charge_unknown()
             self._check_budget(resume_step)
-            self.ledger.record_plan(self.plan.public_dict(), must_match=RESUME_KEYS)
+            self._record_plan(training, is_resumed=resume_step is not None)
             fixed = self.plan.config.unsafe_fixed_noise_key
             chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
             if data_mark is not None:
@@ -164,6 +169,16 @@ class PrivateRun:
             self.ledger.close()
         if self._memory is not None:
             self._memory.close()
+
+    def _record_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
+        """Notes what is executed, or checks that it is what the ledger's run was."""
+        assert self.ledger is not None
+        before, public = self.ledger.plan, self.plan.public_dict()
+        if training is not None:
+            public[TRAINING] = dict(training)
+        # trained anew, a run may be another one; earlier releases did not write this down
+        compared = is_resumed and training is not None and before is not None and TRAINING in before
+        self.ledger.record_plan(public, must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)
 
     def _charge_unknown(self) -> None:
         """A ledger that is behind its keys takes in what they were used for."""

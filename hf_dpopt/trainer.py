@@ -258,6 +258,7 @@ class DPTrainerMixin(_Trainer):
             resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
             checkpoint=resume_from_checkpoint,
             data_mark=self._data_mark(),
+            training=self._gradient_options(model),
         )
         self._stages = self._make_stages(model)
         if resume_from_checkpoint is not None:
@@ -279,6 +280,12 @@ class DPTrainerMixin(_Trainer):
         if not (chooses_once or ParticipationCheck.is_needed(plan.sampler, plan.num_steps)):
             return None
         return data_mark(self._record_dataset) if users is None else users.index.digest
+
+    def _gradient_options(self, model: nn.Module) -> dict[str, Any]:
+        """What a resumed run has to share with this one, besides its plan."""
+        some = self._collated(Records(self._record_dataset).head(1))
+        collator = self.data_collator
+        return refusals.gradient_options(model, self._losses, args=self.args, collator=collator, some_records=some)
 
     def _make_stages(self, model: nn.Module) -> Stages:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

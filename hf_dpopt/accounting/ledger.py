@@ -16,7 +16,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,11 +196,7 @@ class Ledger:
         plan = json.loads(_canonical(plan))  # as it would be read back: tuples are lists, keys are strings
         old = self._plan
         if old is not None:
-            differing = [
-                f"{name}: {old.get(name, 'absent')!r} in the ledger, {plan.get(name, 'absent')!r} now"
-                for name in must_match
-                if _canonical({"": old.get(name)}) != _canonical({"": plan.get(name)})
-            ]
+            differing = list(_differences(old, plan, must_match))
             if differing:
                 raise DPConfigError(
                     f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). "
@@ -366,6 +362,17 @@ class Ledger:
             # knows, and a further record would not fit onto it. The next `open` settles it.
             self.close()
             raise
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str], inside: str = "") -> Iterator[str]:
+    """What differs between two plans, in mappings entry by entry. A field that the older one lacks counts as None."""
+    for name in names:
+        then, now = old.get(name), new.get(name)
+        if isinstance(then, dict) and isinstance(now, dict):
+            yield from _differences(then, now, sorted({*then, *now}), f"{inside}{name}.")
+        elif _canonical({"": then}) != _canonical({"": now}) or (inside and (name in old) != (name in new)):
+            was, is_now = old.get(name, "absent"), new.get(name, "absent")
+            yield f"{inside}{name}: {was!r} in the ledger, {is_now!r} now"
 
 
 def _missing(path: Path) -> str:

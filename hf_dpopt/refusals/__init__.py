@@ -7,6 +7,7 @@ from hf_dpopt.refusals.arguments import check_accelerator, check_accumulation, c
 from hf_dpopt.refusals.data import check_data, is_training_data
 from hf_dpopt.refusals.lengths import check_lengths
 from hf_dpopt.refusals.model import check_model
+from hf_dpopt.refusals.resume import gradient_options
 from hf_dpopt.refusals.stages import check_stages
 from hf_dpopt.refusals.trainer import check_hooks, check_loss
 
@@ -20,5 +21,6 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_stages",
+    "gradient_options",
     "is_training_data",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ import scipy.stats
 import torch
 from transformers import TrainerCallback
 
-from hf_dpopt import DPBudgetExceeded, DPTrainer
-from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
+from hf_dpopt.accounting.ledger import GENESIS, Ledger, _seal
 from tests import tiny
 
 ALPHA = 1e-6  # per case, whatever the seed
@@ -155,11 +156,62 @@ def test_an_unrelated_run_with_the_same_private_directory_is_not_charged(tmp_pat
 
 
 def test_a_run_of_an_earlier_release_goes_on_under_a_fresh_key(tmp_path):
-    """Its private directory has keys and no marks."""
+    """Its private directory has keys and no marks, its ledger says nothing of the training options."""
     out, keys = tmp_path / "out", tmp_path / "keys"
     train(out, stop=BACKUP_AT, private_state_dir=str(keys))
     shutil.rmtree(keys / "used")
+    path = out / "privacy/ledger.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert lines[1]["plan"].pop("training")
+    path.write_text(resealed(lines))
+    mark = out / f"checkpoint-{BACKUP_AT}/privacy_ledger.json"
+    mark.write_text(json.dumps({"ledger_digest": ledger(out).digest()}))
     train(out, resume=str(out / f"checkpoint-{BACKUP_AT}"), private_state_dir=str(keys))
     assert ledger(out).charged == (BACKUP_AT, STOPPED_AT - BACKUP_AT)
     old, new = ledger(out).chains
     assert old.key_id != new.key_id and "nothing says how far" in new.note
+
+
+def resealed(lines: list[dict[str, Any]]) -> str:
+    """The lines as a ledger of its own."""
+    text, prev = "", GENESIS
+    for line in lines:
+        prev, sealed = _seal({key: value for key, value in line.items() if key not in ("prev", "sha256")}, prev)
+        text += sealed.decode() + "\n"
+    return text
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory) -> Path:
+    """A run that was stopped at its checkpoint; it is not changed."""
+    folder = tmp_path_factory.mktemp("stopped")
+    train(folder / "out", stop=BACKUP_AT, private_state_dir=str(folder / "keys"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [
+        ({"label_smoothing_factor": 0.1}, "training.label_smoothing_factor: 0.0 in the ledger, 0.1 now"),
+        ({"model": tiny.model(dropout=0.3)}, "training.config.hidden_dropout_prob: 0.0 in the ledger, 0.3 now"),
+        ({"model": tiny.model(dropout=0.0, problem_type="regression")}, "training.loss: 'single_label"),
+        ({"per_example_loss_func": lambda outputs, labels: outputs.logits.sum(1)}, "training.loss"),
+        ({"bf16": True}, "training.bf16: False in the ledger, True now"),
+    ],
+)
+def test_what_makes_a_gradient_is_the_same_after_a_resume(stopped, tmp_path, changes, named):
+    out = tmp_path / "out"
+    shutil.copytree(stopped / "out", out)
+    before = (out / "privacy/ledger.jsonl").read_bytes()
+    with pytest.raises(DPConfigError, match=f"{named}.*Continue with the same options"):
+        train(out, resume=str(out / f"checkpoint-{BACKUP_AT}"), private_state_dir=str(stopped / "keys"), **changes)
+    assert (out / "privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_other_options_are_allowed_where_training_starts_anew(stopped, tmp_path):
+    """Its chain is another one, and the options are those of the statement from then on."""
+    shutil.copytree(stopped / "out", tmp_path / "out")
+    keys = str(tmp_path / "keys")
+    train(tmp_path / "out", stop=1, private_state_dir=keys, label_smoothing_factor=0.1)
+    assert ledger(tmp_path / "out").charged == (BACKUP_AT, 1)
+    assert ledger(tmp_path / "out").plan["training"]["label_smoothing_factor"] == 0.1
