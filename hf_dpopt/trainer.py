@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -36,6 +37,7 @@ from hf_dpopt.private_state import private_folder
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.inspection import refuse_malformed
+from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.preparation import look_at_records, make_collation, padding_of
 from hf_dpopt.report.publish import ReleaseGuard
@@ -118,6 +120,7 @@ class DPTrainerMixin(_Trainer):
             expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
         self._users: UserData | None = None
+        self._training_rows, self._held_out = TrainingRows(None), cast(tuple[Any, ...], ())
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, expected)
@@ -143,7 +146,8 @@ class DPTrainerMixin(_Trainer):
         train_dataset = given.get("train_dataset")
         if train_dataset is None:  # evaluation only
             return None
-        refusals.check_data(train_dataset, given.get("eval_dataset"), given.get("data_collator"))
+        self._training_rows = TrainingRows(train_dataset)
+        refusals.check_data(self._training_rows, given.get("eval_dataset"), given.get("data_collator"))
         config = args.privacy_config(expected)
         num_examples = len(train_dataset)
         if config.privacy_unit == "user":
@@ -552,24 +556,37 @@ class DPTrainerMixin(_Trainer):
         super()._push_from_checkpoint(checkpoint_folder)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
-        self._refuse_training_data(eval_dataset)
-        return super().evaluate(eval_dataset, *args, **kwargs)
+        with self._only_on_held_out(eval_dataset):
+            return super().evaluate(eval_dataset, *args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        self._refuse_training_data(test_dataset)
-        return super().predict(test_dataset, *args, **kwargs)
+        with self._only_on_held_out(test_dataset):
+            return super().predict(test_dataset, *args, **kwargs)
 
-    def _refuse_training_data(self, dataset: Any) -> None:
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        with self._only_on_held_out(eval_dataset):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        with self._only_on_held_out(test_dataset):
+            return super().get_test_dataloader(test_dataset)
+
+    @contextlib.contextmanager
+    def _only_on_held_out(self, dataset: Any) -> Iterator[None]:
+        """Refuses training records, and does not look a second time at what one call hands to the next."""
         dataset = self.eval_dataset if dataset is None else dataset
         if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
             dataset = self.eval_dataset[dataset]
-        several = dataset.values() if isinstance(dataset, dict) else [dataset]
-        if self.train_dataset is not None and any(
-            refusals.is_training_data(one, self.train_dataset) for one in several
-        ):
-            raise DPConfigError(
-                "Metrics on the training dataset are exact values of private data. Evaluate on held-out records."
-            )
+        before = self._held_out
+        if not any(dataset is one for one in before):
+            if self._training_rows.dataset is not self.train_dataset:  # some trainers prepare what they are given
+                self._training_rows = TrainingRows(self.train_dataset)
+            refusals.check_evaluation(dataset, self._training_rows)
+        self._held_out = (*before, dataset, *(dataset.values() if isinstance(dataset, dict) else ()))
+        try:
+            yield
+        finally:
+            self._held_out = before
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise DPConfigError(

@@ -9,51 +9,40 @@ from typing import Any
 import torch
 from transformers import DataCollatorWithFlattening
 
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.refusals.table import Refusal, raise_first
 
 MAX_COMPARED = 200_000
+HELD_OUT = (
+    "Evaluate on held-out records: split before training (dataset.train_test_split), and take out of the evaluation "
+    "set what is in the training set, too."
+)
 
 
-def check_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> None:
+def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> None:
     """Refuses datasets that cannot be sampled, or whose evaluation would release the training data."""
-    raise_first(_on_data(train_dataset, eval_dataset, data_collator))
+    raise_first(_on_data(training, eval_dataset, data_collator))
+
+
+def check_evaluation(dataset: Any, training: TrainingRows) -> None:
+    """Refuses metrics on training records.
+
+    Args:
+        dataset: what is to be evaluated on, or several by their names.
+        training: rows of the training set.
+
+    Raises:
+        DPConfigError: for a view of the training set, or a set of which at least half are copies of its records.
+    """
+    several = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+    if any(training.make_up(one) for one in several):
+        raise DPConfigError(f"Metrics on the training dataset are exact values of private data. {HELD_OUT}")
 
 
 def is_training_data(dataset: Any, training: Any) -> bool:
-    """Whether they share rows of one dataset, through any `Subset` and `ConcatDataset`, or rows of a list.
-
-    Also a copy that `datasets` knows to be one. Other copies are not found.
-    """
-    if dataset is None or training is None:
-        return False
-    fingerprint = getattr(dataset, "_fingerprint", None)
-    if dataset is training or (fingerprint is not None and fingerprint == getattr(training, "_fingerprint", None)):
-        return True
-    ours, theirs = _sources(dataset), _sources(training)
-    if any(not ours[base].isdisjoint(theirs[base]) for base in ours.keys() & theirs.keys()):
-        return True
-    return not _identities(dataset).isdisjoint(_identities(training))
-
-
-def _sources(dataset: Any) -> dict[int, set[int]]:
-    """Identity of every dataset that rows come from -> their numbers there."""
-    if isinstance(dataset, torch.utils.data.ConcatDataset):
-        found: dict[int, set[int]] = {}
-        for part in dataset.datasets:
-            for base, rows in _sources(part).items():
-                found.setdefault(base, set()).update(rows)
-        return found
-    if isinstance(dataset, torch.utils.data.Subset):
-        numbers, inner = [int(i) for i in dataset.indices], dataset.dataset
-        while isinstance(inner, torch.utils.data.Subset):
-            numbers, inner = [int(inner.indices[i]) for i in numbers], inner.dataset
-        return {id(inner): set(numbers)} if not isinstance(inner, torch.utils.data.ConcatDataset) else _sources(inner)
-    return {id(dataset): set(range(len(dataset)))} if hasattr(dataset, "__len__") else {}
-
-
-def _identities(dataset: Any) -> set[int]:
-    """Of the rows of a list or tuple, which slices and copies of it keep."""
-    return {id(row) for row in dataset} if isinstance(dataset, (list, tuple)) else set()
+    """Whether it is a view of the training set, or at least half of it are copies; see `TrainingRows.make_up`."""
+    return TrainingRows(training).make_up(dataset)
 
 
 def shared_rows(dataset: Any, training: Any) -> int:
@@ -79,7 +68,8 @@ def _contents(row: Any) -> str:
     return hashlib.sha256(repr(row).encode()).hexdigest()
 
 
-def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Iterator[Refusal]:
+def _on_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> Iterator[Refusal]:
+    train_dataset = training.dataset
     yield (
         isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
         "The training dataset is iterable (streaming), so records cannot be sampled by index.",
@@ -88,9 +78,10 @@ def _on_data(train_dataset: Any, eval_dataset: Any, data_collator: Any) -> Itera
     yield len(train_dataset) == 0, "The training dataset is empty.", "Check the file and the preprocessing."
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
     yield (
-        any(is_training_data(e, train_dataset) for e in evaluated),
-        "The evaluation dataset is the training dataset: its metrics would be exact values of private data.",
-        "Hold out records for evaluation.",
+        any(training.make_up(e) for e in evaluated),
+        "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact values "
+        "of private data.",
+        f"Hold out records for evaluation. {HELD_OUT}",
     )
     yield (
         isinstance(data_collator, DataCollatorWithFlattening),

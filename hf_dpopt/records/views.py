@@ -1,0 +1,138 @@
+"""Whether two datasets are views of one store: a shared Arrow table, `Subset`, `ConcatDataset`, rows of one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import torch
+
+Leaf = tuple[Any, np.ndarray]  # a dataset that is no view of another one, and numbers of rows in it
+MAX_DEPTH = 8  # of datasets that wrap others
+
+_Chunk = tuple[int, int, int]  # first row in the table, number of rows, position of the first row in the buffer
+
+
+def share_rows(ours: Any, theirs: Any) -> bool:
+    """Whether a row of one is a row of the other, stored once; copies are not found.
+
+    Args:
+        ours, theirs: map-style datasets or lists, nested in `Subset` and `ConcatDataset` as deep as they like.
+    """
+    fingerprint = getattr(ours, "_fingerprint", None)
+    if ours is theirs or (fingerprint is not None and fingerprint == getattr(theirs, "_fingerprint", None)):
+        return True
+    mine, other = (list(_unwrapped(leaves(x))) for x in (ours, theirs))
+    if any(not _disjoint(a, b) for a in mine for b in other):
+        return True
+    return not _identities(mine).isdisjoint(_identities(other))
+
+
+def leaves(dataset: Any, rows: np.ndarray | None = None) -> list[Leaf]:
+    """What rows of a dataset are made of; nothing for what has no length."""
+    if rows is None:
+        if not hasattr(dataset, "__len__"):
+            return []
+        rows = np.arange(len(dataset))
+    if isinstance(dataset, torch.utils.data.Subset):
+        return leaves(dataset.dataset, np.asarray(dataset.indices, dtype=np.int64)[rows])
+    if isinstance(dataset, torch.utils.data.ConcatDataset):
+        ends = np.asarray(dataset.cumulative_sizes, dtype=np.int64)
+        starts = np.concatenate([[0], ends[:-1]])
+        rows = np.where(rows < 0, rows + ends[-1], rows)
+        part = np.searchsorted(ends, rows, side="right")
+        split = [leaves(d, rows[part == i] - starts[i]) for i, d in enumerate(dataset.datasets)]
+        return [leaf for found in split for leaf in found]
+    return [(dataset, np.where(rows < 0, rows + len(dataset), rows))] if len(rows) else []
+
+
+def _unwrapped(found: Iterable[Leaf], depth: int = 0) -> Iterable[Leaf]:
+    """Those leaves, and what they are made of if they are datasets around others of the same length.
+
+    A dataset that augments at random has other contents at each look; what it holds gives it away.
+    """
+    for dataset, rows in found:
+        yield dataset, rows
+        if depth == MAX_DEPTH or not isinstance(dataset, torch.utils.data.Dataset):
+            continue
+        for inner in vars(dataset).values():
+            if isinstance(inner, (list, tuple, torch.utils.data.Dataset, datasets.Dataset)) and _has_length(
+                inner, len(dataset)
+            ):
+                yield from _unwrapped(leaves(inner, rows), depth + 1)
+
+
+def _has_length(inner: Any, length: int) -> bool:
+    try:
+        return len(inner) == length
+    except TypeError:
+        return False
+
+
+def _disjoint(ours: Leaf, theirs: Leaf) -> bool:
+    (mine, my_rows), (other, other_rows) = ours, theirs
+    if mine is other:
+        return not np.isin(my_rows, other_rows).any()
+    if isinstance(mine, datasets.Dataset) and isinstance(other, datasets.Dataset):
+        return _disjoint_tables(mine, my_rows, other, other_rows)
+    return True
+
+
+def _disjoint_tables(mine: datasets.Dataset, my_rows: np.ndarray, other: datasets.Dataset, rows: np.ndarray) -> bool:
+    """By the memory that the rows lie in: copies of a table share it, whatever became of its other columns."""
+    my_chunks, other_chunks = _chunks(mine._data), _chunks(other._data)
+    common = my_chunks.keys() & other_chunks.keys()
+    if not common:
+        return True
+    my_rows, rows = stored_rows(mine, my_rows), stored_rows(other, rows)
+    return not any(np.isin(_at(my_rows, my_chunks[a]), _at(rows, other_chunks[a])).any() for a in common)
+
+
+def stored_rows(dataset: datasets.Dataset, rows: np.ndarray) -> np.ndarray:
+    """Their numbers in the Arrow table."""
+    return rows if dataset._indices is None else dataset._indices.column(0).to_numpy().astype(np.int64)[rows]
+
+
+def _chunks(table: Any) -> dict[int, list[_Chunk]]:
+    """Address of a buffer -> where rows of the table lie in it.
+
+    Numbers may be shared by datasets that have nothing else in common (an array of labels), so that texts and lists
+    count where there are any.
+    """
+    columns = [column for column in table.itercolumns() if _may_carry_a_record(column.type)]
+    found: dict[int, list[_Chunk]] = {}
+    for column in columns or table.itercolumns():
+        start = 0
+        for chunk in column.chunks:
+            buffers = [b for b in chunk.buffers() if b is not None and b.size > 0]
+            if len(chunk) and buffers:
+                found.setdefault(buffers[-1].address, []).append((start, len(chunk), chunk.offset))
+            start += len(chunk)
+    return found
+
+
+def _may_carry_a_record(kind: pa.DataType) -> bool:
+    if isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
+    return pa.types.is_nested(kind) or any(is_text(kind) for is_text in texts)
+
+
+def _at(rows: np.ndarray, chunks: list[_Chunk]) -> np.ndarray:
+    """Places of rows in a buffer."""
+    places = [rows[(rows >= start) & (rows < start + length)] - start + offset for start, length, offset in chunks]
+    return np.concatenate(places)
+
+
+def _identities(found: Iterable[Leaf]) -> set[int]:
+    """Of the rows of lists, which slices and copies of them keep; Python shares numbers and texts."""
+    return {
+        id(row)
+        for dataset, rows in found
+        if isinstance(dataset, (list, tuple))
+        for row in (dataset[i] for i in rows.tolist())
+        if not isinstance(row, (str, bytes, int, float, type(None)))
+    }
