@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from hf_dpopt.checks import check_clipping_norm
 from hf_dpopt.errors import DPConfigError
 
 Adjacency = Literal["add_or_remove_one", "zero_out", "replace_one"]
@@ -82,7 +83,8 @@ class _Clipping:
         return self.clipping_norm
 
     def _factor(self, norms_B: torch.Tensor, bound: float) -> torch.Tensor:
-        # norm 0 gives bound / 0 = inf, which the clamp turns into 1: nothing to clip
+        # norm 0 gives bound / 0 = inf, which the clamp turns into 1: nothing to clip. Squares vanish far below the
+        # smallest bound that is allowed, see `check_clipping_norm`.
         return (bound / norms_B).clamp(max=1.0)
 
 
@@ -132,6 +134,7 @@ def make_clipping(name: str, clipping_norm: float) -> Clipping:
     """The registered clipping rule of that name."""
     if name not in CLIPPINGS:
         raise DPConfigError(f"clipping={name!r} is not known. Choose one of: {', '.join(CLIPPINGS)}.")
+    check_clipping_norm("clipping_norm", clipping_norm)
     return CLIPPINGS[name](clipping_norm=clipping_norm)
 
 

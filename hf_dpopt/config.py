@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from hf_dpopt.checks import check_count, check_noise_key, check_noise_multiplier, check_real
+from hf_dpopt.checks import check_clipping_norm, check_count, check_noise_key, check_noise_multiplier, check_real
 from hf_dpopt.clipping import CLIPPINGS, Adjacency
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.errors import PrivacyWarning as PrivacyWarning
@@ -40,7 +40,8 @@ class PrivacyConfig:
             the statement says so.
         noise_multiplier: noise stddev / sensitivity (unitless), >= 0. 0.0 adds no noise at all: NOT PRIVATE, and
             epsilon is infinite; it is there for comparisons.
-        clipping_norm: bound C on the L2 norm of one record's gradient (gradient units); positive and finite.
+        clipping_norm: bound C on the L2 norm of one record's gradient (gradient units); from 1e-10 to 1e10,
+            between which norms in float32 can be held to it.
         clipping: how one record's gradient is bounded: ``flat`` (one norm over all parameters), ``per_layer`` or
             ``automatic`` (normalised instead of clipped).
         expected_batch_size: records per logical batch on average, over all devices and accumulation steps; >= 1.
@@ -140,12 +141,7 @@ class PrivacyConfig:
             check_noise_multiplier(self.noise_multiplier)
 
     def _check_numbers(self) -> None:
-        check_real("clipping_norm", self.clipping_norm, "a finite number > 0, in gradient units; 0.1 to 1 is usual")
-        if self.clipping_norm <= 0:
-            raise DPConfigError(
-                f"clipping_norm={self.clipping_norm} lets no gradient through. Use a finite number > 0, in gradient "
-                "units; 0.1 to 1 is usual."
-            )
+        check_clipping_norm("clipping_norm", self.clipping_norm)
         check_count(
             "expected_batch_size",
             self.expected_batch_size,

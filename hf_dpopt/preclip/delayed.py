@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import check_count, check_positive
+from hf_dpopt.checks import check_clipping_norm, check_count, check_positive
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
@@ -74,7 +74,9 @@ class DelayedPreconditioner:
         if self.adaptive_steps is not None:
             check_count("adaptive_steps", self.adaptive_steps, "the steps of an adaptive phase, an integer >= 1")
         check_moment(self.second_moment, self.beta, self.eps, self.factored)
-        check_positive(clipping_norm=self.clipping_norm, learning_rate_ratio=self.learning_rate_ratio)
+        check_positive(learning_rate_ratio=self.learning_rate_ratio)
+        if self.clipping_norm is not None:
+            check_clipping_norm("clipping_norm", self.clipping_norm)
         if not isinstance(self.unbiased, bool):
             raise DPConfigError(f"unbiased={self.unbiased!r} is neither true nor false.")
         if self.variant not in VARIANTS:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import check_count, check_positive, check_real
+from hf_dpopt.checks import check_clipping_norm, check_count, check_positive, check_real
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
@@ -50,7 +50,9 @@ class PublicPreconditioner(ActsAtOnce):
         check_count("refresh_every", self.refresh_every)
         check_real("eps", self.eps, "a finite number > 0, in gradient units")
         check_moment(self.second_moment, self.beta, self.eps, self.factored)
-        check_positive(clipping_norm=self.clipping_norm, learning_rate_ratio=self.learning_rate_ratio)
+        check_positive(learning_rate_ratio=self.learning_rate_ratio)
+        if self.clipping_norm is not None:
+            check_clipping_norm("clipping_norm", self.clipping_norm)
 
     @property
     def changes_every(self) -> int:

@@ -19,14 +19,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import check_positive
+from hf_dpopt.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.contributions import COUNT
 from hf_dpopt.grads.scaling import Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys, multiply_
 
-FARTHEST = 1e6  # that C may get from the first one, either way
+FARTHEST = 1e6  # that C may get from the first one, either way; it stays among the norms that are allowed, too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,14 +107,16 @@ class QuantileClipping(ActsAtOnce):
         public: PublicSource | None = None,
     ) -> ClippingAtQuantile:
         """See `Preclip.start`."""
-        return ClippingAtQuantile(self, noise)
+        return ClippingAtQuantile(self, noise, clipping_norm)
 
 
 class ClippingAtQuantile(InPlace):
     """`QuantileClipping` at work; C relative to the first one is all it keeps, and was made of released counts."""
 
-    def __init__(self, spec: QuantileClipping, noise: NoiseLevel):
+    def __init__(self, spec: QuantileClipping, noise: NoiseLevel, clipping_norm: float):
         self._spec, self._noise = spec, noise
+        self._least = max(1 / FARTHEST, SMALLEST_CLIPPING_NORM / clipping_norm)
+        self._most = min(FARTHEST, LARGEST_CLIPPING_NORM / clipping_norm)
         self.ratio = 1.0  # C / the clipping norm of the core
 
     @property
@@ -139,7 +141,7 @@ class ClippingAtQuantile(InPlace):
         self._last = self.ratio
         multiply_(gradients, self.ratio)
         log_ratio = math.log(self.ratio) - self._spec.learning_rate * (share - self._spec.quantile)
-        self.ratio = math.exp(min(max(log_ratio, -math.log(FARTHEST)), math.log(FARTHEST)))
+        self.ratio = math.exp(min(max(log_ratio, math.log(self._least)), math.log(self._most)))
         return gradients
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,4 +149,4 @@ class ClippingAtQuantile(InPlace):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_keys(state, {"ratio", "last"})
-        self.ratio, self._last = float(state["ratio"]), float(state["last"])
+        self.ratio, self._last = min(max(float(state["ratio"]), self._least), self._most), float(state["last"])

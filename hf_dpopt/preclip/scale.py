@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import check_positive
+from hf_dpopt.checks import check_clipping_norm, check_clipping_ratio, check_positive
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
 from hf_dpopt.postprocess import Gradients, NoiseLevel
@@ -41,6 +41,7 @@ class ScaledStep:
         learning_rate_ratio: float = 1.0,
         unscale: bool = False,
     ):
+        check_clipping_ratio(own_clipping_norm or clipping_norm, clipping_norm)
         ratio = 1.0 if own_clipping_norm is None else own_clipping_norm / clipping_norm
         self.scale = Scale(parts, 1 / ratio) if parts or ratio != 1.0 else None
         self._factor, self._unscale = ratio * learning_rate_ratio, unscale
@@ -83,7 +84,9 @@ class ScaleThenPrivatize(ActsAtOnce):
     changes_every: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        check_positive(clipping_norm=self.clipping_norm, learning_rate_ratio=self.learning_rate_ratio)
+        check_positive(learning_rate_ratio=self.learning_rate_ratio)
+        if self.clipping_norm is not None:
+            check_clipping_norm("clipping_norm", self.clipping_norm)
 
     def parameters(self) -> dict[str, Any]:
         digest = hashlib.sha256()
