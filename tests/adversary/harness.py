@@ -28,8 +28,14 @@ Make = Callable[..., DPTrainer]
 
 
 @contextlib.contextmanager
-def forced_draws(indices: Sequence[int]) -> Iterator[list[dict[str, torch.Tensor]]]:
-    """Every step holds exactly the records `indices`; yields what the steps summed, before the noise."""
+def forced_draws(
+    indices: Sequence[int] | Callable[[int], Sequence[int]],
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Every step holds exactly the records `indices`; yields what the steps summed, before the noise.
+
+    Args:
+        indices: of the records; or a function of the step, which counts from 1.
+    """
     seen: list[dict[str, torch.Tensor]] = []
     draw, joined = PrivateRun.draw, queries.joined
 
@@ -38,7 +44,8 @@ def forced_draws(indices: Sequence[int]) -> Iterator[list[dict[str, torch.Tensor
         return joined(sums)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PrivateRun, "draw", lambda run, step: np.array(indices, dtype=np.int64))
+        drawn = indices if callable(indices) else lambda step: indices
+        patch.setattr(PrivateRun, "draw", lambda run, step: np.array(drawn(step), dtype=np.int64))
         patch.setattr(queries, "joined", spy)
         yield seen
     assert PrivateRun.draw is draw

@@ -1,9 +1,13 @@
-"""Writes docs/support.md from the models that the exactness tests run: `python -m tests.grads.support_table`."""
+"""Writes docs/support.md from the models that the exactness tests run: `python -m tests.grads.support_table`.
+
+Its last section is the scan's, `python -m tests.adversary.scan`, and stays.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tests.adversary.scan import table as scan
 from tests.grads.models import ADAPTERS, FAMILIES
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "support.md"
@@ -41,4 +45,4 @@ def support_table() -> str:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(support_table(), encoding="utf-8")
+    TABLE.write_text(scan.with_section(support_table(), scan.read()), encoding="utf-8")

@@ -1,0 +1,152 @@
+"""Runs the scan: one forked process for each class, so that none can harm the others, hang or eat the memory."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import gc
+import importlib.metadata
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import torch
+import transformers
+
+from tests.adversary.scan import table
+from tests.adversary.scan.classes import ModelClass, named_classes
+
+MEMORY = 12 << 30  # bytes of address space
+PACKAGES = ("transformers", "torch", "peft", "accelerate")
+
+
+def scan(options: Any, command: str) -> None:
+    """Measures the classes that the options name, and writes each row at once."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    os.environ.setdefault("HF_DPOPT_PRIVATE_DIR", tempfile.mkdtemp(prefix="hf_dpopt_scan_"))
+    _warm_up()
+    is_new = not (options.only or options.only_missing or options.verdict) or not table.RESULTS.exists()
+    found: dict[str, Any] = {"rows": {}, "without_labels": []} if is_new else table.read()
+    found = {"command": command, "date": str(datetime.date.today()), "versions": versions(), **_body(found)}
+    start, todo = time.monotonic(), _chosen(options, found)
+    for num, (model, row) in enumerate(_measured(todo, options), 1):
+        found["without_labels"] = sorted(set(found["without_labels"]) - {model.name})
+        if row is None:
+            found["rows"].pop(model.name, None)
+            found["without_labels"] = sorted({*found["without_labels"], model.name})
+        else:
+            found["rows"][model.name] = row
+            told = row["verdict"] + (f", LoRA {row['lora']['verdict']}" if "lora" in row else "")
+            print(
+                f"{num}/{len(todo)} {time.monotonic() - start:.0f} s {model.name}: {told} {row.get('reason', '')}",
+                flush=True,
+            )
+        table.write(found)
+
+
+def _warm_up() -> None:
+    """Trains once before processes are forked: what the libraries import on the way is then there for all of them."""
+    from tests.adversary.scan.measure import measure
+
+    with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+        measure(named_classes()["Qwen3MoeForCausalLM"])
+    gc.collect()
+    gc.freeze()  # or every collection in a forked process copies the pages of all that was imported
+
+
+def versions() -> dict[str, str]:
+    """The installed versions that decide which classes there are and what they compute."""
+    return {name: importlib.metadata.version(name) for name in PACKAGES}
+
+
+def _body(found: dict[str, Any]) -> dict[str, Any]:
+    known = named_classes()  # classes that left transformers leave the table
+    return {
+        "without_labels": [name for name in found["without_labels"] if name in known],
+        "rows": {name: row for name, row in found["rows"].items() if name in known},
+    }
+
+
+def _chosen(options: Any, found: dict[str, Any]) -> list[ModelClass]:
+    known = named_classes()
+    if options.only:
+        if unknown := [name for name in options.only if name not in known]:
+            sys.exit(f"No AutoModelFor* of transformers {transformers.__version__} offers: {', '.join(unknown)}.")
+        return [known[name] for name in options.only]
+    if options.verdict:
+        return [known[name] for name, row in found["rows"].items() if table.verdict(row) == options.verdict]
+    seen = {*found["rows"], *found["without_labels"]}
+    return [model for model in known.values() if model.name not in seen]
+
+
+def _measured(todo: list[ModelClass], options: Any) -> Any:
+    """Pairs of (class, row), as the processes end."""
+    waiting, running = list(todo), {}
+    while waiting or running:
+        while waiting and len(running) < options.workers:
+            process = _Process(waiting.pop(0), options.limit)
+            running[process.fileno()] = process
+        for number in select.select(list(running), [], [])[0]:
+            if running[number].read():
+                process = running.pop(number)
+                yield process.model, process.result()
+
+
+class _Process:
+    """A forked process that measures one class and writes its row into a pipe."""
+
+    def __init__(self, model: ModelClass, limit: int):
+        self.model, self.limit = model, limit
+        self._pipe, into = os.pipe()
+        self._data = b""
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._pipe)
+            _child(model, into, limit)
+        os.close(into)
+
+    def fileno(self) -> int:
+        return self._pipe
+
+    def read(self) -> bool:
+        """Whether the process has ended."""
+        data = os.read(self._pipe, 1 << 16)
+        self._data += data
+        return not data
+
+    def result(self) -> dict[str, Any] | None:
+        os.close(self._pipe)
+        _, status = os.waitpid(self._pid, 0)
+        if self._data:
+            return json.loads(self._data)
+        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+        is_late = number in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)
+        reason = f"took longer than {self.limit} s" if is_late else f"the process died ({number or status})"
+        return {"head": self.model.head, "verdict": table.NOT_RUNNABLE, "reason": reason}
+
+
+def _child(model: ModelClass, into: int, limit: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))  # seconds of work, however busy the machine is
+    signal.alarm(20 * limit)
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    from tests.adversary.scan.measure import first_sentence, measure
+
+    try:
+        row = measure(model)
+    except BaseException as error:
+        row = {"head": model.head, "verdict": table.NOT_RUNNABLE, "reason": f"the scan: {first_sentence(error)}"}
+    with os.fdopen(into, "wb") as pipe:
+        pipe.write(json.dumps(row).encode())
+    os._exit(0)
