@@ -287,9 +287,7 @@ class DPTrainerMixin(_Trainer):
 
     def _gradient_options(self, model: nn.Module) -> dict[str, Any]:
         """What a resumed run has to share with this one, besides its plan."""
-        some = self._collated(Records(self._record_dataset).head(1))
-        collator = self.data_collator
-        return refusals.gradient_options(model, self._losses, args=self.args, collator=collator, some_records=some)
+        return refusals.gradient_options(model, self._losses, args=self.args, collator=self.data_collator)
 
     def _make_stages(self, model: nn.Module) -> Stages:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_dpopt.losses import RecordLosses, base_model, problem_type
+from hf_dpopt.losses import RecordLosses, base_model
 
 # Of configurations: names, versions, formats, and what the model writes there itself.
 NO_PART_OF_THE_GRADIENT = frozenset(
@@ -30,9 +30,7 @@ NO_PART_OF_THE_GRADIENT = frozenset(
 KNOWN_COLLATORS = ("transformers.", "trl.")  # their fields are options; those of others may be data
 
 
-def gradient_options(
-    model: nn.Module, losses: RecordLosses, *, args: Any, collator: Any, some_records: Mapping[str, Any]
-) -> dict[str, Any]:
+def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, collator: Any) -> dict[str, Any]:
     """Public values that a record's gradient depends on; JSON-able.
 
     Args:
@@ -40,11 +38,7 @@ def gradient_options(
         losses: of the run.
         args: of the run.
         collator: of the training records.
-        some_records: collated; their labels' type tells the loss of a classifier that does not name it.
     """
-    head = losses.kind
-    if head == "ForSequenceClassification":
-        head = problem_type(model, some_records["labels"])
     adapters = getattr(model, "peft_config", {})
     dropouts = [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
     return {
@@ -53,11 +47,21 @@ def gradient_options(
         "adapters": {name: _public(adapter.to_dict()) for name, adapter in adapters.items()},
         "trained": _trained(model),
         "dropouts": dict(Counter(map(str, dropouts))),
-        "loss": head if head != "custom" else _name_of(losses.loss),
+        "loss": _loss(model, losses),
         "label_smoothing_factor": losses.label_smoothing,
         "bf16": bool(args.bf16),
         "collator": _collator(collator),
     }
+
+
+def _loss(model: nn.Module, losses: RecordLosses) -> str:
+    """The kind of loss, without a look at the labels, from which a classifier may infer it and write it down."""
+    if losses.kind != "ForSequenceClassification":
+        return losses.kind if losses.kind != "custom" else _name_of(losses.loss)
+    config = base_model(model).config
+    if config.num_labels == 1:
+        return "regression"
+    return config.problem_type if config.problem_type not in (None, "single_label_classification") else "by the labels"
 
 
 def _trained(model: nn.Module) -> str:
