@@ -111,9 +111,16 @@ class DPTrainingArguments(TrainingArguments):
     privacy_unit: str = field(
         default="example",
         metadata={
-            "help": "What is protected as a whole: one record, or everything that one user wrote. With users, "
-            "expected_batch_size counts users.",
-            "choices": ["example", "user"],
+            "help": "What is protected as a whole: one record, everything that one user wrote, or one block: a row "
+            "that may hold several documents or a part of one. With users, expected_batch_size counts users.",
+            "choices": ["example", "user", "block"],
+        },
+    )
+    rows_are_records: bool = field(
+        default=False,
+        metadata={
+            "help": "Every row is a whole record, though rows look like blocks or windows of text (one length, "
+            "nothing padded; text shared by neighbours). The privacy statement repeats it."
         },
     )
     user_id_column: str | None = field(

@@ -18,7 +18,7 @@ from hf_dpopt.sampling import SAMPLERS
 
 ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
-PrivacyUnit = Literal["example", "user"]
+PrivacyUnit = Literal["example", "user", "block"]
 UserWeighting = Literal["constant", "mean"]
 Sampling = Literal[
     "auto", "poisson", "truncated_poisson", "fixed_order", "capped_poisson", "cyclic_poisson", "balls_in_bins"
@@ -56,8 +56,10 @@ class PrivacyConfig:
         adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
             size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
             the sampler has a proof for.
-        privacy_unit: what is protected as a whole: ``example``, one record, or ``user``, all records with one user id.
-            With users, `expected_batch_size` counts users, and neighbouring datasets differ in one whole user.
+        privacy_unit: what is protected as a whole: ``example``, one record, ``user``, all records with one user id,
+            or ``block``, one row that is a block or a window of text: it may hold several documents, and a document
+            may lie in several of them. With users, `expected_batch_size` counts users, and neighbouring datasets
+            differ in one whole user.
         user_id_column: which column says whose a record is; for the ledger and the privacy statement.
         records_per_user: records of a user that take part in a step, at most; chosen anew in every step. For users
             only; >= 1.

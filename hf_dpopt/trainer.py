@@ -40,7 +40,9 @@ from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.preparation import look_at_records, make_collation, padding_of
+from hf_dpopt.records.unit import check_unit
 from hf_dpopt.report.publish import ReleaseGuard
+from hf_dpopt.report.script_scan import warn_of_printed_rows
 from hf_dpopt.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.sampling.data_mark import data_mark
@@ -121,6 +123,8 @@ class DPTrainerMixin(_Trainer):
         self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
         self._users: UserData | None = None
         self._training_rows, self._held_out = TrainingRows(None), cast(tuple[Any, ...], ())
+        self.unit_declared: str | None = None
+        self.printed_rows = warn_of_printed_rows()
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, expected)
@@ -148,6 +152,7 @@ class DPTrainerMixin(_Trainer):
             return None
         self._training_rows = TrainingRows(train_dataset)
         refusals.check_data(self._training_rows, given.get("eval_dataset"), given.get("data_collator"))
+        self._check_unit(train_dataset, {**given, "args": args})
         config = args.privacy_config(expected)
         num_examples = len(train_dataset)
         if config.privacy_unit == "user":
@@ -182,9 +187,18 @@ class DPTrainerMixin(_Trainer):
             refusals.check_lengths(train_dataset, model)
             refuse_malformed(train_dataset, Limits.of(model, kind), form=None)
 
+    def _check_unit(self, dataset: Any, given: Mapping[str, Any]) -> None:
+        """A row must be what the statement will call it: a record, a block, or rows of a user."""
+        tokenizers = (given.get("processing_class"), getattr(given.get("data_collator"), "tokenizer", None))
+        known = [getattr(tokenizer, "pad_token_id", None) for tokenizer in tokenizers if tokenizer is not None]
+        padding_id = next((i for i in known if i is not None), None)
+        self.unit_declared = check_unit(dataset, given["args"], model=given.get("model"), padding_id=padding_id)
+
     def _check_records_are_kept(self) -> None:
         """Some trainers prepare the dataset they are given: a record must stay one record."""
         dataset: Any = self.train_dataset
+        if self.plan is not None:
+            self._check_unit(dataset, vars(self))
         if self._users is not None and dataset is not None:
             self._users.check(dataset)
         elif self.plan is not None and len(dataset) != self.plan.num_examples:

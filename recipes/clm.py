@@ -150,7 +150,10 @@ def load_model(model_args: ModelArguments) -> tuple[PreTrainedTokenizerBase, Pre
 
 def declare_unit(kind: Kind, block_size: int, training_args: DPTrainingArguments) -> None:
     """For the privacy report: what one record is, and what was fitted on training records before training."""
-    unit = f"One record (example) is {kind.unit(block_size)}"
+    if getattr(kind, "chunked", False) and training_args.privacy_unit == "example":
+        training_args.privacy_unit = "block"  # a piece of a document, and so the statement says
+    name = "block" if training_args.privacy_unit == "block" else "example"
+    unit = f"One record ({name}) is {kind.unit(block_size)}"
     if training_args.privacy_unit == "user":
         unit += f"; all with one value of {training_args.user_id_column!r} are one user"
     declared = training_args.data_dependent_preprocessing

@@ -56,6 +56,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "eval_data_privacy": ("public", "public"),
     "data_dependent_preprocessing": ("vocabulary of 8000", "vocabulary of 8000"),
     "skip_self_check": ("True", True),
+    "rows_are_records": ("True", True),
     "unsafe_fixed_noise_key": (KEY, KEY),
 }
 

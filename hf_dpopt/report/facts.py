@@ -11,7 +11,8 @@ from typing import Any
 
 from hf_dpopt.errors import DPConfigError
 
-REPORT_VERSION = 2
+REPORT_VERSION = 3
+READABLE = (2, 3)  # version 2 lacks the fields that have a default here
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
@@ -51,6 +52,8 @@ class RunFacts:
         after_noise: what is made of the released gradients and weights, the optimizer last; for repeating the run.
         eval_data_privacy: what the user declared about the evaluation data; None if nothing.
         data_dependent_preprocessing: the same for tokenizer, vocabulary, label set, filters and so on.
+        unit_declared: what rows look like that the user declared to be records; None if nothing was declared.
+        printed_rows: lines of the script that print training records, one description each.
         model_class: class name of the model.
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
@@ -74,6 +77,8 @@ class RunFacts:
     after_noise: tuple[str, ...] = ()
     eval_data_privacy: str | None = None
     data_dependent_preprocessing: str | None = None
+    unit_declared: str | None = None
+    printed_rows: tuple[str, ...] = ()
     model_class: str
     num_trainable: int
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -123,15 +128,16 @@ class RunFacts:
             content.pop("private")
         except (ValueError, KeyError, AttributeError, TypeError):
             raise DPConfigError("this is no report of hf_dpopt. Give the output_dir of a private run.") from None
-        if version != REPORT_VERSION or set(content) != {field.name for field in dataclasses.fields(cls)}:
+        known = {field.name for field in dataclasses.fields(cls)}
+        if version not in READABLE or not known - {"unit_declared", "printed_rows"} <= set(content) <= known:
             raise DPConfigError(
-                f"the report has version {version!r} or unknown fields; this release reads version {REPORT_VERSION}. "
+                f"the report has version {version!r} or unknown fields; this release reads versions {READABLE}. "
                 "Use the release of hf_dpopt that wrote it (versions.hf_dpopt in report.json)."
             )
         for name in ("epsilon_spent", "epsilon_replace_one"):
             content[name] = content[name] if content[name] is None else float(content[name])
-        for name in ("non_private_outputs", "callbacks", "after_noise"):
-            content[name] = tuple(content[name])
+        for name in ("non_private_outputs", "callbacks", "after_noise", "printed_rows"):
+            content[name] = tuple(content.get(name, ()))
         return cls(**content)
 
 

@@ -66,6 +66,8 @@ class ReleaseGuard:
             after_noise=trainer.after_noise(),
             eval_data_privacy=trainer.args.eval_data_privacy,
             data_dependent_preprocessing=trainer.args.data_dependent_preprocessing,
+            unit_declared=trainer.unit_declared,
+            printed_rows=trainer.printed_rows,
             model_class=type(trainer.model).__name__,
             num_trainable=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             versions=collect_versions(),

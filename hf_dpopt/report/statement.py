@@ -25,6 +25,11 @@ _UNIT = {
         "One *example* is protected: one row of the training set, one list index after all preprocessing. A person "
         "with several rows, or a text cut into several rows, is not protected as a whole."
     ),
+    "block": (
+        "One *block* is protected: one row of the training set, a block or a window of text that may hold several "
+        "documents, while a document may lie in several blocks. No document and no person is protected as a whole: "
+        "what somebody wrote may be in many blocks, and k blocks cost about k times the epsilon."
+    ),
     "user": (
         "One *user* is protected: all rows of the training set that carry one user id{column}, however many they "
         "are. {way} A "
@@ -32,6 +37,17 @@ _UNIT = {
         "whole; what others wrote about a person is theirs."
     ),
 }
+
+_NAMED = {
+    "example": "single *examples* (rows of the training set)",
+    "user": "whole *users* (all rows with one user id)",
+    "block": "single *blocks* (rows that may hold text of several documents, or a part of one)",
+}
+
+_DECLARED = (
+    "The rows look like blocks or windows of text: {seen}. The user declared that each of them is a whole record "
+    "(`rows_are_records`); if that is not so, no record is protected as this statement says."
+)
 
 _CHOSEN = (
     "In each step in which a user takes part, at most {records_per_user} of their rows are chosen, at random and "
@@ -131,12 +147,13 @@ def render_statement(facts: RunFacts) -> str:
         _numbers(facts),
         "## What is protected",
         f"{_protected(facts.plan)} {_seen(facts.plan)}",
+        _DECLARED.format(seen=_plain(facts.unit_declared)) if facts.unit_declared else "",
         "## What is covered",
         _COVERED,
         "## What is not released",
         _NOT_RELEASED,
         "## What is not covered",
-        _bullets(_NOT_COVERED).format(
+        _bullets([*map(_braced, _printed(facts)), *_NOT_COVERED]).format(
             evaluation=_declared(facts.eval_data_privacy),
             preprocessing=_declared(facts.data_dependent_preprocessing),
         ),
@@ -176,7 +193,7 @@ def _promise(facts: RunFacts) -> str:
     relation = _ADJACENCY[facts.plan["adjacency"]].format(unit=unit)
     factor = f" (about {math.exp(epsilon):.3g})" if epsilon < 50 else ""
     return (
-        "This model was trained with differential privacy: "
+        f"This model was trained with differential privacy for {_NAMED.get(unit, unit)}: "
         f"**epsilon = {round_up(epsilon)}, delta = {facts.delta:g}**. "
         f"Take any two training sets of which {relation}, and the settings below for both. Then whatever somebody "
         f"looks for in all that was computed from the records and released, its probability under one of the sets "
@@ -340,7 +357,10 @@ def _correlation(plan: dict[str, Any]) -> str:
 
 
 def _unnoised(facts: RunFacts) -> str:
-    outputs = "No value computed from training data was released without noise."
+    outputs = (
+        "No value computed from training data was released without noise by the trainer. What the script prints or "
+        "writes beside it is not seen here."
+    )
     if facts.non_private_outputs:
         outputs = (
             "These values were computed from training data and released **without noise**. They are NON-PRIVATE and "
@@ -353,6 +373,19 @@ def _unnoised(facts: RunFacts) -> str:
     after = ", ".join(map(_quoted, facts.after_noise))
     free = f"Made of the noised gradients, at no cost: {after}." if after else ""
     return "\n\n".join(part for part in (outputs, callbacks, free) if part)
+
+
+def _printed(facts: RunFacts) -> list[str]:
+    """What the script of the run prints about training records, outside the trainer."""
+    if not facts.printed_rows:
+        return []
+    lines = "; ".join(map(_quoted, facts.printed_rows))
+    return [f"What the script itself prints or logs about training records, exactly and without noise: {lines}."]
+
+
+def _braced(text: str) -> str:
+    """The text as a format string that yields it."""
+    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _accounting(facts: RunFacts) -> str:

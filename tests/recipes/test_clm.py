@@ -203,7 +203,7 @@ def test_chunks_are_records_and_the_statement_says_so(gpt2_dir: str, files: Path
     num_chunks = sum(-(-(len(tokenizer(text)["input_ids"]) + 1) // 8) for text in DOCUMENTS)
     assert num_chunks > len(DOCUMENTS) and results_of(files)["train_samples"] == num_chunks
     report = json.loads((files / "out" / "privacy" / "report.json").read_text())
-    assert report["plan"]["num_examples"] == num_chunks
+    assert report["plan"]["num_examples"] == num_chunks and report["plan"]["privacy_unit"] == "block"
     assert "is one chunk of at most 8 tokens; a document of several chunks" in report["data_dependent_preprocessing"]
 
 

@@ -1,0 +1,224 @@
+"""What a row of the training set is: a record, a block of several documents, or a window of one example.
+
+Scripts that concatenate texts and cut them into blocks, or that cut one example into windows, make rows that are not
+the records whose protection a reader of the statement has in mind. It can be seen in the rows, and is then asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_dpopt.errors import DPConfigError
+from hf_dpopt.losses import base_model
+from hf_dpopt.records.sample import Sample
+
+SHORTEST_BLOCK = 16  # tokens; fewer are no text that was cut
+MOST_REMAINDERS = 0.02  # of the rows: what is left of each batch of documents after the last full block; one of ten
+SAME_TEXT = 8  # tokens that two windows share at least
+ANSWERS = ("labels", "label", "label_ids", "start_positions", "answer_start")
+PROMPTED = ("completion_mask", "assistant_masks")  # TRL's: one row is one prompt with its answer
+MAPPINGS = ("overflow_to_sample_mapping",)
+EXAMPLES = ("example_id", "document_id", "doc_id", "sample_id")  # one number for each text that was cut
+NUMBERS = ("id", "idx", "guid")  # may start anew where datasets are joined, so only neighbours are compared
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlike:
+    """Rows that are not one record each.
+
+    Args:
+        kind: "blocks" or "windows".
+        seen: what it was recognised by; public words, no value of a record.
+    """
+
+    kind: str
+    seen: str
+
+
+def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | None = None) -> str | None:
+    """Refuses rows that are no records, unless the unit that they are was asked for.
+
+    Args:
+        dataset: the training set.
+        args: says the unit, and whether rows are declared to be records.
+        model: what is trained, or None while it is not known.
+        padding_id: the tokenizer's.
+
+    Returns:
+        What was seen, where the user declared that rows are records all the same; None if nothing was seen.
+
+    Raises:
+        DPConfigError: naming the ways to say what is meant.
+    """
+    found = recognise(dataset, model=model, padding_id=padding_id)
+    if found is None or args.privacy_unit != "example":
+        return None
+    if args.rows_are_records:
+        return found.seen
+    words = _BLOCKS if found.kind == "blocks" else _WINDOWS
+    raise DPConfigError(words.format(seen=found.seen))
+
+
+_MEANT = "If every row is a whole record of its own all the same, say --rows_are_records; the statement repeats it."
+_BLOCKS = (
+    "The rows of the training set look like blocks: {seen}. A block may hold text of several documents and a document "
+    "may lie in several blocks, so what would be protected is not a document. To protect blocks, say so: "
+    "--privacy_unit block. To protect documents, make one row of each (run_mlm.py and run_plm.py: --line_by_line; "
+    "run_clm.py: no group_texts), or cut each document on its own and keep its number in a column: --privacy_unit "
+    f"user --user_id_column document_id. {_MEANT}"
+)
+_WINDOWS = (
+    "Several rows of the training set were cut from one example: {seen}. What would be protected is a window, not an "
+    "example. To protect examples, keep their ids where they are tokenized, example_id = [examples['id'][i] for i in "
+    "overflow_to_sample_mapping], and say --privacy_unit user --user_id_column example_id. To protect single windows: "
+    f"--privacy_unit block. {_MEANT}"
+)
+
+
+def recognise(dataset: Any, *, model: Any = None, padding_id: int | None = None) -> Unlike | None:
+    """Blocks or windows among the rows; None if they look like records.
+
+    Reads a few thousand rows, stored ones as they are stored. Without false alarm on rows that differ in length, are
+    padded, begin alike, or whose labels are not their tokens.
+    """
+    sample = Sample.of(dataset)
+    if sample is None:
+        return None
+    seen = _seen_in_ids(sample) or _seen_in_overlaps(sample, padding_id)
+    if seen:
+        return Unlike("windows", seen)
+    seen = _seen_in_packing(sample) or _seen_in_lengths(sample, model, padding_id)
+    return Unlike("blocks", seen) if seen else None
+
+
+# --- windows ---------------------------------------------------------------------------------------------------------
+
+
+def _seen_in_ids(sample: Sample) -> str | None:
+    for name in (*MAPPINGS, *NUMBERS):
+        if any(_has_equal_neighbours(values) for values in sample.scalars(name)):
+            return f"neighbouring rows have the same {name}"
+    for name in EXAMPLES:
+        values = [value for part in sample.scalars(name) for value in part]
+        if len(set(values)) < len(values):
+            return f"rows share an {name}"
+    return None
+
+
+def _has_equal_neighbours(values: Sequence[Any]) -> bool:
+    return any(a == b for a, b in zip(values, values[1:], strict=False))
+
+
+def _seen_in_overlaps(sample: Sample, padding_id: int | None) -> str | None:
+    found = sum(_overlaps(a, b) for a, b in _neighbours(sample, padding_id))
+    enough = 1 if sample.has("start_positions") else 2  # a chance of words is no window
+    return "neighbouring rows share a long piece of text, as windows with a stride do" if found >= enough else None
+
+
+def _neighbours(sample: Sample, padding_id: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Pairs of a row that is cut at the full length and the row behind it, both without padding."""
+    parts = [_unpadded(ids, mask, padding_id) for ids, mask in sample.masked("input_ids")]
+    longest = max((len(ids) for part in parts for ids in part), default=0)
+    if longest <= SHORTEST_BLOCK:
+        return
+    for part in parts:
+        for a, b in zip(part, part[1:], strict=False):
+            if len(a) == longest:
+                yield a, b
+
+
+def _unpadded(rows: list[np.ndarray], masks: list[np.ndarray] | None, padding_id: int | None) -> list[np.ndarray]:
+    if masks is not None:
+        return [ids[mask != 0] if len(ids) == len(mask) else ids for ids, mask in zip(rows, masks, strict=True)]
+    if padding_id is None:
+        return rows
+    return [ids[: len(ids) - int(np.argmax(np.append(ids[::-1] != padding_id, True)))] for ids in rows]
+
+
+def _overlaps(a: np.ndarray, b: np.ndarray) -> bool:
+    """Whether `b` goes on in the middle of `a`, behind what both begin with: a question and a separator, or [CLS]."""
+    short = min(len(a), len(b))
+    differs = a[:short] != b[:short]
+    shared = int(differs.argmax()) if differs.any() else short
+    if shared == short:
+        return False  # the same text twice
+    behind_separator = [i + 1 for i in np.flatnonzero(a[:shared] == a[-1])[-1:]]
+    return any(_continues(a, b, start) for start in {0, min(1, shared), *map(int, behind_separator)})
+
+
+def _continues(a: np.ndarray, b: np.ndarray, start: int) -> bool:
+    head = b[start : start + SAME_TEXT]
+    if len(head) < SAME_TEXT or len(a) < start + 1 + SAME_TEXT:
+        return False
+    places = np.lib.stride_tricks.sliding_window_view(a[start + 1 :], SAME_TEXT)
+    for at in np.flatnonzero((places == head).all(axis=1)) + start + 1:
+        for end in (len(a), len(a) - 1):  # the last token may be a separator
+            piece = a[at:end]
+            if len(piece) >= SAME_TEXT and np.array_equal(piece, b[start : start + len(piece)]):
+                return True
+    return False
+
+
+# --- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _seen_in_packing(sample: Sample) -> str | None:
+    lengths = [row for part in sample.arrays("seq_lengths") for row in part]
+    several = any(len(row) > 1 for row in lengths)
+    return "their column seq_lengths counts several texts in a row" if several else None
+
+
+def _seen_in_lengths(sample: Sample, model: Any, padding_id: int | None) -> str | None:
+    rows = [ids for part in sample.arrays("input_ids") for ids in part]
+    longest = max(map(len, rows), default=0)
+    if len(rows) < 2 or longest < SHORTEST_BLOCK or not _learns_every_token(sample, model):
+        return None
+    full = [ids for ids in rows if len(ids) == longest]
+    most = max(MOST_REMAINDERS * len(rows), int(len(rows) >= 10))
+    if len(rows) - len(full) > most or _is_padded(sample, full, padding_id) or _begin_alike(full):
+        return None
+    learned = "their labels are their tokens" if sample.has("labels") else "every token may be learned"
+    return f"they have {longest} tokens each, none is padded, and {learned}"
+
+
+def _learns_every_token(sample: Sample, model: Any) -> bool:
+    if any(sample.has(name) for name in PROMPTED):
+        return False
+    if sample.has("labels"):
+        pairs = zip(sample.arrays("input_ids"), sample.arrays("labels"), strict=False)
+        return sample.is_list("labels") and all(
+            np.array_equal(ids, labels) for part in pairs for ids, labels in zip(*part, strict=True)
+        )
+    if any(sample.has(name) for name in ANSWERS):
+        return False
+    return sample.has("special_tokens_mask") or _is_language_model(model)
+
+
+def _is_language_model(model: Any) -> bool:
+    if model is None or isinstance(model, str):
+        return False
+    base = base_model(model)
+    is_decoder_only = not getattr(getattr(base, "config", None), "is_encoder_decoder", False)
+    return is_decoder_only and type(base).__name__.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))
+
+
+def _is_padded(sample: Sample, rows: list[np.ndarray], padding_id: int | None) -> bool:
+    masks = [mask for part in sample.arrays("attention_mask") for mask in part]
+    if masks:
+        return any((mask == 0).any() for mask in masks)
+    if padding_id is None:
+        return False
+    ends = [bool((ids[-2:] == padding_id).all() or (ids[:2] == padding_id).all()) for ids in rows]
+    return float(np.mean(ends)) > MOST_REMAINDERS
+
+
+def _begin_alike(rows: list[np.ndarray]) -> bool:
+    """Whether each row begins with the token that begins a record, which blocks hold anywhere."""
+    first = rows[0][0]
+    if any(ids[0] != first for ids in rows):
+        return False
+    return float(np.mean([(ids[1:] == first).any() for ids in rows])) < 0.5
