@@ -835,6 +835,15 @@ def test_rotary_embeddings_that_depend_on_the_batch(arguments, kind):
         DPTrainer(model, arguments(), train_dataset=records())
 
 
+def test_a_model_with_tokens_in_the_first_dimension(arguments, refused):
+    config = tf.XLNetConfig(vocab_size=VOCABULARY, d_model=16, n_layer=1, n_head=2, d_inner=16, num_labels=2)
+    args, model, dataset = arguments(), tf.XLNetForSequenceClassification(config), records()
+    with refused("XLNet computes with the tokens in the first dimension.*freeze model.transformer"):
+        DPTrainer(model, args, train_dataset=dataset)
+    model.transformer.requires_grad_(False)  # and the way out works
+    DPTrainer(model, args, train_dataset=dataset).train()
+
+
 def test_float16_parameters(arguments):
     with pytest.raises(UnsupportedModuleError, match="float32 or bfloat16"):
         DPTrainer(bert().half(), arguments(), train_dataset=records())

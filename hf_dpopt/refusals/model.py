@@ -40,6 +40,13 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
     )
     for name, module in model.named_modules():
         yield from _on_module(name, module)
+    is_xlnet = getattr(getattr(base_model(model), "config", None), "model_type", None) == "xlnet"
+    yield (
+        is_xlnet and any("transformer." in name for name in trained),
+        "XLNet computes with the tokens in the first dimension and the records in the second, so the gradients of "
+        "records cannot be told apart.",
+        "Train its head alone (freeze model.transformer), or another model: run_mlm.py, run_clm.py.",
+    )
     yield (
         any(p.dtype == torch.float16 for p in trained.values()),
         "Trainable parameters are float16, in which a clipped gradient underflows or overflows.",
