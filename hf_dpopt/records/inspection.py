@@ -36,6 +36,8 @@ def refuse_malformed(dataset: Any, limits: Limits, form: Form | None) -> None:
     Raises:
         DPConfigError: naming record, column and what is allowed.
     """
+    if not hasattr(dataset, "__len__"):
+        return  # streams are refused by name
     if is_stored(dataset):
         wrong = _first_in_columns(dataset, limits)
     elif isinstance(dataset, (list, tuple)):
@@ -112,7 +114,8 @@ def _value_outside(value: Any, allowed: Range, column: str, limits: Limits) -> s
 
 def _outside(column: str, value: Any, allowed: Range) -> str:
     ignored = " (or -100, for what is no target)" if allowed.may_be_ignored else ""
-    return f"{column!r} holds {value}, which is outside 0 to {allowed.below - 1}{ignored}, {allowed.what}."
+    found = f"{column!r} holds {value}, which is outside 0 to {allowed.below - 1}{ignored}, {allowed.what}."
+    return f"{found} {allowed.otherwise}".rstrip()
 
 
 def _floats(column: str) -> str:

@@ -17,16 +17,26 @@ from torch import nn
 from hf_dpopt.losses import IGNORED, base_model
 from hf_dpopt.refusals.lengths import Positions, positions
 
+RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
+MORE_LABELS = "If the labels are right: load the model with num_labels=<number of labels>."
 LABEL_COLUMNS = ("labels", "label", "label_ids")
 
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Whole numbers from 0 to `below - 1`, and `IGNORED` if a target may be left out; `what` names the table."""
+    """Whole numbers from 0 to `below - 1`.
+
+    Args:
+        below: size of the table.
+        what: name of the table.
+        may_be_ignored: `IGNORED` is allowed, too, for what is no target.
+        otherwise: what to do if the values are right and the table is too small.
+    """
 
     below: int
     what: str
     may_be_ignored: bool = False
+    otherwise: str = ""
 
     def holds(self, values: Any) -> Any:
         """Elementwise, for a tensor or an array of integers."""
@@ -59,7 +69,7 @@ class Limits:
         found: dict[str, Range] = {}
         if isinstance(vocabulary, int):
             for column in ("input_ids", "decoder_input_ids"):
-                found[column] = Range(vocabulary, "the model's vocabulary")
+                found[column] = Range(vocabulary, "the model's vocabulary", otherwise=RESIZE)
         types = [m for path, m in base.named_modules() if path.endswith("token_type_embeddings")]
         if types and isinstance(types[0], nn.Embedding):
             found["token_type_ids"] = Range(types[0].num_embeddings, "the token types of the model")
@@ -145,17 +155,18 @@ def _taken(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> 
 def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:
     if kind in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"):
         below = _rows(base, "get_output_embeddings") or vocabulary
-        return Range(below, "the vocabulary that the model predicts", True) if isinstance(below, int) else None
+        what = "the vocabulary that the model predicts"
+        return Range(below, what, True, RESIZE) if isinstance(below, int) else None
     num_labels = getattr(config, "num_labels", None)
     if not isinstance(num_labels, int) or num_labels < 2:
         return None
     if kind == "ForTokenClassification":
-        return Range(num_labels, "the labels of the model", True)
+        return Range(num_labels, "the labels of the model", True, MORE_LABELS)
     if kind == "ForSequenceClassification" and getattr(config, "problem_type", None) in (
         None,
         "single_label_classification",
     ):
-        return Range(num_labels, "the labels of the model")
+        return Range(num_labels, "the labels of the model", otherwise=MORE_LABELS)
     return None
 
 
