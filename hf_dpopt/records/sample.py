@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from hf_dpopt.records.rows import read_rows
+
 NUM_PARTS, PART_SIZE = 4, 1000  # runs of neighbouring rows, spread over the dataset
 NUM_LAZY_ROWS = 64  # of a dataset that makes its rows when they are asked for
 
@@ -36,8 +38,8 @@ class Sample:
         if isinstance(dataset, (list, tuple)):
             parts = [list(dataset[part.start : part.stop]) for part in _runs(len(dataset))]
         else:
-            parts = [[dataset[i] for i in range(min(NUM_LAZY_ROWS, len(dataset)))]]
-        if not all(isinstance(row, Mapping) for rows in parts for row in rows):
+            parts = [[row for rows in read_rows(dataset, range(min(NUM_LAZY_ROWS, len(dataset)))) for row in rows]]
+        if not any(parts) or not all(isinstance(row, Mapping) for rows in parts for row in rows):
             return None
         return cls([_of_rows(rows) for rows in parts])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -12,8 +11,6 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from hf_dpopt.records.collation import KNOWN, Collation, Padding, is_known
-from hf_dpopt.records.form import Form
 from tests import tiny
 from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_refused, influence, trainer
 
@@ -52,27 +49,6 @@ def test_integers_are_numbers_where_numbers_are_predicted(tmp_path):
         return trainer(output_dir, dataset, model=regression(), data_collator=tf.default_data_collator)
 
     assert_kept(make, of_one_length(lambda i: i), 2, tmp_path)
-
-
-def test_the_form_of_a_record_is_its_own():
-    form = Form.of({"input_ids": [1, 2], "label": 1}, float_labels=True)
-    assert form.fitted({"input_ids": [3], "label": 2, "more": 1}) == {"input_ids": [3], "label": 2.0}
-    for wrong in (
-        {"input_ids": [3]}, {"input_ids": [3], "label": None}, {"input_ids": [1.5], "label": 1}, {"input_ids": 3, "label": 1},
-        {"input_ids": [[3]], "label": 1}, {"input_ids": [3, None], "label": 1}, {"input_ids": [3], "label": [1]}, 7,
-    ):  # fmt: skip
-        assert form.fitted(wrong) is None, wrong
-
-
-def test_arrays_and_tensors_become_what_the_first_record_has():
-    """`DataCollatorForSeq2Seq` adds padding to a list by `+`, which means another thing for an array."""
-    form = Form.of({"labels": [1, 2], "x": np.zeros(2, np.float32), "n": 3})
-    got = form.fitted({"labels": np.array([3, 4]), "x": [1, 2], "n": torch.tensor(5)})
-    assert got["labels"] == [3, 4] and type(got["labels"]) is list
-    assert got["x"].dtype == np.float32 and got["x"].tolist() == [1.0, 2.0]
-    assert type(got["n"]) is int
-    as_tensor = Form.of({"labels": torch.tensor([1], dtype=torch.int32)}).fitted({"labels": [2**40]})
-    assert as_tensor["labels"].tolist() == [2**40]
 
 
 # --- collators that mix ------------------------------------------------------------------------------------------------
@@ -196,48 +172,3 @@ def test_padding_wherever_the_tokenizer_sits(place, side, agrees, tmp_path):
         assert not refusal
     else:
         assert "padding" in refusal, refusal
-
-
-# --- joining -----------------------------------------------------------------------------------------------------------
-
-
-def test_known_collators_are_those_that_were_read():
-    import importlib
-
-    for module, names in KNOWN.items():
-        for name in names:
-            found = getattr(importlib.import_module(module), name)
-            assert is_known(found) or isinstance(found, type)
-    assert is_known(tf.DataCollatorWithPadding(tokenizer=None)) and not is_known(_Subclass(tokenizer=None))
-    assert not is_known(tiny.collate)
-
-
-def test_rows_are_joined_as_a_padding_collator_would():
-    rows = tiny.records(6)
-    (part,) = Collation(tiny.collate, padding=Padding(0)).parts(rows)
-    want = tiny.collate(rows)
-    assert part.places == tuple(range(6)) and part.batch.keys() == want.keys()
-    assert all(torch.equal(part.batch[key], want[key]) for key in want)
-
-
-def test_targets_of_another_length_are_padded_apart():
-    def pairs(rows: list[dict]) -> dict:
-        (row,) = rows
-        source, target = torch.tensor([row["s"]]), torch.tensor([row["t"]])
-        return {"input_ids": source, "attention_mask": torch.ones_like(source), "labels": target}
-
-    (part,) = Collation(pairs, padding=Padding(9)).parts([{"s": [1, 2, 3], "t": [4]}, {"s": [5], "t": [6, 7, 8]}])
-    assert part.batch["input_ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
-    assert part.batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
-    assert part.batch["labels"].tolist() == [[4, -100, -100], [6, 7, 8]]
-
-
-def test_what_padding_cannot_make_alike_stays_apart():
-    def pictures(rows: list[dict]) -> dict:
-        (row,) = rows
-        return {"pixels": torch.zeros(1, *row["size"]), "name": [row["name"]]}
-
-    rows = [{"size": (2, 2), "name": "a"}, {"size": (3, 3), "name": "b"}, {"size": (2, 2), "name": "c"}]
-    parts = Collation(pictures).parts(rows)
-    assert [part.places for part in parts] == [(0, 2), (1,)]
-    assert parts[0].batch["name"] == ["a", "c"]
