@@ -65,7 +65,8 @@ def check_positive(**values: Any) -> None:
 def check_clipping_norm(name: str, value: Any) -> None:
     """Refuses bounds that norms in float32 cannot be held to."""
     allowed = (
-        f"a number from {SMALLEST_CLIPPING_NORM:g} to {LARGEST_CLIPPING_NORM:g}, in gradient units; 0.1 to 1 is usual"
+        f"a finite number > 0, from {SMALLEST_CLIPPING_NORM:g} to {LARGEST_CLIPPING_NORM:g}, in gradient units; "
+        "0.1 to 1 is usual"
     )
     check_real(name, value, allowed)
     if value <= 0:

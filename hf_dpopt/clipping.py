@@ -11,7 +11,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-from hf_dpopt.checks import check_clipping_norm
 from hf_dpopt.errors import DPConfigError
 
 Adjacency = Literal["add_or_remove_one", "zero_out", "replace_one"]
@@ -84,7 +83,7 @@ class _Clipping:
 
     def _factor(self, norms_B: torch.Tensor, bound: float) -> torch.Tensor:
         # norm 0 gives bound / 0 = inf, which the clamp turns into 1: nothing to clip. Squares vanish far below the
-        # smallest bound that is allowed, see `check_clipping_norm`.
+        # smallest bound that is allowed, see `checks.check_clipping_norm`.
         return (bound / norms_B).clamp(max=1.0)
 
 
@@ -134,7 +133,6 @@ def make_clipping(name: str, clipping_norm: float) -> Clipping:
     """The registered clipping rule of that name."""
     if name not in CLIPPINGS:
         raise DPConfigError(f"clipping={name!r} is not known. Choose one of: {', '.join(CLIPPINGS)}.")
-    check_clipping_norm("clipping_norm", clipping_norm)
     return CLIPPINGS[name](clipping_norm=clipping_norm)
 
 

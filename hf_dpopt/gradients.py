@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dpopt.checks import check_clipping_norm
 from hf_dpopt.clipping import make_clipping
 from hf_dpopt.grads import make_engine
 from hf_dpopt.losses import RecordLoss, RecordLosses, num_records
@@ -30,7 +31,7 @@ def clipped_gradient_sum(
     Args:
         model: any supported transformers model, PEFT-wrapped or not; its mode (train / eval) is left as it is.
         batch: collated inputs with labels, on the model's device; every tensor has one row per record.
-        clipping_norm: bound on a record's gradient norm, gradient units, > 0.
+        clipping_norm: bound on a record's gradient norm, gradient units, from 1e-10 to 1e10.
         clipping: "flat", "per_layer" or "automatic".
         engine: "book_keeping", "two_pass", or "auto" (the cheaper one); the result is the same.
         loss: "auto" (own-token mean of the model's task) or a function (outputs, labels) -> (B,).
@@ -45,7 +46,9 @@ def clipped_gradient_sum(
     References:
         Abadi et al. (2016), arXiv:1607.00133, Alg. 1; Bu et al. (2023), arXiv:2210.00038.
     """
-    clipper = make_engine(model, make_clipping(clipping, clipping_norm), engine)
+    rule = make_clipping(clipping, clipping_norm)
+    check_clipping_norm("clipping_norm", clipping_norm)
+    clipper = make_engine(model, rule, engine)
     losses = RecordLosses(model, loss)
     sums = clipper.empty_sum()
     clipper.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))

@@ -11,6 +11,7 @@ store), rows without texts or lists unless all their numbers agree, and streams 
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -99,7 +100,7 @@ class _Known:
             if time.monotonic() > ends:
                 break
         self.share_read = num_read / max(1, total)
-        merged = {key: tuple(map(np.concatenate, zip(*some, strict=True))) for key, some in parts.items()}
+        merged = _merged(parts)
         self._scalars = {name: hashes for (name, kind), (hashes, _) in merged.items() if kind == "scalar"}
         carriers = _carriers({key: both for key, both in merged.items() if key[1] != "scalar"})
         self.names = {name for name, _ in carriers}
@@ -137,6 +138,14 @@ def _carriers(merged: dict[Key, Any]) -> list[Key]:
 
 def _names(sample: tuple[int, Table]) -> set[str]:
     return {name for name, kind in sample[1] if kind != "scalar"}
+
+
+def _merged(parts: dict[Key, list[Hashes]]) -> Table:
+    """Hashes and sizes of one block after the other."""
+    return {
+        key: (np.concatenate([hashes for hashes, _ in some]), np.concatenate([sizes for _, sizes in some]))
+        for key, some in parts.items()
+    }
 
 
 def _is_useless(key: Key, hashes: np.ndarray) -> bool:
@@ -193,10 +202,8 @@ def _blocks(found: list[Leaf], as_stored: bool, useless: set[Key]) -> Iterator[t
         else:
             size = BLOCK if isinstance(dataset, (list, tuple)) else 64  # a row of others may take long
             shuffled = np.random.default_rng(len(rows)).permutation(rows)
-            jobs += [
-                (lambda d=dataset, some=shuffled[i : i + size]: _served_block(d, some))
-                for i in range(0, len(rows), size)
-            ]
+            places = [shuffled[i : i + size] for i in range(0, len(rows), size)]
+            jobs += [functools.partial(_served_block, dataset, some) for some in places]
     for i in np.random.default_rng(len(jobs)).permutation(len(jobs)).tolist():
         yield jobs[i]()
 
@@ -207,27 +214,29 @@ def _stored_blocks(
     ordered = np.sort(rows)
     starts = np.unique(ordered // BLOCK) * BLOCK
     bounds = np.searchsorted(ordered, np.append(starts, ordered[-1] + BLOCK))
-
-    def read(start: int, some: np.ndarray) -> tuple[int, Table]:
-        table = dataset._data.fast_slice(int(start), min(BLOCK, dataset._data.num_rows - int(start)))
-        if len(some) < table.num_rows:
-            table = table.take(some - start)
-        return len(some), row_hashes.of_table(table, but=useless)
-
+    places = [ordered[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
     return [
-        (lambda start=start, some=ordered[bounds[i] : bounds[i + 1]]: read(start, some))
-        for i, start in enumerate(starts)
+        functools.partial(_stored_block, dataset, int(start), some, useless)
+        for start, some in zip(starts, places, strict=True)
     ]
 
 
+def _stored_block(dataset: datasets.Dataset, start: int, rows: np.ndarray, useless: set[Key]) -> tuple[int, Table]:
+    table = dataset._data.fast_slice(start, min(BLOCK, dataset._data.num_rows - start))
+    if len(rows) < table.num_rows:
+        table = table.take(rows - start)
+    return len(rows), row_hashes.of_table(table, but=useless)
+
+
 def _served_block(dataset: Any, rows: np.ndarray) -> tuple[int, Table]:
+    """Rows as Python reads them; one that cannot be read is no copy, whatever the dataset raises."""
     read = []
     for i in rows.tolist():
         try:
             read.append(dataset[i])
         except Exception:
             continue
-    return len(read), row_hashes.of_rows(read)
+    return len(rows), row_hashes.of_rows(read)
 
 
 def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, Table]:
@@ -238,7 +247,8 @@ def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, T
         return len(head), row_hashes.of_rows(head)
     wanted = min(len(dataset), MAX_SAMPLED, int(NUM_SAMPLED / max(share_read, 1e-9)) + 1)
     places = np.random.default_rng(len(dataset)).permutation(len(dataset))[:wanted]
-    num_rows, parts = 0, {}
+    num_rows = 0
+    parts: dict[Key, list[Hashes]] = {}
     ends = time.monotonic() + SECONDS_SERVED
     for leaf, rows in leaves(dataset, places):
         in_arrow = as_stored and isinstance(leaf, datasets.Dataset)
@@ -248,10 +258,11 @@ def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, T
                 table = leaf._data.fast_gather(stored_rows(leaf, some).tolist())
                 count, found = len(some), row_hashes.of_table(table)
             else:
-                count, found = _served_block(leaf, some)
+                _, found = _served_block(leaf, some)
+                count = max((len(hashes) for hashes, _ in found.values()), default=0)
             num_rows += count
             for key, hashes in found.items():
                 parts.setdefault(key, []).append(hashes)
             if time.monotonic() > ends:
-                break
-    return num_rows, {key: tuple(map(np.concatenate, zip(*some, strict=True))) for key, some in parts.items()}
+                return num_rows, _merged(parts)
+    return num_rows, _merged(parts)

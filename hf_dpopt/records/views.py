@@ -58,9 +58,10 @@ def _unwrapped(found: Iterable[Leaf], depth: int = 0) -> Iterable[Leaf]:
         yield dataset, rows
         if depth == MAX_DEPTH or not isinstance(dataset, torch.utils.data.Dataset):
             continue
+        length = len(rows) and len(dataset)  # type: ignore[arg-type]  # a leaf has one
         for inner in vars(dataset).values():
             if isinstance(inner, (list, tuple, torch.utils.data.Dataset, datasets.Dataset)) and _has_length(
-                inner, len(dataset)
+                inner, length
             ):
                 yield from _unwrapped(leaves(inner, rows), depth + 1)
 

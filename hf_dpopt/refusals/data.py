@@ -11,6 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.views import share_rows
 from hf_dpopt.refusals.table import Refusal, raise_first
 
 MAX_COMPARED = 200_000
@@ -40,11 +41,6 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
         raise DPConfigError(f"Metrics on the training dataset are exact values of private data. {HELD_OUT}")
 
 
-def is_training_data(dataset: Any, training: Any) -> bool:
-    """Whether it is a view of the training set, or at least half of it are copies; see `TrainingRows.make_up`."""
-    return TrainingRows(training).make_up(dataset)
-
-
 def shared_rows(dataset: Any, training: Any) -> int:
     """How many rows of `dataset` are in `training`, by their contents; all of them if it is known to be a part.
 
@@ -52,7 +48,7 @@ def shared_rows(dataset: Any, training: Any) -> int:
     """
     if training is None:
         return 0
-    if is_training_data(dataset, training):
+    if share_rows(dataset, training):
         return len(dataset)
     ours = [_contents(dataset[i]) for i in range(len(dataset))]
     theirs = {_contents(training[i]) for i in range(min(len(training), MAX_COMPARED))}

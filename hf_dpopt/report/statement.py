@@ -250,8 +250,9 @@ def _numbers(facts: RunFacts) -> str:
 def _num_units(plan: dict[str, Any]) -> int:
     """Records or users that are protected one by one."""
     users = plan.get("users")
-    in_places = users is not None and users["sampled"] == "records"
-    return max(1, plan["num_examples"] // users["records_per_user"]) if in_places else plan["num_examples"]
+    if users is None or users["sampled"] != "records":
+        return plan["num_examples"]
+    return max(1, plan["num_examples"] // users["records_per_user"])
 
 
 def _told_by_delta(facts: RunFacts) -> str:
