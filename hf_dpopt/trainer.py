@@ -27,7 +27,7 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.framework_rng import reseed_from_the_system, secret_randomness
 from hf_dpopt.grads import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.self_check import self_check
+from hf_dpopt.grads.self_check import check_influence, longest_record, self_check
 from hf_dpopt.losses import RecordLosses
 from hf_dpopt.mechanisms.strategies import IdentityStrategy
 from hf_dpopt.plan import PrivacyPlan, make_plan
@@ -39,7 +39,7 @@ from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits
-from hf_dpopt.records.preparation import look_at_records, make_collation, padding_of
+from hf_dpopt.records.preparation import look_at_records, make_collation, padding_of, pair_of_records
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.report.publish import ReleaseGuard
 from hf_dpopt.report.script_scan import warn_of_printed_rows
@@ -351,10 +351,16 @@ class DPTrainerMixin(_Trainer):
             self._collation.parts(self._sample[:2])[0].batch,
             padding_id=padding_id,
             padding_side=padding_side,
+            longest=longest_record(self._record_dataset),
             is_scaled=not isinstance(self._planned().preclip, Identity),
             has_units=self._users is not None,
         )
         self._self_check = "passed"  # the error itself depends on how long the first records are
+        pair = pair_of_records(self._collation, self._sample, self._losses)
+        if pair is not None:
+            check_influence(self._engine, self._losses, *pair)
+        for note in done.notes:
+            logger.warning(f"Self-check: {note}.")
         logger.info(f"Self-check passed in {done.seconds:.2f} s.")
 
     def _announce(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_dpopt.errors import DPConfigError
 from hf_dpopt.losses import RecordLosses, base_model
-from hf_dpopt.records.collation import Batch, Collation, Collator, Padding
+from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import FIX, refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits
@@ -55,6 +55,47 @@ def padding_of(collation: Collation, records: Sequence[Any], processing_class: A
                 return int(row_T[0]), "left"
     tokenizer = tokenizer_of(collation.collate) or processing_class
     return getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "padding_side", None)
+
+
+def pair_of_records(
+    collation: Collation, records: Sequence[Any], losses: RecordLosses
+) -> tuple[Batch, list[Batch]] | None:
+    """A long and a short record of the dataset in one batch of the real collator, and the rows of each alone.
+
+    A row alone is cut out of the batch, without its padding, so that a collator that draws masks has drawn them once.
+    None where no padding is met: without tokens, without a mask, or if rows are not padded at all.
+
+    Args:
+        collation: of the run.
+        records: some of the dataset.
+        losses: say whether labels stand beside tokens.
+    """
+    fitted = sorted((r for record in records if (r := collation.fitted(record)) is not None), key=length_of)
+    if not fitted:
+        return None
+    pair = (fitted[-1], fitted[0]) if length_of(fitted[0]) < length_of(fitted[-1]) else None
+    pair = pair or beside_shorter(collation, fitted)
+    parts = collation.parts(pair) if pair is not None else []
+    if len(parts) != 1 or parts[0].places != (0, 1):
+        return None
+    batch = parts[0].batch
+    ids_BT, mask_BT = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids_BT, torch.Tensor) or not isinstance(mask_BT, torch.Tensor):
+        return None
+    if ids_BT.dim() != 2 or mask_BT.shape != ids_BT.shape or not (mask_BT == 0).any():
+        return None
+    has_labels = losses.kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+    per_token = {
+        key for key, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.shape[:2] == ids_BT.shape and not value.is_floating_point()
+        and (key != "labels" or has_labels) and not key.startswith("decoder")
+    }  # fmt: skip
+    return batch, [_without_padding(batch, b, mask_BT[b] != 0, per_token) for b in range(2)]
+
+
+def _without_padding(batch: Batch, b: int, is_text_T: torch.Tensor, per_token: set[str]) -> Batch:
+    row = {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
+    return {k: v[:, is_text_T] if k in per_token else v for k, v in row.items()}
 
 
 def make_collation(
