@@ -30,7 +30,7 @@ def _words_in_cpu_state() -> tuple[int, int]:
     torch documents no layout, so they are looked for: numpy's twister under the same seed has the same words.
     """
     state = torch.Generator().manual_seed(0).get_state().numpy().tobytes()
-    words = np.random.RandomState(0).get_state(legacy=True)[1]
+    words: Any = np.random.RandomState(0).get_state(legacy=True)[1]  # type: ignore[index]
     for dtype in ("<u8", "<u4"):
         first = state.find(words.astype(dtype).tobytes())
         if first >= 0:

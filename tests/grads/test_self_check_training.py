@@ -93,6 +93,16 @@ def test_two_backwards_that_draw_other_masks_are_found(monkeypatch):
         check(model, engine="two_pass")
 
 
+def test_compiled_parts_are_checked_too():
+    """As written for the comparison with single records, compiled for the influence of others."""
+    torch._dynamo.reset()
+    model = bert(**DROPOUT).train()
+    for layer in model.bert.encoder.layer:
+        layer.output.compile(backend="aot_eager")
+    assert check(model).relative_error <= 1e-4
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+
 @pytest.mark.parametrize("name", ["gpt2", "opt", "t5", "albert", "distilbert", "roberta-mlm"])
 def test_families_pass_with_their_dropout(name):
     model = models.FAMILIES[name].full()

@@ -15,6 +15,7 @@ import hashlib
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -175,23 +176,28 @@ class RecordDraws(TorchDispatchMode):
 
     def _module(self) -> str:
         """The innermost module that runs."""
-        frame = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             name = self._names.get(id(frame.f_locals.get("self")))
             if name:
                 return name
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return ""
+
+
+def _accelerators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.device]:
+    """Where an operation draws, if not on the CPU."""
+    devices = {a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
+    if kwargs.get("device") is not None:
+        devices.add(torch.device(kwargs["device"]))
+    return [d for d in devices if d.type == "cuda"]
 
 
 class _kept_states:
     """The generators of torch afterwards as before, on the CPU and where the arguments are."""
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
-        devices = {a.device for a in args if isinstance(a, torch.Tensor)}
-        if kwargs.get("device") is not None:
-            devices.add(torch.device(kwargs["device"]))
-        self._devices = [d for d in devices if d.type == "cuda"]
+        self._devices = _accelerators(args, kwargs)
 
     def __enter__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -213,7 +219,12 @@ def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int,
 
 def _called(func: Any, args: Any, kwargs: dict[str, Any], seed: int, position: float | None) -> Any:
     """The operation under a seed of its own, or its result at a quantile."""
-    torch.manual_seed(seed)
+    # torch.manual_seed keeps the stack of each call until there is a device to seed: milliseconds, a thousand times
+    torch.default_generator.manual_seed(seed)
+    for device in _accelerators(args, kwargs):
+        torch.cuda.default_generators[
+            torch.cuda.current_device() if device.index is None else device.index
+        ].manual_seed(seed)
     kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
     result = func(*args, **kwargs)
     if position is None:
@@ -273,7 +284,7 @@ def _at(func: Any, bound: dict[str, Any], result: Any, position: float) -> Any:
         centre = torch.as_tensor(0.0 if mean is None else mean, device=result.device)
         return result.copy_((centre + spread).to(result.dtype).expand(result.shape))
     if name in ("randint", "randint_like", "random") and isinstance(bound.get("high", bound.get("to")), int):
-        low = bound.get("low", bound.get("from")) or 0
-        high = bound.get("high", bound.get("to"))
+        low = int(bound.get("low", bound.get("from")) or 0)
+        high = int(bound.get("high", bound.get("to")))  # type: ignore[arg-type]
         return result.fill_(low if position == LOW else high - 1 if position == HIGH else (low + high) // 2)
     return result

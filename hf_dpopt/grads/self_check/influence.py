@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -239,10 +240,8 @@ def check_influence(
             sums = engine.empty_sum()
             with clipped_by(engine, clipping):
                 for batch, start, size in zip(alone, starts, sizes, strict=True):
-                    records = range(start, start + size)
-                    engine.add_clipped_sum(
-                        sums, lambda b=batch, r=records: probe.losses_of(b, r, per_record=MIDDLE), size
-                    )
+                    run = functools.partial(probe.losses_of, batch, range(start, start + size), per_record=MIDDLE)
+                    engine.add_clipped_sum(sums, run, size)
             ratio = distance(got, sums.result()) / norm
     if not ratio <= tolerance:
         raise UnsupportedModuleError(

@@ -171,18 +171,22 @@ def squared_norm(gradient: Gradient) -> torch.Tensor:
 
 def distance(one: Gradient, other: Gradient) -> float:
     """L2 distance of two gradients; not a number if either holds none."""
-    return float(torch.stack([(one[n].double() - other[n].double()).square().sum() for n in other]).sum().sqrt())
+    return _norm([torch.linalg.vector_norm(one[n] - other[n]) for n in other])
 
 
 def length(gradient: Gradient) -> float:
     """L2 norm."""
-    return float(torch.stack([g.double().square().sum() for g in gradient.values()]).sum().sqrt())
+    return _norm([torch.linalg.vector_norm(g) for g in gradient.values()])
+
+
+def _norm(norms: list[torch.Tensor]) -> float:
+    return float(torch.linalg.vector_norm(torch.stack(norms).double()))
 
 
 def check_equal(got: Gradient, want: Gradient, tolerance: float, what: str, fix: str) -> float:
     """The relative error, if it is small enough; the error that is raised names the worst tensor."""
     scale = max(length(want), 1e-12)
-    errors = {n: float((got[n].double() - want[n].double()).norm()) / scale for n in want}
+    errors = {n: float(torch.linalg.vector_norm(got[n] - want[n])) / scale for n in want}
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
     if not errors[worst] <= tolerance:
         raise UnsupportedModuleError(
