@@ -109,13 +109,7 @@ def _value_outside(value: Any, allowed: Range, column: str, limits: Limits) -> s
     if array.dtype.kind not in "iub" or not array.size:
         return ""
     outside = array[~allowed.holds(array.astype(np.int64))] if array.ndim else array[~allowed.holds(array)]
-    return _outside(column, outside.flat[0], allowed) if outside.size else ""
-
-
-def _outside(column: str, value: Any, allowed: Range) -> str:
-    ignored = " (or -100, for what is no target)" if allowed.may_be_ignored else ""
-    found = f"{column!r} holds {value}, which is outside 0 to {allowed.below - 1}{ignored}, {allowed.what}."
-    return f"{found} {allowed.otherwise}".rstrip()
+    return allowed.says(column, outside.flat[0]) if outside.size else ""
 
 
 def _floats(column: str) -> str:
@@ -189,7 +183,7 @@ def _first_in_array(array: Any, column: str, limits: Limits) -> tuple[int, str] 
         return _row(place, row_of), f"{column!r} holds a missing value (null)."
     numbers = values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
     places = np.flatnonzero(~allowed.holds(numbers))
-    return (_row(places[0], row_of), _outside(column, numbers[places[0]], allowed)) if len(places) else None
+    return (_row(places[0], row_of), allowed.says(column, numbers[places[0]])) if len(places) else None
 
 
 def _row(place: Any, ends: Sequence[np.ndarray] | None) -> int:

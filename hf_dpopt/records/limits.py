@@ -19,6 +19,8 @@ from hf_dpopt.refusals.lengths import Positions, positions
 
 RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
 MORE_LABELS = "If the labels are right: load the model with num_labels=<number of labels>."
+UNLABELLED = "A label of -1 marks records without a label (the test files of GLUE): leave them out."
+LABELS = "the labels of the model"
 LABEL_COLUMNS = ("labels", "label", "label_ids")
 
 
@@ -42,6 +44,13 @@ class Range:
         """Elementwise, for a tensor or an array of integers."""
         inside = (values >= 0) & (values < self.below)
         return inside | (values == IGNORED) if self.may_be_ignored else inside
+
+    def says(self, column: str, value: Any) -> str:
+        """A value outside, what is allowed, and the way out if the value is right."""
+        ignored = " (or -100, for what is no target)" if self.may_be_ignored else ""
+        found = f"{column!r} holds {value}, which is outside 0 to {self.below - 1}{ignored}, {self.what}."
+        unlabelled = value == -1 and self.what == LABELS
+        return f"{found} {UNLABELLED if unlabelled else self.otherwise}".rstrip()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +117,18 @@ class Limits:
                 failing_B |= _taken(ids_BT, batch, table) > table.most
         return failing_B
 
+    def first_outside(self, batch: Mapping[str, Any]) -> str:
+        """What a collated batch holds that the model cannot look up, in words; an empty text if nothing."""
+        for column, allowed in self.ranges.items():
+            values = batch.get(column)
+            if isinstance(values, torch.Tensor) and not values.is_floating_point():
+                outside = values[~allowed.holds(values)]
+                if outside.numel():
+                    return allowed.says(column, int(outside.flatten()[0]))
+        return (
+            "labels are floats, or more tokens come than the model has positions." if self.failing(batch).any() else ""
+        )
+
     def misfit(self, record: Any) -> str:
         """What is wrong with the lengths of a tokenized record, or an empty text."""
         if not isinstance(record, Mapping):
@@ -161,12 +182,12 @@ def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:
     if not isinstance(num_labels, int) or num_labels < 2:
         return None
     if kind == "ForTokenClassification":
-        return Range(num_labels, "the labels of the model", True, MORE_LABELS)
+        return Range(num_labels, LABELS, True, MORE_LABELS)
     if kind == "ForSequenceClassification" and getattr(config, "problem_type", None) in (
         None,
         "single_label_classification",
     ):
-        return Range(num_labels, "the labels of the model", otherwise=MORE_LABELS)
+        return Range(num_labels, LABELS, otherwise=MORE_LABELS)
     return None
 
 

@@ -12,7 +12,7 @@ from hf_dpopt.errors import DPConfigError
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
 from hf_dpopt.records.form import Form
-from hf_dpopt.records.inspection import FIX, refuse_malformed, refuse_missing_values
+from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.records.trial import beside_shorter, try_collation
@@ -120,11 +120,14 @@ def make_collation(
         DPConfigError: for records that are unlike each other, naming the first.
     """
     limits = Limits.of(model, losses.kind)
-    form = None if is_stored(dataset) else _form(dataset, clean, _predicts_numbers(model, losses.kind))
-    if form is not None:
-        refuse_malformed(_cleaned(dataset, clean), limits, form)
-    elif is_stored(dataset):
+    predicts_numbers = _predicts_numbers(model, losses.kind)
+    if is_stored(dataset):
         refuse_missing_values(dataset)
+        form = _form(dataset, clean, True) if predicts_numbers else None  # integers become numbers to be predicted
+    else:
+        form = _form(dataset, clean, predicts_numbers)
+        if form is not None:
+            refuse_malformed(_cleaned(dataset, clean), limits, form)
     config: Any = getattr(base_model(model), "config", None)
     padding_id = getattr(config, "pad_token_id", None)
     padding = Padding(padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0)
@@ -154,8 +157,11 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
 
 def _run(collation: Collation, losses: RecordLosses, record: Any) -> None:
     row = collation.row(collation.fitted(record))
-    if collation.limits.failing(row).any():
-        raise DPConfigError(f"A training record holds token ids or labels that the model does not have. {FIX}")
+    if outside := collation.limits.first_outside(row):
+        raise DPConfigError(
+            f"A training record does not fit the model as the collator makes it: {outside} If the record is right, "
+            "look at what the collator adds (mask and padding tokens)."
+        )
     try:
         losses(collation.place(row))
     except DPConfigError:

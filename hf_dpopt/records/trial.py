@@ -23,6 +23,12 @@ FIX = (
     "depend on several records (centring, scaling, negatives) has to be done before training, on public data."
 )
 
+FAILS = (
+    "Mostly texts were not tokenized, labels are texts, records have unlike lengths, or nothing pads them: tokenize "
+    "and number the labels before training, give the tokenizer a pad_token, and pass the collator of your task "
+    "(DataCollatorWithPadding, DataCollatorForTokenClassification, DataCollatorForSeq2Seq)."
+)
+
 
 def try_collation(collation: Collation, records: Sequence[Any]) -> None:
     """Collates records alone and in pairs, in both orders and beside a shorter copy of themselves, and compares.
@@ -79,10 +85,17 @@ def _shorter(record: Any) -> Any:
     if length < 2 or not isinstance(record, Mapping):
         return None
     return {
-        name: value[: (length + 1) // 2] if hasattr(value, "__len__") and len(value) == length else value
+        name: value[: (length + 1) // 2] if _length(value) == length else value
         for name, value in record.items()
         if not isinstance(value, str)
     }
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except TypeError:  # numbers, and tensors of none
+        return -1
 
 
 def _compare(collation: Collation, a: Any, b: Any) -> None:
@@ -93,7 +106,7 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         raise
     except Exception as error:
         raise DPConfigError(
-            f"The collator fails on two training records: {type(error).__name__}: {error}. {FIX}"
+            f"The collator fails on two training records ({type(error).__name__}: {str(error).rstrip('.')}). {FAILS}"
         ) from error
     if num_records(together) != 2:
         raise DPConfigError(
@@ -111,7 +124,7 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
     for place, record in enumerate((a, b)):
         alone = collation.row(record)
         for key in together.keys() - drawn:
-            if key not in alone or not _is_row(together[key], alone[key], place):
+            if key not in alone or not _is_row(key, together[key], alone[key], place):
                 raise DPConfigError(
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
@@ -136,18 +149,24 @@ def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and repr(x) == repr(y)
 
 
-def _is_row(together: Any, alone: Any, place: int) -> bool:
+def _is_row(key: str, together: Any, alone: Any, place: int) -> bool:
     """Whether a row of two is the row of one, with padding before or behind it."""
     if not isinstance(together, torch.Tensor) or not isinstance(alone, torch.Tensor):
         return type(together) is type(alone)
     if together.dim() == 0 or alone.dim() == 0:
         return _same(together, alone)
     row, own = together[place], alone[0]
-    if row.dtype != own.dtype or row.dim() != own.dim() or row.shape[1:] != own.shape[1:]:
+    if row.dtype != own.dtype or row.dim() != own.dim():
         return False
-    if row.dim() == 0 or row.shape == own.shape:
+    if row.shape == own.shape:
         return torch.equal(row, own)
+    unlike = [dim for dim in range(row.dim()) if row.size(dim) != own.size(dim)]
+    if len(unlike) != 1:
+        return False
+    row, own = row.movedim(unlike[0], 0), own.movedim(unlike[0], 0)
     width, length = len(row), len(own)
+    if key == "decoder_input_ids":  # the labels shifted by one: behind its own come a last label and padding
+        return length <= width and torch.equal(row[:length], own)
     return length <= width and any(
         torch.equal(row[start : start + length], own) and _is_padding(row[:start], row[start + length :])
         for start in (0, width - length)

@@ -63,7 +63,10 @@ def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | 
     raise DPConfigError(words.format(seen=found.seen))
 
 
-_MEANT = "If every row is a whole record of its own all the same, say --rows_are_records; the statement repeats it."
+_MEANT = (
+    "If every row is a whole record of its own all the same (documents that were all cut to max_length, templates "
+    "of one length), say --rows_are_records (rows_are_records=True); the statement repeats it."
+)
 _BLOCKS = (
     "The rows of the training set look like blocks: {seen}. A block may hold text of several documents and a document "
     "may lie in several blocks, so what would be protected is not a document. To protect blocks, say so: "

@@ -10,6 +10,7 @@ import transformers as tf
 
 from hf_dpopt.records.collation import KNOWN, Collation, Padding, is_known
 from hf_dpopt.records.form import Form
+from hf_dpopt.records.trial import try_collation
 from tests import tiny
 
 
@@ -76,3 +77,47 @@ def test_what_padding_cannot_make_alike_stays_apart():
     parts = Collation(pictures).parts(rows)
     assert [part.places for part in parts] == [(0, 2), (1,)]
     assert parts[0].batch["name"] == ["a", "c"]
+
+
+# --- the trial ---------------------------------------------------------------------------------------------------------
+
+
+class _Words:
+    """Pads, as far as transformers' collators ask."""
+
+    padding_side, pad_token_id, deprecation_warnings = "right", 0, {}
+
+    def pad(self, features, return_tensors=None, **_):
+        width = max(len(f["input_ids"]) for f in features)
+        padded = {"input_ids": [f["input_ids"] + [0] * (width - len(f["input_ids"])) for f in features]}
+        padded["attention_mask"] = [[1] * len(f["input_ids"]) + [0] * (width - len(f["input_ids"])) for f in features]
+        padded |= {k: [f[k] for f in features] for k in features[0] if k not in padded}
+        return {k: torch.tensor(v) if return_tensors == "pt" else v for k, v in padded.items()}
+
+
+class _Shifts:
+    def prepare_decoder_input_ids_from_labels(self, labels):
+        return torch.cat(
+            [torch.zeros_like(labels[:, :1]), labels[:, :-1].masked_fill(labels[:, :-1] == -100, 0)], dim=1
+        )
+
+
+def test_decoder_inputs_are_labels_shifted_before_they_are_padded():
+    collate = tf.DataCollatorForSeq2Seq(_Words(), model=_Shifts())
+    records = [{"input_ids": [5] * n, "labels": list(range(1, n + 1))} for n in (2, 7, 4)]
+    try_collation(Collation(collate), records)
+
+
+def test_choices_are_padded_in_their_last_dimension():
+    def collate(some):
+        width = max(len(ids) for row in some for ids in row["input_ids"])
+        ids = [[choice + [0] * (width - len(choice)) for choice in row["input_ids"]] for row in some]
+        return {"input_ids": torch.tensor(ids), "labels": torch.tensor([row["labels"] for row in some])}
+
+    records = [{"input_ids": [[5] * n, [6] * (n + 1)], "labels": 0} for n in (2, 7, 4)]
+    try_collation(Collation(collate), records)
+
+
+def test_records_of_tensors_without_a_dimension():
+    records = [{"input_ids": torch.arange(4), "attention_mask": torch.ones(4), "label": torch.tensor(1)}] * 2
+    try_collation(Collation(tf.default_data_collator), records)

@@ -1,0 +1,264 @@
+"""Adversaries in every combination of two ways in: datasets, collators, heads, engines, units and odd records.
+
+    python -m tests.adversary.matrix                covers every pair of values; writes docs/adversary_matrix.json
+    python -m tests.adversary.matrix --full         every combination (hours)
+
+Each cell trains one step through the real trainer with and without one record, in float64 (bfloat16 where the factor
+says so), and holds the distance of the clipped sums to the clipping norm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DPOPT_PRIVATE_DIR", tempfile.mkdtemp(prefix="hf_dpopt_matrix_"))
+
+import datasets
+import peft
+import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.adversary import harness
+
+NUM, ODD, VOCABULARY = 200, 150, 40  # records; the odd one lies where no sample before training looks
+REPORT = Path(__file__).resolve().parents[2] / "docs" / "adversary_matrix.json"
+SLACK = {"float64": 1e-5, "bfloat16": 2e-2}
+
+_TEXT = dict(
+    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+    max_position_embeddings=130, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1,
+)  # fmt: skip
+_GPT2 = dict(
+    vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=130, resid_pdrop=0.0, embd_pdrop=0.0,
+    attn_pdrop=0.0, pad_token_id=1, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+_T5 = dict(
+    vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=1,
+    decoder_start_token_id=1, eos_token_id=0,
+)  # fmt: skip
+
+# head -> (the model, what labels are, the layers that LoRA takes)
+HEADS: dict[str, tuple[Callable[[], torch.nn.Module], str, list[str]]] = {
+    "classes": (lambda: tf.BertForSequenceClassification(tf.BertConfig(**_TEXT)), "class", ["query", "value"]),
+    "regression": (
+        lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**_TEXT, num_labels=1)), "number", ["query"],
+    ),
+    "tokens": (lambda: tf.BertForTokenClassification(tf.BertConfig(**_TEXT)), "tags", ["query"]),
+    "causal": (lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**_GPT2)), "text", ["c_attn"]),
+    "last token": (lambda: tf.GPT2ForSequenceClassification(tf.GPT2Config(**_GPT2)), "class", ["c_attn"]),
+    "sequences": (lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5)), "text", ["q", "v"]),
+}  # fmt: skip
+
+
+def rows(labels: str) -> list[dict[str, Any]]:
+    generator = torch.Generator().manual_seed(3)
+    made = []
+    for i in range(NUM):
+        length = int(torch.randint(3, 12, (), generator=generator))
+        ids = torch.randint(3, VOCABULARY, (length,), generator=generator).tolist()
+        label = {"class": i % 2, "number": 40.5 + i, "tags": [j % 2 for j in range(length)], "text": ids}[labels]
+        made.append({"input_ids": ids, "attention_mask": [1] * length, "labels": label, "author": i // 2})
+    return made
+
+
+def changed(row: dict[str, Any], odd: str) -> dict[str, Any]:
+    """The record that is removed."""
+    ids, per_token = row["input_ids"], isinstance(row["labels"], list)
+    if odd == "long":
+        ids = ids * 10
+    elif odd == "empty":
+        ids = []
+    elif odd == "outside":
+        ids = [VOCABULARY + 3, *ids[1:]]
+    elif odd == "too long":
+        ids = (ids * 50)[:140]
+    labels = (
+        ([j % 2 for j in range(len(ids))] if row["labels"] != row["input_ids"] else ids)
+        if per_token
+        else row["labels"]
+    )
+    if odd == "whole number" and isinstance(labels, float):
+        labels = 41
+    return {**row, "input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels}
+
+
+class Lazy(torch.utils.data.Dataset):
+    """Makes its records when they are asked for; with `cuts`, several rows of each."""
+
+    def __init__(self, made: list[dict[str, Any]], cuts: bool):
+        self.made, self.cuts = made, cuts
+
+    def __len__(self) -> int:
+        return len(self.made)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        return self.made[i]
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        return [part for i in indices for part in (_cut(self.made[i]) if self.cuts else [self.made[i]])]
+
+
+def _cut(row: dict[str, Any], size: int = 6) -> list[dict[str, Any]]:
+    length = len(row["input_ids"])
+    return [
+        {k: v[i : i + size] if isinstance(v, list) else v for k, v in row.items()}
+        for i in range(0, max(length, 1), size)
+    ]
+
+
+DATASETS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
+    "list": lambda made: made,
+    "stored": datasets.Dataset.from_list,
+    "lazy": lambda made: Lazy(made, cuts=False),
+    "several rows": lambda made: Lazy(made, cuts=True),
+    "transform": lambda made: datasets.Dataset.from_list(made).with_transform(lambda batch: batch),
+}
+TOLD_BEFORE = ("list", "stored")  # read whole before training, so that a malformed record is refused there
+
+
+def tokenizer(side: str) -> Any:
+    words = Tokenizer(WordLevel({"<eos>": 0, "<pad>": 1, "<unk>": 2}, unk_token="<unk>"))
+    return tf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side=side)
+
+
+def stock(labels: str, side: str) -> Any:
+    """The collator that transformers' scripts take for such labels."""
+    if labels in ("tags", "text"):
+        return tf.DataCollatorForTokenClassification(tokenizer(side))
+    return tf.DataCollatorWithPadding(tokenizer(side))
+
+
+def _plain(collate: Any) -> Callable[[list[dict[str, Any]]], Any]:
+    return lambda some: dict(collate(some))
+
+
+COLLATORS: dict[str, Callable[[str], Any]] = {
+    "stock": lambda labels: stock(labels, "right"),
+    "stock, left": lambda labels: stock(labels, "left"),
+    "own": lambda labels: _plain(stock(labels, "right")),
+    "own, left": lambda labels: _plain(stock(labels, "left")),
+}
+FACTORS: dict[str, list[str]] = {
+    "dataset": list(DATASETS),
+    "collator": list(COLLATORS),
+    "head": list(HEADS),
+    "finetuning": ["full", "lora"],
+    "engine": ["book_keeping", "two_pass", "checkpointing"],
+    "unit": ["example", "user"],
+    "clipping": ["flat", "per_layer", "automatic"],
+    "precision": ["float64", "bfloat16"],
+    "odd": ["long", "empty", "outside", "too long", "whole number"],
+}
+
+
+def covering(factors: dict[str, list[str]], seed: int = 0) -> list[dict[str, str]]:
+    """Cells that together hold every pair of values of two factors; greedy."""
+    rng, names = random.Random(seed), list(factors)
+    missing = {((a, x), (b, y)) for a, b in itertools.combinations(names, 2) for x in factors[a] for y in factors[b]}
+    cells = []
+    while missing:
+        tries = []
+        for _ in range(40):
+            pair = rng.choice(sorted(missing))
+            cell = {name: rng.choice(values) for name, values in factors.items()} | dict(pair)
+            tries.append((len(missing & set(itertools.combinations(cell.items(), 2))), rng.random(), cell))
+        best = max(tries, key=lambda t: t[:2])[2]
+        missing -= set(itertools.combinations(best.items(), 2))
+        cells.append(best)
+    return cells
+
+
+def everything(factors: dict[str, list[str]]) -> Iterator[dict[str, str]]:
+    return (dict(zip(factors, values, strict=True)) for values in itertools.product(*factors.values()))
+
+
+def trainer(cell: dict[str, str], output_dir: Path, dataset: Any) -> Any:
+    make_model, labels, targets = HEADS[cell["head"]]
+    torch.manual_seed(0)
+    model = make_model()
+    if cell["finetuning"] == "lora":
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2))
+    changes: dict[str, Any] = dict(
+        model=model, data_collator=COLLATORS[cell["collator"]](labels), clipping=cell["clipping"],
+        clipping_engine="book_keeping" if cell["engine"] == "book_keeping" else "two_pass",
+        gradient_checkpointing=cell["engine"] == "checkpointing", remove_unused_columns=False,
+    )  # fmt: skip
+    if cell["precision"] == "bfloat16":
+        changes["bf16"] = True
+    if cell["unit"] == "user":
+        changes |= dict(privacy_unit="user", user_id_column="author", records_per_user=2)
+    elif cell["dataset"] in ("list", "lazy", "several rows"):
+        dataset = _without_author(dataset)
+    else:
+        dataset = dataset.remove_columns("author")
+    return harness.trainer(output_dir, dataset, **changes)
+
+
+def _without_author(dataset: Any) -> Any:
+    strip = [{k: v for k, v in row.items() if k != "author"} for row in (dataset if isinstance(dataset, list) else dataset.made)]  # fmt: skip
+    return strip if isinstance(dataset, list) else Lazy(strip, dataset.cuts)
+
+
+def run(cell: dict[str, str], folder: Path) -> dict[str, Any]:
+    """How far the odd record moves the sum, or the refusal."""
+    made = rows(HEADS[cell["head"]][1])
+    made[ODD] = changed(made[ODD], cell["odd"])
+    if cell["head"] == "regression" and cell["dataset"] in ("stored", "transform"):
+        made[ODD]["labels"] = float(made[ODD]["labels"])  # a stored column has one type
+    unit = ODD // 2 if cell["unit"] == "user" else ODD
+    begin, found = time.perf_counter(), dict(cell)
+    try:
+        drawn = sorted({1, 7, unit, 30, 35})
+        found["ratio"] = harness.influence(
+            lambda out, data: trainer(cell, out, data), DATASETS[cell["dataset"]](made), unit, folder, drawn=drawn
+        )
+        found["verdict"] = "kept" if found["ratio"] <= 1 + SLACK[cell["precision"]] else "BROKEN"
+    except harness.REFUSALS as error:
+        harness.assert_nothing_charged(folder)
+        found |= {"verdict": "refused", "reason": str(error).split(". ")[0][:160]}
+    except Exception as error:  # a row of the report, not the end of the run
+        found |= {"verdict": "ERROR", "reason": f"{type(error).__name__}: {error}"[:200]}
+    return found | {"seconds": round(time.perf_counter() - begin, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m tests.adversary.matrix", description=__doc__)
+    parser.add_argument("--full", action="store_true")
+    parser.add_argument("--limit", type=int, help="cells to run, of the covering ones")
+    parser.add_argument("--output", type=Path, default=REPORT)
+    args = parser.parse_args()
+    cells = list(everything(FACTORS)) if args.full else covering(FACTORS)[: args.limit]
+    results = []
+    for i, cell in enumerate(cells):
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(run(cell, Path(folder)))
+        print(i + 1, "of", len(cells), json.dumps(results[-1]), flush=True)
+    verdicts = {v: sum(r["verdict"] == v for r in results) for v in ("kept", "refused", "BROKEN", "ERROR")}
+    largest = max((r["ratio"] for r in results if "ratio" in r and r["precision"] == "float64"), default=0.0)
+    report = {
+        "command": "python -m tests.adversary.matrix",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"torch": torch.__version__, "transformers": tf.__version__, "peft": peft.__version__},
+        "verdicts": verdicts,
+        "largest_ratio_in_float64": largest,
+        "cells": results,
+    }
+    args.output.write_text(json.dumps(report, indent=0) + "\n")
+    print(json.dumps(verdicts), largest)
+
+
+if __name__ == "__main__":
+    main()
