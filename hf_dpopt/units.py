@@ -11,6 +11,7 @@ from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.grads.contributions import ClippedSum
 from hf_dpopt.losses import RecordLosses, num_records
+from hf_dpopt.records.collation import trimmed
 from hf_dpopt.records.rows import is_environment
 
 
@@ -71,10 +72,9 @@ def _apart(batch: Any) -> list[Any]:
     """The units of a batch, each as a batch of its own."""
     if hasattr(batch, "add_to"):
         return batch.apart()
-    size = num_records(batch)
     return [
-        {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
-        for b in range(size)
+        trimmed({k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()})
+        for b in range(num_records(batch))
     ]
 
 
@@ -93,7 +93,7 @@ class _FailingApart:
             return self._losses(batch)
         except UnsupportedModuleError:
             raise
-        except Exception as error:
+        except BaseException as error:
             if is_environment(error):
                 raise
             raise _ForwardFailed from error

@@ -32,7 +32,7 @@ Collator = Callable[[list[Any]], Any]
 KNOWN = {
     "transformers.data.data_collator": {
         "default_data_collator", "DefaultDataCollator", "DataCollatorWithPadding", "DataCollatorForSeq2Seq",
-        "DataCollatorForTokenClassification", "DataCollatorForMultipleChoice", "DataCollatorForLanguageModeling",
+        "DataCollatorForTokenClassification", "DataCollatorForLanguageModeling",
     },
     "trl.trainer.sft_trainer": {"DataCollatorForLanguageModeling"},
 }  # fmt: skip
@@ -59,6 +59,9 @@ class Padding:
 
 def is_known(collator: Any) -> bool:
     """Whether a collator is one of those whose rows are known to be those of single records."""
+    tokenizer = getattr(collator, "tokenizer", None)
+    if type(collator).__name__ == "DataCollatorForSeq2Seq" and getattr(tokenizer, "padding_side", "right") == "left":
+        return False  # it pads targets on the left, too, and a decoder reads them from there
     kind = collator if isinstance(collator, type) or hasattr(collator, "__name__") else type(collator)
     return getattr(kind, "__name__", None) in KNOWN.get(getattr(kind, "__module__", ""), ())
 
@@ -121,7 +124,7 @@ class Collation:
     def _fitted_or_none(self, record: Any) -> Any:
         try:
             return self.fitted(record)
-        except Exception as error:
+        except BaseException as error:
             if is_environment(error):
                 raise
             return None
@@ -149,8 +152,10 @@ class Collation:
                 batch = dict(self.collate([record for _, record in usable]))
                 if num_records(batch) != len(usable) or _mixes_by_padding(batch, usable):
                     return None
+                if self.limits.is_too_wide(batch):
+                    return None
                 failing_B = self.limits.failing(batch)
-            except Exception as error:  # one record of the batch, which the others must not suffer from
+            except BaseException as error:  # one record of the batch, which the others must not suffer from
                 if is_environment(error):
                     raise
                 return None
@@ -163,10 +168,10 @@ class Collation:
         rows = []
         for i, record in usable:
             try:
-                row = self.row(record)
-                if not self.limits.failing(row).any():
+                row = trimmed(self.row(record))
+                if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():
                     rows.append((i, row))
-            except Exception as error:
+            except BaseException as error:
                 if is_environment(error):
                     raise
         return list(joined(rows, self.padding))
@@ -181,8 +186,28 @@ def length_of(record: Any) -> int:
     """Tokens of a record; 0 if it has none."""
     try:
         return len(record["input_ids"])
-    except (KeyError, TypeError, IndexError):
+    except Exception:  # whatever a mapping of one's own raises: this only sorts
         return 0
+
+
+def trimmed(row: Batch) -> Batch:
+    """The row of one record without its padding, as far as a mask shows it and no target stands there."""
+    ids, mask = row.get("input_ids"), row.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
+        return row
+    if ids.dim() != 2 or mask.shape != ids.shape or len(ids) != 1 or bool((mask != 0).all()) or not bool(mask.any()):
+        return row
+    places = mask[0].nonzero().flatten()
+    text, width = slice(int(places[0]), int(places[-1]) + 1), ids.size(1)
+    found = {}
+    for key, value in row.items():
+        is_token = isinstance(value, torch.Tensor) and value.dim() >= 2 and value.size(1) == width
+        is_token = is_token and not value.is_floating_point() and not key.startswith("decoder")
+        if is_token and key == "labels":
+            left = torch.cat([value[:, : text.start], value[:, text.stop :]], dim=1)
+            is_token = bool((left == IGNORED).all())
+        found[key] = value[:, text] if is_token else value
+    return found
 
 
 # --- joining rows --------------------------------------------------------------------------------------------------
@@ -213,16 +238,23 @@ def _family(key: str, value: Any, row: Mapping[str, Any]) -> str:
     """Which length a tensor has in its second dimension: that of the tokens, of the targets, or one of its own."""
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.is_floating_point():
         return ""
+    ids = row.get("input_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() == 3:  # choices of a record: (1, C, T)
+        return "choices" if value.dim() == 3 and value.size(2) == ids.size(2) else ""
     if key in TARGETS:
         return "targets"
-    ids = row.get("input_ids")
     is_token = isinstance(ids, torch.Tensor) and ids.dim() == 2 and value.size(1) == ids.size(1)
     return "tokens" if is_token else ""
 
 
 def _widths(row: Mapping[str, Any]) -> dict[str, int]:
     families = {_family(key, value, row): value for key, value in row.items()}
-    return {family: value.size(1) for family, value in families.items() if family}
+    return {family: value.size(_dim(family)) for family, value in families.items() if family}
+
+
+def _dim(family: str) -> int:
+    """Which dimension is padded."""
+    return 2 if family == "choices" else 1
 
 
 def _signature(row: Mapping[str, Any]) -> tuple:
@@ -235,7 +267,10 @@ def _shape(key: str, value: Any, row: Mapping[str, Any]) -> tuple:
         return ("value", "" if _is_list_of_one(value) else repr(value))
     family = _family(key, value, row)
     if family and ("attention_mask" in row):
-        return (family, str(value.dtype), tuple(value.shape[2:]))
+        rest = [size for dim, size in enumerate(value.shape) if dim not in (0, _dim(family))]
+        return (family, str(value.dtype), tuple(rest))
+    if value.dim() == 0:
+        return ("number", str(value.dtype), value.item())
     return ("tensor", str(value.dtype), tuple(value.shape[1:]))
 
 
@@ -250,7 +285,8 @@ def _padded(row: Batch, widths: Mapping[str, int], padding: Padding) -> Batch:
     for key, value in row.items():
         family = _family(key, value, row)
         if family:
-            missing = (0, 0) * (value.dim() - 2) + (0, widths[family] - value.size(1))
+            dim = _dim(family)
+            missing = (0, 0) * (value.dim() - 1 - dim) + (0, widths[family] - value.size(dim))
             value = torch.nn.functional.pad(value, missing, value=fill.get(key, 0))
         padded[key] = value
     return padded

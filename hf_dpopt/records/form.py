@@ -145,19 +145,26 @@ def _as(column: Column, value: Any, got: Column | None) -> Any:
     if column.depth == 0:
         number = value.item() if hasattr(value, "item") else value
         return {"bool": bool, "int": int, "float": float}[column.kind](number)
-    if (got.kind, got.container) == (column.kind, column.container):
+    if (got.kind, got.container) == (column.kind, column.container) and not _is_narrow(got):
         return value
     if column.container == "list" and got.container == "list":
         return _each(column.kind, value)
-    array = np.asarray(value.cpu() if isinstance(value, torch.Tensor) else value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = value.float() if value.dtype == torch.bfloat16 else value  # numpy has none
+    array = np.asarray(value)
     if column.container == "list":
         return _each(column.kind, array.tolist())
     if column.kind == "int":
         array = array.astype(np.int64)  # never narrowed: a number that wraps around is another one
-    if column.container.startswith("numpy."):
-        return array if column.kind == "int" else array.astype(column.container.removeprefix("numpy."))
-    tensor = torch.as_tensor(array)
-    return tensor if column.kind == "int" else tensor.to(getattr(torch, column.container.removeprefix("torch.")))
+    elif column.kind == "float":
+        array = array.astype(np.float64 if column.container.endswith("float64") else np.float32)
+    return array if column.container.startswith("numpy.") else torch.as_tensor(array)
+
+
+def _is_narrow(column: Column) -> bool:
+    """Whether numbers have fewer digits than float32: a first record of that kind would round those of all others."""
+    return column.kind == "float" and column.container.endswith("float16")
 
 
 def _each(kind: str, value: Any) -> Any:

@@ -170,9 +170,10 @@ def _first_in_array(array: Any, column: str, limits: Limits) -> tuple[int, str] 
     if array.null_count:
         return int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0]), f"{column!r} is missing (null)."
     allowed = _range_of(column, limits)
-    if allowed is None:
-        return None
     values, row_of = _flattened(array)
+    if allowed is None:
+        place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) if values.null_count else None
+        return None if place is None else (_row(place, row_of), f"{column!r} holds a missing value (null).")
     if pa.types.is_floating(values.type):
         is_class = row_of is None and column in LABEL_COLUMNS and limits.classes_are_whole
         return (0, _floats(column)) if is_class and len(values) else None

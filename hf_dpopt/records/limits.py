@@ -101,6 +101,10 @@ class Limits:
         """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
         sizes = [len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
         failing_B = torch.zeros(sizes[0], dtype=torch.bool)
+        ids, labels = batch.get("input_ids"), batch.get("labels")
+        if "labels" in self.per_token and isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor):
+            if ids.dim() == labels.dim() == 2 and ids.shape != labels.shape:
+                return torch.ones_like(failing_B)  # a target for every token, or padding would shift them
         for column, allowed in self.ranges.items():
             values = batch.get(column)
             if not isinstance(values, torch.Tensor) or values.dim() == 0:
@@ -116,6 +120,15 @@ class Limits:
             if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
                 failing_B |= _taken(ids_BT, batch, table) > table.most
         return failing_B
+
+    def is_too_wide(self, batch: Mapping[str, Any]) -> bool:
+        """Whether padding reaches beyond the positions (`pad_to_multiple_of`), although no record need be too long."""
+        for column, table in self.positions.items():
+            ids_BT = batch.get(column)
+            if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and table.padding is None:
+                if ids_BT.size(1) > table.most:
+                    return True
+        return False
 
     def first_outside(self, batch: Mapping[str, Any]) -> str:
         """What a collated batch holds that the model cannot look up, in words; an empty text if nothing."""

@@ -7,23 +7,29 @@ makes of several indices at once may mix them, so only stored columns are read t
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-# What a record can be to blame for although it comes from the system: a path that it names, a damaged picture.
-OF_A_RECORD = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+# What the system says of itself; every other number (no such file, a name too long) can be a record's doing.
+OF_THE_MACHINE = {
+    errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE,
+    errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.ETIMEDOUT, errno.EHOSTUNREACH,
+    errno.ENETUNREACH, errno.ENODEV, errno.ENXIO, errno.EPIPE,
+}  # fmt: skip
 
 
 def is_environment(error: BaseException) -> bool:
-    """Whether an error is the machine's (disk, memory, a library), so that it stops a run whatever a step holds."""
+    """Whether an error is the machine's (disk, memory, an interrupt), so that it stops a run whatever a step holds."""
     if isinstance(error, OSError):  # libraries raise it without a number for files they cannot make sense of
-        return error.errno is not None and not isinstance(error, OF_A_RECORD)
+        return error.errno in OF_THE_MACHINE
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # the CPU's allocator
         return True
-    return isinstance(error, (MemoryError, ImportError, torch.OutOfMemoryError, torch.AcceleratorError))
+    kinds = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError, KeyboardInterrupt, SystemExit, GeneratorExit)
+    return isinstance(error, kinds)
 
 
 def is_stored(dataset: Any) -> bool:
@@ -45,7 +51,7 @@ def read_rows(dataset: Any, indices: Sequence[int]) -> list[list[Any]]:
     if is_stored(dataset):
         try:
             rows = dataset.__getitems__(list(indices))
-        except Exception as error:  # a picture that cannot be decoded, beside others that can
+        except BaseException as error:  # a picture that cannot be decoded, beside others that can
             if is_environment(error):
                 raise
             rows = []
@@ -67,7 +73,7 @@ def read_one(dataset: Any, index: int) -> list[Any]:
 def _read(dataset: Any, index: int) -> list[Any]:
     try:
         return read_one(dataset, index)
-    except Exception as error:
+    except BaseException as error:  # panics of tokenizers are no Exception
         if is_environment(error):
             raise
         return []  # a run that stopped here would tell that the record was drawn

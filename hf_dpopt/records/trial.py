@@ -123,8 +123,10 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
     drawn = {key for key in together if not _same(together[key], again[key])}
     for place, record in enumerate((a, b)):
         alone = collation.row(record)
-        for key in together.keys() - drawn:
-            if key not in alone or not _is_row(key, together[key], alone[key], place):
+        # decoder inputs are labels that were padded and then shifted; the labels are compared
+        derived = {"decoder_input_ids"} if "labels" in alone else set()
+        for key in (together.keys() | alone.keys()) - drawn - derived:
+            if key not in alone or key not in together or not _is_row(together[key], alone[key], place):
                 raise DPConfigError(
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
@@ -149,7 +151,7 @@ def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and repr(x) == repr(y)
 
 
-def _is_row(key: str, together: Any, alone: Any, place: int) -> bool:
+def _is_row(together: Any, alone: Any, place: int) -> bool:
     """Whether a row of two is the row of one, with padding before or behind it."""
     if not isinstance(together, torch.Tensor) or not isinstance(alone, torch.Tensor):
         return type(together) is type(alone)
@@ -165,8 +167,6 @@ def _is_row(key: str, together: Any, alone: Any, place: int) -> bool:
         return False
     row, own = row.movedim(unlike[0], 0), own.movedim(unlike[0], 0)
     width, length = len(row), len(own)
-    if key == "decoder_input_ids":  # the labels shifted by one: behind its own come a last label and padding
-        return length <= width and torch.equal(row[:length], own)
     return length <= width and any(
         torch.equal(row[start : start + length], own) and _is_padding(row[:start], row[start + length :])
         for start in (0, width - length)

@@ -1,0 +1,145 @@
+"""What a second reader of the data's path found: padding beyond the positions, narrow floats, targets, panics."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from tests import tiny
+from tests.adversary.harness import assert_kept, influence, trainer
+from tests.adversary.test_collators import _words
+
+NUM, BAD = 200, 150  # not among the records that are looked at before training
+DRAWN = [1, 5, 7, BAD, 160, 161]
+
+
+class Lazy(torch.utils.data.Dataset):
+    def __init__(self, rows: list[Any], bad: Any = None):
+        self.rows, self.bad = rows, bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.bad() if i == BAD and self.bad is not None else self.rows[i]
+
+
+def rows() -> list[dict[str, Any]]:
+    return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_padding_to_a_multiple_beyond_the_positions(stored, tmp_path):
+    """A record of 58 tokens in a model of 60 positions is padded to 64: it must neither fail nor fail the others."""
+    import datasets
+
+    made = rows()
+    made[BAD] = {"input_ids": [5] * 58, "attention_mask": [1] * 58, "label": 1}
+
+    def make(out, data):
+        collate = tf.DataCollatorWithPadding(_words("right", "<pad>"), pad_to_multiple_of=8)
+        return trainer(out, data, model=tiny.model(dropout=0.0, max_position_embeddings=60), data_collator=collate)
+
+    data = datasets.Dataset.from_list(made) if stored else Lazy(made)
+    ratio = influence(make, data, BAD, tmp_path, drawn=DRAWN)
+    assert 1e-3 < ratio <= 1 + 1e-5
+
+
+def test_a_first_label_of_few_digits_rounds_no_other(tmp_path):
+    made = [{**row, "label": np.float32(70000.0 + i)} for i, row in enumerate(rows()[:8])]
+    made[0]["label"] = np.float16(1.0)
+    made = [{**row, "input_ids": row["input_ids"][:1] * 4, "attention_mask": [1] * 4} for row in made]
+
+    def make(out, data):
+        return trainer(out, data, model=tiny.model(dropout=0.0, num_labels=1), data_collator=tf.default_data_collator)
+
+    assert_kept(make, made, 0, tmp_path, without=made[1:])
+
+
+def test_more_targets_than_tokens_shift_nobody(tmp_path):
+    """An own collator that cuts the tokens and not the labels."""
+    generator = torch.Generator().manual_seed(4)
+    made = [{"ids": torch.randint(3, 40, (8,), generator=generator).tolist()} for _ in range(NUM)]
+    made[BAD]["ids"] = made[BAD]["ids"] * 2
+
+    def collate(some):
+        ids = [row["ids"][:10] for row in some]
+        width, wide = max(map(len, ids)), max(len(row["ids"]) for row in some)
+        return {
+            "input_ids": torch.tensor([i + [0] * (width - len(i)) for i in ids]),
+            "attention_mask": torch.tensor([[1] * len(i) + [0] * (width - len(i)) for i in ids]),
+            "labels": torch.tensor([row["ids"] + [-100] * (wide - len(row["ids"])) for row in some]),
+        }
+
+    def make(out, data):
+        torch.manual_seed(0)
+        config = tf.GPT2Config(
+            vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+        )  # fmt: skip
+        return trainer(out, data, model=tf.GPT2LMHeadModel(config), data_collator=collate)
+
+    assert influence(make, Lazy(made), BAD, tmp_path, drawn=DRAWN) == 0
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_long_targets_shift_nobody(side, tmp_path):
+    made = [{"input_ids": [5, 6, 7], "attention_mask": [1] * 3, "labels": [3 + i % 9, 4, 0]} for i in range(NUM)]
+    made[BAD]["labels"] = [9] * 40
+
+    def make(out, data):
+        torch.manual_seed(0)
+        config = tf.T5Config(
+            vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=1,
+            decoder_start_token_id=1, eos_token_id=0,
+        )  # fmt: skip
+        model = tf.T5ForConditionalGeneration(config)
+        collate = tf.DataCollatorForSeq2Seq(_words(side, "<pad>"), model=model)
+        return trainer(out, data, model=model, data_collator=collate, remove_unused_columns=False)
+
+    assert_kept(make, Lazy(made), BAD, tmp_path, drawn=DRAWN)
+
+
+class Unreadable(Mapping):
+    def __getitem__(self, name: str) -> Any:
+        raise ValueError("torn")
+
+    def __iter__(self) -> Any:
+        return iter(["input_ids", "label"])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def _panic() -> Any:
+    class Panic(BaseException):
+        """As tokenizers raise when their Rust part panics."""
+
+    raise Panic("stride must be strictly less than max_len")
+
+
+def _long_name() -> Any:
+    raise OSError(errno.ENAMETOOLONG, "File name too long")
+
+
+def _no_codec() -> Any:
+    raise ModuleNotFoundError("No module named 'pillow_heif'")
+
+
+@pytest.mark.parametrize("bad", [_panic, _long_name, _no_codec, Unreadable])
+def test_a_record_stops_no_step(bad, tmp_path):
+    assert influence(trainer, Lazy(tiny.records(NUM), bad), BAD, tmp_path, drawn=DRAWN) == 0
+
+
+def test_an_interrupt_does(tmp_path):
+    def stop() -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        influence(trainer, Lazy(tiny.records(NUM), stop), BAD, tmp_path, drawn=DRAWN)
