@@ -86,7 +86,11 @@ class _FailingApart:
     """The losses of a run, whose failures can be told from those of the clip."""
 
     def __init__(self, losses: RecordLosses):
-        self._losses, self.model = losses, losses.model
+        self._losses = losses
+
+    @property
+    def model(self) -> Any:
+        return self._losses.model
 
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
         try:
