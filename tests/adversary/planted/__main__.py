@@ -15,12 +15,22 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import dp_accounting.pld  # noqa: F401  (this and what follows: for the processes that are forked)
+import peft  # noqa: F401
+import pytest
+import scipy.stats  # noqa: F401
+import torch
+import transformers
 
 from tests.adversary.planted.bugs import BUGS, Bug
 
@@ -63,6 +73,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", metavar="WORDS", help="plant the bugs whose description has these words")
     options = parser.parse_args()
+    torch.set_num_threads(1)
+    assert transformers.Trainer  # imported when it is asked for
     bugs = [bug for bug in BUGS if not options.only or options.only in bug.what]
     for bug in bugs:  # before anything is run: patches that no longer fit are the common case
         planted(bug, (REPO / bug.file).read_text(encoding="utf-8"))
@@ -101,15 +113,36 @@ def _catch(bug: Bug, copy: Path) -> dict[str, Any]:
     return {"what": bug.what, "file": bug.file, "caught_by": red}
 
 
-def _red(copy: Path, tests: Any) -> list[str]:
+def _red(copy: Path, tests: Iterable[str]) -> list[str]:
     """Names of the tests among `tests` that fail in the copy, without their parameters."""
-    command = [sys.executable, "-B", "-m", "pytest", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
-    if done.returncode not in (0, 1):
-        sys.exit(f"pytest ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    found = re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", done.stdout, flags=re.MULTILINE)
-    return list(dict.fromkeys(found))
+    log = copy / "pytest.log"
+    process = os.fork()  # what takes seconds to import, and has no bug in it, is there already
+    if process == 0:
+        os._exit(_pytest(copy, list(tests), log))
+    ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    told = log.read_text(encoding="utf-8")
+    if ended not in (0, 1):
+        sys.exit(f"pytest ended with {ended}:\n{told[-4000:]}")
+    return list(dict.fromkeys(re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", told, flags=re.MULTILINE)))
+
+
+def _pytest(copy: Path, tests: list[str], log: Path) -> int:
+    """Runs the tests of the copy in this process, on the package of the copy."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("hf_dpopt", "tests")]:
+        del sys.modules[name]
+    sys.path[:] = [str(copy), *(p for p in sys.path if Path(p or ".").resolve() != REPO)]
+    sys.dont_write_bytecode = True
+    os.chdir(copy)
+    os.environ["PYTHONPATH"] = str(copy)  # of the processes that tests start
+    into = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(into, 1)
+    os.dup2(into, 2)
+    ended = pytest.main(["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests])
+    import hf_dpopt
+
+    assert Path(hf_dpopt.__file__).is_relative_to(copy), hf_dpopt.__file__
+    sys.stdout.flush()
+    return int(ended)
 
 
 if __name__ == "__main__":

@@ -226,13 +226,6 @@ BUGS: tuple[Bug, ...] = (
         (f"{REFUSALS}::test_rotary_embeddings_that_depend_on_the_batch",),
     ),
     Bug(
-        "metrics on training rows that are another list are computed",
-        "hf_dpopt/refusals/data.py",
-        "return not _identities(dataset).isdisjoint(_identities(training))",
-        "return False",
-        (f"{REFUSALS}::test_the_training_data_as_evaluation_data",),
-    ),
-    Bug(
         "the exact loss is logged",
         "hf_dpopt/trainer.py",
         "logs = {key: value for key, value in logs.items() if key not in UNPRIVATIZED_LOGS}\n        if",

@@ -83,6 +83,8 @@ def _verdicts(subject: _Subject) -> dict[str, Any]:
     row |= {"records": subject.data.what} if subject.data else {}
     if full.verdict == "exact":
         return row | subject.facts()
+    if subject.data is None and full.verdict != "refused":
+        return row | {"verdict": "not runnable", "reason": subject.problem or "the scan makes no records of this head"}
     stock = subject.stock_run() if subject.data else ""
     if stock:
         return row | {"verdict": "not runnable", "reason": f"the stock Trainer: {stock}", "private": full.reason}
@@ -111,7 +113,7 @@ class _Subject:
         self.model, self.model_class = model, model_class
         own = getattr(model_class, "config_class", None)  # of a composite's text half, the text config
         self.config_class = own or config_class
-        self.level, self.dtype, self.side = LEVELS[0], PRECISIONS[0], None
+        self.level, self.dtype = LEVELS[0], PRECISIONS[0]
         self.data: Data | None = None
         self.loss: Any = None
         self.problem = ""
@@ -124,7 +126,11 @@ class _Subject:
 
     def fresh(self) -> nn.Module:
         torch.manual_seed(0)
-        return self.model_class._from_config(self.config())
+        model = self.model_class._from_config(self.config())
+        for module in model.modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd):  # some heads have a rate that no config names
+                module.p = 0.0
+        return model
 
     def build(self) -> bool:
         """Whether the class can be made tiny; `level` is the strongest shrinking that works."""
@@ -169,7 +175,9 @@ class _Subject:
 
     def _offered(self) -> list[Data]:
         try:
-            return list(data_for(self.model.head, self.model.model_type, self.config()))
+            return list(
+                data_for(self.model.head, self.model.model_type, self.config(), self.model_class.main_input_name)
+            )
         except Exception as error:
             self.problem = first_sentence(error)
             return []
@@ -294,16 +302,21 @@ def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 
 
 def with_lora(model: nn.Module, head: str) -> nn.Module:
-    """LoRA on every linear layer but routers, experts, embeddings and heads."""
+    """LoRA on every linear layer but embeddings and heads; in a mixture of experts on the attention alone."""
     import peft
     from transformers.pytorch_utils import Conv1D
 
-    is_mamba = "mamba" in type(model).__name__.lower()  # peft refuses its output projection
+    is_mixture = any(re.search("expert|router", name) for name, _ in model.named_parameters())
+    # peft refuses the output projection of a Mamba, and gates of an attention without the layers it takes them for
+    is_mamba = any("mamba" in f"{path} {type(m).__name__}".lower() for path, m in model.named_modules())
     targets = [
-        name for name, module in model.named_modules()
-        if type(module) in (nn.Linear, Conv1D) and not NOT_ADAPTED.search(name)
+        name
+        for name, module in model.named_modules()
+        if type(module) in (nn.Linear, Conv1D)
+        and not NOT_ADAPTED.search(name)
+        and (not is_mixture or (re.search("attn|attention", name) and not name.endswith("gate_proj")))
         and not (is_mamba and name.endswith("out_proj"))
-    ]  # fmt: skip
+    ]
     config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, task_type=TASKS.get(head))
     adapted = peft.get_peft_model(model, config)
     generator = torch.Generator().manual_seed(5)

@@ -24,7 +24,7 @@ from tests.adversary.scan.tiny_configs import EOS, IMAGE, ORDINARY, PAD, VOCABUL
 
 TOKENS = (17, 5, 11, 8)  # of the records, no two alike: every batch pads
 FRAMES = (34, 10, 22, 16)
-SAMPLES = (3200, 1300, 2600, 1700)
+SAMPLES = (8000, 5600, 7200, 6400)  # x-vectors want fifteen frames of 320 at least
 IGNORED = -100
 TEXT = ("CausalLM", "MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering",
         "NextSentencePrediction", "MultipleChoice", "Seq2SeqLM", "ImageTextToText", "MultimodalLM")  # fmt: skip
@@ -70,18 +70,26 @@ def tokenizer(side: str) -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-def data_for(head: str, model_type: str, config: Any, side: str | None = None) -> Iterator[Data]:
-    """Records for a model of that head, the plainest kind first; nothing where the scan knows no records."""
+def data_for(head: str, model_type: str, config: Any, main_input: str = "pixel_values") -> Iterator[Data]:
+    """Records for a model of that head, the plainest kind first; nothing where the scan knows no records.
+
+    Args:
+        head: what the class is for, see `ModelClass`.
+        model_type: decides the side that is padded.
+        config: of the model.
+        main_input: what the model calls its pictures or sounds.
+    """
     generator = torch.Generator().manual_seed(3)
     num_labels = max(int(getattr(config, "num_labels", 2) or 2), 1)
     if head in TEXT:
-        yield _text(head, side or padding_side(model_type), num_labels, generator, bool(config.is_encoder_decoder))
+        yield _text(head, padding_side(model_type), num_labels, generator, bool(config.is_encoder_decoder))
         if head in ("ImageTextToText", "MultimodalLM", "Seq2SeqLM"):
             yield _captions(config, generator)
     if head in PICTURES:
-        yield _pictures(head, config, num_labels, generator)
+        yield _pictures(head, config, num_labels, generator, main_input)
     if head in SOUNDS:
-        yield from _sounds(head, config, num_labels, generator)
+        sounds = list(_sounds(head, config, num_labels, generator))
+        yield from [data for data in sounds if main_input in data.records[0]] or sounds
 
 
 def _text(head: str, side: str, num_labels: int, generator: torch.Generator, has_decoder: bool) -> Data:
@@ -134,13 +142,13 @@ def _picture(config: Any, generator: torch.Generator) -> torch.Tensor:
     return torch.randn((channels, *size[:2]), generator=generator)
 
 
-def _pictures(head: str, config: Any, num_labels: int, generator: torch.Generator) -> Data:
+def _pictures(head: str, config: Any, num_labels: int, generator: torch.Generator, name: str) -> Data:
     records = []
     for i in range(len(TOKENS)):
         made = _picture(config, generator)
         if head == "VideoClassification":
             made = torch.stack([made] * int(found(config, "num_frames", "frames_per_clip", default=4)))
-        records.append({"pixel_values": made, "labels": i % num_labels})
+        records.append({name: made, "labels": i % num_labels})
     return Data(records, default_data_collator, None, "video" if head == "VideoClassification" else "pictures")
 
 
@@ -179,6 +187,13 @@ class Padded:
         return batch
 
 
+def _heard(config: Any, num_samples: int) -> int:
+    """Frames that the convolutions of a wav2vec2-like model make of so many samples."""
+    for kernel, stride in zip(getattr(config, "conv_kernel", ()), getattr(config, "conv_stride", ()), strict=True):
+        num_samples = (num_samples - kernel) // stride + 1
+    return num_samples
+
+
 def _sounds(head: str, config: Any, num_labels: int, generator: torch.Generator) -> Iterator[Data]:
     def labels(i: int, frames: int) -> Any:
         if head == "AudioFrameClassification":
@@ -199,9 +214,16 @@ def _sounds(head: str, config: Any, num_labels: int, generator: torch.Generator)
         )
     )
     raw = [torch.randn(n, generator=generator) for n in SAMPLES]
-    yield Data([{"input_values": x, "labels": labels(i, 0)} for i, x in enumerate(raw)], Padded(), None, "sounds")
+    yield Data(
+        [{"input_values": x, "labels": labels(i, _heard(config, len(x)))} for i, x in enumerate(raw)],
+        Padded(),
+        None,
+        "sounds",
+    )
     frames = [torch.randn(n, mels, generator=generator) for n in FRAMES]
-    yield Data([{"input_features": x, "labels": labels(i, 0)} for i, x in enumerate(frames)], Padded(), None, "sounds")
+    yield Data(
+        [{"input_features": x, "labels": labels(i, len(x))} for i, x in enumerate(frames)], Padded(), None, "sounds"
+    )
     length = int(found(config, "max_source_positions", default=64)) * 2  # Whisper hears half a minute, padded
     whole = [torch.randn(mels, length, generator=generator) for _ in FRAMES]
     yield Data(

@@ -91,6 +91,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "nemotron": {"then": {"num_key_value_heads": 2, "head_dim": 8}},
     "recurrent_gemma": {"then": {"block_types": ["recurrent", "attention"]}},
     "reformer": {"then": {"axial_pos_embds": False}},
+    "wav2vec2-bert": {"then": {"vocab_size": VOCABULARY}},
+    "wav2vec2-conformer": {"then": {"vocab_size": VOCABULARY}},
     "xmod": {"then": {"default_language": "en_XX"}},
 }
 STDDEV = 0.2  # of fresh weights: with 0.02 the attention of so narrow a model is uniform, and mixing hard to see
@@ -162,6 +164,9 @@ class _Shrinking:
             return None
         if isinstance(value, int):
             return self._size(name, value, values, layers)
+        if self.level == 2 and isinstance(value, dict) and isinstance(value.get("mrope_section"), list):
+            num = len(value["mrope_section"])  # they share the head_dim / 2 frequencies
+            return {**value, "mrope_section": [SIZES["head_dim"] // 2 - num + 1, *[1] * (num - 1)]}
         if isinstance(value, (list, tuple)) and value:
             return self._list(name, value, values, layers)
         return None
