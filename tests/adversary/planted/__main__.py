@@ -106,19 +106,19 @@ def _catch(bug: Bug, copy: Path) -> dict[str, Any]:
     sound, start = file.read_text(encoding="utf-8"), time.monotonic()
     file.write_text(planted(bug, sound), encoding="utf-8")
     try:
-        red = _red(copy, bug.caught_by)
+        red = _red(copy, bug.caught_by, "-x")  # one is enough
     finally:
         file.write_text(sound, encoding="utf-8")
     print(f"{time.monotonic() - start:5.1f} s  {bug.what}: {', '.join(red) or 'NOT CAUGHT'}", flush=True)
     return {"what": bug.what, "file": bug.file, "caught_by": red}
 
 
-def _red(copy: Path, tests: Iterable[str]) -> list[str]:
+def _red(copy: Path, tests: Iterable[str], *options: str) -> list[str]:
     """Names of the tests among `tests` that fail in the copy, without their parameters."""
     log = copy / "pytest.log"
     process = os.fork()  # what takes seconds to import, and has no bug in it, is there already
     if process == 0:
-        os._exit(_pytest(copy, list(tests), log))
+        os._exit(_pytest(copy, [*options, *tests], log))
     ended = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
     told = log.read_text(encoding="utf-8")
     if ended not in (0, 1):
@@ -126,8 +126,8 @@ def _red(copy: Path, tests: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(re.findall(r"^(?:FAILED|ERROR) ([^\s\[]+)", told, flags=re.MULTILINE)))
 
 
-def _pytest(copy: Path, tests: list[str], log: Path) -> int:
-    """Runs the tests of the copy in this process, on the package of the copy."""
+def _pytest(copy: Path, arguments: list[str], log: Path) -> int:
+    """Runs pytest in this process, on the package and the tests of the copy."""
     for name in [name for name in sys.modules if name.split(".")[0] in ("hf_dpopt", "tests")]:
         del sys.modules[name]
     sys.path[:] = [str(copy), *(p for p in sys.path if Path(p or ".").resolve() != REPO)]
@@ -137,7 +137,7 @@ def _pytest(copy: Path, tests: list[str], log: Path) -> int:
     into = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(into, 1)
     os.dup2(into, 2)
-    ended = pytest.main(["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests])
+    ended = pytest.main(["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *arguments])
     import hf_dpopt
 
     assert Path(hf_dpopt.__file__).is_relative_to(copy), hf_dpopt.__file__

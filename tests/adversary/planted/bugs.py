@@ -6,11 +6,17 @@ import dataclasses
 
 TRAINER = "tests/test_trainer.py"
 LOSSES = "tests/test_losses.py"
-BATCHES = "tests/test_batches.py"
 STATE = "tests/test_private_state.py"
 LEDGER = "tests/accounting/test_ledger.py"
 REFUSALS = "tests/test_refusals.py"
 SAMPLERS = "tests/sampling/test_samplers.py"
+ROWS = "tests/adversary/test_rows_of_an_index.py"
+COLLATORS = "tests/adversary/test_collators.py"
+MALFORMED = "tests/adversary/test_malformed_records.py"
+EVALUATION = "tests/adversary/test_evaluation.py"
+ROLLBACK = "tests/adversary/test_rollback.py"
+NORMS = "tests/adversary/test_clipping_norms.py"
+ROPE = "tests/adversary/test_rope.py"
 LEAVE_ONE_OUT = f"{TRAINER}::test_leave_one_out_through_the_trainer"
 
 
@@ -35,25 +41,165 @@ class Bug:
 
 BUGS: tuple[Bug, ...] = (
     Bug(
-        "the rows of a batch are not compared with its records",
+        "the rows of an index are records of their own",
         "hf_dpopt/batches.py",
-        "if num_records(batch) != len(some):",
-        "if False:",
-        (f"{BATCHES}::test_a_row_is_a_record",),
+        "indices.of_rows([len(r) for r in rows]))",
+        "indices)",
+        (f"{ROWS}::test_a_record_of_several_rows_moves_the_sum_by_one_clip",),
     ),
     Bug(
         "the records of an index are handed out twice",
         "hf_dpopt/batches.py",
-        "return self._make(list(records), indices)",
-        "return self._make(list(records) * 2, indices)",
+        "self._make([row for of_index in rows for row in of_index], indices",
+        "self._make([row for of_index in rows for row in of_index] * 2, indices",
         (f"{TRAINER}::test_without_noise_a_step_is_the_clipped_sum_of_the_drawn_records",),
     ),
     Bug(
+        "a collator that nobody knows sees the whole batch",
+        "hf_dpopt/records/collation.py",
+        "(self._together(usable) if self.is_known else None)",
+        "self._together(usable)",
+        (f"{COLLATORS}::test_a_collator_that_mixes_seldom_sees_single_records",),
+    ),
+    Bug(
+        "the rows of a collator are not compared with its records",
+        "hf_dpopt/records/collation.py",
+        "        if num_records(batch) != 1:\n",
+        "        if False:\n",
+        (f"{REFUSALS}::test_collators_whose_rows_are_not_the_records",),
+    ),
+    Bug(
+        "the type of a column is that of the first record of the batch",
+        "hf_dpopt/records/collation.py",
+        "            record = self.form.fitted(record)\n",
+        "            pass\n",
+        (f"{COLLATORS}::test_an_integer_label_does_not_truncate_the_fractions_of_others",),
+    ),
+    Bug(
         "padding without a mask is taken as it comes",
-        "hf_dpopt/batches.py",
-        'if "attention_mask" not in batch and len({_length(record) for record in some}) > 1:',
-        "if False:",
-        (f"{BATCHES}::test_padding_without_a_mask_is_refused",),
+        "hf_dpopt/records/collation.py",
+        'return "attention_mask" not in batch and',
+        "return False and",
+        (MALFORMED, COLLATORS, "tests/test_batches.py"),
+    ),
+    Bug(
+        "a step stops at a record that cannot be read",
+        "hf_dpopt/records/rows.py",
+        "        return []  # a run that stopped here",
+        "        raise  # a run that stopped here",
+        (f"{MALFORMED}::test_a_record_that_cannot_be_read_adds_nothing",),
+    ),
+    Bug(
+        "a step stops at a record that does not fit",
+        "hf_dpopt/records/collation.py",
+        "                raise\n            return None\n\n    def row",
+        "                raise\n            raise\n\n    def row",
+        (f"{MALFORMED}::test_a_malformed_record_of_a_step_adds_nothing",),
+    ),
+    Bug(
+        "values out of range reach the model",
+        "hf_dpopt/records/collation.py",
+        "                failing_B = self.limits.failing(batch)\n",
+        "                failing_B = self.limits.failing(batch) & False\n",
+        (f"{MALFORMED}::test_a_malformed_record_of_a_step_adds_nothing",),
+    ),
+    Bug(
+        "a step stops where the model fails on a record",
+        "hf_dpopt/units.py",
+        "            raise _ForwardFailed from error",
+        "            raise",
+        (f"{MALFORMED}::test_a_record_on_which_the_model_fails_adds_nothing",),
+    ),
+    Bug(
+        "malformed records are not looked for before training",
+        "hf_dpopt/records/inspection.py",
+        '    if wrong:\n        raise DPConfigError(f"{wrong} {FIX}")',
+        '    if False:\n        raise DPConfigError(f"{wrong} {FIX}")',
+        (f"{MALFORMED}::test_a_malformed_record_of_a_list_is_told_before_training",),
+    ),
+    Bug(
+        "blocks are trained on without a word",
+        "hf_dpopt/records/unit.py",
+        '    return Unlike("blocks", seen) if seen else None',
+        "    return None",
+        ("tests/records/test_unit.py::test_blocks_are_refused_until_the_unit_is_asked_for",),
+    ),
+    Bug(
+        "copies of training rows are evaluated on",
+        "hf_dpopt/records/likeness.py",
+        "share_rows(dataset, self.dataset) or self._are_copied_in(dataset)",
+        "share_rows(dataset, self.dataset)",
+        (f"{EVALUATION}::test_training_records_are_not_evaluated_on",),
+    ),
+    Bug(
+        "views of the training rows are evaluated on",
+        "hf_dpopt/records/likeness.py",
+        "share_rows(dataset, self.dataset) or self._are_copied_in(dataset)",
+        "dataset is self.dataset",
+        (f"{EVALUATION}::test_training_records_are_not_evaluated_on",),
+    ),
+    Bug(
+        "the mark beside the key is not written",
+        "hf_dpopt/run.py",
+        "                self._memory.note(step)\n",
+        "                pass\n",
+        (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
+    ),
+    Bug(
+        "what the marks know is not charged",
+        "hf_dpopt/run.py",
+        "            self._charge_unknown()\n",
+        "",
+        (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
+    ),
+    Bug(
+        "a resumed run may change what makes a gradient",
+        "hf_dpopt/run.py",
+        "must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)",
+        "must_match=RESUME_KEYS)",
+        (f"{ROLLBACK}::test_what_makes_a_gradient_is_the_same_after_a_resume",),
+    ),
+    Bug(
+        "a resumed run keeps its key although later steps were charged",
+        "hf_dpopt/private_state.py",
+        "    if reached != resume_step:\n",
+        "    if False:\n",
+        (f"{STATE}::test_a_run_goes_on_with_its_key_only_from_where_it_stopped",),
+    ),
+    Bug(
+        "a step is computed before it is on the disk",
+        "hf_dpopt/accounting/ledger.py",
+        "            os.fsync(self._file)\n            for record",
+        "            for record",
+        (f"{LEDGER}::test_a_charge_is_on_the_disk_when_it_returns",),
+    ),
+    Bug(
+        "the default delta is 1/n",
+        "hf_dpopt/accounting/delta.py",
+        "    return below_margin and digit**10 * num_units**11 <= 10 ** (10 * power)",
+        "    return digit * num_units <= 10**power",
+        ("tests/accounting/test_delta.py::test_known_defaults",),
+    ),
+    Bug(
+        "a clipping norm may vanish in float32",
+        "hf_dpopt/checks.py",
+        "    if value < SMALLEST_CLIPPING_NORM:\n",
+        "    if False:\n",
+        (f"{NORMS}::test_norms_out_of_range_are_refused_wherever_they_are_given",),
+    ),
+    Bug(
+        "dropout masks come from a seed of 32 bits",
+        "hf_dpopt/framework_rng.py",
+        "    torch.set_rng_state(state)\n\n",
+        "\n",
+        ("tests/test_framework_rng.py::test_steps_whose_keys_share_32_bits_have_other_masks",),
+    ),
+    Bug(
+        "dynamic rotary embeddings are looked for at the top of a config only",
+        "hf_dpopt/grads/configs.py",
+        """                yield from _inside(inner, f"{path}{str(name).lstrip('_')}.", seen)\n""",
+        "                pass\n",
+        (f"{ROPE}::test_it_is_found_in_whatever_depth",),
     ),
     Bug(
         "the loss is divided by the tokens of the batch",
@@ -170,13 +316,6 @@ BUGS: tuple[Bug, ...] = (
         (f"{SAMPLERS}::test_keys_and_steps_matter",),
     ),
     Bug(
-        "a resumed run keeps its key although later steps were charged",
-        "hf_dpopt/private_state.py",
-        "if _reached(ledger, last) != resume_step:",
-        "if False:",
-        (f"{STATE}::test_a_run_goes_on_with_its_key_only_from_where_it_stopped",),
-    ),
-    Bug(
         "training that starts over keeps its key",
         "hf_dpopt/private_state.py",
         '        return "training started over"',
@@ -189,13 +328,6 @@ BUGS: tuple[Bug, ...] = (
         "if step <= reached:",
         "if False:",
         (f"{LEDGER}::test_a_step_is_charged_once",),
-    ),
-    Bug(
-        "a step is computed before it is on the disk",
-        "hf_dpopt/accounting/ledger.py",
-        "            os.fsync(self._file)\n            self._apply(",
-        "            self._apply(",
-        (f"{LEDGER}::test_a_charge_is_on_the_disk_when_it_returns",),
     ),
     Bug(
         "the self-check says yes to everything",

@@ -44,13 +44,17 @@ def with_section(page: str, found: dict[str, Any] | None) -> str:
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Full finetuning where it runs, else LoRA: "exact", "LoRA", or why neither runs."""
-    if row["verdict"] in (EXACT, BREAKS, NOT_RUNNABLE):
-        return row["verdict"]
-    lora = row.get("lora", {}).get("verdict")
-    if BREAKS in (lora,):
-        return BREAKS
-    return "LoRA" if lora == EXACT else row["verdict"]
+    """Full finetuning where it runs, else LoRA: "exact", "LoRA", or why neither runs; what is wrong goes first."""
+    tried = [row["verdict"], row.get("lora", {}).get("verdict")]
+    if wrong := next((kind for kind in (BREAKS, STOPPED, ERROR) if kind in tried), None):
+        return wrong
+    return "LoRA" if tried[0] == REFUSED and tried[1] == EXACT else row["verdict"]
+
+
+def why(row: dict[str, Any]) -> str:
+    """The reason for the verdict."""
+    by_lora = verdict(row) in (BREAKS, STOPPED, ERROR) and row["verdict"] != verdict(row)
+    return "with LoRA: " + row["lora"]["reason"] if by_lora else row.get("reason", "")
 
 
 def section(found: dict[str, Any]) -> str:
@@ -65,7 +69,8 @@ def section(found: dict[str, Any]) -> str:
     parts = [
         "\n## Every model class of transformers\n",
         f"Written by `{found['command']}` ({found['date']}, transformers {found['versions']['transformers']}, torch "
-        f"{found['versions']['torch']}) from `docs/scan.json`, which holds a row for each of the {len(rows)} classes "
+        f"{found['versions']['torch']}) from `docs/scan.json`, which holds a row for "
+        f"{'each of the' if found['is_complete'] else 'so far (the scan was not finished)'} {len(rows)} classes "
         "behind an `AutoModelFor*` whose forward takes labels. Each is made tiny (random weights, dropout 0), given four "
         "records of unlike lengths, and trained by the real `DPTrainer` with forced draws: one step with all of them, "
         "then one without each. *Exact*: in float64 no record moved the clipped sum by more than a clipping norm "
@@ -111,7 +116,7 @@ def _reasons(title: str, rows: dict[str, Any]) -> str:
         return ""
     by_reason: dict[str, list[str]] = defaultdict(list)
     for name, row in rows.items():
-        by_reason[plain(row.get("reason") or row.get("lora", {}).get("reason", ""), name)].append(name)
+        by_reason[plain(why(row), name)].append(name)
     ordered = sorted(by_reason.items(), key=lambda item: (-len(item[1]), item[0]))
     lines = [f"| {reason} | {len(names)} | {', '.join(names)} |" for reason, names in ordered]
     return f"**{title}.**\n\n| reason | | classes |\n|---|---|---|\n" + "\n".join(lines) + "\n"

@@ -35,9 +35,11 @@ def scan(options: Any, command: str) -> None:
     os.environ.setdefault("HF_DPOPT_PRIVATE_DIR", tempfile.mkdtemp(prefix="hf_dpopt_scan_"))
     _warm_up()
     is_new = not (options.only or options.only_missing or options.verdict) or not table.RESULTS.exists()
-    found: dict[str, Any] = {"rows": {}, "without_labels": []} if is_new else table.read()
+    found: dict[str, Any] = {"is_complete": False, "rows": {}, "without_labels": []} if is_new else table.read()
     found = {"command": command, "date": str(datetime.date.today()), "versions": versions(), **_body(found)}
     start, todo = time.monotonic(), _chosen(options, found)
+    all_known = not (options.only or options.verdict)  # then nothing is missing when these are through
+    found["is_complete"] = found["is_complete"] and not all_known
     for num, (model, row) in enumerate(_measured(todo, options), 1):
         found["without_labels"] = sorted(set(found["without_labels"]) - {model.name})
         if row is None:
@@ -51,6 +53,8 @@ def scan(options: Any, command: str) -> None:
                 flush=True,
             )
         table.write(found)
+    found["is_complete"] = found["is_complete"] or all_known
+    table.write(found)
 
 
 def _warm_up() -> None:
@@ -71,6 +75,7 @@ def versions() -> dict[str, str]:
 def _body(found: dict[str, Any]) -> dict[str, Any]:
     known = named_classes()  # classes that left transformers leave the table
     return {
+        "is_complete": found["is_complete"],
         "without_labels": [name for name in found["without_labels"] if name in known],
         "rows": {name: row for name, row in found["rows"].items() if name in known},
     }
