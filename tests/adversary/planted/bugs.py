@@ -16,6 +16,7 @@ MALFORMED = "tests/adversary/test_malformed_records.py"
 EVALUATION = "tests/adversary/test_evaluation.py"
 ROLLBACK = "tests/adversary/test_rollback.py"
 NORMS = "tests/adversary/test_clipping_norms.py"
+SELF_CHECK = "tests/adversary/test_self_check.py"
 ROPE = "tests/adversary/test_rope.py"
 LEAVE_ONE_OUT = f"{TRAINER}::test_leave_one_out_through_the_trainer"
 
@@ -331,17 +332,31 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the self-check says yes to everything",
-        "hf_dpopt/grads/self_check.py",
+        "hf_dpopt/grads/self_check/probe.py",
         "    if not errors[worst] <= tolerance:\n",
         "    if False:\n",
         ("tests/grads/test_self_check.py::test_a_loss_that_mixes_records",),
     ),
     Bug(
         "the self-check leaves out the padding",
-        "hf_dpopt/grads/self_check.py",
-        'if padding_id is not None and "input_ids" in batch:',
-        "if False:",
+        "hf_dpopt/grads/self_check/checks.py",
+        "            if is_padded:\n                assert",
+        "            if False:\n                assert",
         ("tests/grads/test_self_check.py::test_a_model_that_attends_to_padding",),
+    ),
+    Bug(
+        "the self-check runs in evaluation mode",
+        "hf_dpopt/grads/self_check/influence.py",
+        "        stack.enter_context(conditions.in_mode(model, training=True))\n",
+        "        stack.enter_context(conditions.in_mode(model, training=False))\n",
+        (f"{SELF_CHECK}::test_it_is_refused_before_the_first_step",),
+    ),
+    Bug(
+        "draws that a batch shares are not looked for",
+        "hf_dpopt/grads/self_check/checks.py",
+        "            check_shared_draws(probe, batch, num)\n",
+        "            pass\n",
+        (f"{SELF_CHECK}::test_it_is_refused_before_the_first_step",),
     ),
     Bug(
         "layers that normalise over the batch are let in",
