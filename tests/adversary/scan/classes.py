@@ -27,7 +27,6 @@ class ModelClass:
         name: of the class.
         head: of the first `AutoModelFor*` that offers it, without that prefix.
         model_type: key of its config in the mappings.
-        sources: (mapping attribute, key, class name) to load it by.
     """
 
     name: str
