@@ -21,15 +21,20 @@ from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
 from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS
 
+ASKED = [[{**asks, "content": f"Well, {asks['content']}"}, answers] for asks, answers in CHATS]  # held out of CHATS
+
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with one training and one validation file of each kind."""
     for name, part in (("train", slice(0, 40)), ("dev", slice(0, 12))):
         with open(tmp_path / f"{name}.csv", "w", newline="") as file:
-            csv.writer(file).writerows([("mr", "ref"), *PAIRS[part]])
+            asked = "" if name == "dev" else ", open"  # held out: no pair is in both
+            csv.writer(file).writerows([("mr", "ref"), *((f"{mr}{asked}", ref) for mr, ref in PAIRS[part])])
         (tmp_path / f"{name}.txt").write_text("\n".join(DOCUMENTS[part]) + "\n")
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in CHATS[part]))
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"messages": c}) + "\n" for c in (CHATS if name == "dev" else ASKED)[part])
+        )
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

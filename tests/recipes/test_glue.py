@@ -42,7 +42,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with train.tsv, dev.tsv and test.tsv."""
     rows = [f"{text}\t{label}" for text, label in zip(TEXTS, LABELS, strict=True)]
-    for name, part in (("train", rows), ("dev", rows[:10])):
+    for name, part in (("train", [f"truly {row}" for row in rows]), ("dev", rows[:10])):  # held out
         (tmp_path / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(part) + "\n")
     (tmp_path / "test.tsv").write_text("index\tsentence\n" + "".join(f"{i}\t{t}\n" for i, t in enumerate(TEXTS[:5])))
     monkeypatch.chdir(tmp_path)
@@ -260,7 +260,7 @@ def test_train_evaluate_predict(model_dir: str, files: Path, capsys: pytest.Capt
 
 def test_pairs_and_regression(model_dir: str, files: Path) -> None:
     rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(TEXTS)]
-    (files / "train.json").write_text(json.dumps(rows))
+    (files / "train.json").write_text(json.dumps([{**row, "sentence1": f"truly {row['sentence1']}"} for row in rows]))
     (files / "dev.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:12]))
     flags = arguments(model_dir, task_name="stsb", train_file="train.json", validation_file="dev.jsonl",
                       ignore_mismatched_sizes="true")  # fmt: skip
@@ -283,8 +283,12 @@ def test_mnli_from_the_hub(
         }
     )
 
-    def split(size: int, labelled: bool = True) -> Dataset:
-        rows = {"premise": TEXTS[:size], "hypothesis": TEXTS[1 : size + 1], "idx": list(range(size))}
+    def split(size: int, labelled: bool = True, held_out: bool = True) -> Dataset:
+        rows = {
+            "premise": [text if held_out else f"truly {text}" for text in TEXTS[:size]],
+            "hypothesis": TEXTS[1 : size + 1],
+            "idx": list(range(size)),
+        }
         labels = [i % 3 if labelled else -1 for i in range(size)]
         return Dataset.from_dict({**rows, "label": labels}, features=features)
 
@@ -293,7 +297,7 @@ def test_mnli_from_the_hub(
     def download(*args: Any, **kwargs: Any) -> DatasetDict:
         asked.append(args)
         return DatasetDict(
-            train=split(39), validation_matched=split(9), validation_mismatched=split(6),
+            train=split(39, held_out=False), validation_matched=split(9), validation_mismatched=split(6),
             test_matched=split(4, labelled=False), test_mismatched=split(5, labelled=False),
         )  # fmt: skip
 
