@@ -27,6 +27,8 @@ def test_a_bug_whose_text_is_gone_is_named():
 
 
 def test_every_bug_was_caught_when_they_were_last_planted():
+    if not command.RESULTS.exists():
+        pytest.skip("the bugs were not planted yet: python -m tests.adversary.planted")
     found = json.loads(command.RESULTS.read_text(encoding="utf-8"))
     planted = [(row["what"], row["file"]) for row in found["bugs"]]
     assert planted == [(bug.what, bug.file) for bug in BUGS], f"run: {found['command']}"

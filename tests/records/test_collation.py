@@ -121,3 +121,15 @@ def test_choices_are_padded_in_their_last_dimension():
 def test_records_of_tensors_without_a_dimension():
     records = [{"input_ids": torch.arange(4), "attention_mask": torch.ones(4), "label": torch.tensor(1)}] * 2
     try_collation(Collation(tf.default_data_collator), records)
+
+
+class _WithoutMask(_Words):
+    def pad(self, features, **how):
+        return {k: v for k, v in super().pad(features, **how).items() if k != "attention_mask"}
+
+
+def test_a_known_collator_without_a_mask_is_not_believed():
+    """Padding that nothing marks counts as text, so records of unlike lengths stay apart."""
+    collation = Collation(tf.DataCollatorWithPadding(_WithoutMask()))
+    parts = collation.parts([{"input_ids": [5] * n} for n in (3, 6, 3)])
+    assert collation.is_known and [part.places for part in parts] == [(0, 2), (1,)]

@@ -81,7 +81,7 @@ BUGS: tuple[Bug, ...] = (
         "hf_dpopt/records/collation.py",
         'return "attention_mask" not in batch and',
         "return False and",
-        (MALFORMED, COLLATORS, "tests/test_batches.py"),
+        ("tests/records/test_collation.py::test_a_known_collator_without_a_mask_is_not_believed",),
     ),
     Bug(
         "a step stops at a record that cannot be read",
