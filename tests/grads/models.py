@@ -171,7 +171,12 @@ FAMILIES: dict[str, Family] = {
     "roberta-mlm": Family("RoBERTa, masked LM", roberta_mlm, ["query"], "tied head"),
     "distilbert": Family("DistilBERT", distilbert, ["q_lin", "v_lin"]),
     "albert": Family("ALBERT", albert, ["query"], "one layer used many times"),
-    "deberta-v2": Family("DeBERTa-v2 / v3", deberta, ["query_proj", "key_proj"], "relative embeddings of the batch"),
+    "deberta-v2": Family(
+        "DeBERTa-v2 / v3",
+        deberta,
+        ["query_proj", "key_proj"],
+        "relative embeddings of the batch; `pos_dropout` has to be 0 (p = 0 on those modules): records share its mask",
+    ),
     "mpnet": Family("MPNet", mpnet, ["attn.q", "attn.v"], "relative bias of the batch"),
     "gpt2": Family("GPT-2", gpt2, ["c_attn", "mlp.c_proj"], "Conv1D, tied head, broadcast positions"),
     "opt": Family("OPT", opt, ["q_proj", "fc1", "fc2"], "flattened tokens, offset positions, projections"),
