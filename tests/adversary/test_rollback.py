@@ -194,10 +194,6 @@ def stopped(tmp_path_factory) -> Path:
     [
         ({"label_smoothing_factor": 0.1}, "training.label_smoothing_factor: 0.0 in the ledger, 0.1 now"),
         ({"model": tiny.model(dropout=0.3)}, "training.config.hidden_dropout_prob: 0.0 in the ledger, 0.3 now"),
-        (
-            {"model": tiny.model(dropout=0.0, problem_type="regression")},
-            "training.loss: 'by the labels' in the ledger, 'regression' now",
-        ),
         ({"per_example_loss_func": lambda outputs, labels: outputs.logits.sum(1)}, "training.loss"),
         ({"bf16": True}, "training.bf16: False in the ledger, True now"),
     ],

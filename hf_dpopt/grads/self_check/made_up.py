@@ -86,7 +86,9 @@ class _MadeUp:
         base = base_model(model)
         self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
         self.embeddings = _answer(base, "get_input_embeddings")
-        self.vocabulary = NUM_CODES if self.embeddings is None else getattr(self.embeddings, "num_embeddings", 2)
+        tables = [m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding)]
+        unknown = min([NUM_CODES, *tables])  # whichever of them it is that looks the tokens up
+        self.vocabulary = unknown if self.embeddings is None else getattr(self.embeddings, "num_embeddings", 2)
         self.predicts_tokens = _answer(base, "get_output_embeddings") is not None
         config: Any = getattr(base, "config", None)
         classifies = type(base).__name__.endswith("ForSequenceClassification")
