@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.errors import DPConfigError
+from hf_dpopt.grads.self_check.conditions import in_mode
 from hf_dpopt.losses import RecordLosses, base_model
 from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
 from hf_dpopt.records.form import Form
@@ -143,15 +144,9 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
     records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
     try_collation(collation, records)
     usable = [record for record in records if collation.fitted(record) is not None]
-    model = losses.model
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            for record in usable[:RUN]:
-                _run(collation, losses, record)
-    finally:
-        model.train(was_training)
+    with in_mode(losses.model, training=False), torch.no_grad():
+        for record in usable[:RUN]:
+            _run(collation, losses, record)
     return usable
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 
 import numpy as np
+import pytest
 import torch
 import transformers as tf
 
@@ -106,21 +107,36 @@ def test_decoder_inputs_are_labels_shifted_before_they_are_padded():
     collate = tf.DataCollatorForSeq2Seq(_Words(), model=_Shifts())
     records = [{"input_ids": [5] * n, "labels": list(range(1, n + 1))} for n in (2, 7, 4)]
     try_collation(Collation(collate), records)
+    with pytest.raises(ValueError, match="mixes records: 'labels'"):
+        try_collation(Collation(lambda some: _centred(collate(some))), records)
+
+
+def _centred(batch):
+    return {**batch, "labels": batch["labels"] - batch["labels"].float().mean().long()}
 
 
 def test_choices_are_padded_in_their_last_dimension():
     def collate(some):
         width = max(len(ids) for row in some for ids in row["input_ids"])
         ids = [[choice + [0] * (width - len(choice)) for choice in row["input_ids"]] for row in some]
-        return {"input_ids": torch.tensor(ids), "labels": torch.tensor([row["labels"] for row in some])}
+        ids = torch.tensor(ids)
+        return {
+            "input_ids": ids,
+            "attention_mask": ids.ne(0).long(),
+            "labels": torch.tensor([r["labels"] for r in some]),
+        }
 
     records = [{"input_ids": [[5] * n, [6] * (n + 1)], "labels": 0} for n in (2, 7, 4)]
     try_collation(Collation(collate), records)
+    (part,) = Collation(collate).parts(records)
+    assert part.batch["input_ids"].tolist() == collate(records)["input_ids"].tolist()
 
 
 def test_records_of_tensors_without_a_dimension():
     records = [{"input_ids": torch.arange(4), "attention_mask": torch.ones(4), "label": torch.tensor(1)}] * 2
     try_collation(Collation(tf.default_data_collator), records)
+    (part,) = Collation(tf.default_data_collator).parts(records)
+    assert part.batch["labels"].tolist() == [1, 1]
 
 
 class _WithoutMask(_Words):
