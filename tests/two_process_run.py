@@ -18,6 +18,10 @@ FIXED = "22" * 32
 class Gradients(TrainerCallback):
     def __init__(self):
         self.steps: list[dict[str, torch.Tensor]] = []
+        self.has_begun = False
+
+    def on_step_begin(self, *args, **kwargs):
+        self.has_begun = True
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters()})
@@ -26,15 +30,16 @@ class Gradients(TrainerCallback):
 def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
     records = [r | {"index": i, "author": f"user {i % 11 if i < 40 else 3}"} for i, r in enumerate(tiny.records())]
     served: list[list[int]] = []
+    seen = Gradients()
 
     def collate(rows):
-        if served is not None and rows and "index" in rows[0]:
+        if seen.has_begun and rows and "index" in rows[0]:  # before the first step the collator is tried
             served.append(sorted(r["index"] for r in rows))
         return tiny.collate(rows)
 
     trainer = tiny.trainer(
         folder / name, model=tiny.model(dropout=0.0), train_dataset=records, data_collator=collate,
-        callbacks=[seen := Gradients()], private_state_dir=str(folder / f"{name}-keys"), skip_self_check=True,
+        callbacks=[seen], private_state_dir=str(folder / f"{name}-keys"), skip_self_check=True,
         **{"per_device_train_batch_size": 64, "max_steps": 5, "learning_rate": 1e-2, **changes},
     )  # fmt: skip
     output = trainer.train(resume_from_checkpoint=resume or None)

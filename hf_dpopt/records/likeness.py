@@ -15,15 +15,18 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 
 from hf_dpopt import aggregate
 from hf_dpopt.records import row_hashes
+from hf_dpopt.records.arrow import is_arrow, is_stream
 from hf_dpopt.records.row_hashes import Hashes, Key
 from hf_dpopt.records.views import Leaf, leaves, share_rows, stored_rows
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 HALF = 0.5  # of the sampled rows, that is too much
 NUM_SAMPLED = 512  # rows that are compared, if all of the training set was read
@@ -88,7 +91,7 @@ class _Known:
     def __init__(self, found: list[Leaf], *, as_stored: bool):
         total, num_read = sum(len(rows) for _, rows in found), 0
         parts: dict[Key, list[Hashes]] = {}
-        in_arrow = as_stored and all(isinstance(dataset, datasets.Dataset) for dataset, _ in found)
+        in_arrow = as_stored and all(is_arrow(dataset) for dataset, _ in found)
         ends = time.monotonic() + (SECONDS_STORED if in_arrow else SECONDS_SERVED)
         useless: set[Key] = set()
         for num_rows, table in _blocks(found, as_stored, useless):
@@ -175,12 +178,12 @@ def _joined(columns: list[np.ndarray]) -> np.ndarray:
 
 
 def _is_all_arrow(dataset: Any) -> bool:
-    return all(isinstance(leaf, datasets.Dataset) for leaf, _ in leaves(dataset))
+    return all(is_arrow(leaf) for leaf, _ in leaves(dataset))
 
 
 def _is_changed_when_read(dataset: Any) -> bool:
     """Whether a transform, or the decoding of images and sounds, lies between the table and what is read."""
-    tables = [leaf for leaf, _ in leaves(dataset) if isinstance(leaf, datasets.Dataset)]
+    tables = [leaf for leaf, _ in leaves(dataset) if is_arrow(leaf)]
     return any(
         t._format_type == "custom" or any(t.features._column_requires_decoding.get(name) for name in t.column_names)
         for t in tables
@@ -197,7 +200,7 @@ def _blocks(found: list[Leaf], as_stored: bool, useless: set[Key]) -> Iterator[t
     """
     jobs: list[Callable[[], tuple[int, Table]]] = []
     for dataset, rows in found:
-        if as_stored and isinstance(dataset, datasets.Dataset):
+        if as_stored and is_arrow(dataset):
             jobs += _stored_blocks(dataset, stored_rows(dataset, rows), useless)
         else:
             size = BLOCK if isinstance(dataset, (list, tuple)) else 64  # a row of others may take long
@@ -208,9 +211,7 @@ def _blocks(found: list[Leaf], as_stored: bool, useless: set[Key]) -> Iterator[t
         yield jobs[i]()
 
 
-def _stored_blocks(
-    dataset: datasets.Dataset, rows: np.ndarray, useless: set[Key]
-) -> list[Callable[[], tuple[int, Table]]]:
+def _stored_blocks(dataset: Dataset, rows: np.ndarray, useless: set[Key]) -> list[Callable[[], tuple[int, Table]]]:
     ordered = np.sort(rows)
     starts = np.unique(ordered // BLOCK) * BLOCK
     bounds = np.searchsorted(ordered, np.append(starts, ordered[-1] + BLOCK))
@@ -221,7 +222,7 @@ def _stored_blocks(
     ]
 
 
-def _stored_block(dataset: datasets.Dataset, start: int, rows: np.ndarray, useless: set[Key]) -> tuple[int, Table]:
+def _stored_block(dataset: Dataset, start: int, rows: np.ndarray, useless: set[Key]) -> tuple[int, Table]:
     table = dataset._data.fast_slice(start, min(BLOCK, dataset._data.num_rows - start))
     if len(rows) < table.num_rows:
         table = table.take(rows - start)
@@ -243,7 +244,7 @@ def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, T
     """Hashes of rows at random places; of more of them if less of the training set is known."""
     if not hasattr(dataset, "__len__"):
         # a stream of `datasets` starts anew at each reading; others may not
-        head = list(islice(iter(dataset), NUM_SAMPLED)) if isinstance(dataset, datasets.IterableDataset) else []
+        head = list(islice(iter(dataset), NUM_SAMPLED)) if is_stream(dataset) else []
         return len(head), row_hashes.of_rows(head)
     wanted = min(len(dataset), MAX_SAMPLED, int(NUM_SAMPLED / max(share_read, 1e-9)) + 1)
     places = np.random.default_rng(len(dataset)).permutation(len(dataset))[:wanted]
@@ -251,7 +252,7 @@ def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, T
     parts: dict[Key, list[Hashes]] = {}
     ends = time.monotonic() + SECONDS_SERVED
     for leaf, rows in leaves(dataset, places):
-        in_arrow = as_stored and isinstance(leaf, datasets.Dataset)
+        in_arrow = as_stored and is_arrow(leaf)
         for start in range(0, len(rows), step := BLOCK if in_arrow else 64):
             some = rows[start : start + step]
             if in_arrow:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import array
 import functools
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BASE, INVERSE = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)
 PER_LENGTH = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -33,6 +34,8 @@ def of_table(table: pa.Table, but: Container[Key] = ()) -> dict[Key, Hashes]:
         table: of which a block is copied.
         but: what is not needed.
     """
+    import pyarrow as pa
+
     found: dict[Key, Hashes] = {}
     for name in table.column_names:
         column = table.column(name).combine_chunks()
@@ -61,6 +64,8 @@ def of_rows(rows: Sequence[Any]) -> dict[Key, Hashes]:
 
 def _stored(name: str, values: pa.Array, bounds: np.ndarray, *, is_scalar: bool) -> dict[Key, Content]:
     """What rows hold of an values, by fields; rows are between the bounds."""
+    import pyarrow as pa
+
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     kind = values.type
@@ -85,11 +90,14 @@ def _stored(name: str, values: pa.Array, bounds: np.ndarray, *, is_scalar: bool)
 
 
 def _is_text(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
     tests = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)
     return any(test(kind) for test in tests)
 
 
 def _bytes_of(values: pa.Array, bounds: np.ndarray) -> Content:
+
     _, starts, data = values.buffers()
     if starts is None or not len(values):
         return np.zeros(0, dtype=np.uint8), np.zeros_like(bounds)
@@ -100,6 +108,9 @@ def _bytes_of(values: pa.Array, bounds: np.ndarray) -> Content:
 
 def _numbers(values: pa.Array) -> np.ndarray | None:
     """None for types that nothing is trained on."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     kind = values.type
     if pa.types.is_temporal(kind):
         values = values.cast(pa.int64()) if values.type.bit_width == 64 else values.cast(pa.int32())

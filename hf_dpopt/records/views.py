@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
-import pyarrow as pa
 import torch
+
+from hf_dpopt.records.arrow import is_arrow
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from datasets import Dataset
 
 Leaf = tuple[Any, np.ndarray]  # a dataset that is no view of another one, and numbers of rows in it
 MAX_DEPTH = 8  # of datasets that wrap others
@@ -60,9 +64,8 @@ def _unwrapped(found: Iterable[Leaf], depth: int = 0) -> Iterable[Leaf]:
             continue
         length = len(rows) and len(dataset)  # type: ignore[arg-type]  # a leaf has one
         for inner in vars(dataset).values():
-            if isinstance(inner, (list, tuple, torch.utils.data.Dataset, datasets.Dataset)) and _has_length(
-                inner, length
-            ):
+            is_dataset = isinstance(inner, (list, tuple, torch.utils.data.Dataset)) or is_arrow(inner)
+            if is_dataset and _has_length(inner, length):
                 yield from _unwrapped(leaves(inner, rows), depth + 1)
 
 
@@ -77,12 +80,12 @@ def _disjoint(ours: Leaf, theirs: Leaf) -> bool:
     (mine, my_rows), (other, other_rows) = ours, theirs
     if mine is other:
         return not np.isin(my_rows, other_rows).any()
-    if isinstance(mine, datasets.Dataset) and isinstance(other, datasets.Dataset):
+    if is_arrow(mine) and is_arrow(other):
         return _disjoint_tables(mine, my_rows, other, other_rows)
     return True
 
 
-def _disjoint_tables(mine: datasets.Dataset, my_rows: np.ndarray, other: datasets.Dataset, rows: np.ndarray) -> bool:
+def _disjoint_tables(mine: Dataset, my_rows: np.ndarray, other: Dataset, rows: np.ndarray) -> bool:
     """By the memory that the rows lie in: copies of a table share it, whatever became of its other columns."""
     my_chunks, other_chunks = _chunks(mine._data), _chunks(other._data)
     common = my_chunks.keys() & other_chunks.keys()
@@ -92,7 +95,7 @@ def _disjoint_tables(mine: datasets.Dataset, my_rows: np.ndarray, other: dataset
     return not any(np.isin(_at(my_rows, my_chunks[a]), _at(rows, other_chunks[a])).any() for a in common)
 
 
-def stored_rows(dataset: datasets.Dataset, rows: np.ndarray) -> np.ndarray:
+def stored_rows(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
     """Their numbers in the Arrow table."""
     return rows if dataset._indices is None else dataset._indices.column(0).to_numpy().astype(np.int64)[rows]
 
@@ -116,6 +119,8 @@ def _chunks(table: Any) -> dict[int, list[_Chunk]]:
 
 
 def _may_carry_a_record(kind: pa.DataType) -> bool:
+    import pyarrow as pa
+
     if isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type
     texts = (pa.types.is_string, pa.types.is_large_string, pa.types.is_binary, pa.types.is_large_binary)

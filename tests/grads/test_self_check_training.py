@@ -364,7 +364,9 @@ def test_without_room_for_copies_it_says_so(monkeypatch):
 def _autocast(model: nn.Module) -> nn.Module:
     """As accelerate prepares a model under bf16."""
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer of this process may have set another precision
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     return accelerator.prepare_model(model, evaluation_mode=True)
 
