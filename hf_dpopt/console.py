@@ -14,3 +14,6 @@ def show(is_main_process: bool) -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("[hf_dpopt] %(message)s"))
         logger.addHandler(handler)
+        logger.propagate = (
+            False  # a library that gives the root a handler later (absl does) would print every line again
+        )
