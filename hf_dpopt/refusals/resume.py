@@ -55,13 +55,12 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, colla
 
 
 def _loss(model: nn.Module, losses: RecordLosses) -> str:
-    """The kind of loss, without a look at the labels, from which a classifier may infer it and write it down."""
+    """The kind of loss; labels decide between the two of a classifier, and an evaluation writes down which."""
     if losses.kind != "ForSequenceClassification":
         return losses.kind if losses.kind != "custom" else _name_of(losses.loss)
     config = base_model(model).config
-    if config.num_labels == 1:
-        return "regression"
-    return config.problem_type if config.problem_type not in (None, "single_label_classification") else "by the labels"
+    is_regression = config.num_labels == 1 or config.problem_type == "regression"
+    return "regression" if is_regression else "by the labels"
 
 
 def _trained(model: nn.Module) -> str:
