@@ -169,6 +169,7 @@ class Collation:
         for i, record in usable:
             try:
                 row = trimmed(self.row(record))
+                row = _without_padded_targets(row) if "labels" in self.limits.positions else row
                 if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():
                     rows.append((i, row))
             except BaseException as error:
@@ -208,6 +209,21 @@ def trimmed(row: Batch) -> Batch:
             is_token = bool((left == IGNORED).all())
         found[key] = value[:, text] if is_token else value
     return found
+
+
+def _without_padded_targets(row: Batch) -> Batch:
+    """The row of one record without what follows its last target: padding to a multiple may exceed the positions."""
+    labels = row.get("labels")
+    if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
+        return row
+    targets, width = (labels[0] != IGNORED).nonzero().flatten(), labels.size(1)
+    stop = int(targets[-1]) + 1 if len(targets) else 1
+    return {
+        key: value[:, :stop]
+        if key in TARGETS and isinstance(value, torch.Tensor) and value.shape[1:2] == (width,)
+        else value
+        for key, value in row.items()
+    }
 
 
 # --- joining rows --------------------------------------------------------------------------------------------------

@@ -106,6 +106,25 @@ def test_long_targets_shift_nobody(side, tmp_path):
     assert_kept(make, Lazy(made), BAD, tmp_path, drawn=DRAWN)
 
 
+def test_targets_padded_to_a_multiple_beyond_the_positions(tmp_path):
+    """Ten targets in a decoder of 12 positions are padded to 16: the record contributes, and fails nobody."""
+    made = [{"input_ids": [5, 6, 7], "attention_mask": [1] * 3, "labels": [3 + i % 9, 4, 2]} for i in range(NUM)]
+    made[BAD]["labels"] = [9] * 9 + [2]
+
+    def make(out, data):
+        torch.manual_seed(0)
+        config = tf.BartConfig(
+            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=12, dropout=0.0,
+            pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+        )  # fmt: skip
+        model = tf.BartForConditionalGeneration(config)
+        collate = tf.DataCollatorForSeq2Seq(_words("right", "<pad>"), model=model, pad_to_multiple_of=8)
+        return trainer(out, data, model=model, data_collator=collate, remove_unused_columns=False)
+
+    assert 1e-3 < influence(make, Lazy(made), BAD, tmp_path, drawn=DRAWN) <= 1 + 1e-5
+
+
 class Unreadable(Mapping):
     def __getitem__(self, name: str) -> Any:
         raise ValueError("torn")
