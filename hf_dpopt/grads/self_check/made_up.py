@@ -89,7 +89,10 @@ class _MadeUp:
         tables = [m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding)]
         unknown = min([NUM_CODES, *tables])  # whichever of them it is that looks the tokens up
         self.vocabulary = unknown if self.embeddings is None else getattr(self.embeddings, "num_embeddings", 2)
-        self.predicts_tokens = _answer(base, "get_output_embeddings") is not None
+        head = _answer(base, "get_output_embeddings")
+        self.predicts_tokens = head is not None
+        weight_VD = getattr(head, "weight", None)  # a head may know fewer tokens than are read (pictures, in Mllama)
+        self.targets = min(self.vocabulary, len(weight_VD)) if isinstance(weight_VD, torch.Tensor) else self.vocabulary
         config: Any = getattr(base, "config", None)
         classifies = type(base).__name__.endswith("ForSequenceClassification")
         # BART and T5 classify at the end token, and want one in every record
@@ -136,9 +139,9 @@ class _MadeUp:
     def labels(self, shape: tuple[int, ...], is_per_token: bool) -> torch.Tensor:
         if len(shape) == 1 or not (is_per_token or self.predicts_tokens):
             return self.below(self.num_labels, shape)
-        labels_BT = self.below(self.vocabulary if self.predicts_tokens else self.num_labels, shape)
+        labels_BT = self.below(self.targets if self.predicts_tokens else self.num_labels, shape)
         if self.predicts_tokens and self.padding_id is not None:  # the padding token is no target
-            labels_BT[labels_BT == self.padding_id] = (self.padding_id + 1) % self.vocabulary
+            labels_BT[labels_BT == self.padding_id] = (self.padding_id + 1) % self.targets
         return labels_BT.masked_fill(self.padding(shape), IGNORED)
 
     def features(self, shape: tuple[int, ...]) -> torch.Tensor:
