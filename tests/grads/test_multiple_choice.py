@@ -14,6 +14,7 @@ from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.losses import RecordLosses
 from tests import tiny
 from tests.adversary import harness
+from tests.adversary.test_collators import _words
 from tests.reference import clipping as reference
 
 NUM_RECORDS, NUM_CHOICES, VOCABULARY = 3, 4, 40
@@ -89,6 +90,47 @@ def test_users_with_several_records_are_clipped_as_a_whole(tmp_path):
     made = tiny.trainer(
         tmp_path, model=_bert().float(), train_dataset=rows, data_collator=tf.default_data_collator, max_steps=2,
         privacy_unit="user", user_id_column="author", records_per_user=2, expected_batch_size=4,
+        skip_self_check=False,
     )  # fmt: skip
     made.train()
     assert made._self_check == "passed"
+
+
+NUM, ODD = 200, 150  # the odd record lies where no sample before training looks
+
+
+def _one_more_choice(num: int, odd: int) -> list[dict[str, Any]]:
+    """Records of three choices, as lists; one has four."""
+    rows = []
+    for i, record in enumerate(_records(num)):
+        num_choices = 4 if i == odd else 3
+        ids, mask = (record[k][:num_choices] for k in ("input_ids", "attention_mask"))
+        lists = {"input_ids": ids.tolist(), "attention_mask": (mask | (torch.arange(9) == 0)).long().tolist()}
+        rows.append({**lists, "label": int(record["labels"]) % num_choices})
+    return rows
+
+
+@pytest.mark.parametrize("record", [ODD, 7])
+def test_the_first_record_does_not_decide_how_many_choices_the_others_have(tmp_path, record):
+    """The collator of transformers takes the number of choices from the first record, and regroups those of the rest."""
+
+    def make(output_dir, dataset, **changes):
+        collate = tf.DataCollatorForMultipleChoice(_words("right", "<pad>"))
+        return harness.trainer(output_dir, dataset, model=_bert(), data_collator=collate, clipping_norm=1.0, **changes)
+
+    ratio = harness.influence(make, _one_more_choice(NUM, ODD), record, tmp_path, drawn=[ODD, 7, 3, 8, 9])
+    assert 1e-3 < ratio <= 1 + harness.SLACK
+
+
+def test_a_user_one_of_whose_records_has_more_choices(tmp_path):
+    rows = [{**row, "author": i // 4} for i, row in enumerate(_one_more_choice(NUM, ODD))]
+
+    def make(output_dir, dataset, **changes):
+        return harness.trainer(
+            output_dir, dataset, model=_bert(), data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
+            privacy_unit="user", user_id_column="author", records_per_user=4, **changes,
+        )  # fmt: skip
+
+    users = [ODD // 4, 0, 1, 2]
+    ratio = harness.influence(make, rows, ODD // 4, tmp_path, drawn=users)
+    assert 1e-3 < ratio <= 1 + harness.SLACK
