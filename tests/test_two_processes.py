@@ -12,6 +12,8 @@ import torch
 
 from tests.reference import clipping as reference
 
+HEAVY, PER_DEVICE = 3, 3  # the user with more than a physical batch of records, and that many of them
+
 pytestmark = [
     pytest.mark.two_process,
     pytest.mark.timeout(600),  # two commands of 280 s at most
@@ -76,13 +78,12 @@ def test_a_user_is_on_one_rank(folders):
     """Also the heavy one, whose records fill several physical batches; the others' are elsewhere."""
     (facts0, _), (facts1, _) = _load(folders[1], "users", 0), _load(folders[1], "users", 1)
 
-    def users(facts) -> set[int]:
-        return {i % 11 if i < 40 else 3 for batch in facts["served"] for i in batch}
-
-    assert facts0["drawn"] == facts1["drawn"] and any(3 in drawn for drawn in facts0["drawn"])
-    assert users(facts0) and users(facts1)
-    batches = [{i % 11 if i < 40 else 3 for i in batch} for facts in (facts0, facts1) for batch in facts["served"]]
-    assert sum(3 in batch for batch in batches) > sum(3 in drawn for drawn in facts0["drawn"])
+    assert facts0["drawn"] == facts1["drawn"] and any(HEAVY in drawn for drawn in facts0["drawn"])
+    for drawn, *shares in zip(facts0["drawn"], facts0["served"], facts1["served"], strict=True):
+        users = [{i % 11 if i < 40 else HEAVY for i in share} for share in shares]
+        assert not users[0] & users[1] and users[0] | users[1] == set(drawn)
+        num_heavy = sum(i % 11 == HEAVY if i < 40 else True for share in shares for i in share)
+        assert num_heavy > PER_DEVICE or HEAVY not in drawn
 
 
 @pytest.mark.parametrize("name", ["blt", "banded", "resumed"])

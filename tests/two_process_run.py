@@ -18,10 +18,10 @@ FIXED = "22" * 32
 class Gradients(TrainerCallback):
     def __init__(self):
         self.steps: list[dict[str, torch.Tensor]] = []
-        self.has_begun = False
+        self.served: list[list[int]] = []  # records of each step
 
     def on_step_begin(self, *args, **kwargs):
-        self.has_begun = True
+        self.served.append([])
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         self.steps.append({n: p.grad.clone() for n, p in model.named_parameters()})
@@ -29,12 +29,11 @@ class Gradients(TrainerCallback):
 
 def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
     records = [r | {"index": i, "author": f"user {i % 11 if i < 40 else 3}"} for i, r in enumerate(tiny.records())]
-    served: list[list[int]] = []
     seen = Gradients()
 
     def collate(rows):
-        if seen.has_begun and rows and "index" in rows[0]:  # before the first step the collator is tried
-            served.append(sorted(r["index"] for r in rows))
+        if seen.served and rows and "index" in rows[0]:  # before the first step the collator is tried
+            seen.served[-1].extend(r["index"] for r in rows)
         return tiny.collate(rows)
 
     trainer = tiny.trainer(
@@ -47,7 +46,7 @@ def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
     torch.save({"grads": seen.steps, "weights": tiny.weights(trainer.model)}, folder / f"{name}-{rank}.pt")
     facts = {
         "world": aggregate.world_size(),
-        "served": served,
+        "served": seen.served,
         "epsilon": output.metrics["epsilon"],
         "strategy": trainer.plan.strategy.digest(),
         "planned": trainer.plan.epsilon(),

@@ -48,13 +48,17 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
                 "positions, or no mappings of columns like each other. Look at train_dataset[0] and at the tokenizer."
             )
         return
-    for a, b in _pairs(fitted):
-        _compare(collation, a, b)
-        _compare(collation, b, a)
-    pair = beside_shorter(collation, fitted)
-    if pair is not None:
-        _compare(collation, *pair)
-        _compare(collation, *reversed(pair))
+    before = snapshot(torch.device("cpu"))
+    try:
+        for a, b in _pairs(fitted):
+            _compare(collation, a, b)
+            _compare(collation, b, a)
+        pair = beside_shorter(collation, fitted)
+        if pair is not None:
+            _compare(collation, *pair)
+            _compare(collation, *reversed(pair))
+    finally:
+        restore(before)
 
 
 def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, Any] | None:
@@ -134,15 +138,11 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
 
 
 def _seeded(collation: Collation, records: list[Any], seed: int) -> Batch:
-    """A batch under draws of a public seed, after which the generators are as they were."""
-    before = snapshot(torch.device("cpu"))
-    try:
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        return dict(collation.collate(records))
-    finally:
-        restore(before)
+    """A batch under draws of a public seed."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return dict(collation.collate(records))
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -55,7 +55,7 @@ def trainer(output_dir: Path, dataset: Any, **changes: Any) -> DPTrainer:
     """A tiny run of one step in float64 without dropout, to be changed by the adversary."""
     values: dict[str, Any] = dict(
         train_dataset=dataset, max_steps=1, expected_batch_size=4, clipping_norm=CLIPPING_NORM, noise_multiplier=1.0,
-        learning_rate=0.0, per_device_train_batch_size=16,
+        learning_rate=0.0, per_device_train_batch_size=16, skip_self_check=False,
     )  # fmt: skip
     values |= changes
     if "model" not in values and "model_init" not in values:

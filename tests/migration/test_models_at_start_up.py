@@ -66,7 +66,12 @@ def test_decoders_whose_models_shift_labels_in_their_forward(model, tmp_path):
     got = clipped_gradient_sum(made, batch, clipping_norm=0.05)
     assert reference.relative_error(got, reference.clipped_sum(made, batch, 0.05)) < 1e-10
     trainer = tiny.trainer(
-        tmp_path, model=SHIFTING[model](), train_dataset=_pairs(), data_collator=tf.default_data_collator, max_steps=1
+        tmp_path,
+        model=SHIFTING[model](),
+        train_dataset=_pairs(),
+        data_collator=tf.default_data_collator,
+        max_steps=1,
+        skip_self_check=False,
     )
     trainer.train()
     assert trainer._self_check == "passed"
@@ -113,7 +118,12 @@ def _wav2vec2(freeze: bool = True) -> tuple[nn.Module, list[dict[str, Any]]]:
 def test_models_without_a_table_of_tokens(make, tmp_path):
     model, rows = make()
     trainer = tiny.trainer(
-        tmp_path, model=model, train_dataset=rows, data_collator=tf.default_data_collator, max_steps=1
+        tmp_path,
+        model=model,
+        train_dataset=rows,
+        data_collator=tf.default_data_collator,
+        max_steps=1,
+        skip_self_check=False,
     )
     trainer.train()
     assert trainer._self_check == "passed"
@@ -121,7 +131,9 @@ def test_models_without_a_table_of_tokens(make, tmp_path):
 
 def test_a_model_in_bfloat16_under_bf16(tmp_path):
     """The stock Trainer runs it: autocast gives the norm float32 inputs, scale and shift included."""
-    trainer = tiny.trainer(tmp_path, model=tiny.model().to(torch.bfloat16), bf16=True, max_steps=2)
+    trainer = tiny.trainer(
+        tmp_path, model=tiny.model().to(torch.bfloat16), bf16=True, max_steps=2, skip_self_check=False
+    )
     trainer.train()
     assert trainer._self_check == "passed"
     assert all(p.dtype == torch.bfloat16 for p in trainer.model.parameters())

@@ -241,7 +241,7 @@ class _Subject:
             folder / "run", model=model, train_dataset=data.records, data_collator=_Cast(data.collator, self.dtype),
             processing_class=data.tokenizer, max_steps=NUM + 1, expected_batch_size=2, clipping_norm=CLIPPING_NORM,
             per_device_train_batch_size=16, learning_rate=0.0, noise_multiplier=1.0, optim="sgd",
-            logging_strategy="no", log_level="error", per_example_loss_func=self.loss,
+            logging_strategy="no", log_level="error", per_example_loss_func=self.loss, skip_self_check=False,
         )  # fmt: skip
         with harness.forced_draws(lambda step: [i for i in everyone if i != step - 2]) as seen:
             trainer.train()
