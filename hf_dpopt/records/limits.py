@@ -62,12 +62,14 @@ class Limits:
         positions: column -> the table its places are looked up in.
         classes_are_whole: labels are classes, so they have to be integers.
         per_token: columns with one value for every token.
+        label_is_a_choice: labels number the choices of their record, (B, C, T).
     """
 
     ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
     positions: Mapping[str, Positions] = dataclasses.field(default_factory=dict)
     classes_are_whole: bool = False
     per_token: tuple[str, ...] = ()
+    label_is_a_choice: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> Limits:
@@ -95,7 +97,8 @@ class Limits:
         per_token: tuple[str, ...] = ("attention_mask", "token_type_ids", "special_tokens_mask")
         if kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification"):
             per_token = (*per_token, "labels")
-        return cls(found, tables, labels is not None and not labels.may_be_ignored, per_token)
+        is_class = labels is not None and not labels.may_be_ignored
+        return cls(found, tables, is_class, per_token, kind == "ForMultipleChoice")
 
     def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
@@ -115,6 +118,8 @@ class Limits:
                     return torch.ones_like(failing_B)
                 continue
             failing_B |= ~allowed.holds(values).flatten(1).all(dim=1) if values.dim() > 1 else ~allowed.holds(values)
+        if self.label_is_a_choice:
+            failing_B |= _chooses_nothing(batch)
         for column, table in self.positions.items():
             ids_BT = batch.get(column)
             if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
@@ -138,6 +143,8 @@ class Limits:
                 outside = values[~allowed.holds(values)]
                 if outside.numel():
                     return allowed.says(column, int(outside.flatten()[0]))
+        if self.label_is_a_choice and _chooses_nothing(batch).any():
+            return "'labels' holds a number that is none of the record's choices, which count from 0."
         return (
             "labels are floats, or more tokens come than the model has positions." if self.failing(batch).any() else ""
         )
@@ -173,6 +180,16 @@ def _num_places(tokens: Any, table: Positions) -> int:
     if len(tokens) <= table.most or table.padding is None:
         return len(tokens)
     return sum(int(token) != table.padding for token in tokens)
+
+
+def _chooses_nothing(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Rows whose label is none of their choices, (B,) bool; one value where that cannot be told."""
+    ids_BCT, labels_B = batch.get("input_ids"), batch.get("labels")
+    if not isinstance(ids_BCT, torch.Tensor) or not isinstance(labels_B, torch.Tensor):
+        return torch.zeros(1, dtype=torch.bool)
+    if ids_BCT.dim() != 3 or labels_B.shape != ids_BCT.shape[:1] or labels_B.is_floating_point():
+        return torch.zeros(1, dtype=torch.bool)
+    return (labels_B < 0) | (labels_B >= ids_BCT.size(1))
 
 
 def _taken(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:

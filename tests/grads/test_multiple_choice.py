@@ -134,3 +134,35 @@ def test_a_user_one_of_whose_records_has_more_choices(tmp_path):
     users = [ODD // 4, 0, 1, 2]
     ratio = harness.influence(make, rows, ODD // 4, tmp_path, drawn=users)
     assert 1e-3 < ratio <= 1 + harness.SLACK
+
+
+@pytest.mark.parametrize("label", [3, -1, -100])
+def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypatch):
+    """On a GPU it would end the process in the step that drew the record."""
+    rows = _one_more_choice(NUM, NUM)
+    rows[ODD]["label"] = label
+    seen: list[torch.Tensor] = []
+    losses = RecordLosses.__call__
+    monkeypatch.setattr(
+        RecordLosses, "__call__", lambda self, batch: seen.append(batch["labels"]) or losses(self, batch)
+    )
+
+    def make(output_dir, dataset, **changes):
+        collate = tf.DataCollatorForMultipleChoice(_words("right", "<pad>"))
+        return harness.trainer(
+            output_dir, dataset, model=_bert(), data_collator=collate, skip_self_check=True, **changes
+        )
+
+    assert harness.influence(make, rows, ODD, tmp_path, drawn=[ODD, 7, 3]) == 0
+    assert all(bool(((labels >= 0) & (labels < 3)).all()) for labels in seen)
+
+
+def test_a_label_that_is_no_choice_is_refused_where_it_is_seen(tmp_path):
+    rows = _one_more_choice(24, 24)
+    rows[3]["label"] = 3
+    make = tiny.trainer(
+        tmp_path, model=_bert().float(), train_dataset=rows, max_steps=1,
+        data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
+    )  # fmt: skip
+    with pytest.raises(harness.REFUSALS, match="none of the record's choices"):
+        make.train()
