@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
+from hf_dpopt.losses import RecordLosses
 from tests import tiny
 from tests.adversary.harness import assert_refused, clipped_sums, influence, trainer
 from tests.reference import clipping as reference
@@ -104,6 +105,20 @@ def test_a_malformed_record_of_a_step_adds_nothing(kind, collator, tmp_path):
     that of the others, and the run goes on."""
     data = Lazy(rows(MALFORMED.get(kind, EMPTY)))
     assert influence(_with(collator), data, BAD, tmp_path, drawn=[1, 7, BAD, 60, 61]) <= 1e-9
+
+
+@pytest.mark.parametrize("collator", COLLATORS)
+def test_values_out_of_range_reach_no_forward(collator, tmp_path, monkeypatch):
+    """On a GPU they would end the process in the step that drew the record."""
+    data, losses, seen = Lazy(rows(MALFORMED["token id too large"])), RecordLosses.__call__, []
+
+    def spy(self: RecordLosses, batch: dict[str, Any]) -> torch.Tensor:
+        seen.append(batch["input_ids"])
+        return losses(self, batch)
+
+    monkeypatch.setattr(RecordLosses, "__call__", spy)
+    clipped_sums(_with(collator), data, [1, 7, BAD, 60, 61], tmp_path)
+    assert seen and all(int(ids.max()) < tiny.VOCABULARY for ids in seen)
 
 
 def test_a_record_that_cannot_be_read_adds_nothing(tmp_path):

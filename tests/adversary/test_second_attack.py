@@ -125,6 +125,26 @@ def test_targets_padded_to_a_multiple_beyond_the_positions(tmp_path):
     assert 1e-3 < influence(make, Lazy(made), BAD, tmp_path, drawn=DRAWN) <= 1 + 1e-5
 
 
+def test_a_collator_that_makes_two_rows_of_a_record(tmp_path):
+    """One that cuts long texts into rows meets its first long text in a step: the record is left out."""
+    made = rows()
+    made[BAD] = {"input_ids": [5] * 20, "attention_mask": [1] * 20, "label": 1}
+
+    def collate(some):
+        return tiny.collate(
+            [
+                {**row, "input_ids": row["input_ids"][i : i + 12]}
+                for row in some
+                for i in range(0, len(row["input_ids"]), 12)
+            ]
+        )
+
+    assert (
+        influence(lambda out, data: trainer(out, data, data_collator=collate), Lazy(made), BAD, tmp_path, drawn=DRAWN)
+        == 0
+    )
+
+
 class Unreadable(Mapping):
     def __getitem__(self, name: str) -> Any:
         raise ValueError("torn")

@@ -1,7 +1,7 @@
 """Plants one bug after the other into a copy of the package and runs the tests that have to catch it.
 
 python -m tests.adversary.planted                all of them: a few minutes on one core
-python -m tests.adversary.planted --only WORDS   those whose description has these words; nothing is written
+python -m tests.adversary.planted --only WORDS   those whose description has these words; the other rows stay
 
 Writes docs/planted_bugs.json and docs/planted_bugs.md. Fails if a bug is not caught, if its text is not found exactly
 once, or if the tests that should catch it are red without it.
@@ -85,10 +85,17 @@ def main() -> None:
         found = [_catch(bug, copy) for bug in bugs]
     if missed := [row["what"] for row in found if not row["caught_by"]]:
         sys.exit(f"Not caught: {'; '.join(missed)}.")
-    if not options.only:
-        body = {"command": COMMAND, "date": str(datetime.date.today()), "bugs": found}
-        RESULTS.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(found), encoding="utf-8")
+    write(found)
+
+
+def write(found: list[dict[str, Any]]) -> None:
+    """Both files, with what was found now and, of the bugs that are still planted, what was found before."""
+    before = json.loads(RESULTS.read_text(encoding="utf-8"))["bugs"] if RESULTS.exists() else []
+    rows = {row["what"]: row for row in [*before, *found]}
+    kept = [rows[bug.what] for bug in BUGS if bug.what in rows]
+    body = {"command": COMMAND, "date": str(datetime.date.today()), "bugs": kept}
+    RESULTS.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(kept), encoding="utf-8")
 
 
 def _copied(folder: Path) -> Path:

@@ -13,6 +13,7 @@ SAMPLERS = "tests/sampling/test_samplers.py"
 ROWS = "tests/adversary/test_rows_of_an_index.py"
 COLLATORS = "tests/adversary/test_collators.py"
 MALFORMED = "tests/adversary/test_malformed_records.py"
+SECOND = "tests/adversary/test_second_attack.py"
 EVALUATION = "tests/adversary/test_evaluation.py"
 ROLLBACK = "tests/adversary/test_rollback.py"
 NORMS = "tests/adversary/test_clipping_norms.py"
@@ -67,7 +68,7 @@ BUGS: tuple[Bug, ...] = (
         "hf_dpopt/records/collation.py",
         "        if num_records(batch) != 1:\n",
         "        if False:\n",
-        (f"{REFUSALS}::test_collators_whose_rows_are_not_the_records",),
+        (f"{SECOND}::test_a_collator_that_makes_two_rows_of_a_record",),
     ),
     Bug(
         "the type of a column is that of the first record of the batch",
@@ -95,14 +96,14 @@ BUGS: tuple[Bug, ...] = (
         "hf_dpopt/records/collation.py",
         "                raise\n            return None\n\n    def row",
         "                raise\n            raise\n\n    def row",
-        (f"{MALFORMED}::test_a_malformed_record_of_a_step_adds_nothing",),
+        (f"{SECOND}::test_a_record_stops_no_step",),
     ),
     Bug(
         "values out of range reach the model",
         "hf_dpopt/records/collation.py",
         "                failing_B = self.limits.failing(batch)\n",
         "                failing_B = self.limits.failing(batch) & False\n",
-        (f"{MALFORMED}::test_a_malformed_record_of_a_step_adds_nothing",),
+        (f"{MALFORMED}::test_values_out_of_range_reach_no_forward",),
     ),
     Bug(
         "a step stops where the model fails on a record",
