@@ -17,8 +17,13 @@ from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_
 NUM, WIDTH = 8, 6
 
 
+PREDICTED = 100.5  # between a fraction and what is left of it as an integer, which turns every gradient around
+
+
 def regression() -> torch.nn.Module:
-    return tiny.model(dropout=0.0, num_labels=1)
+    model = tiny.model(dropout=0.0, num_labels=1)
+    torch.nn.init.constant_(model.classifier.bias, PREDICTED)
+    return model
 
 
 def of_one_length(label: Any) -> list[dict[str, Any]]:
@@ -33,8 +38,8 @@ def of_one_length(label: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("first", [0, 3], ids=["in front", "in the middle"])
 def test_an_integer_label_does_not_truncate_the_fractions_of_others(first, tmp_path):
     """`default_data_collator` takes the type of all labels from the first record."""
-    rows = of_one_length(lambda i: 40.0 + i + 0.5)
-    rows[first]["label"] = 41
+    rows = of_one_length(lambda i: PREDICTED + 0.45)
+    rows[first]["label"] = 101
 
     def make(output_dir, dataset):
         return trainer(output_dir, dataset, model=regression(), data_collator=tf.default_data_collator)
