@@ -24,7 +24,7 @@ PINS := $(VENV)/constraints.txt
 # Only local files are read while our code runs: nothing a run does may depend on, or tell, a server.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env demo test lint format bench clean
+.PHONY: help env demo test check costs frozen lint format bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -49,6 +49,16 @@ demo: env  ## train a small private classifier from scratch, offline, in a few m
 
 test: lint  ## lint, types, the whole test suite and every block of the README
 	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+
+check: lint  ## before a commit: lint, types, and every test that is cheap by tests/costs.json; under two minutes
+	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --tier fast $(PYTEST_ARGS)
+
+costs: env  ## run the whole suite and record what each test costs
+	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --junitxml=build/junit.xml
+	$(BIN)/python -m tests.costs build/junit.xml
+
+frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
+	$(OFFLINE) $(BIN)/python -m tests.frozen
 
 lint: env  ## ruff and mypy
 	$(BIN)/ruff check .

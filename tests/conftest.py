@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import costs
+
 REPO = Path(__file__).resolve().parents[1]
 
 # Read by the libraries when they are imported, so they are set before any test module is.
@@ -25,6 +27,24 @@ if not os.path.exists("/dev/nvidiactl"):
 _PRIVATE_DIR = tempfile.TemporaryDirectory(prefix="hf_dpopt_private_")
 os.environ["HF_DPOPT_PRIVATE_DIR"] = _PRIVATE_DIR.name
 os.environ["HF_DPOPT_CACHE_DIR"] = str(Path(_PRIVATE_DIR.name) / "tunings")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--tier", choices=["fast", "all"], default="all", help="fast: what is cheap by tests/costs.json")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--tier") == "fast":
+        costs.select(items, lambda some: config.hook.pytest_deselected(items=some))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if item.config.getoption("--tier") == "fast" and call.when == "call" and report.passed:
+        if reason := costs.is_too_slow(item.nodeid, call.duration, costs.recorded()):
+            report.outcome, report.longrepr = "failed", reason
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)
