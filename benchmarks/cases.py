@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForSequenceClassification
 
-from hf_dpopt.clipping import FlatClipping
-from hf_dpopt.grads import make_engine
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import FlatClipping
+from hf_dpopt.records.losses import RecordLosses
 
 CLIPPING_NORM = 0.1
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
 
-from hf_dpopt.mechanisms.randomness import NOISE_SOURCES, make_noise_source
+from hf_dpopt.randomness.cipher import NOISE_SOURCES, make_noise_source
 
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
 WAYS = ("stock", "book_keeping", "two_pass")

@@ -20,9 +20,8 @@ from pathlib import Path
 import torch
 from step_cost import MODELS, Case, seconds
 
-from hf_dpopt.mechanisms import GaussianMechanism
-from hf_dpopt.mechanisms.randomness import make_noise_source
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.noise import GaussianMechanism
+from hf_dpopt.noise.strategies import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -30,7 +29,8 @@ from hf_dpopt.mechanisms.strategies import (
     NoiseStrategy,
     TreeAggregation,
 )
-from hf_dpopt.mechanisms.streams import make_stream
+from hf_dpopt.noise.streams import make_stream
+from hf_dpopt.randomness.cipher import make_noise_source
 
 STRATEGIES: dict[str, NoiseStrategy] = {
     "BLT, 2 buffers": BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)),

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from step_cost import MODELS, Case, seconds
 
-from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.optim import OPTIMIZERS, state_bytes
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter

@@ -28,11 +28,11 @@ import transformers
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForSequenceClassification
 
-from hf_dpopt.clipping import FlatClipping
-from hf_dpopt.grads import make_engine
-from hf_dpopt.losses import RecordLosses
-from hf_dpopt.mechanisms import GaussianMechanism
-from hf_dpopt.mechanisms.randomness import make_noise_source
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import FlatClipping
+from hf_dpopt.noise import GaussianMechanism
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.records.losses import RecordLosses
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from recipes.embedded.build import make_model

@@ -20,7 +20,7 @@ from cases import SHAPES, Case, versions
 from transformers import TrainerCallback
 
 from hf_dpopt import DPTrainer, DPTrainingArguments
-from hf_dpopt.grads import BookKeepingEngine
+from hf_dpopt.clipping import BookKeepingEngine
 
 
 class Clock(TrainerCallback):

@@ -24,7 +24,7 @@ import datasets
 import numpy as np
 import pyarrow as pa
 
-from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.users import UserData, UserIndex, index
 

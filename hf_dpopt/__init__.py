@@ -1,13 +1,13 @@
 """Differentially private finetuning of language models on a stock Hugging Face Trainer."""
 
-from hf_dpopt.args import DPSeq2SeqTrainingArguments, DPTrainingArguments
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError
-from hf_dpopt.gradients import clipped_gradient_sum
-from hf_dpopt.plan import PrivacyPlan, make_plan
-from hf_dpopt.run import PrivacySpent, PrivateRun
-from hf_dpopt.step import private_step
-from hf_dpopt.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError
+from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
+from hf_dpopt.huggingface.functional import clipped_gradient_sum
+from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.run.run import PrivacySpent, PrivateRun
+from hf_dpopt.run.step import private_step
 
 __version__ = "0.1.0"
 

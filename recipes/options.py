@@ -13,7 +13,7 @@ from accelerate.utils import broadcast_object_list
 from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
-from hf_dpopt.refusals import check_arguments
+from hf_dpopt.huggingface.refusals import check_arguments
 
 ACTIONS = ("do_train", "do_eval", "do_predict")
 RUNS = Path("runs")

@@ -35,7 +35,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
-from hf_dpopt.refusals import check_arguments
+from hf_dpopt.huggingface.refusals import check_arguments
 from recipes import options, processes, running
 from recipes.stackoverflow_data import Collator, Vocabulary, read_users, sentences, tagged
 from recipes.stackoverflow_model import TagModel, first_learn, language_model, tag_losses, tag_metrics, word_metrics

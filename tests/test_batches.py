@@ -14,8 +14,9 @@ import torch
 from accelerate.data_loader import skip_first_batches
 from torch.utils.data import DataLoader
 
-from hf_dpopt import PrivacyConfig, PrivateRun, aggregate, make_plan
-from hf_dpopt.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, as_is
+from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
+from hf_dpopt.common import collectives
+from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, as_is
 
 NUM_RECORDS, NUM_STEPS = 50, 12
 SAMPLINGS = ["poisson", "truncated_poisson", "fixed_order"]
@@ -170,10 +171,10 @@ def test_a_key_is_needed_only_when_iteration_starts(make_run):
 def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run, monkeypatch):
     """Every record of a step on exactly one rank; with 64 ranks most shares are empty, and are items all the same."""
     run = make_run(sampling)
-    monkeypatch.setattr(aggregate, "world_size", lambda: world_size)
+    monkeypatch.setattr(collectives, "world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
-        monkeypatch.setattr(aggregate, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
         shares.append(served(loader(run, records())))
     want = drawn(run, range(1, 8))
     assert all(share.keys() == want.keys() for share in shares)

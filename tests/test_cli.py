@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dpopt import cli
-from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.config import PrivacyConfig
+from hf_dpopt.cli import app
 from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
-from hf_dpopt.plan import make_plan
-from hf_dpopt.private_state import Chain, PrivateState, default_private_dir
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import make_plan
 from hf_dpopt.report import RunFacts, write_report
+from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
+from hf_dpopt.run.ledger import Ledger
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["hf-dpopt", *map(str, arguments)])
         with pytest.raises(SystemExit) as stopped:
-            cli.main()
+            app.main()
         code = stopped.value.code
         assert isinstance(code, int)
         return code, *capsys.readouterr()

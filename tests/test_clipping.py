@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from hf_dpopt.clipping import CLIPPINGS, SENSITIVITY_FACTOR, AutomaticClipping, make_clipper, make_clipping
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.clipping.thresholds import CLIPPINGS, SENSITIVITY_FACTOR, AutomaticClipping, make_clipper, make_clipping
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.config import PrivacyConfig
 
 NUM_RECORDS = 20_000
 NORMS = [1e-20, 1e-6, 0.37, 1.0, 12.5, 1e6, 1e15]  # clipping norms

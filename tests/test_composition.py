@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
-from hf_dpopt.grads import make_engine
+from hf_dpopt.clipping import make_engine
 from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.stages import Stages
+from hf_dpopt.run.stages import Stages
 
 NUM_STEPS, DELAY, STOPS = 20, 5, (3, 5, 8, 10, 13)  # in and between the phases
 SHAPE = (160, 250)

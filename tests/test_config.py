@@ -7,10 +7,10 @@ import math
 
 import pytest
 
-from hf_dpopt.clipping import CLIPPINGS
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.clipping.thresholds import CLIPPINGS
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.sampling import SAMPLERS
 
 VALID = {"target_epsilon": 8.0, "expected_batch_size": 64}

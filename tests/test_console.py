@@ -7,7 +7,7 @@ import sys
 
 SCRIPT = """
 import logging
-from hf_dpopt.console import logger, show
+from hf_dpopt.common.log import logger, show
 {before}
 show(True)
 {after}

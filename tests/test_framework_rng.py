@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt import framework_rng
-from hf_dpopt.framework_rng import secret_randomness
+from hf_dpopt.randomness import framework
+from hf_dpopt.randomness.framework import secret_randomness
 
 KEY, OTHER = bytes(range(32)), bytes(range(1, 33))
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_another_key_step_or_rank_is_another_stream(other):
 
 def _masks(key: bytes) -> tuple:
     with torch.random.fork_rng(devices=[]):
-        framework_rng.seed_torch(key)
+        framework.seed_torch(key)
         return draws()["dropout"]
 
 
@@ -68,7 +68,7 @@ def test_every_part_of_the_key_counts():
 
 def test_steps_whose_keys_share_32_bits_have_other_masks(monkeypatch):
     """`torch.manual_seed` looks at no more of a key on the CPU."""
-    monkeypatch.setattr(framework_rng, "derive_key", lambda root, *labels: KEY[:4] + root[4:])
+    monkeypatch.setattr(framework, "derive_key", lambda root, *labels: KEY[:4] + root[4:])
     one, two = inside(KEY), inside(KEY[:4] + OTHER[4:])
     assert all(one[name] != two[name] for name in one)
 
@@ -78,11 +78,11 @@ def test_the_whole_state_comes_from_the_key():
 
     Equal words come by chance once in 2^32 for each of the 624: the test fails wrongly with probability below 2e-7.
     """
-    first, size = framework_rng._words_in_cpu_state()
+    first, size = framework._words_in_cpu_state()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(KEY[:8], "little"))
         plain = torch.get_rng_state()[first : first + 624 * size].numpy().view(f"<u{size}")
-        framework_rng.seed_torch(KEY)
+        framework.seed_torch(KEY)
         state = torch.get_rng_state()
         words = state[first : first + 624 * size].numpy().view(f"<u{size}")
         assert (words != plain).all() and words.max() < 2**32 and len(set(words.tolist())) > 620
@@ -101,7 +101,7 @@ def test_draws_are_uniform():
     statistic, num_keys = 0.0, 8
     for _ in range(num_keys):
         with torch.random.fork_rng(devices=[]):
-            framework_rng.seed_torch(os.urandom(32))
+            framework.seed_torch(os.urandom(32))
             counts = torch.histc(torch.rand(2**16, dtype=torch.float64), bins=64, min=0, max=1).double()
         statistic += float(((counts - 2**10).square() / 2**10).sum())
     low, high = chi2.ppf([5e-7, 1 - 5e-7], df=63 * num_keys)
@@ -109,10 +109,10 @@ def test_draws_are_uniform():
 
 
 def test_an_unknown_layout_is_no_reason_to_go_on(monkeypatch):
-    framework_rng._words_in_cpu_state.cache_clear()
+    framework._words_in_cpu_state.cache_clear()
     monkeypatch.setattr(np.random, "RandomState", lambda seed: np.random.mtrand._rand)  # words of another seed
     with pytest.raises(RuntimeError, match="unknown layout.*version of torch"):
-        framework_rng._words_in_cpu_state()
+        framework._words_in_cpu_state()
 
 
 def test_step_and_rank_are_told_apart():

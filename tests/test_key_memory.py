@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpopt import PrivacyConfig, key_memory, make_plan
-from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.key_memory import PAGE, SLOTS, KeyMemory
-from hf_dpopt.private_state import Chain, PrivateState, continue_or_branch
-from hf_dpopt.run import PrivateRun
+from hf_dpopt import PrivacyConfig, make_plan
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.run import key_memory
+from hf_dpopt.run.key_memory import PAGE, SLOTS, KeyMemory
+from hf_dpopt.run.keys import Chain, PrivateState, continue_or_branch
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.run import PrivateRun
 
 
 class Run:

@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError
 from hf_dpopt.accounting import delta
-from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.run.ledger import Ledger
 from tests import tiny
 
 NUM_STEPS, NUM_KILLS = 24, 20

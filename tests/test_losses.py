@@ -16,8 +16,8 @@ import transformers as tf
 from torch import nn
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import IGNORED, RecordLosses, num_records, token_mean
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.records.losses import IGNORED, RecordLosses, num_records, token_mean
 
 VOCABULARY, NUM_LABELS, LONG = 40, 5, 300
 LENGTHS = [6, 3, 5, 1, 2]

@@ -118,7 +118,7 @@ def test_the_package_imports_only_what_it_declares(repo: Path, project: dict[str
         assert name in (core if at_import else core | optional), f"{file.relative_to(repo)} imports {module}"
 
 
-@pytest.mark.parametrize("folder", ["mechanisms", "accounting", "sampling"])
+@pytest.mark.parametrize("folder", ["randomness", "noise", "accounting", "sampling"])
 def test_the_private_core_needs_no_trainer(repo: Path, folder: str) -> None:
     modules = {module for _, module, _ in imports(repo / "hf_dpopt" / folder)}
     assert modules and not modules & {"transformers", "accelerate", "peft", "datasets"}

@@ -11,11 +11,11 @@ import pytest
 
 from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.events import NonPrivateDpEvent
-from hf_dpopt.clipping import CLIPPINGS
-from hf_dpopt.config import PrivacyConfig, PrivacyWarning
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import GaussianMechanism
-from hf_dpopt.plan import MAX_STEPS, RESUME_KEYS, make_plan
+from hf_dpopt.clipping.thresholds import CLIPPINGS
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import GaussianMechanism
+from hf_dpopt.plan.config import PrivacyConfig, PrivacyWarning
+from hf_dpopt.plan.plan import MAX_STEPS, RESUME_KEYS, make_plan
 from hf_dpopt.sampling import SAMPLERS
 
 # Three epochs of SST-2 in batches of 1024.

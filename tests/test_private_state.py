@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.private_state import Chain, PrivateState, continue_or_branch, default_private_dir, fixed_chain
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.run.keys import Chain, PrivateState, continue_or_branch, default_private_dir, fixed_chain
+from hf_dpopt.run.ledger import Ledger
 
 FIXED = "ab" * 32
 
@@ -78,7 +78,7 @@ def test_processes_with_one_seed_never_share_a_key(tmp_path, output_dir):
     directories = [tmp_path / "a", tmp_path / "b"]
     code = (
         "import random, sys, numpy, torch; random.seed(42); numpy.random.seed(42); torch.manual_seed(42);"
-        "from hf_dpopt.private_state import PrivateState;"
+        "from hf_dpopt.run.keys import PrivateState;"
         "PrivateState(sys.argv[1], forbidden=sys.argv[2]).new_chain()"
     )
     subprocess.run([sys.executable, "-c", code, str(directories[0]), str(output_dir)], check=True)

@@ -19,17 +19,11 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from torch.utils.data import Subset
 
-from hf_dpopt import (
-    DPBudgetExceeded,
-    DPConfigError,
-    DPTrainer,
-    DPTrainingArguments,
-    UnsupportedModuleError,
-    refusals,
-)
-from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.refusals.lengths import positions
-from hf_dpopt.run import LEDGER
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments, UnsupportedModuleError
+from hf_dpopt.huggingface import refusals
+from hf_dpopt.records.lengths import positions
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.run import LEDGER
 
 NUM_RECORDS, NUM_TOKENS, VOCABULARY = 24, 6, 40
 _BERT = {

@@ -10,11 +10,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser, TrainerCallback
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads import make_engine
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
 from hf_dpopt.preclip import Identity, ScaleThenPrivatize
-from hf_dpopt.stages import RELEASED_STATE
+from hf_dpopt.run.stages import RELEASED_STATE
 from tests import tiny
 from tests.reference import clipping as reference
 from tests.test_correlated_training import run_and_die_everywhere

@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, make_plan
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.reference import clipping as reference
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import TrainerCallback
 
-from hf_dpopt import aggregate
+from hf_dpopt.common import collectives
 from tests import tiny
 
 FIXED = "22" * 32
@@ -42,10 +42,10 @@ def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
         **{"per_device_train_batch_size": 64, "max_steps": 5, "learning_rate": 1e-2, **changes},
     )  # fmt: skip
     output = trainer.train(resume_from_checkpoint=resume or None)
-    rank = aggregate.rank()
+    rank = collectives.rank()
     torch.save({"grads": seen.steps, "weights": tiny.weights(trainer.model)}, folder / f"{name}-{rank}.pt")
     facts = {
-        "world": aggregate.world_size(),
+        "world": collectives.world_size(),
         "served": seen.served,
         "epsilon": output.metrics["epsilon"],
         "strategy": trainer.plan.strategy.digest(),

@@ -32,9 +32,9 @@ from hf_dpopt.accounting.balls_in_bins import (
     computed_epsilon,
     without_amplification,
 )
-from hf_dpopt.checks import check_count
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import NoiseStrategy
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import NoiseStrategy
 
 AT_ONCE = 10_000  # samples that a thread holds in memory
 NUM_SAMPLES = 4_000_000  # of a verification, in each direction

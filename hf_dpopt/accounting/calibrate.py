@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dp_accounting import get_sigma_gaussian
 
 from hf_dpopt.accounting.accountants import FINE
-from hf_dpopt.clipping import SENSITIVITY_FACTOR
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.errors import DPConfigError
 
 MARGIN = 1e-3  # aim this far below the target, so that rounding never ends above it
 SEARCHES = ((0.1, 0.1), (1e-2, 1e-2), (3e-3, MARGIN))  # (relative_error of epsilon, tolerance), from cheap to fine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
-from hf_dpopt.errors import DPConfigError, PrivacyWarning
+from hf_dpopt.common.errors import DPConfigError, PrivacyWarning
 
 MARGIN = 10  # the default is at most 1 / (MARGIN n)
 

@@ -39,8 +39,8 @@ from scipy import optimize, stats
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.accountants import FINE
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
-from hf_dpopt.checks import check_count, check_noise_multiplier, check_real
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_real
+from hf_dpopt.common.errors import DPConfigError
 
 Form = Literal["pld", "rdp"]
 Shifts = Literal["optimal", "last"]

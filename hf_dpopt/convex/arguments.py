@@ -6,9 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from hf_dpopt.args import DPTrainingArguments
 from hf_dpopt.convex.plan import HeadConfig
 from hf_dpopt.convex.refusals import check_convex_arguments
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
 
 BATCH = 1024
 

@@ -16,9 +16,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.head import features_instead_of_logits
-from hf_dpopt.durable import write_durably
-from hf_dpopt.errors import DPConfigError
 from hf_dpopt.records.collation import Collation
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 
 _MEND = (
     "Use a model of AutoModelForSequenceClassification whose head ends in one linear layer, such as BERT, RoBERTa, "

@@ -22,8 +22,8 @@ from hf_dpopt.accounting.last_iterate import (
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.checks import check_count, check_noise_multiplier, check_positive, check_real
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hf_dpopt.refusals.table import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, raise_first
 
 FINETUNE = "Leave it out, or finetune with DPTrainer, whose epsilon covers it."
 FINAL_ONLY = "Only the final weights may leave, so nothing is seen of the run before its end."

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.common.durable import write_durably
 from hf_dpopt.convex.plan import HeadPlan
-from hf_dpopt.durable import write_durably
 from hf_dpopt.report.facts import collect_versions
 from hf_dpopt.report.report import FOLDER, STATEMENT
 from hf_dpopt.report.statement import round_up
+from hf_dpopt.run.ledger import Ledger
 
 REPORT = "head.json"
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex.plan import HeadPlan
 from hf_dpopt.convex.statement import write_statement
-from hf_dpopt.durable import write_durably
-from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.mechanisms.randomness import make_noise_source
-from hf_dpopt.private_state import Chain, PrivateState, default_private_dir
-from hf_dpopt.run import LEDGER
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.run import LEDGER
 
 INTERMEDIATE = ("checkpoint-*", "trainer_state.json", "optimizer.pt", "runs")  # of finetuning runs
 SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.optim.base import (
     Filter,
     Group,

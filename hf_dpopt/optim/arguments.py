@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 
 # Constructor argument -> the fields it comes from. The trainer gives weight_decay per group, and the last two itself.
 FIELDS = {

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 
 Tensors = list[torch.Tensor]

@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from hf_dpopt.checks import check_count
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.optim.adam import DPAdamBC, Form
 from hf_dpopt.optim.base import Filter, Group, NoiseAwareOptimizer, Tensors, check_range
 from hf_dpopt.postprocess.noise_level import NoiseLevel

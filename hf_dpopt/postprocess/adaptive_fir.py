@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.checks import check_count
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.low_pass import (
     STORAGE,
     Gradients,

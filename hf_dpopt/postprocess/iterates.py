@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from hf_dpopt.checks import check_count
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
 
 Weights = dict[str, torch.Tensor]
 

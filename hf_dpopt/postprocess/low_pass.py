@@ -11,7 +11,7 @@ import numpy as np
 import scipy.signal
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import Recursion, check_start_up
 

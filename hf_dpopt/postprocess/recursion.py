@@ -12,7 +12,7 @@ import numpy as np
 import scipy.signal
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 
 Tensors = list[torch.Tensor]
 

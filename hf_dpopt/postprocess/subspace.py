@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.public.gradients import Gradients
 from hf_dpopt.public.subspace import COORDINATES, PublicSubspace, retained
@@ -95,8 +95,8 @@ class SubspaceAdaGrad(ProjectedGradient):
         if preconditioner == "goe":
             raise DPConfigError(
                 "preconditioner='goe' is made of un-noised gradients, which a map of released ones never sees. Use "
-                "hf_dpopt.public.GoePreconditioner in your own loop and hf_dpopt.accounting.subspace for its budget, "
-                "or preconditioner='released', which is free."
+                "hf_dpopt.experimental.goe.GoePreconditioner in your own loop, and for its budget "
+                "hf_dpopt.experimental.subspace_accounting; or preconditioner='released', which is free."
             )
         if preconditioner not in PRECONDITIONERS:
             raise DPConfigError(

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.preclip.base import Identity, Preclip, Preconditioning, PublicSource
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
 from hf_dpopt.preclip.public import PublicPreconditioner

@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads.engine import ClippingEngine
-from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.clipping.engine import ClippingEngine
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 
 

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import check_clipping_norm, check_count, check_positive
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.checks import check_clipping_norm, check_count, check_positive
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys
 from hf_dpopt.preclip.scale import ScaledStep

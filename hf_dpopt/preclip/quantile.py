@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads.contributions import COUNT
-from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.clipping.contributions import COUNT
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys, multiply_
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.checks import check_positive, check_real
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads.scaling import Diagonal, Factored
+from hf_dpopt.clipping.scaling import Diagonal, Factored
+from hf_dpopt.common.checks import check_positive, check_real
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.preclip.base import check_keys
 
 Rule = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.checks import check_count, check_real
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads.engine import ClippingEngine
-from hf_dpopt.grads.projected import ProjectingEngine
-from hf_dpopt.grads.scaling import Scale
+from hf_dpopt.clipping.engine import ClippingEngine
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.checks import check_count, check_real
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import Gradients, NoiseLevel
 from hf_dpopt.postprocess.subspace import PRECONDITIONERS, ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.preclip.base import ActsAtOnce, Preconditioning, PublicSource
+from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.public.subspace import RefreshedSubspace
 
@@ -70,7 +70,7 @@ class PublicSubspaceProjection(ActsAtOnce):
         if self.adagrad == "goe" or self.adagrad not in PRECONDITIONERS:
             raise DPConfigError(
                 f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; 'goe' is made of un-noised "
-                "gradients and costs budget of its own: hf_dpopt.public.GoePreconditioner, in a loop of one's own."
+                "gradients and costs budget of its own: hf_dpopt.experimental.goe.GoePreconditioner, in your own loop."
             )
         check_real("eps", self.eps, "a number >= 0")
 

@@ -1,13 +1,12 @@
 """Public data in private training: gradients of records that need no protection, and the subspaces they span.
 
-Nothing here looks at a private record, except `GoePreconditioner`, which holds un-noised sums and pays for what it
-releases. A record is public if it may be printed, label included; held-out records of the private dataset may not.
+Nothing here looks at a private record. A record is public if it may be printed, label included; held-out records of
+the private dataset may not.
 """
 
 from __future__ import annotations
 
-from hf_dpopt.public.goe import GoePreconditioner
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 
-__all__ = ["GoePreconditioner", "PublicGradients", "PublicSubspace", "RefreshedSubspace"]
+__all__ = ["PublicGradients", "PublicSubspace", "RefreshedSubspace"]

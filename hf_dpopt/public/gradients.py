@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt import aggregate
-from hf_dpopt.checks import check_count
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.framework_rng import secret_randomness
-from hf_dpopt.grads.capture import Site
-from hf_dpopt.mechanisms.randomness import derive_key
+from hf_dpopt.clipping.capture import Site
+from hf_dpopt.common import collectives
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness.cipher import derive_key
+from hf_dpopt.randomness.framework import secret_randomness
 
 Gradients = dict[str, torch.Tensor]
 BatchLosses = Callable[[Mapping[str, Any]], torch.Tensor]
@@ -82,7 +82,7 @@ class PublicGradients:
             for first in range(0, len(rows), size):
                 for name, grad in self._gradient([i for _, i in rows[first : first + size]]).items():
                     total[name].add_(grad)
-        aggregate.sum_over_ranks(total)
+        collectives.sum_over_ranks(total)
         torch._foreach_div_(list(total.values()), self.batch_size)
         check_finite(total)
         return total
@@ -95,7 +95,7 @@ class PublicGradients:
             for row, i in rows:
                 for name, grad in self._gradient([i]).items():
                     grads[name][row] = grad
-        aggregate.sum_over_ranks(grads)  # of every row, one process has it and the others zeros
+        collectives.sum_over_ranks(grads)  # of every row, one process has it and the others zeros
         check_finite(grads)
         return grads
 
@@ -113,8 +113,8 @@ class PublicGradients:
         modes = [m.training for m in modules]
         self.model.eval()
         try:
-            with secret_randomness(self._key, self._position, aggregate.rank(), self.device), torch.enable_grad():
-                yield drawn[aggregate.rank() :: aggregate.world_size()]
+            with secret_randomness(self._key, self._position, collectives.rank(), self.device), torch.enable_grad():
+                yield drawn[collectives.rank() :: collectives.world_size()]
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import IGNORED, num_records
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import IGNORED, num_records
 from hf_dpopt.records.rows import is_environment
 
 Batch = dict[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.limits import LABEL_COLUMNS, Limits, Range
 from hf_dpopt.records.rows import is_stored, read_one, spread

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.framework_rng import restore, snapshot
-from hf_dpopt.losses import num_records
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness.framework import restore, snapshot
 from hf_dpopt.records.collation import Batch, Collation, length_of
+from hf_dpopt.records.losses import num_records
 
 FIX = (
     "Use a collator that makes one row per record and looks at nothing else (DataCollatorWithPadding); what should "

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import base_model
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.records.losses import base_model
 from hf_dpopt.records.sample import Sample
 
 SHORTEST_BLOCK = 16  # tokens; fewer are no text that was cut

@@ -9,7 +9,7 @@ import math
 import platform
 from typing import Any
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 
 REPORT_VERSION = 3
 READABLE = (2, 3)  # version 2 lacks the fields that have a default here

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.comparison import ComparedNoise, predicted_errors
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import NoiseStrategy, ToeplitzStrategy, Workload
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy, Workload
+from hf_dpopt.plan.compare import ComparedNoise, predicted_errors
 
 FORMATS = ("png", "svg")
 MAX_COVARIANCE_STEPS = 64

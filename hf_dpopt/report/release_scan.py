@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.model_card import strip_training_losses
 
 CHUNK_BYTES = 8 * 2**20

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hf_dpopt.durable import write_durably
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement
 

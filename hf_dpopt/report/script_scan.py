@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_dpopt.console import logger
+from hf_dpopt.common.log import logger
 
 LOGGING = ("print", "debug", "info", "warning", "warn", "error", "critical", "log", "pprint")
 TRAINING = re.compile(r"^(\w*_)?train(ing)?(_?(data|dataset|datasets|set|ds|examples|rows|samples|texts|features))?$")

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies.participation import Participation
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies.participation import Participation
 
 Steps = int | Sequence[int]  # optimizer steps of one uninterrupted chain, or of each chain of a run that branched
 

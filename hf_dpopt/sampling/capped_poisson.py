@@ -9,7 +9,7 @@ import dp_accounting
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.sampling.base import Steps, repeat
 from hf_dpopt.sampling.poisson import PoissonSampler
 

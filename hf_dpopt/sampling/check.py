@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.sampling.base import Sampler
 
 

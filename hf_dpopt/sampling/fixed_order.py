@@ -10,8 +10,8 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.mechanisms.randomness import random_words
-from hf_dpopt.mechanisms.strategies.participation import Participation
+from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 
 

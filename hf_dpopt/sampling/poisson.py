@@ -8,7 +8,7 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.mechanisms.randomness import random_words
+from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.base import Sampler, Steps, repeat
 
 

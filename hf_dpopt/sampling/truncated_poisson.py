@@ -9,8 +9,8 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.randomness import random_words
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.base import Steps, repeat
 from hf_dpopt.sampling.poisson import PoissonSampler
 

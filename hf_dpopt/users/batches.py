@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.batches import LogicalBatch, StepIndices, physical_parts
-from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.grads.contributions import ClippedSum
-from hf_dpopt.grads.units import Units
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.clipping.contributions import ClippedSum
+from hf_dpopt.clipping.units import Units
 from hf_dpopt.records.collation import Collation, Collator
+from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.run.batches import LogicalBatch, StepIndices, physical_parts
 
 MAX_FILLED = 1.25  # rows that users are filled up to / rows they have
 

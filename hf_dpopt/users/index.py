@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
 MEND = "Drop those rows, or give every person who is behind them an id of their own."

@@ -19,15 +19,15 @@ import torch
 from torch import nn
 from transformers import masking_utils
 
-from hf_dpopt.batches import LogicalBatch
-from hf_dpopt.framework_rng import seed_torch
-from hf_dpopt.grads import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.grads.contributions import ClippedSum
-from hf_dpopt.grads.products import wide
-from hf_dpopt.local_training import LocalTraining
-from hf_dpopt.losses import RecordLosses
-from hf_dpopt.mechanisms.randomness import KEY_BYTES
+from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.clipping.contributions import ClippedSum
+from hf_dpopt.clipping.products import wide
+from hf_dpopt.plan.local_training import LocalTraining
+from hf_dpopt.randomness.cipher import KEY_BYTES
+from hf_dpopt.randomness.framework import seed_torch
 from hf_dpopt.records.collation import Collation, Collator, length_of
+from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.run.batches import LogicalBatch
 from hf_dpopt.users.batches import by_user
 
 LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gives nothing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_dpopt.mechanisms.randomness import derive_key
+from hf_dpopt.randomness.cipher import derive_key
 
 
 def choose_rows(rows: np.ndarray, limit: int, key: bytes, *labels: str) -> np.ndarray:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt import aggregate
-from hf_dpopt.batches import LogicalBatch, StepIndices
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.console import logger
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.local_training import LocalTraining
-from hf_dpopt.mechanisms.randomness import derive_key
-from hf_dpopt.run import PrivateRun
+from hf_dpopt.common import collectives
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.local_training import LocalTraining
+from hf_dpopt.randomness.cipher import derive_key
+from hf_dpopt.run.batches import LogicalBatch, StepIndices
+from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.sampling import CappedPoissonSampler
 from hf_dpopt.users.batches import UserBatch, of_rows
 from hf_dpopt.users.index import UserIndex
@@ -78,7 +78,7 @@ class UserData:
                 folder.mkdir(exist_ok=True, mode=0o700)
                 return folder / UserIndex.build(dataset, column, folder).digest
 
-            index = UserIndex.load(aggregate.agreed(build))
+            index = UserIndex.load(collectives.agreed(build))
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "

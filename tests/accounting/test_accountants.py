@@ -18,7 +18,7 @@ from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.accountants import ACCOUNTANTS, epsilon
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.sampling import PoissonSampler, TruncatedPoissonSampler
 from tests.reference import gaussian_mixtures
 

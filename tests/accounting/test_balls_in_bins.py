@@ -32,8 +32,8 @@ from hf_dpopt.accounting.balls_in_bins_sampled import (
     verified_epsilon,
     verify,
 )
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import (
     BandedInverse,
     BandedToeplitz,
     ColumnNormalized,

@@ -11,7 +11,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.accountants import FINE
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 
 NUM_EXAMPLES = 67349
 DELTA = 1 / (2 * NUM_EXAMPLES)

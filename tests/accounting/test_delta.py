@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hf_dpopt.accounting.delta import default_delta, resolve_delta, sizes_with_default
-from hf_dpopt.errors import DPConfigError, PrivacyWarning
+from hf_dpopt.common.errors import DPConfigError, PrivacyWarning
 
 
 def by_definition(num_units: int) -> Decimal:

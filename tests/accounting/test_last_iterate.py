@@ -19,7 +19,7 @@ from hf_dpopt.accounting.last_iterate import (
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from tests.reference import random_walk
 
 DELTA = 1e-5

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpopt.accounting.ledger import Ledger
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.run.ledger import Ledger
 
 PLAN = {"noise_multiplier": 0.7, "sampler": "poisson", "sizes": (1, 2), "num_steps": 198, "target_epsilon": 8.0}
 MUST_MATCH = ("noise_multiplier", "sampler", "sizes")

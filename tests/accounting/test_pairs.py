@@ -9,10 +9,9 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, get_epsilon_gaussian
 from dp_accounting.pld import PLDAccountant
 
-from hf_dpopt.accounting import accountants, pairs
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.accounting import accountants
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.noise.strategies import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -26,7 +25,9 @@ from hf_dpopt.mechanisms.strategies import (
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.plan import make_plan
+from hf_dpopt.plan import pairs
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import make_plan
 from hf_dpopt.sampling import (
     BallsInBinsSampler,
     CyclicPoissonSampler,

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError, queries
-from hf_dpopt.run import PrivateRun
+from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
+from hf_dpopt.run import queries
+from hf_dpopt.run.run import PrivateRun
 from tests import tiny
 
 CLIPPING_NORM = 1.0

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt import DPConfigError, PrivacyConfig, clipped_gradient_sum, clipping
-from hf_dpopt.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM
+from hf_dpopt import DPConfigError, PrivacyConfig, clipped_gradient_sum
+from hf_dpopt.clipping import thresholds
+from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.preclip import make_preclip
 from hf_dpopt.preclip.scale import ScaleThenPrivatize
@@ -62,7 +63,7 @@ def test_at_the_largest_norm_too(tmp_path, mode):
 @pytest.mark.parametrize("norm, size", [(1e-24, 1.3), (1e-30, 80.0)])
 def test_without_the_floor_a_record_passes_unclipped(tmp_path, monkeypatch, norm, size):
     """What the floor is for: its squares vanish. On this model the norm is about 1.4 times the loss's factor."""
-    monkeypatch.setattr("hf_dpopt.config.check_clipping_norm", lambda *_: None)
+    monkeypatch.setattr("hf_dpopt.plan.config.check_clipping_norm", lambda *_: None)
     assert ratio(tmp_path, norm, size) > 1 + 100 * harness.SLACK
 
 
@@ -73,7 +74,7 @@ def test_a_record_spread_over_many_coordinates_is_measured_at_the_floor(spread):
     gradient = 3 * SMALLEST_CLIPPING_NORM * spread**-0.5  # of each weight
     grad = torch.full((1, spread), gradient)
     squares = {"": grad.square().sum(dim=1)}
-    factor = clipping.make_clipping("flat", SMALLEST_CLIPPING_NORM).factors(squares)[""]
+    factor = thresholds.make_clipping("flat", SMALLEST_CLIPPING_NORM).factors(squares)[""]
     assert (grad * factor).double().norm() <= SMALLEST_CLIPPING_NORM * (1 + harness.SLACK)
     assert model.weight.numel() == spread and SMALLEST_CLIPPING_NORM**2 / 1e9 > 1e8 * torch.finfo(torch.float32).tiny
 

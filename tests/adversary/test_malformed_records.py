@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.adversary.harness import assert_refused, clipped_sums, influence, trainer
 from tests.reference import clipping as reference

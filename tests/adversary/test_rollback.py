@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from hf_dpopt.accounting.ledger import GENESIS, Ledger, _seal
+from hf_dpopt.run.ledger import GENESIS, Ledger, _seal
 from tests import tiny
 
 ALPHA = 1e-6  # per case, whatever the seed

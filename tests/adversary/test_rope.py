@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_dpopt.refusals.model import check_model
+from hf_dpopt.huggingface.refusals.model import check_model
 from tests import tiny
 from tests.adversary.harness import REFUSALS, assert_refused, trainer
 

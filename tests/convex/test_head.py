@@ -15,6 +15,7 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.convex import (
     HeadTrainingArguments,
     attach_head,
@@ -24,7 +25,6 @@ from hf_dpopt.convex import (
     find_head,
 )
 from hf_dpopt.convex.head import head_takes_bias
-from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
 from tests import tiny
 
 SMALL = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=40)

@@ -13,10 +13,10 @@ import torch
 from scipy import stats
 
 from hf_dpopt.accounting import delta
-from hf_dpopt.accounting.ledger import Ledger
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex import HeadConfig, HeadRun, clip_features, make_head_plan, recorded_head_plan, training
-from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.mechanisms.randomness import make_noise_source
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.run.ledger import Ledger
 
 ALPHA = 1e-6  # false alarms, whatever the key
 N, H, K = 300, 6, 3
@@ -199,7 +199,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
     monkeypatch.setattr(training, "projected", project)
     _, resumed = run(tmp_path, config())
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
-    monkeypatch.setattr("hf_dpopt.private_state.PrivateState.new_chain", lambda self: keys[0])
+    monkeypatch.setattr("hf_dpopt.run.keys.PrivateState.new_chain", lambda self: keys[0])
     _, whole = run(tmp_path / "again", config())
     assert torch.equal(resumed, whole)
 

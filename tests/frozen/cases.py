@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import MECHANISMS
-from hf_dpopt.mechanisms.randomness import make_noise_source
-from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement
 from hf_dpopt.sampling import SAMPLERS

@@ -36,7 +36,7 @@ Refused, by name: AdaLoRA and initialisations that look at the data (un-noised g
 mixtures (which tokens an expert sees depends on the other records), trainable token indices, DoRA on embeddings,
 BatchNorm, fp16.
 
-Any other layer that maps records to records runs through `hf_dpopt/grads/rules/fallback.py`: exact, one small backward
+Any other layer that maps records to records runs through `hf_dpopt/clipping/rules/fallback.py`: exact, one small backward
 per record. Layers that only scale or shift tokens (RMSNorm of any class) are recognised by trying them, not by name.
 """
 

@@ -12,11 +12,11 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads import make_engine
-from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.rules import broadcast, linear
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.capture import Capture
+from hf_dpopt.clipping.rules import broadcast, linear
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.records.losses import RecordLosses
 from tests.grads.models import MODELS, batch_for, bert, gpt2, llama
 from tests.reference import clipping as reference
 

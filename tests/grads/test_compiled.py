@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum, refusals
+from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
+from hf_dpopt.huggingface import refusals
 from tests.grads.models import FAMILIES, batch_for
 from tests.reference.clipping import clipped_sum, relative_error
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from hf_dpopt.grads.contributions import (
+from hf_dpopt.clipping.contributions import (
     ClippedSum,
     Dense,
     Outer,
@@ -16,7 +16,7 @@ from hf_dpopt.grads.contributions import (
     inner,
     squared_norm,
 )
-from hf_dpopt.grads.products import BLOCK, GramCache
+from hf_dpopt.clipping.products import BLOCK, GramCache
 
 B, T, P, Q = 4, 6, 5, 3
 
@@ -149,7 +149,7 @@ def test_a_large_narrow_factor_is_summed_in_parts(monkeypatch):
     left, right = torch.randn(B, T, P).bfloat16(), torch.randn(B, T, Q).bfloat16()
     factors, parameter = torch.rand(B), torch.zeros(P, Q)
     clipped = ClippedSum({"weight": parameter})
-    monkeypatch.setattr("hf_dpopt.grads.products.MAX_COPIED", left[0].numel())
+    monkeypatch.setattr("hf_dpopt.clipping.products.MAX_COPIED", left[0].numel())
     clipped.add("weight", Outer(left, right), factors)
     want = torch.einsum("b,btp,btq->pq", factors, left.float(), right.float())
     torch.testing.assert_close(clipped.result()["weight"], want, rtol=1e-5, atol=1e-5)

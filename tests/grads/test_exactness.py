@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_dpopt import clipped_gradient_sum
-from hf_dpopt.grads.contributions import Outer
+from hf_dpopt.clipping.contributions import Outer
 from tests.adversary.scan import table as scan
 from tests.grads.models import MODELS, batch_for
 from tests.grads.support_table import TABLE, support_table
@@ -214,7 +214,7 @@ def test_norms_that_may_have_lost_digits_are_taken_again(name, engine, monkeypat
     materialised = []
     right = Outer.of_record
     monkeypatch.setattr(Outer, "of_record", lambda self, b: materialised.append(b) or right(self, b))
-    monkeypatch.setattr("hf_dpopt.grads.contributions.CANCELLATION", 1e9)  # every norm is in doubt
+    monkeypatch.setattr("hf_dpopt.clipping.contributions.CANCELLATION", 1e9)  # every norm is in doubt
     got = clipped_gradient_sum(model, batch, clipping_norm=norm, engine=engine)
     assert materialised
     assert reference.relative_error(got, want) <= 1e-10

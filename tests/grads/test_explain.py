@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads import explain, make_engine, unruled
-from hf_dpopt.grads.contributions import Dense, Outer
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import explain, make_engine, unruled
+from hf_dpopt.clipping.contributions import Dense, Outer
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.records.losses import RecordLosses
 from tests.grads.models import FAMILIES, batch_for
 
 

@@ -7,10 +7,10 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads import make_engine
-from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.records.losses import RecordLosses
 from tests.memory import peak_bytes
 
 VOCABULARY = 50_257

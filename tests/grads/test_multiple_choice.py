@@ -11,7 +11,7 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import clipped_gradient_sum
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.adversary import harness
 from tests.adversary.test_collators import _words

@@ -8,18 +8,18 @@ import scipy.stats
 import torch
 
 from hf_dpopt import make_plan
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads import projected
-from hf_dpopt.grads.contributions import Outer, Rows, Transposed
-from hf_dpopt.grads.projected import ProjectingEngine, coordinates
-from hf_dpopt.grads.scaling import Scale
-from hf_dpopt.losses import RecordLosses, num_records
+from hf_dpopt.clipping.contributions import Outer, Rows, Transposed
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.postprocess.subspace import ProjectedGradient
+from hf_dpopt.preclip import projected
+from hf_dpopt.preclip.projected import ProjectingEngine, coordinates
 from hf_dpopt.public import PublicGradients, PublicSubspace, RefreshedSubspace
-from hf_dpopt.run import PrivateRun
-from hf_dpopt.step import private_step
+from hf_dpopt.records.losses import RecordLosses, num_records
+from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.step import private_step
 from tests import tiny
 from tests.grads.models import MODELS, batch_for
 from tests.grads.test_contributions import _make, _materialise

@@ -9,7 +9,8 @@ import torch
 import transformers as tf
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum, refusals
+from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
+from hf_dpopt.huggingface import refusals
 from tests.grads.models import FAMILIES, VOCABULARY, batch_for
 from tests.reference.clipping import clipped_sum, relative_error
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads import ENGINES, make_engine
-from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import ENGINES, make_engine
+from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.records.losses import RecordLosses
 from tests.grads.models import MODELS, NUM_RECORDS, batch_for
 from tests.reference import clipping as reference
 

@@ -14,13 +14,13 @@ import torch
 import transformers as tf
 from torch import nn
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.grads import BookKeepingEngine, contributions, make_engine
-from hf_dpopt.grads.capture import Capture
-from hf_dpopt.grads.rules import embedding, linear, norms
-from hf_dpopt.grads.self_check import SelfCheck, self_check, synthetic_batch
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import BookKeepingEngine, contributions, make_engine
+from hf_dpopt.clipping.capture import Capture
+from hf_dpopt.clipping.rules import embedding, linear, norms
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.huggingface.self_check import SelfCheck, self_check, synthetic_batch
+from hf_dpopt.records.losses import RecordLosses
 from tests.grads import models
 from tests.grads.models import MODELS, VOCABULARY, batch_for
 
@@ -427,7 +427,7 @@ def test_scaled_gradients_pass(name):
 
 @pytest.mark.parametrize("part", ["Divided", "Factored"])
 def test_a_wrong_norm_of_scaled_gradients_is_found(part, monkeypatch):
-    from hf_dpopt.grads import scaling
+    from hf_dpopt.clipping import scaling
 
     if part == "Divided":
         monkeypatch.setattr(scaling.Divided, "squares", lambda self, grams=None: (torch.ones(3), torch.ones(3)))

@@ -14,12 +14,12 @@ import torch
 import transformers as tf
 from torch import nn
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.errors import UnsupportedModuleError
-from hf_dpopt.grads import make_engine
-from hf_dpopt.grads.self_check import SelfCheck, check_influence, longest_record, self_check
-from hf_dpopt.grads.self_check.draws import HIGH, LOW, MIDDLE, RecordDraws
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.huggingface.self_check import SelfCheck, check_influence, longest_record, self_check
+from hf_dpopt.huggingface.self_check.draws import HIGH, LOW, MIDDLE, RecordDraws
+from hf_dpopt.records.losses import RecordLosses
 from tests.grads import models
 from tests.grads.models import VOCABULARY, batch_for
 
@@ -88,7 +88,7 @@ def test_two_backwards_that_draw_other_masks_are_found(monkeypatch):
     model = bert(**DROPOUT).train()
     model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
     check(model, engine="two_pass")
-    monkeypatch.setattr("hf_dpopt.grads.two_pass.framework_rng.restore", lambda state: None)
+    monkeypatch.setattr("hf_dpopt.clipping.two_pass.framework_rng.restore", lambda state: None)
     with pytest.raises(UnsupportedModuleError, match="differs from a loop"):
         check(model, engine="two_pass")
 
@@ -354,7 +354,7 @@ def test_a_model_in_bfloat16_is_checked_in_float32_and_given_back_bit_for_bit():
 
 
 def test_without_room_for_copies_it_says_so(monkeypatch):
-    from hf_dpopt.grads.self_check import conditions
+    from hf_dpopt.huggingface.self_check import conditions
 
     monkeypatch.setattr(conditions, "_free_bytes", lambda device: 1000)
     done = check(bert().bfloat16())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads import ENGINES, make_engine
-from hf_dpopt.grads.scaling import Diagonal, Factored, Scale
-from hf_dpopt.grads.units import Units
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import ENGINES, make_engine
+from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.clipping.units import Units
+from hf_dpopt.records.losses import RecordLosses
 from tests.grads.models import LENGTHS, MODELS, NUM_TOKENS, batch_for
 from tests.reference import clipping as reference
 

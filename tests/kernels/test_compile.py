@@ -20,7 +20,7 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hf_dpopt.kernels import cross_entropy, layer_norm, outer
+from hf_dpopt.clipping.kernels import cross_entropy, layer_norm, outer
 
 STRIDES = ["left_b", "left_t", "right_b", "right_t", "stride_b", "stride_t"]
 POINTERS = {"left_ptr": "*bf16", "right_ptr": "*bf16", "logits_ptr": "*bf16", "grad_ptr": "*bf16", "labels_ptr": "*i64"}

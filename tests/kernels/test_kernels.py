@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -c constraints.txt '.[test]'")
 
-from hf_dpopt import kernels
-from hf_dpopt.kernels import cross_entropy, layer_norm, outer
+from hf_dpopt.clipping import kernels
+from hf_dpopt.clipping.kernels import cross_entropy, layer_norm, outer
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

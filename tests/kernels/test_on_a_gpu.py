@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from hf_dpopt import clipped_gradient_sum, kernels
-from hf_dpopt.grads import products
-from hf_dpopt.grads.contributions import Outer, squared_norm
+from hf_dpopt import clipped_gradient_sum
+from hf_dpopt.clipping import kernels, products
+from hf_dpopt.clipping.contributions import Outer, squared_norm
 from tests.grads.models import MODELS, batch_for
 from tests.reference import clipping as reference
 

@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import GaussianMechanism, make_noise_source
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import GaussianMechanism, make_noise_source
 
 
 @pytest.fixture(params=["secure", "fast"])

@@ -11,9 +11,9 @@ import pytest
 import scipy.stats
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import randomness
-from hf_dpopt.mechanisms.randomness import CHUNK, HALF, derive_key, make_noise_source, random_words
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness import cipher
+from hf_dpopt.randomness.cipher import CHUNK, HALF, derive_key, make_noise_source, random_words
 from tests.reference import randomness as reference
 
 KINDS = ["secure", "fast"]
@@ -46,7 +46,7 @@ def test_keystream_is_the_published_aes_256_ctr():
         "2b0930daa23de94ce87017ba2d84988ddfc9c58db67aada613c2dd08457941a6"
     )
     out = np.zeros(8, dtype="<u8")
-    randomness._fill_keystream(out, memoryview(bytes(64)), key, bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"))
+    cipher._fill_keystream(out, memoryview(bytes(64)), key, bytes.fromhex("f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff"))
     assert out.tobytes() == bytes(a ^ b for a, b in zip(plaintext, ciphertext, strict=True))
 
 
@@ -125,7 +125,7 @@ def _draw(kind: str, num: int) -> np.ndarray:
     """float64 normals under a fresh key; "half_sum" is what a CUDA device runs, here on torch's CPU generator."""
     if kind == "half_sum":
         generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-        return randomness._half_sum_of_four((num,), generator).double().numpy()
+        return cipher._half_sum_of_four((num,), generator).double().numpy()
     return make_noise_source(kind, os.urandom(32)).normal((num,), step=1, tensor=0).double().numpy()
 
 
@@ -161,7 +161,7 @@ def test_box_muller_reaches_far_into_the_tail():
     words = np.array([(u, v) for u in (0, 2**11, 2**63, most) for v in angles], dtype="<u8")
     expected = np.array([reference.box_muller(int(u), int(v)) for u, v in words]).T.ravel()
     out = np.empty(2 * len(words), dtype=np.float32)
-    randomness._BoxMuller().fill(out, words.copy())
+    cipher._BoxMuller().fill(out, words.copy())
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)  # cos and sin round near their zeros
     assert out.max() == pytest.approx(math.sqrt(106 * math.log(2))) and out.min() == pytest.approx(-out.max())
 

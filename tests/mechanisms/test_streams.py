@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.mechanisms.randomness import make_noise_source
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.noise.strategies import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -21,9 +20,10 @@ from hf_dpopt.mechanisms.strategies import (
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.mechanisms.strategies.tree import _tree
-from hf_dpopt.mechanisms.streams import make_stream
-from hf_dpopt.mechanisms.streams import tree as tree_stream
+from hf_dpopt.noise.strategies.tree import _tree
+from hf_dpopt.noise.streams import make_stream
+from hf_dpopt.noise.streams import tree as tree_stream
+from hf_dpopt.randomness.cipher import make_noise_source
 
 N, SCALE, KEY = 23, 0.7, bytes(range(32))
 SHAPES = {"b.weight": (3, 5), "a.bias": (4,), "scalar": ()}

@@ -10,7 +10,7 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPConfigError, clipped_gradient_sum
-from hf_dpopt.losses import decoder_inputs
+from hf_dpopt.records.losses import decoder_inputs
 from tests import tiny
 from tests.reference import clipping as reference
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.recursion import start_up_gain

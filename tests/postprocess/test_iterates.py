@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage
 
 

@@ -14,7 +14,7 @@ import scipy.stats
 import torch
 
 from hf_dpopt import postprocess
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess import low_pass as module
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR

@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.public import PublicGradients
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from hf_dpopt.experimental.filter_plots import plot_filters, plot_spectra
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.spectrum import frequency_response, power_spectral_density, signal_to_noise
-from hf_dpopt.report.filter_plots import plot_filters, plot_spectra
 
 
 @pytest.fixture(autouse=True)

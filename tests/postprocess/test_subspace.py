@@ -8,11 +8,11 @@ import pytest
 import scipy.stats
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess.noise_level import IndependentNoise
 from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.public import PublicGradients, PublicSubspace, RefreshedSubspace
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.reference import subspace as reference
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
-from hf_dpopt.grads import make_engine
+from hf_dpopt.clipping import make_engine
 from hf_dpopt.preclip import Preclip
 
 NUM_RECORDS, EXPECTED, IN, OUT = 40, 12, 6, 3

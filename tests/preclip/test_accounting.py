@@ -11,8 +11,8 @@ import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan, private_step
 from hf_dpopt.preclip import DelayedPreconditioner, ScaleThenPrivatize
-from hf_dpopt.run import LEDGER
-from hf_dpopt.stages import Stages
+from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
 
 

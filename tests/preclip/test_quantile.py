@@ -10,10 +10,10 @@ import scipy.stats
 import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, private_step
-from hf_dpopt.grads import ENGINES, make_engine
-from hf_dpopt.grads.contributions import COUNT
-from hf_dpopt.grads.scaling import Scale
-from hf_dpopt.grads.units import Units
+from hf_dpopt.clipping import ENGINES, make_engine
+from hf_dpopt.clipping.contributions import COUNT
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.clipping.units import Units
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.preclip import ScaleThenPrivatize
 from hf_dpopt.preclip.quantile import FARTHEST
@@ -58,7 +58,7 @@ def test_a_unit_more_moves_the_whole_sum_by_the_sensitivity_at_most(engine, unit
     model, batch = tiny.model(dropout=0.0), tiny.collate(tiny.records(8))
     plan = make_plan(_config(clipping_norm=0.5), num_examples=500, num_steps=3)
     weight = plan.noise_multiplier * plan.sensitivity / (0.05 * 50)
-    from hf_dpopt.losses import RecordLosses
+    from hf_dpopt.records.losses import RecordLosses
 
     losses, sizes = RecordLosses(model), units or (1,) * 8
 

@@ -9,10 +9,10 @@ import pytest
 import scipy.stats
 import torch
 
-from hf_dpopt.accounting.subspace import goe_sensitivity
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.randomness import make_noise_source
-from hf_dpopt.public.goe import GoePreconditioner, gaussian_orthogonal_ensemble
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.experimental.goe import GoePreconditioner, gaussian_orthogonal_ensemble
+from hf_dpopt.experimental.subspace_accounting import goe_sensitivity
+from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.sampling import FixedOrderSampler
 from tests.reference import subspace as reference
 

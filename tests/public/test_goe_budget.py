@@ -8,8 +8,8 @@ import dp_accounting
 import pytest
 from scipy.stats import norm
 
-from hf_dpopt.accounting.subspace import GoeRelease, goe_budget, goe_sensitivity, goe_zcdp, split_budget
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.experimental.subspace_accounting import GoeRelease, goe_budget, goe_sensitivity, goe_zcdp, split_budget
 
 RELEASES = [GoeRelease(1, 30.0), GoeRelease(1, 20.0), GoeRelease(2, 40.0), GoeRelease(4, 25.0)]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.grads import make_engine
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.public import PublicGradients
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.public import PublicGradients, PublicSubspace, RefreshedSubspace
 from hf_dpopt.public import subspace as module
+from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.reference import subspace as reference
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.grads import make_engine
+from hf_dpopt.clipping import make_engine
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
-from hf_dpopt.private_state import fixed_chain
-from hf_dpopt.run import PrivateRun
-from hf_dpopt.step import private_step
+from hf_dpopt.run.keys import fixed_chain
+from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.step import private_step
 from recipes.glue_options import parse
 from recipes.paper.dp2 import ag_news, data, explain, imdb, lora, training
 from recipes.paper.dp2.training import Method, Runs, Setting

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.mechanisms.strategies import momentum_workload
-from hf_dpopt.workload import workload_of
+from hf_dpopt.huggingface.workload import workload_of
+from hf_dpopt.noise.strategies import momentum_workload
 from recipes.paper.federated import next_word, task, training
 from recipes.stackoverflow_data import END, IGNORED, PAD, UNKNOWN, Collator
 

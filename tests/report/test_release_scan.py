@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import TrainerState, TrainingArguments
 
-from hf_dpopt.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report import Finding, add_privacy_section, refuse_release, release_scan, scan_for_secrets, write_report
 from tests import tiny
 from tests.report.conftest import MakeFacts

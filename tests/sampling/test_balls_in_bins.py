@@ -13,8 +13,8 @@ from dp_accounting import ComposedDpEvent, NoOpDpEvent
 from scipy import stats
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent, balls_in_bins_epsilon
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import IdentityStrategy, Participation
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import IdentityStrategy, Participation
 from hf_dpopt.sampling.balls_in_bins import BallsInBinsSampler
 
 ALPHA = 1e-6

@@ -16,8 +16,8 @@ from scipy import stats
 
 from hf_dpopt.accounting import events
 from hf_dpopt.accounting.accountants import epsilon
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms import MECHANISMS
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.sampling import SAMPLERS, FixedOrderSampler, PoissonSampler, TruncatedPoissonSampler
 
 ALPHA = 1e-6

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.clipping import make_clipping
-from hf_dpopt.grads import make_engine
-from hf_dpopt.losses import RecordLosses
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, guarded
 from tests import tiny
 from tests.grads.models import MODELS

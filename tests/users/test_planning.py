@@ -8,9 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.cli import app
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.users.planning import plan_for_users
+from hf_dpopt.cli.app import app
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.users import plan_for_users
 
 
 def _plans(epsilon=2.0, **changes):

@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.mechanisms.randomness import make_noise_source
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.noise.strategies import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,
@@ -27,8 +26,9 @@ from hf_dpopt.mechanisms.strategies import (
     Participation,
     TreeAggregation,
 )
-from hf_dpopt.mechanisms.strategies.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
-from hf_dpopt.mechanisms.streams import make_stream
+from hf_dpopt.noise.strategies.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
+from hf_dpopt.noise.streams import make_stream
+from hf_dpopt.randomness.cipher import make_noise_source
 from recipes.paper.correlated_noise import output
 
 N, PARTICIPATION = 2052, Participation(6, 342)

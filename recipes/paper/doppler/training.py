@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from hf_dpopt import postprocess
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.grads import make_engine
-from hf_dpopt.mechanisms import make_noise_source
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.noise import make_noise_source
 from hf_dpopt.optim import OPTIMIZERS
-from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter

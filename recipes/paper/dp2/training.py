@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt import postprocess, queries
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.grads import ClippingEngine, make_engine
-from hf_dpopt.grads.scaling import Scale
-from hf_dpopt.mechanisms import make_noise_source
-from hf_dpopt.mechanisms.level import MechanismLevel
-from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt import postprocess
+from hf_dpopt.clipping import ClippingEngine, make_engine
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.noise import make_noise_source
+from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.preclip import Preconditioning
 from hf_dpopt.public import PublicGradients
+from hf_dpopt.run import queries
 from recipes.paper.dp2.data import Task
 
 DELTA = 1e-5

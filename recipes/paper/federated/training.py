@@ -15,8 +15,8 @@ import numpy as np
 from transformers import TrainerCallback
 
 from hf_dpopt import DPTrainer, DPTrainingArguments, make_plan
-from hf_dpopt.comparison import compare_row, predicted_errors
-from hf_dpopt.workload import workload_of
+from hf_dpopt.huggingface.workload import workload_of
+from hf_dpopt.plan.compare import compare_row, predicted_errors
 from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
 from recipes.paper.runs import KeptRuns, climb
 

@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt.config import PrivacyConfig
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.plan import PrivacyPlan, make_plan
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan, make_plan
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.subspace import output
 from recipes.paper.subspace.training import Recipe, Tensors, pick, public_gradients, train

@@ -13,17 +13,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt.accounting.subspace import goe_budget, split_budget
-from hf_dpopt.grads import make_engine
-from hf_dpopt.grads.projected import ProjectingEngine
-from hf_dpopt.mechanisms import GaussianMechanism, make_noise_source
-from hf_dpopt.mechanisms.randomness import derive_key
-from hf_dpopt.plan import PrivacyPlan
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.experimental.goe import GoePreconditioner
+from hf_dpopt.experimental.subspace_accounting import goe_budget, split_budget
+from hf_dpopt.noise import GaussianMechanism, make_noise_source
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
-from hf_dpopt.public import GoePreconditioner, PublicGradients, RefreshedSubspace
+from hf_dpopt.preclip.projected import ProjectingEngine
+from hf_dpopt.public import PublicGradients, RefreshedSubspace
 from hf_dpopt.public.subspace import COORDINATES
+from hf_dpopt.randomness.cipher import derive_key
 
 Tensors = dict[str, torch.Tensor]
 Losses = Callable[[nn.Module, Tensors], torch.Tensor]

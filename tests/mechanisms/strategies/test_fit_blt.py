@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import BufferedLinearToeplitz, NuDPFTRL, Participation
-from hf_dpopt.mechanisms.strategies.tuning import fit_blt
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import BufferedLinearToeplitz, NuDPFTRL, Participation
+from hf_dpopt.noise.strategies.tuning import fit_blt
 
 
 @pytest.mark.parametrize(

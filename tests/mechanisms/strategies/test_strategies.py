@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.special import ellipk
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,

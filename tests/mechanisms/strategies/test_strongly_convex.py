@@ -8,8 +8,13 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 
-from hf_dpopt.errors import DPConfigError
-from hf_dpopt.mechanisms.strategies import (
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.experimental.strongly_convex import (
+    minimum_phase_coefs,
+    optimize_strongly_convex,
+    strongly_convex_bound,
+)
+from hf_dpopt.noise.strategies import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,
@@ -18,11 +23,6 @@ from hf_dpopt.mechanisms.strategies import (
     IdentityStrategy,
     NuDPFTRL,
     OptimalCC,
-)
-from hf_dpopt.mechanisms.strategies.strongly_convex import (
-    minimum_phase_coefs,
-    optimize_strongly_convex,
-    strongly_convex_bound,
 )
 
 ETA = 0.3

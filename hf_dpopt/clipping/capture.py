@@ -1,0 +1,223 @@
+"""Where gradients are captured: the layers that own trainable parameters, patched only inside a step.
+
+A patched module computes its usual output through an autograd Function that hands its contribution to the engine in
+the backward and gives autograd no gradient for the parameters. Whatever else uses a managed parameter goes through
+ordinary autograd and leaves a `.grad` behind, which the engine turns into an error: nothing is omitted silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpopt.clipping.contributions import Contribution
+from hf_dpopt.clipping.rules import COMPOSITES, Rule, flattening, rule_for
+from hf_dpopt.clipping.units import Units
+from hf_dpopt.common.errors import UnsupportedModuleError
+
+
+def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Which parameters belong to a mixture of experts: the gate lies beside the experts, under a name of its own."""
+    blocks = tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if {"experts", "router"} & dict(module.named_children()).keys()
+    )
+    by_name = re.compile(r"(^|\.)(experts?|router|moe)(\.|$)")
+    return [name for name in names if name.startswith(blocks) or by_name.search(name)]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of this module run through torch.compile."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+Receiver = Callable[[str, Contribution], None]
+
+
+def _not_recording(name: str, contribution: Contribution) -> None:
+    raise AssertionError(f"{name} handed over a gradient outside of a step")
+
+
+class Site:
+    """One method under capture (a layer's forward, mostly): its rule, its parameters' names, the way to the engine.
+
+    Args:
+        name: path of the module in the model, for messages.
+        module: owner of the method and of the parameters.
+        parameter_names: path of a trained parameter below the module -> its name in the model.
+        rule: called with (site, *args) in place of the method.
+        sink: takes the contributions.
+        method: name of the method.
+        changes_shapes: the rule also replaces the method where no gradient is taken.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        parameter_names: dict[str, str],
+        rule: Rule,
+        sink: Capture,
+        method: str = "forward",
+        changes_shapes: bool = False,
+    ):
+        self.name, self.module, self.parameter_names, self.sink = name, module, parameter_names, sink
+        self.rule, self.method, self.changes_shapes = rule, method, changes_shapes
+        self.original: Any = None
+
+    @property
+    def num_records(self) -> int:
+        return self.sink.num_records
+
+    def trains(self, attribute: str) -> bool:
+        return attribute in self.parameter_names
+
+    def add(self, attribute: str, contribution: Contribution) -> None:
+        self.sink.add(self, self.parameter_names[attribute], contribution)
+
+    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter in `dtype`, converted once in a step."""
+        return (
+            parameter if parameter.dtype == dtype else self.sink.copy_of(parameter, dtype, lambda: parameter.to(dtype))
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # The recorded run is the one autograd follows: checkpointing runs two, and both must have the same shapes,
+        # which rules for whole methods change.
+        if not torch.is_grad_enabled() and not self.changes_shapes:
+            return self.original(*args, **kwargs)
+        return self.rule(self, *args, **kwargs)
+
+    def install(self) -> None:
+        self.had_its_own = self.method in self.module.__dict__
+        self.original = getattr(self.module, self.method)
+        setattr(self.module, self.method, self)
+
+    def remove(self) -> None:
+        if self.had_its_own:
+            setattr(self.module, self.method, self.original)
+        else:
+            delattr(self.module, self.method)
+
+    @contextlib.contextmanager
+    def original_forward(self) -> Iterator[None]:
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install()
+
+
+class Capture:
+    """The sites of a model and what they recorded during one forward and backward.
+
+    Args:
+        model: any module; parameters that require a gradient must each belong to a layer or to a known composite.
+
+    Raises:
+        UnsupportedModuleError: if a trainable parameter belongs to neither, or to experts of a mixture; names all.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.receive: Receiver = _not_recording
+        self.num_records = 0
+        self.units: Units | None = None
+        self._model = model
+        self._copies: dict[Any, torch.Tensor] = {}
+        self._names = {id(p): name for name, p in self.parameters.items()}
+        experts = in_mixture(model, self.parameters)
+        if experts:
+            raise UnsupportedModuleError(
+                f"These belong to a mixture of experts: {', '.join(experts)}. Routing and its capacity couple the "
+                "records of a batch. Freeze experts and routers, and train LoRA on the attention layers."
+            )
+        composites = [*self._composites(model)]
+        captured = {id(site.module.get_parameter(a)) for site in composites for a in site.parameter_names}
+        self.sites = [*composites, *self._layers(model, captured)]
+        covered = {name for site in self.sites for name in site.parameter_names.values()}
+        missing = [name for name in self.parameters if name not in covered]
+        if missing:
+            raise UnsupportedModuleError(
+                "These trainable parameters are used directly by a module with children, where their per-record "
+                f"gradients cannot be captured: {', '.join(missing)}. Freeze them (requires_grad_(False)), finetune "
+                "with LoRA, or add a rule under hf_dpopt/clipping/rules."
+            )
+
+    def _trained(self, module: nn.Module, *, below: bool) -> dict[str, str]:
+        own = module.named_parameters(recurse=below, remove_duplicate=False)
+        return {path: self._names[id(p)] for path, p in own if id(p) in self._names}
+
+    def _composites(self, model: nn.Module) -> Iterator[Site]:
+        captured: set[str] = set()  # an outer rule runs what is inside it by autograd
+        for path, module in model.named_modules():
+            for composite in COMPOSITES:
+                if composite.matches(module):
+                    below = self._trained(module, below=True)
+                    own = {a: n for a, n in below.items() if a.startswith(composite.owns) and n not in captured}
+                    captured |= set(own.values())
+                    if own or not composite.owns:
+                        yield Site(path, module, own, composite.rule, self, composite.method, changes_shapes=True)
+
+    def _layers(self, model: nn.Module, captured: set[int]) -> Iterator[Site]:
+        flattened: list[str] = []
+        for path, module in model.named_modules():
+            flattened += [f"{path}.{child}" for child in flattening.children(module)]
+            own = self._trained(module, below=False)
+            is_layer = next(module.children(), None) is None and type(module).forward is not nn.Module.forward
+            own = {a: name for a, name in own.items() if id(module.get_parameter(a)) not in captured}
+            if own and is_layer:
+                rule = rule_for(module)
+                is_flattened = any(path == p or path.startswith(p + ".") for p in flattened)
+                yield Site(path, module, own, flattening.by_record(rule) if is_flattened else rule, self)
+
+    def add(self, site: Site, name: str, contribution: Contribution) -> None:
+        size = contribution.num_records
+        if size != self.num_records:
+            raise UnsupportedModuleError(
+                f"The gradient at {site.name} ({type(site.module).__name__}) has first dimension {size}, but the "
+                f"batch has {self.num_records} records: the layer mixes, flattens or reorders records, so one "
+                "record's gradient cannot be told from another's. Freeze its parameters, or train others with LoRA."
+            )
+        self.receive(name, contribution if self.units is None else self.units.joined(contribution))
+
+    def _rows_of_records(self, num_records: int, rows_per_record: int) -> None:
+        """The layers will see so many rows of each record, which add up before anything else is done with them."""
+        if self.num_records == num_records:  # a forward that is run again finds it done
+            units = Units([1] * num_records) if self.units is None else self.units
+            self.units = Units([size * rows_per_record for size in units.sizes])
+            self.num_records = num_records * rows_per_record
+
+    def copy_of(self, parameter: torch.Tensor, kind: Any, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """A copy of a parameter (in autocast's dtype, say) that all its uses in a step share."""
+        key = (id(parameter), kind)
+        if key not in self._copies:
+            self._copies[key] = make()
+        return self._copies[key]
+
+    @contextlib.contextmanager
+    def recording(self, num_records: int, receive: Receiver, units: Units | None = None) -> Iterator[Capture]:
+        """Inside, the sites are patched, and `receive(parameter name, contribution)` is called during the backward.
+
+        Args:
+            num_records: rows of the batch.
+            receive: takes the contributions, of every row, or of every unit.
+            units: which rows add up before anything else is done with them; None if each stands for itself.
+        """
+        self.num_records, self.receive, self.units = num_records, receive, units
+        with flattening.choices(self._model, self._rows_of_records):
+            for site in self.sites:
+                site.install()
+            try:
+                yield self
+            finally:
+                for site in self.sites:
+                    site.remove()
+            self.receive, self.units = _not_recording, None
+            self._copies.clear()

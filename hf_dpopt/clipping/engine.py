@@ -1,0 +1,198 @@
+"""What every clipping engine shares: the per-record losses, the backward under capture, the nets around it.
+
+Shape legend: B = rows of the physical batch, U = units of privacy in it: as many, or fewer if a unit has several rows.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from hf_dpopt.clipping.capture import Capture
+from hf_dpopt.clipping.contributions import ClippedSum, Contribution, Dense, squared_norms
+from hf_dpopt.clipping.products import wide
+from hf_dpopt.clipping.scaling import UNSCALED, Scale
+from hf_dpopt.clipping.thresholds import Clipping, usable
+from hf_dpopt.clipping.units import Units
+from hf_dpopt.common.errors import UnsupportedModuleError
+
+LossFunction = Callable[[], torch.Tensor]
+
+
+@dataclasses.dataclass
+class UnprivatizedStatistics:
+    """What a step saw before any noise. Secret: never logged by default, never written to disk."""
+
+    num_records: int = 0
+    loss_sum: float = 0.0
+    num_clipped: int = 0
+    num_dropped: int = 0
+
+    def __add__(self, other: UnprivatizedStatistics) -> UnprivatizedStatistics:
+        return UnprivatizedStatistics(*(a + b for a, b in zip(_values(self), _values(other), strict=True)))
+
+
+def _values(x: UnprivatizedStatistics) -> tuple[Any, ...]:
+    return dataclasses.astuple(x)
+
+
+@contextlib.contextmanager
+def full_precision(device: str) -> Iterator[None]:
+    """Autocast, TF32 and bfloat16 reductions off: a norm that is rounded down is a record that goes unclipped."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(device, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class ClippingEngine(abc.ABC):
+    """Clipped gradient sums of a model, one physical batch at a time.
+
+    Formal guarantee: what `add_clipped_sum` adds for one record has L2 norm at most `clipping.clipping_norm` over all
+    trainable parameters together (float32 rounding aside), in the coordinates of the sum's scale if it has one,
+    provided the loss of a record depends on that record alone.
+    A record without finite gradient adds exactly nothing.
+
+    Args:
+        model: the module whose trainable parameters are clipped. Never wrapped or changed; patched inside a call only.
+        clipping: the rule that turns norms into factors.
+
+    Raises:
+        UnsupportedModuleError: if a trainable parameter cannot be covered, by name.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, model: nn.Module, clipping: Clipping):
+        self.model, self.clipping = model, clipping
+        self.capture = Capture(model)
+        self.parameters = self.capture.parameters
+
+    def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
+        """Where the clipped sums of one logical batch add up.
+
+        Args:
+            scale: what a record's gradient is multiplied by before its norm is taken. It may depend on public and on
+                released values alone; clip, sum and sensitivity are then those of the scaled gradients.
+        """
+        return ClippedSum(self.parameters, scale)
+
+    @abc.abstractmethod
+    def add_clipped_sum(
+        self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
+    ) -> UnprivatizedStatistics:
+        """Adds the sum over the records of their clipped gradients to `sums`, in place.
+
+        Args:
+            sums: made by `empty_sum`, once per logical batch.
+            record_losses: runs the forward and returns the losses of the records, (B,).
+            num_records: B, at least 1.
+            units: which records belong together (users): the sum of their gradients is what is clipped, once. None if
+                each record is a unit of its own.
+        """
+
+    def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+        """Clips what units give as vectors that are already there, and adds them to `sums`.
+
+        For users who were summed in parts, or trained locally. Memory is that of the vectors.
+
+        Args:
+            sums: made by `empty_sum`.
+            gradients: name -> (U, *shape of the parameter), for every trainable parameter.
+        """
+        assert gradients.keys() == self.parameters.keys(), gradients.keys() ^ self.parameters.keys()
+        first = next(iter(gradients.values()))
+        zeros_U = first.new_zeros(len(first))
+        with torch.no_grad(), full_precision(zeros_U.device.type):
+            scale = sums.scale or UNSCALED
+            uses: dict[str, list[Contribution]] = {name: [Dense(g_U)] for name, g_U in gradients.items()}
+            squares = self._no_squares(zeros_U)
+            for name, squares_U in squared_norms(uses, scale=scale).items():
+                squares[self.clipping.group(name)] += squares_U
+            scale.scale_squares_(squares)
+            factors, keep_U = self.clipping.factors(squares), usable(squares)
+            for name, use in uses.items():
+                for part in scale.summed(name, use):
+                    sums.add(name, part.select(keep_U), factors[self.clipping.group(name)][keep_U])
+            return self._statistics(sums, zeros_U, factors, keep_U)
+
+    def gradient_of(self, parts: Iterable[LossFunction]) -> dict[str, torch.Tensor]:
+        """``sum over the parts of grad sum_b loss_b``, by plain backwards and not clipped.
+
+        Args:
+            parts: each runs a forward over records of one unit and returns their losses.
+
+        Returns:
+            Name -> tensor, float32 or wider; not a number if a loss is none.
+        """
+        total = {name: torch.zeros_like(wide(p.detach())) for name, p in self.parameters.items()}
+        for record_losses in parts:
+            for p in self.parameters.values():
+                p.grad = None
+            losses_B = record_losses()
+            if losses_B.requires_grad:
+                with torch.autocast(losses_B.device.type, enabled=False):
+                    losses_B.sum().backward()
+            for name, p in self.parameters.items():
+                if p.grad is not None:
+                    total[name] += p.grad
+                    p.grad = None
+            if not bool(losses_B.detach().isfinite().all()):
+                next(iter(total.values())).fill_(torch.nan)  # of a loss that is no number no gradient is right
+        return total
+
+    def _forward(self, record_losses: LossFunction, num_records: int, units: Units | None) -> torch.Tensor:
+        """The losses of the units, (U,)."""
+        for p in self.parameters.values():
+            p.grad = None
+        losses_B = record_losses()
+        if losses_B.shape != (num_records,):
+            raise UnsupportedModuleError(
+                f"The loss has shape {tuple(losses_B.shape)}; expected one value per record, ({num_records},). "
+                "A loss that mixes records cannot be made private: return the per-record losses."
+            )
+        return losses_B if units is None else units.summed(losses_B)
+
+    def _backward(self, losses_B: torch.Tensor, *, keep_graph: bool = False) -> None:
+        if losses_B.requires_grad:
+            # an ambient autocast would reach the products that the backward forms for the engine
+            with torch.autocast(losses_B.device.type, enabled=False):
+                losses_B.sum().backward(retain_graph=keep_graph)
+        self._check_nothing_escaped()
+
+    def _check_nothing_escaped(self) -> None:
+        escaped = [name for name, p in self.parameters.items() if p.grad is not None]
+        for name in escaped:
+            self.parameters[name].grad = None
+        if escaped:
+            raise UnsupportedModuleError(
+                "These parameters are also used outside the layers that own them, so part of their gradient escaped "
+                f"the clip: {', '.join(escaped)}. Freeze them, untie them, or add a rule under hf_dpopt/clipping/rules."
+            )
+
+    def _no_squares(self, losses_B: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Group -> zeros, (B,); unused layers count as groups too. A loss that is not finite drops its record."""
+        is_wide = all(p.dtype == torch.float64 for p in self.parameters.values())
+        zeros_B = losses_B.detach().to(torch.float64 if is_wide else torch.float32) * 0  # in the dtype of the sums
+        return {group: zeros_B.clone() for group in {self.clipping.group(name) for name in self.parameters}}
+
+    def _statistics(
+        self, sums: ClippedSum, losses_B: torch.Tensor, factors: dict[str, torch.Tensor], keep_B: torch.Tensor
+    ) -> UnprivatizedStatistics:
+        is_clipped_B = torch.stack([f < 1 - 1e-5 for f in factors.values()]).any(dim=0)
+        sums.count(is_clipped_B[keep_B])
+        return UnprivatizedStatistics(
+            num_records=losses_B.numel(),
+            loss_sum=float(losses_B.detach()[keep_B].sum()),
+            num_clipped=int(is_clipped_B[keep_B].sum()),
+            num_dropped=int(losses_B.numel() - keep_B.sum()),
+        )

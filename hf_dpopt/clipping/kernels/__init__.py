@@ -1,0 +1,61 @@
+"""Fused kernels for CUDA devices (Triton). Each computes what a few lines of torch compute elsewhere, in less memory
+traffic; those lines stay the reference and serve every other device. Nothing here imports Triton before it is used:
+installations for CPUs do not have it. `HF_DPOPT_KERNELS=0` in the environment keeps to torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+SWITCH = "HF_DPOPT_KERNELS"
+
+
+@functools.cache
+def _work_on(device: torch.device) -> bool:
+    """Whether the kernels can be built for a device: one is, and run."""
+    if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from hf_dpopt.clipping.kernels import cross_entropy
+
+        cross_entropy.losses(torch.zeros(1, 1, 8, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
+    except Exception as error:  # whatever a compiler or driver raises
+        warnings.warn(
+            f"The fused kernels cannot be built for {device} ({type(error).__name__}: {error}), so clipping is "
+            f"slower. Triton needs a C compiler. To go without it on purpose, set {SWITCH}=0.",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def takes(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> bool:
+    """Whether the kernels run on tensors like these: all on one CUDA device, each of one of the dtypes, none empty."""
+    first = tensors[0]
+    return (
+        first.is_cuda
+        and all(x.device == first.device and x.dtype in dtypes and x.numel() > 0 for x in tensors)
+        and _work_on(first.device)
+    )
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
+    """Triton launches on the current device; this makes it that of the first tensor."""
+
+    @functools.wraps(launch)
+    def launched(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch.cuda.device_of(args[0]):
+            return launch(*args, **kwargs)
+
+    return launched

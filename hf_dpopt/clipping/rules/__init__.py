@@ -1,0 +1,86 @@
+"""Rules: how a part of a model is run under capture and what it contributes to each record's gradient.
+
+A new rule is one file that defines `forward(site, *args)` and one line in `RULES`, for a layer that owns its
+parameters, or in `COMPOSITES`, for a method of a module that has children. Layers without a rule are run by
+`fallback`, which is right for every module that maps records to records, and slower.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_dpopt.clipping.rules import adapters, broadcast, conv1d, embedding, fallback, linear, norms, shared
+
+Rule = Callable[..., Any]
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear.forward,
+    Conv1D: conv1d.forward,
+    nn.Embedding: embedding.forward,
+    nn.LayerNorm: norms.layer_norm,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Composite:
+    """A method of a module that is not a plain layer, and the parameters below it that the method's rule captures.
+
+    Args:
+        class_path: of the module, by name: the package need not be there. None: any class that has the method.
+        method: replaced while the engine records.
+        rule: called in its place, with (site, *args).
+        owns: parameters captured by the rule: the beginning of their path below the module. Empty: the rule captures
+            none itself but calls layers in a way in which they can; it is always put in place.
+    """
+
+    class_path: str | None
+    method: str
+    rule: Rule
+    owns: tuple[str, ...] = ()
+
+    def matches(self, module: nn.Module) -> bool:
+        path = f"{type(module).__module__}.{type(module).__qualname__}"
+        return self.class_path in (None, path) and hasattr(module, self.method)
+
+
+_DEBERTA = "transformers.models.deberta_v2.modeling_deberta_v2"
+COMPOSITES = [
+    Composite(None, "compute_bias", shared.t5_position_bias, owns=("relative_attention_bias.",)),
+    Composite(
+        "transformers.models.mpnet.modeling_mpnet.MPNetEncoder", "compute_position_bias", shared.mpnet_position_bias,
+        owns=("relative_attention_bias.",),
+    ),
+    Composite(
+        f"{_DEBERTA}.DebertaV2Encoder", "get_rel_embedding", shared.deberta_relative_embeddings,
+        owns=("rel_embeddings.", "LayerNorm."),
+    ),
+    Composite(
+        f"{_DEBERTA}.DisentangledSelfAttention", "disentangled_attention_bias", shared.deberta_attention_bias
+    ),
+    Composite("peft.tuners.ia3.layer.Linear", "forward", adapters.ia3_linear, owns=("ia3_l.",)),
+    Composite(
+        "peft.tuners.lora.layer.Embedding", "forward", adapters.lora_embedding,
+        owns=("lora_embedding_A.", "lora_embedding_B."),
+    ),
+    Composite("peft.tuners.lora.dora.DoraLinearLayer", "forward", adapters.dora_magnitude, owns=("weight",)),
+    Composite(None, "get_prompt", adapters.virtual_tokens),
+]  # fmt: skip
+
+
+def rule_for(module: nn.Module) -> Rule:
+    """The rule of exactly this class; of what it does, where the class has no rule; else the fallback.
+
+    A subclass may compute something else in its forward, so it is not served by the rule of its base unless it
+    inherits the forward unchanged (`torch.nn.modules.linear.NonDynamicallyQuantizableLinear`, for one).
+    """
+    for cls, rule in RULES.items():
+        if isinstance(module, cls) and type(module).forward is cls.forward:
+            return rule
+    if isinstance(module, nn.Embedding):
+        return embedding.subclass
+    return broadcast.forward if broadcast.broadcasts(module) else fallback.forward

@@ -1,0 +1,93 @@
+"""Refusals of numbers out of range; every error says what is allowed."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+from hf_dpopt.common.errors import DPConfigError
+
+NOISE_KEY_BYTES = 32
+
+# Squares are float32, from 1.2e-38 (below, they lose digits and then vanish) to 3.4e38. A record near the norm 1e-10
+# that is spread over 1e9 coordinates has squares of 1e-29: so a norm that vanishes is far below the bound, and what is
+# far above it overflows and is dropped. Gram matrices square activations and gradients apart, which takes a part of
+# that room.
+SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-10, 1e10
+LARGEST_RATIO = 1e15  # of two clipping norms; its square multiplies squares in float32
+
+
+def check_noise_multiplier(value: float) -> None:
+    """Refuses what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
+    check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
+    if value < 0:
+        raise DPConfigError(
+            f"noise_multiplier={value} is negative. Use a finite number > 0; 0.0 switches the noise off, and epsilon "
+            "is then infinite (NOT PRIVATE)."
+        )
+
+
+def check_count(name: str, value: Any, allowed: str = "an integer >= 1") -> None:
+    """Refuses what is not a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
+        raise DPConfigError(f"{name}={value!r} is not a positive count. Use {allowed}.")
+
+
+def check_noise_key(value: str) -> None:
+    """Refuses a test key that is not 32 bytes in hexadecimal."""
+    try:
+        num_bytes = len(bytes.fromhex(value))
+    except (TypeError, ValueError):
+        num_bytes = 0
+    if num_bytes != NOISE_KEY_BYTES:
+        raise DPConfigError(
+            f"unsafe_fixed_noise_key is not {2 * NOISE_KEY_BYTES} hexadecimal digits. Use '00' * {NOISE_KEY_BYTES} in "
+            "a test; leave it out in a real run, which takes its keys from the operating system."
+        )
+
+
+def check_real(name: str, value: Any, allowed: str) -> None:
+    """Refuses text, None, NaN and infinity with one message."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise DPConfigError(f"{name}={value!r} is not a finite number. Use {allowed}.")
+
+
+def check_positive(**values: Any) -> None:
+    """Refuses what is not a finite number > 0; None passes."""
+    for name, value in values.items():
+        if value is not None:
+            check_real(name, value, "a finite number > 0")
+            if value <= 0:
+                raise DPConfigError(f"{name}={value} is not > 0. Use a finite number > 0.")
+
+
+def check_clipping_norm(name: str, value: Any) -> None:
+    """Refuses bounds that norms in float32 cannot be held to."""
+    allowed = (
+        f"a finite number > 0, from {SMALLEST_CLIPPING_NORM:g} to {LARGEST_CLIPPING_NORM:g}, in gradient units; "
+        "0.1 to 1 is usual"
+    )
+    check_real(name, value, allowed)
+    if value <= 0:
+        raise DPConfigError(f"{name}={value} lets no gradient through. Use {allowed}.")
+    if value < SMALLEST_CLIPPING_NORM:
+        raise DPConfigError(
+            f"{name}={value} is too small for float32: the squares of a record's gradient vanish, its norm comes out "
+            f"as 0, and it is not clipped. Use {allowed}; Adam does not see the scale of gradients, and with SGD a "
+            "larger norm and a smaller learning rate are the same."
+        )
+    if value > LARGEST_CLIPPING_NORM:
+        raise DPConfigError(
+            f"{name}={value} is too large for float32: squared norms and the noise overflow. Use {allowed}; to see "
+            f"training without a clip, {LARGEST_CLIPPING_NORM:g} and noise_multiplier=0 (NOT PRIVATE) are enough."
+        )
+
+
+def check_clipping_ratio(own: float, clipping_norm: float) -> None:
+    """Refuses two clipping norms whose ratio, squared, leaves float32."""
+    if not 1 / LARGEST_RATIO <= own / clipping_norm <= LARGEST_RATIO:
+        raise DPConfigError(
+            f"clipping_norm={own:g} of the preconditioner and clipping_norm={clipping_norm:g} of the run are further "
+            f"apart than {LARGEST_RATIO:g}, and norms in float32 cannot be converted. Bring them closer together."
+        )

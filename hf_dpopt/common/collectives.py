@@ -1,0 +1,102 @@
+"""Sums over ranks, and agreement between them. With one process, every function is the identity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hf_dpopt.common.errors import DPConfigError
+
+T = TypeVar("T")
+
+BUCKET_ELEMENTS = 2**23  # 32 MB of float32 per collective: few launches, no second copy of a large model
+
+
+def world_size() -> int:
+    """Number of processes of the run."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Number of this process, 0-based."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def sum_over_ranks(sums: dict[str, torch.Tensor]) -> None:
+    """Adds up every tensor over all ranks, in place, in float32.
+
+    The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical batch
+    is empty takes part with zeros.
+    """
+    if world_size() == 1:
+        return
+    bucket: list[torch.Tensor] = []
+    for name in sorted(sums):
+        bucket.append(sums[name])
+        if sum(t.numel() for t in bucket) >= BUCKET_ELEMENTS:
+            _reduce(bucket)
+            bucket = []
+    if bucket:
+        _reduce(bucket)
+
+
+def _reduce(bucket: list[torch.Tensor]) -> None:
+    flat = torch.cat([t.flatten() for t in bucket])
+    dist.all_reduce(flat, op=dist.ReduceOp.SUM)
+    for t, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
+        t.copy_(part.view_as(t))
+
+
+def from_main(value: Any) -> Any:
+    """The value rank 0 holds, on every rank; in memory only, so secrets may pass."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def agreed(compute: Callable[[], T]) -> T:
+    """What rank 0 computes, on every rank; its error stops every rank, with the same message."""
+    computed: Any = None
+    if rank() == 0:
+        try:
+            computed = compute()
+        except Exception as error:
+            computed = error
+    computed = from_main(computed)
+    if isinstance(computed, Exception):
+        raise computed
+    return computed
+
+
+def broadcast_parameters(model: torch.nn.Module) -> None:
+    """Starts every rank from the parameters and buffers of rank 0, as DistributedDataParallel would."""
+    if world_size() == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor, src=0)
+
+
+def check_replicas_agree(model: torch.nn.Module) -> None:
+    """Stops the run if the trainable parameters of the ranks have drifted apart.
+
+    Raises:
+        DPConfigError: if the checksums of two ranks differ in any bit.
+    """
+    if world_size() == 1:
+        return
+    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    checksum = torch.stack([p.double().sum() for p in trained] + [p.double().square().sum() for p in trained])
+    everyone = [torch.empty_like(checksum) for _ in range(world_size())]
+    dist.all_gather(everyone, checksum)
+    if any(not torch.equal(other, checksum) for other in everyone):
+        raise DPConfigError(
+            "The replicas of the model differ between ranks, so the released model is not the one that was accounted "
+            "for. Something changes parameters on one rank only (a callback, an optimizer with its own randomness): "
+            "remove it and resume from the last checkpoint."
+        )

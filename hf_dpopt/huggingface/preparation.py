@@ -1,0 +1,202 @@
+"""Preparation of a run's records: the collation that fits dataset, collator and model, and a look at a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface.self_check.conditions import in_mode
+from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
+from hf_dpopt.records.form import Form
+from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.records.rows import is_stored, read_one, spread
+from hf_dpopt.records.trial import beside_shorter, try_collation
+
+TRIED = 16  # records that are collated
+RUN = 8  # of them, that go through the model
+
+
+def tokenizer_of(collator: Any) -> Any:
+    """The tokenizer that pads the batches of a collator, or None."""
+    for name in ("tokenizer", "processing_class", "processor"):
+        found = getattr(collator, name, None)
+        if found is not None:
+            return getattr(found, "tokenizer", found)
+    return None
+
+
+def padding_of(collation: Collation, records: Sequence[Any], processing_class: Any) -> tuple[int | None, str | None]:
+    """Token and side of the padding in the batches of a run; None for what cannot be told.
+
+    It is read off a batch that the collator made of a record and a shorter copy. Where the collator draws masks, the
+    tokenizer is asked that pads its batches.
+
+    Args:
+        collation: of the run.
+        records: some of the dataset.
+        processing_class: the Trainer's, which pads where no collator was given.
+    """
+    if not collation.is_known:
+        return collation.padding.id, "right"
+    pair = beside_shorter(collation, [r for record in records if (r := collation.fitted(record)) is not None])
+    if pair is not None:
+        rows_BT = collation.collate(list(pair)).get("input_ids")
+        own_T = torch.as_tensor(pair[1]["input_ids"])
+        if isinstance(rows_BT, torch.Tensor) and rows_BT.dim() == 2 and rows_BT.size(1) > len(own_T):
+            row_T = rows_BT[1]
+            if torch.equal(row_T[: len(own_T)], own_T):
+                return int(row_T[-1]), "right"
+            if torch.equal(row_T[-len(own_T) :], own_T):
+                return int(row_T[0]), "left"
+    tokenizer = tokenizer_of(collation.collate) or processing_class
+    return getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "padding_side", None)
+
+
+def pair_of_records(
+    collation: Collation, records: Sequence[Any], losses: RecordLosses
+) -> tuple[Batch, list[Batch]] | None:
+    """A long and a short record of the dataset in one batch of the real collator, and the rows of each alone.
+
+    A row alone is cut out of the batch, without its padding, so that a collator that draws masks has drawn them once.
+    None where no padding is met: without tokens, without a mask, or if rows are not padded at all.
+
+    Args:
+        collation: of the run.
+        records: some of the dataset.
+        losses: say whether labels stand beside tokens.
+    """
+    fitted = sorted((r for record in records if (r := collation.fitted(record)) is not None), key=length_of)
+    if not fitted:
+        return None
+    pair = (fitted[-1], fitted[0]) if length_of(fitted[0]) < length_of(fitted[-1]) else None
+    pair = pair or beside_shorter(collation, fitted)
+    parts = collation.parts(pair) if pair is not None else []
+    if len(parts) != 1 or parts[0].places != (0, 1):
+        return None
+    batch = parts[0].batch
+    ids_BT, mask_BT = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids_BT, torch.Tensor) or not isinstance(mask_BT, torch.Tensor):
+        return None
+    if ids_BT.dim() != 2 or mask_BT.shape != ids_BT.shape or not (mask_BT == 0).any():
+        return None
+    has_labels = losses.kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+    per_token = {
+        key for key, value in batch.items()
+        if isinstance(value, torch.Tensor) and value.shape[:2] == ids_BT.shape and not value.is_floating_point()
+        and (key != "labels" or has_labels) and not key.startswith("decoder")
+    }  # fmt: skip
+    return batch, [_without_padding(batch, b, mask_BT[b] != 0, per_token) for b in range(2)]
+
+
+def _without_padding(batch: Batch, b: int, is_text_T: torch.Tensor, per_token: set[str]) -> Batch:
+    row = {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
+    return {k: v[:, is_text_T] if k in per_token else v for k, v in row.items()}
+
+
+def make_collation(
+    dataset: Any,
+    collator: Collator,
+    model: nn.Module,
+    losses: RecordLosses,
+    clean: Callable[[Any], Any],
+    place: Callable[[Batch], Batch],
+) -> Collation:
+    """The collation of a run.
+
+    Args:
+        dataset: that batches are read from.
+        collator: the Trainer's.
+        model: whose tables and padding token count.
+        losses: say what kind of head it is.
+        clean: takes from a record what the collator may not see.
+        place: moves a batch to the device.
+
+    Raises:
+        DPConfigError: for records that are unlike each other, naming the first.
+    """
+    limits = Limits.of(model, losses.kind)
+    predicts_numbers = _predicts_numbers(model, losses.kind)
+    if is_stored(dataset):
+        refuse_missing_values(dataset)
+        form = _form(dataset, clean, True) if predicts_numbers else None  # integers become numbers to be predicted
+    else:
+        form = _form(dataset, clean, predicts_numbers)
+        if form is not None:
+            refuse_malformed(_cleaned(dataset, clean), limits, form)
+    config: Any = getattr(base_model(model), "config", None)
+    padding_id = getattr(config, "pad_token_id", None)
+    padding = Padding(padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0)
+    return Collation(collator, form=form, limits=limits, padding=padding, clean=clean, place=place)
+
+
+def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) -> list[Any]:
+    """Some records of the dataset, which the collator and the model were tried on.
+
+    Raises:
+        DPConfigError: if records cannot be read, the collator mixes them, or the model fails on one.
+    """
+    records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
+    try_collation(collation, records)
+    usable = [record for record in records if collation.fitted(record) is not None]
+    with in_mode(losses.model, training=False), torch.no_grad():
+        for record in usable[:RUN]:
+            _run(collation, losses, record)
+    return usable
+
+
+def _run(collation: Collation, losses: RecordLosses, record: Any) -> None:
+    row = collation.row(collation.fitted(record))
+    if outside := collation.limits.first_outside(row):
+        raise DPConfigError(
+            f"A training record does not fit the model as the collator makes it: {outside} If the record is right, "
+            "look at what the collator adds (mask and padding tokens)."
+        )
+    try:
+        losses(collation.place(row))
+    except DPConfigError:
+        raise
+    except Exception as error:
+        raise DPConfigError(
+            f"{type(base_model(losses.model)).__name__} fails on a training record: {type(error).__name__}: {error}. "
+            "Check that the columns, their shapes and types are those of the model."
+        ) from error
+
+
+def _form(dataset: Any, clean: Callable[[Any], Any], float_labels: bool) -> Form | None:
+    for i in spread(len(dataset), TRIED):
+        for row in read_one(dataset, i):
+            return Form.of(clean(row), float_labels=float_labels)
+    return None
+
+
+def _predicts_numbers(model: nn.Module, kind: str) -> bool:
+    """Whether labels are targets of a regression, or shares of several labels."""
+    config: Any = getattr(base_model(model), "config", None)
+    if kind != "ForSequenceClassification":
+        return False
+    problem = getattr(config, "problem_type", None)
+    return problem in ("regression", "multi_label_classification") or (problem is None and config.num_labels == 1)
+
+
+def _cleaned(dataset: Any, clean: Callable[[Any], Any]) -> Any:
+    """The records as the collator may see them."""
+    return [clean(row) for row in dataset] if isinstance(dataset, (list, tuple)) else _Cleaned(dataset, clean)
+
+
+class _Cleaned:
+    """A dataset that makes its records when they are asked for."""
+
+    def __init__(self, dataset: Any, clean: Callable[[Any], Any]):
+        self._dataset, self._clean = dataset, clean
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self._clean(row) for i in indices for row in read_one(self._dataset, i)]

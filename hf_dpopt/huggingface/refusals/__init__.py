@@ -1,0 +1,26 @@
+"""What cannot be private is refused by name, with the way out, before anything is touched.
+
+One file for each thing that is looked at; a new refusal is one line of a table there.
+"""
+
+from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments
+from hf_dpopt.huggingface.refusals.data import check_data, check_evaluation
+from hf_dpopt.huggingface.refusals.model import check_model
+from hf_dpopt.huggingface.refusals.resume import gradient_options
+from hf_dpopt.huggingface.refusals.stages import check_stages
+from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss
+from hf_dpopt.records.lengths import check_lengths
+
+__all__ = [
+    "check_accelerator",
+    "check_accumulation",
+    "check_arguments",
+    "check_data",
+    "check_evaluation",
+    "check_hooks",
+    "check_lengths",
+    "check_loss",
+    "check_model",
+    "check_stages",
+    "gradient_options",
+]

@@ -1,0 +1,206 @@
+"""Training arguments and what accelerate made of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_dpopt.clipping import ENGINES
+from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
+
+DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
+DEALT = "Remove it: a logical batch is dealt to the ranks without repetition."
+NOT_REENTRANT = "Use activation_checkpointing_kwargs={'use_reentrant': False}, the default."
+
+
+def check_arguments(args: TrainingArguments) -> None:
+    """Refuses training arguments under which the statement would be false."""
+    raise_first(_on_arguments(args))
+
+
+def _on_arguments(args: Any) -> Iterator[Refusal]:
+    yield from _on_devices(args)
+    yield from _on_batching(args)
+    yield from _on_backward(args)
+    yield from _on_side_channels(args)
+    yield from _on_users(args)
+
+
+def _on_users(args: Any) -> Iterator[Refusal]:
+    yield (
+        getattr(args, "local_users_at_once", 1) > 1 and (args.gradient_checkpointing or args.activation_checkpointing),
+        "Users cannot be trained side by side (vmap) with gradient checkpointing.",
+        "Use local_users_at_once=1, or no checkpointing.",
+    )
+
+
+def _on_devices(args: Any) -> Iterator[Refusal]:
+    yield (
+        args.fp16,
+        "fp16 skips an update exactly when one record overflows, which tells that the record is there.",
+        "Use --bf16, or full precision.",
+    )
+    yield (
+        args.mixed_precision not in ("no", "bf16"),
+        f"The environment's mixed precision is {args.mixed_precision}: skipped updates and rescaled gradients depend "
+        "on single records.",
+        "Use bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
+    )
+    yield (
+        args.n_gpu > 1,
+        f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel.",
+        f"Start with `accelerate launch --num_processes {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one GPU.",
+    )
+    yield bool(args.fsdp), "FSDP shards gradients, and norms across shards are not supported yet.", DATA_PARALLEL
+    yield (
+        bool(args.deepspeed) or args.deepspeed_plugin is not None,
+        "DeepSpeed averages and clips gradients itself, which is not supported yet.",
+        DATA_PARALLEL,
+    )
+    yield (
+        args.parallelism_config is not None,
+        "parallelism_config (tensor, context, sequence parallelism) is not supported yet.",
+        DATA_PARALLEL,
+    )
+
+
+def _on_batching(args: Any) -> Iterator[Refusal]:
+    loader = args.accelerator_config
+    yield (
+        bool(args.auto_find_batch_size),
+        "auto_find_batch_size restarts after an out-of-memory error with the changed weights, uncounted.",
+        "Set --per_device_train_batch_size to what fits; it does not change the result.",
+    )
+    yield (
+        args.train_sampling_strategy != "random",
+        f"train_sampling_strategy={args.train_sampling_strategy!r} picks batches by the records' lengths or order.",
+        "Leave it at 'random': batches are formed by --sampling, and records of a batch are ordered by length anyway.",
+    )
+    accumulation = getattr(loader, "gradient_accumulation_kwargs", None) or {}
+    yield (
+        "num_steps" in accumulation,
+        f"accelerator_config.gradient_accumulation_kwargs sets num_steps={accumulation.get('num_steps')}, which the "
+        "Trainer would take for loader items, and an item is a whole step here.",
+        "Use --gradient_accumulation_steps, or --expected_batch_size.",
+    )
+    for option in ("split_batches", "dispatch_batches"):
+        what = f"accelerator_config.{option} re-serves records to fill a batch."
+        yield bool(getattr(loader, option)), what, DEALT
+    yield (
+        bool(args.ignore_data_skip),
+        "ignore_data_skip would serve the batches of earlier steps again.",
+        "Remove --ignore_data_skip: skipping costs nothing here.",
+    )
+    yield (
+        not args.dataloader_in_order,
+        "dataloader_in_order=False would serve batches in another order than they were charged.",
+        "Remove it.",
+    )
+
+
+def check_accumulation(args: TrainingArguments) -> None:
+    """Refuses accumulation that was set after the trainer took it over: an item of its loader is a whole step."""
+    raise_first(_on_accumulation(args))
+
+
+def _on_accumulation(args: Any) -> Iterator[Refusal]:
+    steps = args.gradient_accumulation_steps
+    yield (
+        steps != 1,
+        f"gradient_accumulation_steps={steps} was set after the trainer was made, and the plan is for logical batches "
+        f"of expected_batch_size={args.expected_batch_size} records, whatever the accumulation.",
+        "Set it in DPTrainingArguments before the trainer is made (or set expected_batch_size), and make a new "
+        "trainer.",
+    )
+
+
+def _on_backward(args: Any) -> Iterator[Refusal]:
+    yield (
+        args.clipping_engine not in ("auto", *ENGINES),
+        f"clipping_engine={args.clipping_engine!r} is not known.",
+        f"Choose one of: auto, {', '.join(ENGINES)}.",
+    )
+    optim = str(getattr(args.optim, "value", args.optim))
+    checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
+    yield (
+        bool(args.torch_compile),
+        "torch_compile compiles the whole model, with it the places where per-record gradients are captured.",
+        "Remove --torch_compile, and compile parts: for layer in model.model.layers: layer.mlp.compile().",
+    )
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
+    yield (
+        dynamo not in ("no", ""),
+        f"ACCELERATE_DYNAMO_BACKEND={dynamo} switches torch.compile on, which is not supported yet.",
+        "Unset it, or run `accelerate config` again without dynamo.",
+    )
+    yield (
+        bool(args.use_liger_kernel),
+        "Liger kernels form the head's gradient inside the forward, before it can be clipped.",
+        "Remove --use_liger_kernel.",
+    )
+    yield (
+        "lomo" in optim or "layerwise" in optim,
+        f"optim={optim} updates parameters inside the backward, before the clip and the noise.",
+        "Use adamw_torch, sgd or another optimizer that steps after the backward.",
+    )
+    yield (
+        args.neftune_noise_alpha is not None,
+        "neftune_noise_alpha scales its noise by the padded length, which depends on the other records.",
+        "Remove --neftune_noise_alpha.",
+    )
+    what = "Reentrant checkpointing runs a second backward inside the first."
+    yield is_reentrant(checkpointing), what, NOT_REENTRANT
+
+
+def _on_side_channels(args: Any) -> Iterator[Refusal]:
+    yield bool(args.debug), "debug prints un-noised activations and gradients.", "Remove --debug."
+    yield (
+        args.include_num_input_tokens_seen not in ("no", False),
+        "include_num_input_tokens_seen logs the size of the sampled batches.",
+        "Leave it at 'no'.",
+    )
+    yield (
+        bool(args.enable_jit_checkpoint),
+        "enable_jit_checkpoint saves between a gradient and its update, so the step would run twice.",
+        "Use --save_steps.",
+    )
+    yield (
+        os.environ.get("WANDB_WATCH", "false").lower() in ("gradients", "all"),
+        "WANDB_WATCH uploads raw gradients.",
+        "Unset it, or set WANDB_WATCH=false.",
+    )
+
+
+def check_accelerator(accelerator: Any) -> None:
+    """Refuses what environment variables or `accelerate config` switched on behind the arguments."""
+    raise_first(_on_accelerator(accelerator))
+
+
+def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
+    kind = str(accelerator.distributed_type.value)
+    yield (
+        kind not in ("NO", "MULTI_CPU", "MULTI_GPU"),
+        f"Accelerate runs in mode {kind}, which is not supported yet (FSDP, DeepSpeed, TPU and others).",
+        "Run `accelerate config` again and choose plain multi-GPU or CPU.",
+    )
+    precision = accelerator.mixed_precision
+    yield (
+        precision not in ("no", "bf16") or accelerator.scaler is not None,
+        f"Accelerate's mixed precision is {precision}: skipped updates and rescaled gradients depend on single "
+        "records.",
+        "Use bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
+    )
+    yield (
+        getattr(accelerator, "parallelism_config", None) is not None,
+        "Accelerate has a parallelism_config (tensor, context, sequence parallelism), which is not supported yet.",
+        "Unset ACCELERATE_USE_PARALLELISM_CONFIG, or run `accelerate config` again.",
+    )
+    backend = str(getattr(getattr(accelerator.state, "dynamo_plugin", None), "backend", "NO"))
+    yield (
+        not backend.endswith("NO"),
+        f"Accelerate's dynamo backend is {backend}: torch.compile is not supported yet.",
+        "Run `accelerate config` again without dynamo.",
+    )

@@ -1,0 +1,91 @@
+"""Datasets and collators: what a record is, and whose records are looked at."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from transformers import DataCollatorWithFlattening
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.views import share_rows
+
+MAX_COMPARED = 200_000
+HELD_OUT = (
+    "Evaluate on held-out records: split before training (dataset.train_test_split), and take out of the evaluation "
+    "set what is in the training set, too."
+)
+
+
+def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> None:
+    """Refuses datasets that cannot be sampled, or whose evaluation would release the training data."""
+    raise_first(_on_data(training, eval_dataset, data_collator))
+
+
+def check_evaluation(dataset: Any, training: TrainingRows) -> None:
+    """Refuses metrics on training records.
+
+    Args:
+        dataset: what is to be evaluated on, or several by their names.
+        training: rows of the training set.
+
+    Raises:
+        DPConfigError: for a view of the training set, or a set of which at least half are copies of its records.
+    """
+    several = dataset.values() if isinstance(dataset, Mapping) else [dataset]
+    if any(training.make_up(one) for one in several):
+        raise DPConfigError(f"Metrics on the training dataset are exact values of private data. {HELD_OUT}")
+
+
+def shared_rows(dataset: Any, training: Any) -> int:
+    """How many rows of `dataset` are in `training`, by their contents; all of them if it is known to be a part.
+
+    Looks at `MAX_COMPARED` rows of the training dataset at most.
+    """
+    if training is None:
+        return 0
+    if share_rows(dataset, training):
+        return len(dataset)
+    ours = [_contents(dataset[i]) for i in range(len(dataset))]
+    theirs = {_contents(training[i]) for i in range(min(len(training), MAX_COMPARED))}
+    return sum(row in theirs for row in ours)
+
+
+def _contents(row: Any) -> str:
+    def plain(value: Any) -> Any:
+        return value.tolist() if hasattr(value, "tolist") else value
+
+    if isinstance(row, Mapping):
+        row = sorted((str(name), repr(plain(value))) for name, value in row.items())
+    return hashlib.sha256(repr(row).encode()).hexdigest()
+
+
+def _on_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> Iterator[Refusal]:
+    train_dataset = training.dataset
+    yield (
+        isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
+        "The training dataset is iterable (streaming), so records cannot be sampled by index.",
+        "Load it as a map-style dataset (streaming=False).",
+    )
+    yield len(train_dataset) == 0, "The training dataset is empty.", "Check the file and the preprocessing."
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    yield (
+        any(training.make_up(e) for e in evaluated),
+        "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact values "
+        "of private data.",
+        f"Hold out records for evaluation. {HELD_OUT}",
+    )
+    yield (
+        isinstance(data_collator, DataCollatorWithFlattening),
+        "DataCollatorWithFlattening packs records into one row, so they would be clipped as one.",
+        "Use DataCollatorWithPadding.",
+    )
+    yield (
+        getattr(data_collator, "seed", None) is not None,
+        "The collator has a seed of its own: its coins are public, and one record more shifts those of the others.",
+        "Leave seed=None; masks are then drawn from a secret key.",
+    )

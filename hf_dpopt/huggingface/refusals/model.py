@@ -1,0 +1,165 @@
+"""Models whose records influence each other, or that change outside the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers.utils.import_utils import is_peft_available
+
+from hf_dpopt.clipping.capture import is_compiled
+from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
+from hf_dpopt.huggingface.configs import settings
+from hf_dpopt.records.losses import base_model
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses models whose records influence each other, or that change outside the optimizer."""
+    raise_first(_on_model(model), UnsupportedModuleError)
+
+
+def _on_model(model: nn.Module) -> Iterator[Refusal]:
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    yield not trained, "The model has no trainable parameter.", "Unfreeze some (requires_grad_(True)) or add LoRA."
+    yield (
+        len(set(getattr(model, "hf_device_map", {}).values())) > 1,
+        "The model is spread over several devices (device_map).",
+        "Load it on one device; use accelerate launch for several.",
+    )
+    yield (
+        bool(getattr(model, "is_distributed_loading_by_transformers", False)),
+        "The model was sharded while it was loaded (distributed_config).",
+        "Load it without; use accelerate launch for several devices.",
+    )
+    yield (
+        any(is_compiled(module) for module in (model, base_model(model))),
+        "The whole model is compiled, with it the places where per-record gradients are captured.",
+        "Compile parts of it instead, before or after LoRA: for layer in model.model.layers: layer.mlp.compile().",
+    )
+    for name, module in model.named_modules():
+        yield from _on_module(name, module)
+    is_xlnet = getattr(getattr(base_model(model), "config", None), "model_type", None) == "xlnet"
+    yield (
+        is_xlnet and any("transformer." in name for name in trained),
+        "XLNet computes with the tokens in the first dimension and the records in the second, so the gradients of "
+        "records cannot be told apart.",
+        "Train its head alone (freeze model.transformer), or another model: run_mlm.py, run_clm.py.",
+    )
+    yield (
+        any(p.dtype == torch.float16 for p in trained.values()),
+        "Trainable parameters are float16, in which a clipped gradient underflows or overflows.",
+        "Load the model in float32 or bfloat16 (dtype=...).",
+    )
+    rotary = {kind for kind in _rope_types(model) if kind in ("longrope", "su") or "dynamic" in kind}
+    yield (
+        bool(rotary),
+        f"rope_type {', '.join(sorted(rotary))} depends on the longest record of the batch.",
+        "Use a model with another rope_type (default, linear, yarn, llama3).",
+    )
+    yield from _on_experts(model)
+    yield from _on_quantisation(model)
+    for name, p in trained.items():
+        yield (
+            bool(p._post_accumulate_grad_hooks) or bool(p._backward_hooks),
+            f"A gradient hook is registered on {name}; it would act on un-noised gradients.",
+            "Remove the hook (an optimizer that steps inside the backward may have set it).",
+        )
+    yield from _on_adapters(model)
+
+
+def _rope_types(model: nn.Module) -> set[str]:
+    """The kinds of rotary embedding that configs (in whatever depth) and modules of the model name."""
+    found: set[str] = set()
+    for path, name, value in settings(model):
+        in_rope = "rope" in path or "rotary" in path
+        if isinstance(value, str) and (name == "rope_type" or (name == "type" and in_rope)):
+            found.add(value)
+        elif name == "use_dynamic_ntk" and value:
+            found.add(f"dynamic ({name})")
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        found |= {str(k) for k in (kind.values() if isinstance(kind, dict) else [kind]) if isinstance(k, str)}
+        made_by = getattr(getattr(module, "rope_init_fn", None), "__name__", "")
+        described = f"{type(module).__name__} {made_by}".lower()
+        if "dynamic_ntk" in described or "dynamicntk" in described:
+            found.add(f"dynamic ({type(module).__name__})")
+        elif "longrope" in described:
+            found.add("longrope")
+    return found
+
+
+def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
+    yield (
+        isinstance(module, nn.modules.batchnorm._BatchNorm),
+        f"{name} ({type(module).__name__}) normalises over the batch, so a record's gradient depends on the others.",
+        "Replace it by GroupNorm or LayerNorm.",
+    )
+    # LLM.int8() computes a feature in full precision for every record once one record has an outlier in it.
+    is_int8 = any(cls.__name__ == "Linear8bitLt" for cls in type(module).__mro__)
+    yield (
+        is_int8 and getattr(getattr(module, "state", None), "threshold", 0.0) > 0,
+        f"{name} (Linear8bitLt) looks for outliers over the whole batch: a record's loss depends on the others.",
+        "Load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits.",
+    )
+    if isinstance(module, nn.Embedding):
+        yield from _on_embedding(name, module)
+    if getattr(module, "gradient_checkpointing", False):
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        yield (
+            is_reentrant(getattr(checkpoint, "keywords", {})),
+            f"{name} uses reentrant checkpointing, a second backward inside the first.",
+            "Enable it with {'use_reentrant': False}.",
+        )
+
+
+def _on_quantisation(model: nn.Module) -> Iterator[Refusal]:
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    method = config.get("quant_method") if isinstance(config, dict) else getattr(config, "quant_method", None)
+    method = str(getattr(method, "value", method))
+    yield (
+        config is not None and method != "bitsandbytes",
+        f"The base model is quantised by {method}, and only bitsandbytes was checked: scales of activations that are "
+        "taken over the batch couple its records.",
+        "Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised in bfloat16.",
+    )
+
+
+def _on_experts(model: nn.Module) -> Iterator[Refusal]:
+    asked = [f"config.{path}{name}" for path, name, on in settings(model) if name == "output_router_logits" and on]
+    yield (
+        bool(asked),
+        "The model adds a load-balancing loss over the batch (output_router_logits).",
+        f"Set {' = '.join(asked)} = False.",
+    )
+
+
+def _on_embedding(name: str, module: nn.Embedding) -> Iterator[Refusal]:
+    yield (
+        module.max_norm is not None,
+        f"{name} renormalises the rows it looks up (max_norm), without noise.",
+        "Set max_norm=None.",
+    )
+    trained = module.weight.requires_grad
+    yield (
+        trained and module.scale_grad_by_freq,
+        f"{name} scales gradients by how often a token occurs in the batch.",
+        "Set scale_grad_by_freq=False.",
+    )
+    yield trained and module.sparse, f"{name} makes sparse gradients, and every row needs noise.", "Set sparse=False."
+
+
+def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
+    if not is_peft_available():
+        return
+    configs = getattr(model, "peft_config", None)
+    for adapter, config in configs.items() if isinstance(configs, dict) else ():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        yield kind == "ADALORA", f"Adapter {adapter!r} is AdaLoRA, which ranks by un-noised gradients.", "Use LoRA."
+        start = getattr(config, "init_lora_weights", None)
+        yield (
+            isinstance(start, str) and start.lower() in ("eva", "corda", "lora_ga"),
+            f"Adapter {adapter!r} is initialised from data (init_lora_weights={start!r}), which would be un-noised.",
+            "Use init_lora_weights=True, or 'gaussian', 'pissa', 'olora', which look at the weights only.",
+        )

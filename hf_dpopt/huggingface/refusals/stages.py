@@ -1,0 +1,207 @@
+"""What stands before the clip and after the noise, and what it needs to know."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_dpopt.common.checks import check_count, check_positive
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.huggingface.refusals.data import shared_rows
+from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer, from_arguments
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.preclip import Preclip, PublicSubspaceProjection, make_preclip
+
+CHOICES = {
+    "filter_dtype": ("float32", "bfloat16"),
+    "public_mirror_descent": ("cosine", "linear"),
+    "average_iterate": ("uniform", "tail", "exponential"),
+}
+MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What arguments and the trainer's own parameters ask for, as far as it can be made without a model."""
+
+    args: Any
+    preclip: Preclip
+    own: Preclip | None
+    optimizer: torch.optim.Optimizer | None  # the user's, or one like it; None for one of transformers'
+    is_given: bool  # by the user, not by name
+    filter: Any
+    postprocess: Sequence[Any]
+    public_dataset: Any
+    train_dataset: Any
+
+    @property
+    def corrects(self) -> bool:
+        """Whether the optimizer subtracts the variance of the noise."""
+        return isinstance(self.optimizer, NoiseAwareOptimizer) and self.optimizer.subtracts_noise
+
+    @property
+    def is_adaptive(self) -> bool:
+        return isinstance(self.filter, AdaptiveFIR)
+
+
+def check_stages(
+    args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any] = ()
+) -> None:
+    """Refuses preconditioners, filters and optimizers that do not go together, or lack what they learn from."""
+    for name, allowed in CHOICES.items():
+        value = getattr(args, name)
+        if value is not None and value not in allowed:
+            raise DPConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
+    check_count("public_batch_size", args.public_batch_size)
+    check_positive(ball_radius=args.ball_radius)
+    if own is not None and not callable(getattr(own, "start", None)):
+        raise DPConfigError(
+            f"preclip={own!r} is no preconditioner. Give an object such as ScaleThenPrivatize(scale=..); names go to "
+            "the argument preconditioner."
+        )
+    for stage in postprocess:
+        if not (callable(stage) and hasattr(stage, "state_dict") and hasattr(stage, "load_state_dict")):
+            raise DPConfigError(
+                f"postprocess has {stage!r}, which is no map of gradients. Give objects with __call__, state_dict and "
+                "load_state_dict (see hf_dpopt.postprocess.Postprocess)."
+            )
+    asked = _asked(args, own, given, public_dataset, postprocess)
+    raise_first(_on_what_is_given_twice(asked))
+    raise_first(_on_public_records(asked))
+    raise_first(_on_noise_level(asked))
+
+
+def _asked(
+    args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any]
+) -> _Asked:
+    low_pass = None
+    if args.filter is not None:
+        if not isinstance(args.filter, str):
+            raise DPConfigError(
+                f"filter={args.filter!r} is no text. Use 'second_order' or 'butterworth:2:0.1', say; an object "
+                "goes to the trainer's postprocess, or into an optimizer."
+            )
+        low_pass = LowPassFilter.parse(args.filter, noise=IndependentNoise())
+    optimizer = (given.get("optimizers") or (None, None))[0]
+    cls_and_kwargs = given.get("optimizer_cls_and_kwargs")
+    name = args.optimizer_name()
+    is_given = optimizer is not None or cls_and_kwargs is not None
+    if cls_and_kwargs is not None and issubclass(cls_and_kwargs[0], NoiseAwareOptimizer):
+        optimizer = cls_and_kwargs[0](_parameters(), **{"lr": args.learning_rate, **cls_and_kwargs[1]})
+    elif not is_given and name is not None:
+        cls, options = from_arguments(name, args)
+        decay = {"weight_decay": args.weight_decay, "filter": low_pass}
+        optimizer = cls(_parameters(), **options, **decay)  # refuses what is out of range
+    return _Asked(
+        args=args,
+        preclip=own or make_preclip(args.preconditioner_name(), _options(args)),
+        own=own,
+        optimizer=optimizer,
+        is_given=is_given,
+        filter=low_pass,
+        postprocess=postprocess,
+        public_dataset=public_dataset,
+        train_dataset=given.get("train_dataset"),
+    )
+
+
+def _parameters() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(1))]
+
+
+def _options(args: Any) -> Mapping[str, Any]:
+    options = args.preconditioner_kwargs or {}
+    if not isinstance(options, Mapping):
+        raise DPConfigError(
+            f"preconditioner_kwargs={options!r} is no mapping of names to values. Use JSON on a command line: "
+            "--preconditioner_kwargs '{\"clipping_norm\": 5}'."
+        )
+    takes_delay = args.dp2_delay is not None and args.preconditioner.startswith("dp2") and "delay" not in options
+    by_quantile = args.clipping_quantile is not None and args.preconditioner_name() == "quantile"
+    quantile = {"quantile": args.clipping_quantile} if by_quantile else {}
+    return {**options, **quantile, **({"delay": args.dp2_delay} if takes_delay else {})}
+
+
+def _on_what_is_given_twice(asked: _Asked) -> Iterator[Refusal]:
+    args = asked.args
+    yield (
+        asked.own is not None and args.preconditioner_name() != "none",
+        f"Two preconditioners were given: preclip={type(asked.own).__name__} and "
+        f"preconditioner={args.preconditioner_name()!r}.",
+        "Give one of them.",
+    )
+    yield (
+        asked.is_given and args.optim in OPTIMIZERS,
+        f"Two optimizers were given: --optim {args.optim} and one that the trainer was called with.",
+        "Give one of them.",
+    )
+    yield (
+        asked.is_given and args.filter is not None and isinstance(asked.optimizer, NoiseAwareOptimizer),
+        f"--filter {args.filter} belongs into the optimizer, and {type(asked.optimizer).__name__} was "
+        "made by the caller.",
+        "Give the filter to the optimizer: filter=LowPassFilter.parse(..).",
+    )
+    yield (
+        args.average_iterate is not None and bool(args.load_best_model_at_end),
+        "load_best_model_at_end would replace the average by single iterates, which is what is evaluated on the way.",
+        "Leave out one of load_best_model_at_end and average_iterate.",
+    )
+
+
+def _on_public_records(asked: _Asked) -> Iterator[Refusal]:
+    preclip, public, args = asked.preclip, asked.public_dataset, asked.args
+    yield (
+        preclip.name in ("adadps", "subspace") and public is None,
+        f"preconditioner={preclip.name!r} learns from public records, and there are none.",
+        "Pass public_dataset to the trainer; without public records use --preconditioner dp2_rmsprop.",
+    )
+    yield (
+        args.public_mirror_descent is not None and public is None,
+        f"public_mirror_descent={args.public_mirror_descent!r} mixes gradients of public records in.",
+        "Pass public_dataset to the trainer.",
+    )
+    if public is None:
+        return
+    shared = shared_rows(public, asked.train_dataset)
+    yield (
+        shared > MAX_SHARED * len(public),
+        f"{shared} of the {len(public)} records of public_dataset are in the training dataset, whose records are "
+        "private: their gradients would be used un-noised.",
+        "Pass records that are public, or leave it out.",
+    )
+    needed = preclip.num_public_records if isinstance(preclip, PublicSubspaceProjection) else args.public_batch_size
+    yield (
+        len(public) < needed,
+        f"A draw of {needed} public records was asked for, and public_dataset has {len(public)}.",
+        "Lower public_batch_size (or rank and num_public of the subspace), or give more public records.",
+    )
+
+
+def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
+    """What corrects for the noise has to know how loud it is."""
+    args, preclip, optimizer = asked.args, asked.preclip, type(asked.optimizer).__name__
+    spoils = getattr(preclip, "unscale", False) or getattr(preclip, "variant", "") == "noise_first"
+    yield (
+        (spoils or preclip.name == "subspace") and (asked.corrects or asked.is_adaptive),
+        "The noise that this preconditioner leaves differs from coordinate to coordinate, and "
+        f"{optimizer if asked.corrects else args.filter} corrects for one level.",
+        "Use --optim adamw_torch, dp_adamw or sgd, and a fixed filter.",
+    )
+    silent = [type(stage).__name__ for stage in asked.postprocess if getattr(stage, "gain", None) is None]
+    yield (
+        asked.corrects and bool(silent),
+        f"{', '.join(silent)} changes the noisy gradient, and {optimizer} has to know how loud the noise in it is.",
+        "Give a map that multiplies all coordinates by one number the attribute gain; for others use adamw_torch.",
+    )
+    yield (
+        bool(args.max_grad_norm) and (asked.corrects or (asked.is_adaptive and asked.optimizer is not None)),
+        f"max_grad_norm={args.max_grad_norm} rescales the noisy gradient, and {optimizer} would subtract the variance "
+        "of a noise that is not there.",
+        "Leave max_grad_norm at 0 (the clip of privacy is clipping_norm), or use --optim adamw_torch.",
+    )

@@ -1,0 +1,151 @@
+"""The model as a check wants it: in training mode, wide enough to tell mixing from rounding, and left as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from hf_dpopt.clipping.capture import is_compiled
+from hf_dpopt.clipping.engine import full_precision
+from hf_dpopt.randomness import framework
+
+NARROW = (torch.bfloat16, torch.float16)
+SHARE_OF_MEMORY = 0.5  # of what is free, that copies in float32 may take
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is."""
+    return next(model.parameters()).device
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Every module in one mode, and each back in its own afterwards."""
+    before = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, was_training in before.items():
+            module.training = was_training
+
+
+@contextlib.contextmanager
+def filled(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """No parameter is all zero (a fresh LoRA B): a gradient that is zero for that would match anything."""
+    zeros = [(p, p.detach().clone()) for p in parameters.values() if p.numel() and not p.detach().any()]
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p, _ in zeros:
+            p.copy_(torch.randn(p.shape, generator=generator).mul_(0.02).to(p.dtype))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for p, before in zeros:
+                p.copy_(before)
+
+
+@contextlib.contextmanager
+def generators_kept(device: torch.device) -> Iterator[None]:
+    """The generators of Python, numpy and torch afterwards as before."""
+    state = framework.snapshot(device)
+    try:
+        yield
+    finally:
+        framework.restore(state)
+
+
+@contextlib.contextmanager
+def plain_operations(model: nn.Module) -> Iterator[None]:
+    """Attention of single operations, so that its dropout can be seen; compiled parts run as they were written."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if any(is_compiled(module) for module in model.modules()):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+
+
+def _narrow_tensors(model: nn.Module) -> list[torch.Tensor]:
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return [t for t in tensors.values() if t.dtype in NARROW]
+
+
+def is_narrow(model: nn.Module) -> bool:
+    """Whether the run computes in fewer digits than float32."""
+    device = device_of(model).type
+    # accelerate puts autocast inside the forward it installs on the model
+    has_autocast = torch.is_autocast_enabled(device) or hasattr(model, "_original_forward")
+    return has_autocast or bool(_narrow_tensors(model)) or bool(_computing_narrowly(model))
+
+
+def _computing_narrowly(model: nn.Module) -> list[nn.Module]:
+    """Quantised layers that convert what they multiply."""
+    return [m for m in model.modules() if getattr(m, "compute_dtype", None) in NARROW]
+
+
+def bytes_to_widen(model: nn.Module) -> int:
+    """Memory of float32 copies of what is narrow."""
+    return 4 * sum(t.numel() for t in _narrow_tensors(model))
+
+
+def fits(model: nn.Module) -> bool:
+    """Whether there is memory for `widened`."""
+    return bytes_to_widen(model) <= SHARE_OF_MEMORY * _free_bytes(device_of(model))
+
+
+@contextlib.contextmanager
+def widened(model: nn.Module) -> Iterator[None]:
+    """Computes in float32 or wider: autocast and TF32 off, bfloat16 parameters and buffers replaced by wide copies.
+
+    Parameters keep their identity, and get their own memory back afterwards. Weights that are quantised stay so.
+    """
+    narrow = [(t, t.data) for t in _narrow_tensors(model)]
+    layers = [(m, m.compute_dtype) for m in _computing_narrowly(model)]
+    forwards = [(m, m.__dict__["forward"]) for m in model.modules() if "_original_forward" in m.__dict__]
+    for module, _ in forwards:
+        module.forward = module._original_forward  # type: ignore[method-assign,assignment]
+    for layer, _ in layers:
+        layer.compute_dtype = torch.float32  # type: ignore[assignment]
+    with full_precision(device_of(model).type):
+        for tensor, data in narrow:
+            tensor.data = data.float()
+        try:
+            yield
+        finally:
+            for tensor, data in narrow:
+                tensor.data = data
+            for layer, dtype in layers:
+                layer.compute_dtype = dtype  # type: ignore[assignment]
+            for module, forward in forwards:
+                module.forward = forward
+
+
+@contextlib.contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Buffers afterwards as before, those that a module replaced included."""
+    before = {name: (b, b.detach().clone()) for name, b in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, (buffer, value) in before.items():
+                path, _, attribute = name.rpartition(".")
+                model.get_submodule(path)._buffers[attribute] = buffer
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)

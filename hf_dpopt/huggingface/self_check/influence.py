@@ -1,0 +1,252 @@
+"""How far other records move what one record gives, in clipping norms.
+
+Shape legend: B = records, T = tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.clipping.capture import in_mixture
+from hf_dpopt.clipping.engine import ClippingEngine
+from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.huggingface.self_check import conditions
+from hf_dpopt.huggingface.self_check.draws import MIDDLE
+from hf_dpopt.huggingface.self_check.equality import MIXING, PADDING
+from hf_dpopt.huggingface.self_check.made_up import Look, padded, rows, synthetic_batch
+from hf_dpopt.huggingface.self_check.probe import (
+    NARROW_TOLERANCE,
+    TOLERANCE,
+    Gradient,
+    check_equal,
+    clipped_by,
+    distance,
+    length,
+    plain_gradient,
+    probing,
+)
+from hf_dpopt.records.losses import RecordLosses, num_records
+
+SAME_SHAPES = {torch.float64: 1e-12, torch.float32: 1e-6}  # the same kernels: on a CPU, not one bit differs
+NARROW_SAME_SHAPES = 1e-5
+ACCELERATOR = 100.0  # times as much where sums may be added up in any order
+FLOORS = 4.0  # times what two equal runs differ by, on devices that add up in any order
+
+# Who stands beside the two records that are watched. A capacity goes to who comes first, so an equal record does; a
+# scale follows who is largest, so that is never a watched one.
+BESIDE = (
+    (Look(1.0), Look(0.7)),
+    (Look(1.0, "constant"), Look(1.0, "loud")),
+    (Look(0.01), Look(0.01, "loud")),
+)
+BESIDE_ONE = (Look(1.0), Look(1.0, "constant"), Look(1.0, "loud"))
+WATCHED = (Look(0.15), Look(0.8, "constant"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """What made-up records look like.
+
+    Args:
+        like: one collated batch.
+        padding_id: token of padding; None if nothing is padded.
+        padding_side: "left" or "right".
+    """
+
+    like: Mapping[str, Any]
+    padding_id: int | None
+    padding_side: str
+
+
+def _at_fixed_seeds(losses: RecordLosses, batch: Mapping[str, Any]) -> torch.Tensor:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    return losses(batch)
+
+
+def _gradient_of(
+    engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], watched: list[int]
+) -> Gradient:
+    losses_B = _at_fixed_seeds(losses, batch)
+    return plain_gradient(losses_B[watched].sum(), engine.parameters)
+
+
+def check_others(
+    engine: ClippingEngine, losses: RecordLosses, columns: Columns, *, num_tokens: int | None = None, is_wide: bool
+) -> float:
+    """Compares the gradient of the same records beside others: ordinary, extreme and short ones.
+
+    The batches have the same shapes, so they run through the same kernels with the same masks, as in training, and
+    what differs is more than rounding. Records that are routed to experts are the exception: how many rows an expert
+    has depends on the others, and with it the rounding.
+
+    Args:
+        engine: as used in training.
+        losses: as used in training.
+        columns: of the records.
+        num_tokens: width; None takes that of the usual made-up batch. If given, one record is watched beside one.
+        is_wide: whether the model computes in float32 or wider.
+
+    Returns:
+        The largest relative difference, which is how far a record moves another one's clipped gradient in clipping
+        norms, if that one is just clipped.
+
+    Raises:
+        UnsupportedModuleError: if others move a gradient by more than rounding does.
+    """
+    if num_tokens is None:
+        several = [(one, WATCHED[0], other, WATCHED[1]) for one, other in BESIDE]
+        watched = [1, 3]
+    else:
+        several, watched = [(one, WATCHED[1]) for one in BESIDE_ONE], [1]  # type: ignore[misc]
+    batches = [
+        synthetic_batch(
+            columns.like, engine.model, columns.padding_id, padding_side=columns.padding_side, looks=looks,
+            num_tokens=num_tokens,
+        )
+        for looks in several
+    ]  # fmt: skip
+    gradients = [_gradient_of(engine, losses, batch, watched) for batch in batches]
+    size = length(gradients[0])
+    if size == 0:
+        return 0.0
+    worst = max((distance(g, gradients[0]) / size for g in gradients[1:]), key=lambda x: x if x == x else float("inf"))
+    allowed = _allowed(engine, is_wide)
+    if worst <= allowed:
+        return worst
+    floor = distance(_gradient_of(engine, losses, batches[0], watched), gradients[0]) / size
+    allowed = min(max(allowed, FLOORS * floor), NARROW_TOLERANCE)
+    if not worst <= allowed:
+        raise UnsupportedModuleError(
+            "Self-check failed before training: the gradient of a record changes with what stands beside it in the "
+            f"batch; another record moves it by {worst:.2g} clipping norms (allowed {allowed:.2g}, rounding). {MIXING}"
+        )
+    return worst
+
+
+def _allowed(engine: ClippingEngine, is_wide: bool) -> float:
+    model, p = engine.model, next(iter(engine.parameters.values()))
+    if in_mixture(model, [name for name, _ in model.named_parameters()]):
+        return TOLERANCE.get(p.dtype, 1e-4) if is_wide else NARROW_TOLERANCE
+    allowed = SAME_SHAPES.get(p.dtype, NARROW_SAME_SHAPES) if is_wide else NARROW_SAME_SHAPES
+    return allowed * (1.0 if p.device.type == "cpu" else ACCELERATOR)
+
+
+def check_width(
+    engine: ClippingEngine, losses: RecordLosses, columns: Columns, num_tokens: int, tolerance: float
+) -> float:
+    """One short record alone, and as wide as the longest of the dataset makes it.
+
+    Finds what depends on the width of the batch from some length on (positions that are rescaled, other kernels).
+    """
+    assert columns.padding_id is not None
+    short = max(1, min(32, num_tokens // 2))
+    pair = synthetic_batch(
+        columns.like, engine.model, columns.padding_id, padding_side=columns.padding_side,
+        looks=(Look(), Look()), num_tokens=short,
+    )  # fmt: skip
+    alone = rows(pair, 0)
+    wider = padded(alone, columns.padding_id, columns.padding_side, num_tokens - short)
+    with probing(engine, losses, pair, [0, 1], tolerance) as probe:
+        want = probe.gradient(alone, 0, per_record=MIDDLE)
+        got = probe.gradient(wider, 0, per_record=MIDDLE)
+    what = (
+        f"the gradient of a record of {short} tokens changes beside one of {num_tokens}, the longest of the dataset, "
+        "so it depends on how long the others are"
+    )
+    return check_equal(got, want, tolerance, what, PADDING)
+
+
+@contextlib.contextmanager
+def as_in_training(engine: ClippingEngine, *, wide: bool) -> Iterator[float]:
+    """The model in training mode, in float32 if asked for and if that fits; yields the tolerance of equal sums.
+
+    Parameters, buffers, modes and generators are afterwards as before.
+    """
+    model = engine.model
+    is_widened = wide and conditions.fits(model)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(conditions.generators_kept(conditions.device_of(model)))
+        stack.enter_context(conditions.buffers_kept(model))
+        stack.enter_context(conditions.in_mode(model, training=True))
+        if is_widened:
+            stack.enter_context(conditions.widened(model))
+        stack.enter_context(conditions.filled(engine.parameters))
+        dtype = next(iter(engine.parameters.values())).dtype
+        try:
+            yield NARROW_TOLERANCE if not is_widened and conditions.is_narrow(model) else TOLERANCE.get(dtype, 1e-4)
+        finally:
+            for p in engine.parameters.values():
+                p.grad = None
+
+
+def check_influence(
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    together: Mapping[str, Any],
+    alone: Sequence[Mapping[str, Any]],
+    *,
+    what: str = "the clipped sum of records of the dataset",
+) -> float:
+    """Compares a collated batch with the same records collated one by one, or in other parts.
+
+    For records of the dataset, through the real collator: ``{a, b}`` against ``{a}`` and ``{b}``, each padded to its
+    own length. Runs in training mode and in float32 (if that fits), with dropout that keeps everything, for masks of
+    different widths cannot be compared. Half of the parts are clipped, so an error is seen at any size of gradients.
+
+    Formal guarantee: on return, the clipped sum of the batch is that of its parts, up to the tolerance, for these
+    records at these weights; so none of them moved it by more than its own clipped gradient.
+
+    Args:
+        engine: as used in training.
+        losses: as used in training.
+        together: collated batch, on the device.
+        alone: collated batches that hold the same records, in the same order; on the device.
+        what: names the records, for the message.
+
+    Returns:
+        The distance of the two sums in clipping norms.
+
+    Raises:
+        UnsupportedModuleError: if it is larger than rounding explains.
+        DPConfigError: for a packed batch.
+    """
+    sizes = [num_records(batch) for batch in alone]
+    num = num_records(together)
+    assert sum(sizes) == num, (sizes, num)
+    with as_in_training(engine, wide=True) as tolerance:
+        with probing(engine, losses, together, range(num), tolerance) as probe:
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            parts = [
+                plain_gradient(
+                    probe.losses_of(batch, range(start, start + size), per_record=MIDDLE).sum(), engine.parameters
+                )
+                for batch, start, size in zip(alone, starts, sizes, strict=True)
+            ]
+            norm = sorted(length(part) for part in parts)[len(parts) // 2]
+            if not norm > 0:
+                return 0.0
+            clipping = dataclasses.replace(engine.clipping, clipping_norm=norm)  # type: ignore[type-var]
+            got = probe.engine_sum(together, clipping, range(num), per_record=MIDDLE)
+            sums = engine.empty_sum()
+            with clipped_by(engine, clipping):
+                for batch, start, size in zip(alone, starts, sizes, strict=True):
+                    run = functools.partial(probe.losses_of, batch, range(start, start + size), per_record=MIDDLE)
+                    engine.add_clipped_sum(sums, run, size)
+            ratio = distance(got, sums.result()) / norm
+    if not ratio <= tolerance:
+        raise UnsupportedModuleError(
+            f"Self-check failed before training: {what} is not the sum of what each gives alone; they differ by "
+            f"{ratio:.2g} clipping norms (allowed {tolerance:g}). The collator or the model mixes records, or a "
+            f"record's gradient depends on how long the others are. {PADDING}"
+        )
+    return ratio

@@ -1,0 +1,219 @@
+"""Made-up records with the keys, dtypes and dimensions of a collated batch.
+
+Shape legend: B = records, T = tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hf_dpopt.clipping.rules import flattening
+from hf_dpopt.huggingface.configs import settings
+from hf_dpopt.records.losses import IGNORED, base_model
+
+MAX_TOKENS = 32
+NUM_CODES = 64  # of the made-up tokens where no table says how many there are
+LOUD = 30.0  # times as large as other features are
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """One made-up record.
+
+    Args:
+        length: share of the longest record, in (0, 1]; at least one token is left.
+        kind: "ordinary" is random; "constant" is one ordinary token again and again, and "loud" the one that the model
+            embeds with the largest norm. Features are `LOUD` times as large in loud records.
+    """
+
+    length: float = 1.0
+    kind: Literal["ordinary", "constant", "loud"] = "ordinary"
+
+
+LOOKS = (Look(1.0), Look(0.5), Look(0.9))
+
+
+def is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
+    """Whether the second dimension counts input tokens; what else there is (targets, features) has its own width."""
+    ids = like.get("input_ids")
+    if not isinstance(value, torch.Tensor) or not isinstance(ids, torch.Tensor) or value.is_floating_point():
+        return False
+    return value.dim() > 1 and value.size(1) == ids.size(1)
+
+
+def rows(batch: Mapping[str, Any], b: int) -> dict[str, Any]:
+    """Record b of a batch, alone and as wide as the batch."""
+    return {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
+
+
+def padded(batch: Mapping[str, Any], padding_id: int, padding_side: str, num: int) -> dict[str, Any]:
+    """The same records beside `num` more columns of padding."""
+    fill = {"input_ids": padding_id, "decoder_input_ids": padding_id, "labels": IGNORED}
+    columns = (num, 0) if padding_side == "left" else (0, num)
+    return {
+        k: torch.nn.functional.pad(v, columns, value=fill.get(k, 0)) if is_per_token(v, batch) else v
+        for k, v in batch.items()
+    }
+
+
+def padding_side_of(like: Mapping[str, Any]) -> str:
+    """The side a collated batch is padded on, as far as its mask shows."""
+    mask_BT = like.get("attention_mask")
+    return "left" if isinstance(mask_BT, torch.Tensor) and bool((mask_BT[..., 0] == 0).any()) else "right"
+
+
+def _answer(model: Any, method: str) -> Any:
+    """What a model says, or None: models of sounds and pictures have no tokens, and some raise when they are asked."""
+    try:
+        return getattr(model, method, lambda: None)()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+class _MadeUp:
+    """Values for the columns of a batch. The generator is seeded: nothing is secret, and failures can be repeated."""
+
+    def __init__(
+        self, model: nn.Module, padding_id: int | None, padding_side: str, is_masked: bool, looks: Sequence[Look]
+    ):
+        self.padding_id, self.padding_side, self.is_masked, self.looks = padding_id, padding_side, is_masked, looks
+        self.generator = torch.Generator().manual_seed(0)
+        base = base_model(model)
+        self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
+        self.embeddings = _answer(base, "get_input_embeddings")
+        tables = [m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding)]
+        unknown = min([NUM_CODES, *tables])  # whichever of them it is that looks the tokens up
+        self.vocabulary = unknown if self.embeddings is None else getattr(self.embeddings, "num_embeddings", 2)
+        head = _answer(base, "get_output_embeddings")
+        self.predicts_tokens = head is not None
+        weight_VD = getattr(head, "weight", None)  # a head may know fewer tokens than are read (pictures, in Mllama)
+        self.targets = min(self.vocabulary, len(weight_VD)) if isinstance(weight_VD, torch.Tensor) else self.vocabulary
+        config: Any = getattr(base, "config", None)
+        classifies = type(base).__name__.endswith("ForSequenceClassification")
+        # BART and T5 classify at the end token, and want one in every record
+        self.end_id = config.eos_token_id if classifies and getattr(config, "is_encoder_decoder", False) else None
+        named = [v for _, name, v in settings(base) if name.endswith(("_token_id", "_token_index")) and type(v) is int]
+        self.special = {i for i in (padding_id, self.end_id, *named) if i is not None and 0 <= i < self.vocabulary}
+        if len(self.special) >= self.vocabulary:
+            self.special = {i for i in (padding_id, self.end_id) if i is not None}
+
+    def below(self, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=self.generator)
+
+    def padding(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Where the records are padded: each has a length of its own."""
+        lengths_B = torch.tensor([max(1, int(look.length * shape[1])) for look in self.looks])
+        padding_BT = torch.arange(shape[1]) >= lengths_B.unsqueeze(1)
+        return padding_BT.flip(1) if self.padding_side == "left" else padding_BT
+
+    def ids(self, shape: tuple[int, ...]) -> torch.Tensor:
+        ids_BT = self.below(self.vocabulary, shape)
+        ordinary = next(i for i in range(self.vocabulary) if i not in self.special)
+        for i in self.special:
+            ids_BT[ids_BT == i] = ordinary
+        ids_BT[[look.kind == "constant" for look in self.looks]] = ordinary
+        is_loud = [look.kind == "loud" for look in self.looks]
+        if any(is_loud):
+            ids_BT[is_loud] = self.loudest(ordinary)
+        padding_BT = self.padding(shape) if self.padding_id is not None and self.is_masked else None
+        if self.end_id is not None:
+            is_padded_right = padding_BT is not None and self.padding_side == "right"
+            last_B = (~padding_BT).sum(1) - 1 if is_padded_right else torch.full((shape[0],), shape[1] - 1)  # type: ignore[operator]
+            ids_BT[torch.arange(shape[0]), last_B] = self.end_id
+        return ids_BT if padding_BT is None else ids_BT.masked_fill(padding_BT, self.padding_id)  # type: ignore[arg-type]
+
+    def loudest(self, ordinary: int) -> int:
+        weight_VD = getattr(self.embeddings, "weight", None)
+        if not isinstance(weight_VD, torch.Tensor) or not weight_VD.is_floating_point() or weight_VD.dim() != 2:
+            return ordinary
+        dtype = torch.promote_types(weight_VD.dtype, torch.float32)
+        norms_V = torch.linalg.vector_norm(weight_VD.detach(), dim=1, dtype=dtype)
+        norms_V[[i for i in self.special if i < len(norms_V)]] = -1.0
+        return int(norms_V.argmax())
+
+    def labels(self, shape: tuple[int, ...], is_per_token: bool) -> torch.Tensor:
+        if len(shape) == 1 or not (is_per_token or self.predicts_tokens):
+            return self.below(self.num_labels, shape)
+        labels_BT = self.below(self.targets if self.predicts_tokens else self.num_labels, shape)
+        if self.predicts_tokens and self.padding_id is not None:  # the padding token is no target
+            labels_BT[labels_BT == self.padding_id] = (self.padding_id + 1) % self.targets
+        return labels_BT.masked_fill(self.padding(shape), IGNORED)
+
+    def features(self, shape: tuple[int, ...]) -> torch.Tensor:
+        made = torch.randn(shape, generator=self.generator)
+        loudness_B = torch.tensor([LOUD if look.kind == "loud" else 1.0 for look in self.looks])
+        return made * loudness_B.view(-1, *[1] * (made.dim() - 1))
+
+
+def synthetic_batch(
+    like: Mapping[str, Any],
+    model: nn.Module,
+    padding_id: int | None,
+    *,
+    padding_side: str = "right",
+    looks: Sequence[Look] = LOOKS,
+    num_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Made-up records with the keys, dtypes and dimensions of a collated batch.
+
+    Records that have the same look and the same place are the same, whatever the others look like. No value of `like`
+    survives, except in tensors of a kind not known here, where its first row is repeated.
+
+    Args:
+        like: one collated batch.
+        model: says how many tokens and labels there are.
+        padding_id: token of padding.
+        padding_side: "left" or "right".
+        looks: of the records, one each.
+        num_tokens: width in tokens; None takes that of `like`, `MAX_TOKENS` at most.
+    """
+    device = next(model.parameters()).device
+    made_up = _MadeUp(model, padding_id, padding_side, "attention_mask" in like, looks)
+    if not flattening.chooses(model):
+        return _records(like, made_up, device, num_tokens)
+    by_choice = {k: v[:, 0] for k, v in like.items() if isinstance(v, torch.Tensor) and v.dim() > 2}
+    made_up.num_labels = num_choices = next(like[k].size(1) for k in by_choice)
+    each = [_records(by_choice, made_up, device, num_tokens) for _ in range(num_choices)]
+    choices = {k: torch.stack([row[k] for row in each], dim=1) for k in by_choice}
+    return choices | _records({k: v for k, v in like.items() if k not in by_choice}, made_up, device, num_tokens)
+
+
+def _records(
+    like: Mapping[str, Any], made_up: _MadeUp, device: torch.device, num_tokens: int | None
+) -> dict[str, Any]:
+    """`synthetic_batch` of one row per record."""
+    num = len(made_up.looks)
+    width = num_tokens or min([MAX_TOKENS, *(v.size(1) for v in like.values() if is_per_token(v, like))])
+    batch: dict[str, Any] = {}
+    for key, value in like.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            batch[key] = value
+            continue
+        per_token = is_per_token(value, like)
+        shape = (num, width, *value.shape[2:]) if per_token else (num, *value.shape[1:])
+        if key == "labels" and value.is_floating_point():
+            made = torch.randn(shape, generator=made_up.generator)
+        elif value.is_floating_point():
+            made = made_up.features(shape)
+        elif key in ("input_ids", "decoder_input_ids"):
+            made = made_up.ids(shape)
+        elif key.endswith("attention_mask"):
+            made = ~made_up.padding(shape)
+        elif key == "labels":
+            made = made_up.labels(shape, per_token)
+        elif key in ("start_positions", "end_positions"):
+            made = made_up.below(width, shape)
+        elif key == "token_type_ids":
+            made = torch.zeros(shape)
+        elif key == "position_ids" and per_token and value.dim() == 2:
+            made = torch.arange(width).expand(shape)
+        else:
+            made = value[:1].expand(num, *value.shape[1:])
+            made = made[:, torch.arange(width) % value.size(1)] if per_token else made
+        batch[key] = made.to(device=device, dtype=value.dtype, copy=True)
+    return batch

@@ -1,0 +1,70 @@
+"""From training arguments to the stages that they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpopt import optim
+from hf_dpopt.clipping import ClippingEngine
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.postprocess import IndependentNoise, Postprocess
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
+from hf_dpopt.public.gradients import PublicGradients
+
+Public = Callable[[int], PublicGradients | None]  # from a seed
+
+
+def optimizer_of(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Class and options of the optimizer of `hf_dpopt.optim` that is asked for, filter included; None for another."""
+    name = args.optimizer_name()
+    if name is None:
+        return None
+    cls, options = optim.from_arguments(name, args)
+    return cls, {**options, "filter": low_pass_of(args)}
+
+
+def chain_of(args: Any, optimizer: torch.optim.Optimizer, num_steps: int, public: Public) -> list[Postprocess]:
+    """Maps of the released mean gradient; a filter is among them unless the optimizer has a place for it."""
+    chain: list[Postprocess] = []
+    low_pass = low_pass_of(args)
+    if low_pass is not None and not isinstance(optimizer, optim.NoiseAwareOptimizer):
+        chain.append(low_pass)
+    if args.public_mirror_descent is not None:
+        gradients = public(1)
+        assert gradients is not None  # `refusals.check_stages`
+        chain.append(PublicMirrorDescent(gradients, num_steps=num_steps, schedule=args.public_mirror_descent))
+    return chain
+
+
+def after_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterStep]:
+    """Maps of the released weights."""
+    after: list[AfterStep] = []
+    if args.ball_radius is not None:
+        after.append(BallProjection(model, args.ball_radius))
+    match args.average_iterate:
+        case "exponential":
+            after.append(IterateAverage(model, "exponential"))
+        case "uniform" | "tail":
+            after.append(IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0))
+    return after
+
+
+def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> None:
+    """Makes the plan's preconditioner and lets go of it: what does not fit is refused before there is a ledger."""
+    noise, norm = IndependentNoise(), plan.config.clipping_norm
+    plan.preclip.start(engine.parameters, clipping_norm=norm, noise=noise, public=public(0)).engine(engine)
+
+
+def low_pass_of(args: Any) -> LowPassFilter | AdaptiveFIR | None:
+    """The filter that is asked for, with a noise level that says nothing: stages tell it that of the run."""
+    if args.filter is None:
+        return None
+    dtype = torch.bfloat16 if args.filter_dtype == "bfloat16" else None
+    return LowPassFilter.parse(args.filter, noise=IndependentNoise(), dtype=dtype)

@@ -1,0 +1,638 @@
+"""`DPTrainer`: the stock Trainer with a private step. Hook points only; the mathematics is in the stages."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import TrainOutput, seed_worker
+
+from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
+from hf_dpopt.clipping.capture import Capture
+from hf_dpopt.common import collectives, log
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.huggingface import refusals, stage_options
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.data_mark import data_mark
+from hf_dpopt.huggingface.preparation import look_at_records, make_collation, padding_of, pair_of_records
+from hf_dpopt.huggingface.release import ReleaseGuard
+from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
+from hf_dpopt.huggingface.workload import workload_of
+from hf_dpopt.noise.strategies import IdentityStrategy
+from hf_dpopt.plan.compare import as_text
+from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.postprocess import Postprocess
+from hf_dpopt.preclip import Identity, Preclip
+from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
+from hf_dpopt.records.collation import Collation
+from hf_dpopt.records.inspection import refuse_malformed
+from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.records.unit import check_unit
+from hf_dpopt.report.script_scan import warn_of_printed_rows
+from hf_dpopt.run.batches import (
+    LogicalBatch,
+    LogicalBatchSampler,
+    Records,
+    all_of_them,
+    as_is,
+    explained_out_of_memory,
+)
+from hf_dpopt.run.keys import private_folder
+from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
+from hf_dpopt.run.stages import Stages
+from hf_dpopt.run.step import private_step
+from hf_dpopt.sampling.check import ParticipationCheck
+from hf_dpopt.users import UserData
+from hf_dpopt.users.batches import of_rows
+
+STEPS_BETWEEN_REPLICA_CHECKS = 50
+UNPRIVATIZED_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
+
+
+if TYPE_CHECKING:  # the mixin stands in front of a Trainer; the class itself has no base
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class DPTrainerMixin(_Trainer):
+    """Mix in front of a `Trainer` subclass: `class DPMyTrainer(DPTrainerMixin, MyTrainer)`.
+
+    Formal guarantee: see the privacy statement written to `output_dir/privacy/statement.md`. What the methods below
+    release (parameters, optimizer state, logs, checkpoints) depends on the records only through `private_step`.
+
+    Args:
+        per_example_loss_func: (outputs, labels) -> one loss per record, (B,); training uses it in place of
+            `compute_loss_func` and of an overridden `compute_loss`.
+        public_dataset: records like those of train_dataset that are public, labels included; for what learns from
+            them (``preconditioner="adadps"``).
+        preclip: a preconditioner of one's own, in place of the one that the arguments name.
+        postprocess: maps of the noisy mean gradient of one's own, after those of the arguments.
+        *args, **kwargs: as for the Trainer; `args` must be `DPTrainingArguments`.
+
+    Raises:
+        DPConfigError: before anything is touched, for every option that cannot be private.
+        UnsupportedModuleError: for a model whose records cannot be told apart, or a layer that is not covered.
+    """
+
+    args: Any  # DPTrainingArguments; the Trainer's own type does not know the fields
+    model: Any
+    optimizer: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *positional: Any,
+        per_example_loss_func: Any = None,
+        public_dataset: Any = None,
+        preclip: Preclip | None = None,
+        postprocess: Sequence[Postprocess] = (),
+        **kwargs: Any,
+    ):
+        if not isinstance(args, DPTrainingArguments):
+            raise DPConfigError(
+                f"{type(self).__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace "
+                "TrainingArguments by hf_dpopt.DPTrainingArguments and set target_epsilon."
+            )
+        log.show(args.process_index == 0)
+        given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
+        refusals.check_loss(
+            type(self),
+            (Trainer.compute_loss, Seq2SeqTrainer.compute_loss),
+            given.get("compute_loss_func"),
+            args,
+            per_example_loss_func,
+        )
+        refusals.check_hooks(type(self), DPTrainerMixin)
+        refusals.check_arguments(args)
+        # Some trainers load the model or wrap it in an adapter themselves; it is checked when they are through.
+        is_final = isinstance(model, nn.Module) and given.get("peft_config") is None
+        if is_final:
+            self._check_model(model, given.get("train_dataset"), per_example_loss_func)
+        expected = args.expected_batch_size
+        if expected is None:
+            expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+        self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
+        self._users: UserData | None = None
+        self._training_rows, self._held_out = TrainingRows(None), cast(tuple[Any, ...], ())
+        self.unit_declared: str | None = None
+        self.printed_rows = warn_of_printed_rows()
+        refusals.check_stages(args, preclip, given, public_dataset, postprocess)
+        self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
+        self._take_over_batching(args, expected)
+        self._per_example_loss_func = per_example_loss_func
+        self._run: PrivateRun | None = None
+        self._self_check = "not run"
+        self._unprivatized = UnprivatizedStatistics()
+        super().__init__(model, args, *positional, **kwargs)
+        if not is_final and model is not None:
+            self._check_model(self.model, self.train_dataset, per_example_loss_func)
+        self._check_records_are_kept()
+        self._release = ReleaseGuard(self)
+
+    # --- plan --------------------------------------------------------------------------------------------------------
+
+    def _take_over_batching(self, args: DPTrainingArguments, expected_batch_size: int) -> None:
+        """One loader item is one logical batch: the user's accumulation became part of its expected size."""
+        args.expected_batch_size = expected_batch_size
+        args.gradient_accumulation_steps = 1
+        args.average_tokens_across_devices = False  # a token count over the batch would couple the records
+
+    def _make_plan(self, args: DPTrainingArguments, given: dict[str, Any], expected: int) -> PrivacyPlan | None:
+        train_dataset = given.get("train_dataset")
+        if train_dataset is None:  # evaluation only
+            return None
+        self._training_rows = TrainingRows(train_dataset)
+        refusals.check_data(self._training_rows, given.get("eval_dataset"), given.get("data_collator"))
+        self._check_unit(train_dataset, {**given, "args": args})
+        config = args.privacy_config(expected)
+        num_examples = len(train_dataset)
+        if config.privacy_unit == "user":
+            output_dir = Path(str(args.output_dir))
+            folder = functools.partial(private_folder, args.private_state_dir, output_dir)
+            self._users = UserData.of(train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
+            num_examples = self._users.num_sampled
+        per_epoch = -(-num_examples // expected)
+        num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        workload = None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given)
+
+        def planned() -> PrivacyPlan:
+            # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
+            recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
+            return make_plan(
+                config,
+                num_examples=num_examples,
+                num_steps=num_steps,
+                workload=workload,
+                recorded=recorded,
+                preclip=self._own_preclip,
+            )
+
+        return collectives.agreed(planned)  # tuning on other hardware may end in other digits
+
+    @staticmethod
+    def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:
+        refusals.check_model(model)
+        Capture(model)
+        if train_dataset is not None:
+            kind = RecordLosses(model, per_example_loss_func or "auto").kind  # an unknown head is found here
+            refusals.check_lengths(train_dataset, model)
+            refuse_malformed(train_dataset, Limits.of(model, kind), form=None)
+
+    def _check_unit(self, dataset: Any, given: Mapping[str, Any]) -> None:
+        """A row must be what the statement will call it: a record, a block, or rows of a user."""
+        tokenizers = (given.get("processing_class"), getattr(given.get("data_collator"), "tokenizer", None))
+        known = [getattr(tokenizer, "pad_token_id", None) for tokenizer in tokenizers if tokenizer is not None]
+        padding_id = next((i for i in known if i is not None), None)
+        self.unit_declared = check_unit(dataset, given["args"], model=given.get("model"), padding_id=padding_id)
+
+    def _check_records_are_kept(self) -> None:
+        """Some trainers prepare the dataset they are given: a record must stay one record."""
+        dataset: Any = self.train_dataset
+        if self.plan is not None:
+            self._check_unit(dataset, vars(self))
+        if self._users is not None and dataset is not None:
+            self._users.check(dataset)
+        elif self.plan is not None and len(dataset) != self.plan.num_examples:
+            raise DPConfigError(
+                f"{type(self).__name__} made {len(dataset)} training records of {self.plan.num_examples} (packing, "
+                "splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
+            )
+
+    def privacy_spent(self) -> PrivacySpent:
+        """What this output_dir's ledger has charged so far, over all resumes, branches and calls to `train`."""
+        return spent_for(self._planned(), self._release.charged())
+
+    def _planned(self) -> PrivacyPlan:
+        if self.plan is None:
+            raise DPConfigError("There is no privacy plan without a train_dataset. Pass train_dataset to train.")
+        return self.plan
+
+    # --- life of a run -----------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        refusals.check_accelerator(self.accelerator)
+        # Placement and autocast as usual, but no DistributedDataParallel: its reducer would average un-noised
+        # gradients. The step does one SUM of clipped sums instead.
+        prepare = self.accelerator.prepare_model
+        self.accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
+            model, device_placement=device_placement, evaluation_mode=True
+        )
+
+    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._planned()
+        refusals.check_accumulation(self.args)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            if self._run is not None:
+                try:
+                    self._release.write_report()
+                finally:
+                    self._run.close()
+                    if hasattr(self, "_stages"):  # a run may end before it has any
+                        self._stages.close()
+
+    def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
+        values = super().set_initial_training_values(args, dataloader)
+        if values[-1] != self._planned().num_steps:
+            raise DPConfigError(
+                f"Training would take {values[-1]} steps, but the plan was made for {self._planned().num_steps}: "
+                "arguments were changed after the trainer was made. Make a new trainer."
+            )
+        return values
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
+        model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # Only now do parameters have their final identity.
+        refusals.check_model(model)
+        collectives.broadcast_parameters(model)
+        engine, self._engine_reason = self.args.clipping_engine, "as asked for"
+        if engine == "auto":
+            engine, self._engine_reason = choose_engine(model)
+        self._engine = make_engine(model, self._planned().clipper, engine)
+        self._losses = RecordLosses(
+            model, self._per_example_loss_func or "auto", label_smoothing=self.args.label_smoothing_factor
+        )
+        self._check_optimizer()
+        self._collation = self._make_collation(model)
+        self._run_self_check()
+        public = functools.partial(self._public_gradients, model)
+        stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
+        self._release.check(Path(self.args.output_dir))  # what could not be saved at the end is found now
+        self._run = PrivateRun(
+            self._planned(),
+            output_dir=self.args.output_dir,
+            private_state_dir=self.args.private_state_dir,
+            resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
+            checkpoint=resume_from_checkpoint,
+            data_mark=self._data_mark(),
+            training=self._gradient_options(model),
+        )
+        self._stages = self._make_stages(model)
+        if resume_from_checkpoint is not None:
+            self._stages.load(resume_from_checkpoint)
+        reseed_from_the_system()  # args.seed is public: nothing drawn from here on may depend on it
+        self._release.write_report()
+        self._announce()
+        return model, loader
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As `Trainer`'s, and the optimizers of `hf_dpopt.optim` by their names."""
+        return stage_options.optimizer_of(args) or Trainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def _data_mark(self) -> str | None:
+        """What a resumed run has to find again, where its sampler relies on the numbers of records or users."""
+        plan, users = self._planned(), self._users
+        chooses_once = users is not None and users.samples_records
+        if not (chooses_once or ParticipationCheck.is_needed(plan.sampler, plan.num_steps)):
+            return None
+        return data_mark(self._record_dataset) if users is None else users.index.digest
+
+    def _gradient_options(self, model: nn.Module) -> dict[str, Any]:
+        """What a resumed run has to share with this one, besides its plan."""
+        return refusals.gradient_options(model, self._losses, args=self.args, collator=self.data_collator)
+
+    def _make_stages(self, model: nn.Module) -> Stages:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        public, num_steps = functools.partial(self._public_gradients, model), self._planned().num_steps
+        return Stages(
+            self._current_run(),
+            self._engine,
+            optimizer,
+            [*stage_options.chain_of(self.args, optimizer, num_steps, public), *self._own_postprocess],
+            public=public(0),
+            after=stage_options.after_of(self.args, model, num_steps),
+        )
+
+    def _public_gradients(self, model: nn.Module, seed: int) -> PublicGradients | None:
+        dataset = self._public_dataset
+        if dataset is None:
+            return None
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="public")
+        return PublicGradients(
+            model,
+            self._losses,
+            dataset,
+            self._collated,
+            batch_size=min(self.args.public_batch_size, len(dataset)),  # a subspace draws its own number
+            seed=seed,
+        )
+
+    def _check_optimizer(self) -> None:
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        private = {id(p) for p in self._engine.parameters.values()}
+        if not stepped <= private:
+            raise DPConfigError(
+                f"The optimizer updates {len(stepped - private)} tensors that are not parameters of the model, so "
+                "their gradients would not be noised. Build the optimizer from model.parameters()."
+            )
+
+    def _run_self_check(self) -> None:
+        if self.args.skip_self_check:
+            self._self_check = "skipped by the user"
+            logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
+            return
+        padding_id, padding_side = padding_of(self._collation, self._sample, self.processing_class)
+        done = self_check(
+            self._engine,
+            self._losses,
+            self._collation.parts(self._sample[:2])[0].batch,
+            padding_id=padding_id,
+            padding_side=padding_side,
+            longest=longest_record(self._record_dataset),
+            is_scaled=not isinstance(self._planned().preclip, Identity),
+            has_units=self._users is not None,
+        )
+        self._self_check = "passed"  # the error itself depends on how long the first records are
+        pair = pair_of_records(self._collation, self._sample, self._losses)
+        if pair is not None:
+            check_influence(self._engine, self._losses, *pair)
+        for note in done.notes:
+            logger.warning(f"Self-check: {note}.")
+        logger.info(f"Self-check passed in {done.seconds:.2f} s.")
+
+    def _announce(self) -> None:
+        plan, run = self._planned(), self._run
+        assert run is not None
+        logger.info(
+            f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
+            f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
+            f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
+            f"{sum(run.charged)} already charged"
+        )
+        if not isinstance(plan.strategy, IdentityStrategy):
+            logger.info(
+                f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
+                f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
+            )
+        if self._users is not None and self.args.log_unprivatized:
+            logger.warning(self._users.unprivatized())
+        self._stages.announce()
+        if plan.compared:
+            logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
+        logger.info(f"Clipping engine: {self._stages.engine.name}, {self._engine_reason}.")
+        if self.args.explain_clipping:
+            logger.info(explain(self._engine))
+        slow = unruled(self._engine)
+        if slow:
+            logger.warning(
+                f"No clipping rule knows these layers: {', '.join(slow)}. Their gradients are exact, taken record by "
+                "record: a second forward of the layer for each, and as many copies of its gradient as a physical "
+                "batch has records. If that is too slow, freeze them (requires_grad_(False) on the submodule) or "
+                "add a rule under hf_dpopt/clipping/rules."
+            )
+        if not plan.is_private:
+            logger.warning("NOT PRIVATE: the noise is off or its key is fixed. Epsilon is infinite.")
+        if self.args.max_grad_norm:
+            logger.warning(f"max_grad_norm={self.args.max_grad_norm} clips the noisy mean gradient, after the noise.")
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> DataLoader:
+        plan = self._planned()
+        self._check_records_are_kept()  # once more: it may have been replaced since the trainer was made
+        dataset, self._record_collator = self.train_dataset, self.data_collator
+        self._record_columns: list[str] | None = None  # those that the collator may see
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        elif self.args.remove_unused_columns:
+            self._set_signature_columns_if_needed()
+            self._record_columns = self._signature_columns
+        self._record_dataset = dataset
+        workers = self.args.dataloader_num_workers
+        if self._users is not None:
+            records, choose = Records(dataset, self._users.batch), self._users.choose
+        else:
+            records, choose = Records(dataset, of_rows), all_of_them
+        batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run, choose)
+        # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
+        return DataLoader(
+            records,
+            batch_sampler=batches,  # type: ignore[arg-type]
+            collate_fn=as_is,  # type: ignore[arg-type]
+            num_workers=workers,
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            worker_init_fn=(lambda i: seed_worker(i, workers, self.args.process_index)) if workers else None,
+        )
+
+    def _current_run(self) -> PrivateRun:
+        assert self._run is not None
+        return self._run
+
+    def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
+        yield from batch.physical(self.args.per_device_train_batch_size, self._collation)
+
+    def _make_collation(self, model: nn.Module) -> Collation:
+        """How records become rows, tried on a sample of them: what would fail in a step is found here."""
+        collation = make_collation(
+            self._record_dataset, self._record_collator, model, self._losses, self._clean, self._prepare_inputs
+        )
+        self._sample = look_at_records(self._record_dataset, collation, self._losses)
+        return collation
+
+    def _clean(self, record: Any) -> Any:
+        """What of a record the collator and the model may see."""
+        if self._users is not None:
+            record = self._users.without_id(record)
+        columns = self._record_columns
+        if columns is None or not isinstance(record, Mapping):
+            return record
+        return {name: value for name, value in record.items() if name in columns}
+
+    def _collated(self, records: list[Any]) -> Any:
+        """A batch of public records."""
+        return self._prepare_inputs(self._record_collator([self._clean(record) for record in records]))
+
+    def num_examples(self, dataloader: DataLoader) -> int:
+        """Of the training set what is public: where users are protected, how many records they have is not."""
+        is_training = self._users is not None and isinstance(dataloader.dataset, Records)
+        return self._planned().num_examples if is_training else super().num_examples(dataloader)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return args.expected_batch_size or super().get_total_train_batch_size(args)
+
+    # --- step --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """One private step. Returns 0, not the loss: the exact training loss is data."""
+        assert isinstance(inputs, LogicalBatch), type(inputs)
+        run, step = self._current_run(), inputs.step
+        assert step == self.state.global_step + 1, (step, self.state.global_step)
+        self._check_unchanged()
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        device = self.args.device
+        with (
+            explained_out_of_memory(self.args.per_device_train_batch_size, step),
+            self.compute_loss_context_manager(),
+            secret_randomness(run.chain.dropout_key, step, collectives.rank(), device),
+        ):
+            self._unprivatized += private_step(
+                self._stages.engine,
+                self._losses,
+                self._physical_batches(inputs),
+                run=run,
+                step=step,
+                preclip=self._stages.preclip,
+                chain=self._stages.chain,
+            )
+        if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
+            collectives.check_replicas_agree(model)
+        return torch.zeros((), device=device)
+
+    def _check_unchanged(self) -> None:
+        now = {id(p) for p in self.model.parameters() if p.requires_grad}
+        if now != {id(p) for p in self._engine.parameters.values()}:
+            raise DPConfigError(
+                "Trainable parameters changed during training (a callback froze, unfroze or replaced some), so the "
+                "clip no longer covers them. Decide what to train before train(), or train in two runs."
+            )
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
+        return None  # a token count over the batch is data, and no loss here is scaled by it
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # counted from the sampled batches, so it would reveal their sizes
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        return None
+
+    # --- release -----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Un-noised training values never reach the log; `epsilon` so far joins every line."""
+        logs = {key: value for key, value in logs.items() if key not in UNPRIVATIZED_LOGS}
+        if self.plan is not None and self._run is not None:
+            if self.args.log_unprivatized and "grad_norm" in logs:
+                self._print_unprivatized()
+            logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged))
+        super().log(logs, start_time)
+
+    def _print_unprivatized(self) -> None:
+        seen, self._unprivatized = self._unprivatized, UnprivatizedStatistics()
+        if seen.num_records:
+            logger.warning(
+                f"UNPRIVATIZED (exact values of private data, this console only): loss "
+                f"{seen.loss_sum / seen.num_records:.4f}, clipped {seen.num_clipped / seen.num_records:.1%}, records "
+                f"{seen.num_records} since the last line, dropped {seen.num_dropped}"
+            )
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
+        self._stages.finish()
+        output = super()._finalize_training(trial, num_train_samples, start_time)
+        metrics = {k: v for k, v in output.metrics.items() if k not in UNPRIVATIZED_LOGS}
+        spent = self.privacy_spent()
+        metrics |= {"epsilon": spent.epsilon, "delta": spent.delta}
+        return TrainOutput(output.global_step, float("nan"), metrics)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        # The generators' states are secret, and a resume derives them from the key. What a checkpoint needs instead is
+        # a proof of its cost: which record of which ledger it stands at.
+        os.makedirs(output_dir, exist_ok=True)
+        self._current_run().mark_checkpoint(output_dir)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save:
+            self._stages.save(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        return None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        with self._release.scrubbed_arguments():
+            super()._save(output_dir, state_dict=state_dict)
+        if self.args.should_save:
+            self._release.check(Path(output_dir or self.args.output_dir))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        self._release.complete_model_card()
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        self._release.write_report()
+        self._release.check(Path(self.args.output_dir))
+        return super().push_to_hub(*args, **kwargs)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        self._release.write_report()
+        self._release.check(Path(self.args.output_dir))
+        super()._push_from_checkpoint(checkpoint_folder)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._only_on_held_out(eval_dataset):
+            return super().evaluate(eval_dataset, *args, **kwargs)
+
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._only_on_held_out(test_dataset):
+            return super().predict(test_dataset, *args, **kwargs)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        with self._only_on_held_out(eval_dataset):
+            return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        with self._only_on_held_out(test_dataset):
+            return super().get_test_dataloader(test_dataset)
+
+    @contextlib.contextmanager
+    def _only_on_held_out(self, dataset: Any) -> Iterator[None]:
+        """Refuses training records, and does not look a second time at what one call hands to the next."""
+        dataset = self.eval_dataset if dataset is None else dataset
+        if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
+            dataset = self.eval_dataset[dataset]
+        before = self._held_out
+        if not any(dataset is one for one in before):
+            if self._training_rows.dataset is not self.train_dataset:  # some trainers prepare what they are given
+                self._training_rows = TrainingRows(self.train_dataset)
+            refusals.check_evaluation(dataset, self._training_rows)
+        self._held_out = (*before, dataset, *(dataset.values() if isinstance(dataset, dict) else ()))
+        try:
+            yield
+        finally:
+            self._held_out = before
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise DPConfigError(
+            "hyperparameter_search spends a budget per trial, and picking the best is a release of its own. Search on "
+            "public data, or train each setting as a run of its own and add up their epsilons."
+        )
+
+    def after_noise(self) -> tuple[str, ...]:
+        """What is made of the released gradients, for the report; empty before training."""
+        return tuple(self._stages.made_of) if hasattr(self, "_stages") else ()
+
+    def user_callbacks(self) -> tuple[str, ...]:
+        """Callbacks beyond the Trainer's own: they see the model between steps, so the report names them."""
+        stock = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
+        return tuple(type(c).__name__ for c in self.callback_handler.callbacks if type(c) not in stock)
+
+
+class DPTrainer(DPTrainerMixin, Trainer):
+    """`transformers.Trainer` with differential privacy; see `DPTrainerMixin`."""
+
+
+class DPSeq2SeqTrainer(DPTrainerMixin, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` with differential privacy; use it with `DPSeq2SeqTrainingArguments`."""

@@ -1,0 +1,69 @@
+"""What the Trainer's optimizer and schedule make of the noise: the workload that correlated noise is tuned for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments, get_scheduler
+
+from hf_dpopt.noise.strategies import Workload, momentum_workload
+
+MAX_SCHEDULED_STEPS = 4096  # a schedule makes the matrix of the workload dense; beyond, noise is tuned without it
+
+
+def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any] | None = None) -> Workload:
+    """Learning rates and momentum of a run, as a linear map from gradients to iterates.
+
+    An adaptive optimizer divides by a second moment, which no linear map has. Its proxy is the plain sum of gradients,
+    not their average with beta_1: noise that is tuned for an average may be loud in every single step, where it fills
+    the second moment and shortens the steps (docs/mechanisms.md has the measurement).
+
+    Args:
+        args: of the run.
+        num_steps: optimizer steps.
+        given: what the Trainer was called with; ``optimizers`` replaces what `args` say.
+
+    Returns:
+        A workload that has no influence on privacy: nothing in it depends on the data.
+    """
+    optimizer, scheduler = (given or {}).get("optimizers") or (None, None)
+    if optimizer is not None:
+        kind, options = type(optimizer), optimizer.param_groups[0]
+    else:
+        kind, options = (given or {}).get("optimizer_cls_and_kwargs") or _named(args)
+    # a scheduler that has begun cannot be asked without moving it
+    is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
+    momentum = float(options.get("momentum", 0.0))
+    workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
+    return dataclasses.replace(workload, adaptive=not issubclass(kind, torch.optim.SGD))
+
+
+def _named(args: TrainingArguments) -> tuple[type, Mapping[str, Any]]:
+    """Class and options of ``--optim sgd``, with its ``--optim_args``; every other name is an adaptive optimizer."""
+    if getattr(args.optim, "value", args.optim) != "sgd":
+        return torch.optim.Optimizer, {}
+    return Trainer.get_optimizer_cls_and_kwargs(args)
+
+
+def _step_sizes(args: TrainingArguments, num_steps: int) -> list[float] | None:
+    """Learning rate of every step relative to the largest; None for a constant one, or one that metrics decide."""
+    unused = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1.0)
+    try:
+        schedule = get_scheduler(
+            args.lr_scheduler_type,
+            optimizer=unused,
+            num_warmup_steps=args.get_warmup_steps(num_steps),
+            num_training_steps=num_steps,
+            scheduler_specific_kwargs=args.lr_scheduler_kwargs,  # type: ignore[arg-type]  # JSON was read into a dict
+        )
+        sizes = []
+        for _ in range(num_steps):
+            sizes.append(float(unused.param_groups[0]["lr"]))
+            unused.step()
+            schedule.step()
+    except (TypeError, ValueError):  # ReduceLROnPlateau and its like, or options that the Trainer will refuse
+        return None
+    return None if min(sizes) == max(sizes) or max(sizes) <= 0 or min(sizes) < 0 else sizes

@@ -1,0 +1,104 @@
+"""Correlated Gaussian noise: a strategy, how loud it is, and how its stream is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hf_dpopt.common.checks import check_count, check_noise_multiplier
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import NoiseStrategy
+from hf_dpopt.noise.streams import CorrelatedStream, make_stream
+from hf_dpopt.randomness.cipher import NoiseSource
+
+
+class _NoDraws:
+    """A source of zeros: for asking a stream whether it can be made."""
+
+    name = description = "none"
+
+    def normal(
+        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        return torch.zeros(tuple(shape), device=device)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelatedNoise:
+    """Noise that later steps partly take back: step t adds row t of ``B Z``, with ``B C = I``.
+
+    Adds ``noise_multiplier * sensitivity() * query_sensitivity * (B Z)_t`` to the clipped sum of step t, Z standard
+    normal. The whole run is one Gaussian mechanism on ``C G``; what it costs depends on the sampler, see
+    `hf_dpopt.plan.pairs`.
+
+    Args:
+        noise_multiplier: noise stddev / sensitivity of the event that is accounted for; unitless, > 0.
+        strategy: C and B.
+        strategy_sensitivity: of C, for the planned run and its sampler; unitless, > 0.
+        num_steps: steps the strategy was made for.
+        backend: how the noise of earlier steps is kept; see `make_stream`.
+        block: with ``backend="regenerate"``, steps that one pass over the earlier draws serves.
+        offload: keep the noise in the host's memory.
+
+    Raises:
+        DPConfigError: for noise that is absent, or numbers out of range.
+
+    References:
+        Denisov et al. (2022), arXiv:2202.08312, Theorem 2.1.
+    """
+
+    noise_multiplier: float
+    strategy: NoiseStrategy
+    strategy_sensitivity: float
+    num_steps: int
+    backend: str = "auto"
+    block: int = 1
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        check_noise_multiplier(self.noise_multiplier)
+        check_count("num_steps", self.num_steps)
+        check_count("block", self.block)
+        if self.noise_multiplier == 0:
+            raise DPConfigError(
+                "noise_multiplier=0 adds no noise, so there is nothing to correlate. Use "
+                "noise_mechanism='gaussian' for a run without noise."
+            )
+        assert math.isfinite(self.strategy_sensitivity) and self.strategy_sensitivity > 0, self.strategy_sensitivity
+        self.stream(_NoDraws(), 1.0)  # what it would refuse in the first step is refused now
+
+    def sensitivity(self) -> float:
+        """Sensitivity of the strategy (unitless): what multiplies that of one step's sum."""
+        return self.strategy_sensitivity
+
+    def row_norm(self, t: int) -> float:
+        """Stddev of the noise of step t (0-based) relative to that of its draw: what an optimizer corrects for."""
+        return self.strategy.row_norm(t, None if self.strategy.anytime else self.num_steps)
+
+    def stream(
+        self, source: NoiseSource, query_sensitivity: float, *, first_step: int = 0, num_steps: int | None = None
+    ) -> CorrelatedStream:
+        """The noise of one uninterrupted run.
+
+        Args:
+            source: standard normals under a key that no other run uses.
+            query_sensitivity: largest L2 change of one step's clipped sum between adjacent datasets, as the clipper
+                states it; gradient units, finite, > 0.
+            first_step: number of its first step.
+            num_steps: steps at most, the planned ones by default; more only if the strategy is anytime.
+        """
+        assert math.isfinite(query_sensitivity) and query_sensitivity > 0, query_sensitivity
+        steps = self.num_steps if num_steps is None else num_steps
+        return make_stream(
+            self.strategy,
+            source,
+            scale=self.noise_multiplier * self.sensitivity() * query_sensitivity,
+            num_steps=steps if self.strategy.anytime else self.num_steps,
+            first_step=first_step,
+            backend=self.backend,
+            block=self.block,
+            offload=self.offload,
+        )

@@ -1,0 +1,215 @@
+"""Tree aggregation: noise on the nodes of a binary tree over the steps, and three ways to read prefix sums off it.
+
+A node is a complete aligned block of ``2^h`` steps; C has a row of ones over the steps of every node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar, Literal, get_args
+
+import numpy as np
+from scipy.linalg import solve_triangular
+
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import sensitivity
+from hf_dpopt.noise.strategies.base import NoiseStrategy, lower_root
+from hf_dpopt.noise.strategies.participation import Participation
+
+Variant = Literal["vanilla", "honaker", "full_honaker"]
+MAX_PATTERNS = 1_000_000  # patterns that are looked through before the bound by row sums is taken instead
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeAggregation(NoiseStrategy):
+    """Binary tree aggregation.
+
+    Args:
+        variant: "vanilla" adds up the nodes of a prefix; "honaker" first improves every node by those below it;
+            "full_honaker" takes the best estimate from all nodes, later ones too, which needs the number of steps.
+        restart_every: steps after which a new tree starts; None for one tree.
+        tree_completion: at a restart the tree is completed by steps without gradient, so that what is carried over is
+            one root and not the nodes of a prefix.
+
+    References:
+        Kairouz et al. (2021), arXiv:2103.00039 (DP-FTRL; Appendix D for the completion); Honaker (2015).
+    """
+
+    variant: Variant = "honaker"
+    restart_every: int | None = None
+    tree_completion: bool = True
+    name: ClassVar[str] = "tree"
+
+    def __post_init__(self) -> None:
+        if self.variant not in get_args(Variant):
+            raise DPConfigError(f"variant={self.variant!r} is unknown. Use one of {', '.join(get_args(Variant))}.")
+        if self.restart_every is not None:
+            check_count("restart_every", self.restart_every)
+            object.__setattr__(self, "restart_every", int(self.restart_every))
+            if self.variant == "full_honaker":
+                raise DPConfigError("full_honaker reads all nodes together: use Stamped to restart it, or 'honaker'.")
+
+    @property
+    def anytime(self) -> bool:  # type: ignore[override]
+        return self.variant != "full_honaker"
+
+    def _blocks(self, n: int) -> list[tuple[int, int, int]]:
+        """First step, end, and steps of the tree of every block."""
+        every = self.restart_every or n
+        size = _power_at_least(every) if self.restart_every and self.tree_completion else every
+        return [
+            (first, min(first + every, n), size if first + every <= n else min(every, n - first))
+            for first in range(0, n, every)
+        ]
+
+    def strategy_matrix(self, n: int) -> np.ndarray:
+        nodes = self._nodes(n)
+        # the best estimate needs later nodes: a rotation with the same privacy makes its noise step by step
+        return lower_root(nodes.T @ nodes) if self.variant == "full_honaker" else nodes
+
+    def _nodes(self, n: int) -> np.ndarray:
+        """Which steps every node adds up, (nodes, n)."""
+        rows = []
+        for first, end, size in self._blocks(n):
+            of_block = _tree(size).nodes[:, : end - first]
+            rows.append(np.zeros((len(of_block), n)))
+            rows[-1][:, first:end] = of_block
+        return np.concatenate(rows)
+
+    def noising_matrix(self, n: int) -> np.ndarray:
+        if self.variant == "full_honaker":
+            return solve_triangular(self.strategy_matrix(n), np.eye(n), lower=True)
+        blocks = self._blocks(n)
+        num_nodes = [len(_tree(size).nodes) for _, _, size in blocks]
+        prefixes, carried, column = np.zeros((n, sum(num_nodes))), np.zeros(sum(num_nodes)), 0
+        for (first, end, size), count in zip(blocks, num_nodes, strict=True):
+            of_prefixes = _tree(size).prefix_decoder(self.variant)
+            prefixes[first:end] = carried
+            prefixes[first:end, column : column + count] = of_prefixes[: end - first]
+            carried[column : column + count] = of_prefixes[-1]
+            column += count
+        return np.diff(prefixes, axis=0, prepend=0.0)
+
+    def sensitivity(self, n: int, participation: Participation) -> float:
+        if participation.kind == "fixed_epoch":
+            return self._epoch_sensitivity(n, participation)
+        matrix = self._nodes(n)
+        columns = np.square(matrix).sum(axis=0)
+        if participation.fits(n) == 1:
+            return float(np.sqrt(columns.max()))
+        if self.restart_every is None:
+            exact = _worst_pattern(n, participation)
+            if exact is not None:
+                return exact
+        elif participation.min_sep >= self.restart_every:  # at most one participation in a tree
+            return sensitivity.banded_sensitivity(np.sqrt(columns), participation)
+        return sensitivity.gram_sensitivity(matrix.T @ matrix, participation)
+
+    def _epoch_sensitivity(self, n: int, participation: Participation) -> float:
+        """Exact, for steps ``o, o + b, ..``: the nodes count how many of them they hold, without any matrix."""
+        worst = 0
+        for offset in range(min(participation.min_sep, n)):
+            steps = np.arange(offset, n, participation.min_sep)[: participation.max_participations]
+            total = 0
+            for first, end, size in self._blocks(n):
+                inside = steps[(steps >= first) & (steps < end)] - first
+                for height in range(size.bit_length()):
+                    hits = np.bincount(inside >> height)[: size >> height]  # nodes that are completed
+                    total += int(hits @ hits)
+            worst = max(worst, total)
+        return float(np.sqrt(worst))
+
+
+def _power_at_least(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class _Tree:
+    """The complete nodes over n steps, (nodes, n) of ones and zeros, by level."""
+
+    def __init__(self, n: int):
+        self.n = n
+        self.index: dict[tuple[int, int], int] = {}  # (height, first step) -> row
+        for height in range(n.bit_length()):
+            for first in range(0, n - (1 << height) + 1, 1 << height):
+                self.index[height, first] = len(self.index)
+        self.nodes = np.zeros((len(self.index), n))
+        for (height, first), row in self.index.items():
+            self.nodes[row, first : first + (1 << height)] = 1
+
+    def prefix_decoder(self, variant: Variant) -> np.ndarray:
+        """Row t: how the sum of the first t + 1 steps is read off the nodes, (n, nodes)."""
+        estimates = self._estimates() if variant == "honaker" else np.eye(len(self.nodes))
+        decoder = np.zeros((self.n, len(self.nodes)))
+        for t in range(1, self.n + 1):
+            first = 0
+            for height in range(t.bit_length() - 1, -1, -1):  # the blocks of the binary digits of t
+                if t >> height & 1:
+                    decoder[t - 1] += estimates[self.index[height, first]]
+                    first += 1 << height
+        return decoder
+
+    def _estimates(self) -> np.ndarray:
+        """Row of a node: its own draw and those below it, weighted by their precision, (nodes, nodes)."""
+        estimates, variance = np.zeros((len(self.nodes), len(self.nodes))), 1.0
+        for (height, first), row in self.index.items():  # from the leaves up
+            if height == 0:
+                estimates[row, row] = 1.0
+                continue
+            variance = 2 ** (height - 1) / (2**height - 1)  # of an estimate one level below
+            own = 2 * variance / (1 + 2 * variance)
+            half = 1 << (height - 1)
+            below = (
+                estimates[self.index[height - 1, first]] + estimates[self.index[height - 1, first + half]]
+            )  # fmt: skip
+            estimates[row] = (1 - own) * below
+            estimates[row, row] = own
+        return estimates
+
+
+@functools.lru_cache(maxsize=8)
+def _tree(n: int) -> _Tree:
+    return _Tree(n)
+
+
+def _worst_pattern(n: int, participation: Participation) -> float | None:
+    """Exact sensitivity of one tree: over which aligned blocks of ``s = 2^floor(log2 b) <= b`` steps a record hits.
+
+    A block of s steps is hit at most once, so nodes up to that size are worth 1 for every hit, wherever it is; larger
+    nodes are worth the square of their hits. Only in an incomplete last block does the place matter, and that hit is
+    the last one. None if there are too many sets to look through.
+    """
+    s = 1 << (participation.min_sep.bit_length() - 1)
+    num_levels = s.bit_length()
+    below = np.array([sum((t >> h << h) + (1 << h) <= n for h in range(num_levels)) for t in range(n)])
+    large = [
+        (first // s, (first + size) // s)
+        for h in range(num_levels, n.bit_length())
+        for size in [1 << h]
+        for first in range(0, n - size + 1, size)
+    ]
+    best, visited = 0.0, 0
+    hits = np.zeros(-(-n // s), dtype=int)
+
+    def search(earliest: int, left: int, value: int) -> bool:
+        nonlocal best, visited
+        visited += 1
+        if visited > MAX_PATTERNS:
+            return False
+        best = max(best, value + sum(int(hits[a:b].sum()) ** 2 for a, b in large))
+        if left == 0:
+            return True
+        for block in range(earliest // s, len(hits)):
+            place, end = max(earliest, block * s), min((block + 1) * s, n)
+            if place >= end:
+                continue
+            hits[block] += 1
+            in_time = search(place + participation.min_sep, left - 1, value + int(below[place:end].max()))
+            hits[block] -= 1
+            if not in_time:
+                return False
+        return True
+
+    return float(np.sqrt(best)) if search(0, participation.fits(n), 0) else None

@@ -1,0 +1,39 @@
+"""Banded Toeplitz noise: ``x_t = (z_t - sum_{i=1}^{p-1} c_i x_{t-i}) / c_0``, from the last p - 1 outputs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_dpopt.noise.strategies import BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.streams.base import CorrelatedStream, State
+from hf_dpopt.randomness.cipher import NoiseSource
+
+
+class RecurrentStream(CorrelatedStream):
+    """Keeps the last p - 1 outputs of every tensor in a ring: they cannot be drawn again."""
+
+    def __init__(self, strategy: BandedToeplitz | ColumnNormalized, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
+        self._coefs = (strategy.base if isinstance(strategy, ColumnNormalized) else strategy).coefs
+        self._row_scales = strategy.column_norms() if isinstance(strategy, ColumnNormalized) else None
+        self._outputs: dict[str, list[torch.Tensor]] = {}  # of step s at s % (p - 1)
+
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        output = self._normal(total, tensor, t)
+        ring, size = self._outputs.setdefault(name, []), len(self._coefs) - 1
+        for i in range(1, min(size, t) + 1):
+            output.sub_(ring[(t - i) % size], alpha=self._coefs[i])
+        output.div_(self._coefs[0])
+        total.add_(output, alpha=self.scale * (1.0 if self._row_scales is None else float(self._row_scales[t])))
+        if t < size:
+            ring.append(output)
+        elif size:
+            ring[t % size] = output
+
+    def _kept(self) -> State:
+        return {"outputs": self._outputs}
+
+    def _restore(self, state: State) -> None:
+        self._outputs = state["outputs"]

@@ -1,0 +1,215 @@
+"""What every noise stream does: one step after the other, for all tensors, in float32.
+
+The noise of step t is row t of ``B Z``. The rows of Z are a pure function of (key, row, tensor, element), so a stream
+does not depend on ranks, physical batches or devices; what it keeps besides is only there to save drawing again.
+Everything here is secret: whoever has it can take the noise off again.
+
+t = step within the stream, 0-based.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import math
+from typing import Any
+
+import torch
+
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.randomness.cipher import NoiseSource
+
+State = dict[str, Any]
+UNUSED_ROW = 2**62
+
+
+class CorrelatedStream(abc.ABC):
+    """The correlated noise of one uninterrupted run.
+
+    Formal guarantee: after `add_` for steps 0 .. t, ``scale * (B Z)[0 .. t]`` was added, up to rounding in float32,
+    with one row of Z per row of C and every row drawn under its own (key, row). Steps are neither repeated nor left
+    out: either would break ``B C = I``, on which the privacy of the whole run rests.
+
+    Args:
+        source: standard normals under a key that no other stream uses.
+        scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
+        num_steps: steps it is made for.
+        first_step: step under which the trainer asks for t = 0.
+        offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
+        bound_to: what else fixes the noise; a state is taken back by a stream that is bound to the same alone.
+
+    Raises:
+        DPConfigError: for a scale that is not a finite number > 0.
+    """
+
+    def __init__(
+        self,
+        source: NoiseSource,
+        *,
+        scale: float,
+        num_steps: int,
+        first_step: int = 0,
+        offload: bool = False,
+        bound_to: State | None = None,
+    ):
+        if not (math.isfinite(scale) and scale > 0):
+            raise DPConfigError(f"scale={scale} is not a finite number > 0: noise stddev times clipping norm.")
+        self.scale, self._source, self._first_step, self._num_steps = scale, source, first_step, num_steps
+        # two numbers of a row that no step uses tell one key from another; they are as secret as the rest
+        key = source.normal((2,), step=UNUSED_ROW, tensor=0).tolist()
+        self._bound_to = {
+            "stream": type(self).__name__, "scale": scale, "num_steps": num_steps, "first_step": first_step,
+            "key": key, **(bound_to or {}),
+        }  # fmt: skip
+        self._offload = offload
+        self._num_done = 0
+        self._to_replay = 0
+        self._to_place = False  # a state that was read lies in the host's memory
+        self._shapes: dict[str, torch.Size] | None = None
+
+    @property
+    def draw_stddev(self) -> float:
+        """Of a coordinate of ``scale * Z``, absolute, in gradient units."""
+        return self.scale
+
+    @property
+    def num_steps(self) -> int:
+        """Steps whose noise was added."""
+        return self._num_done
+
+    def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
+        """Adds the noise of `step` in place, to every coordinate of every tensor.
+
+        Args:
+            sums: clipped sums over the whole logical batch, float32; the same names and shapes in every step.
+            step: the one after that of the call before.
+
+        Raises:
+            DPConfigError: for a step left out or repeated, tensors other than before, or sums that are not float32.
+            DPBudgetExceeded: after the steps it was made for.
+        """
+        t = step - self._first_step
+        if t != self._num_done:
+            raise DPConfigError(
+                f"The noise of step {step} was asked for after {self._num_done} steps from {self._first_step} on. "
+                "Correlated noise has every step once, in order: a step without a batch still takes its noise."
+            )
+        shapes = {name: total.shape for name, total in sums.items()}
+        if t >= self._num_steps:
+            raise DPBudgetExceeded(
+                f"This noise was made for {self._num_steps} steps, and the next would have none. Make the stream for "
+                "more steps at the start (max_steps)."
+            )
+        if self._shapes not in (None, shapes):
+            raise DPConfigError(
+                "The tensors to be noised changed during the run; its noise is for those it began with."
+            )
+        if any(total.dtype != torch.float32 for total in sums.values()):
+            raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
+        if self._to_place and sums:
+            device = next(iter(sums.values())).device
+            self._restore(_moved(self._kept(), "cpu" if self._offload else device))
+            self._to_place = False
+        for tensor, name in enumerate(sorted(sums)):
+            total = sums[name] if not self._offload else self._on_host(sums[name])
+            if self._to_replay:
+                self._replay(total, name, tensor, self._to_replay)
+            self._add_to(total, name, tensor, t)
+            if self._offload:
+                sums[name].add_(total.to(sums[name].device, non_blocking=True))
+        self._shapes, self._to_replay = shapes, 0
+        self._num_done += 1
+
+    @abc.abstractmethod
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        """Adds ``scale`` times row t to one tensor."""
+
+    def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
+        """Brings what is kept for one tensor to where it was after that many steps; costs the noise of all of them."""
+        unused = torch.zeros_like(like)
+        for t in range(num_steps):
+            self._add_to(unused, name, tensor, t)
+
+    @staticmethod
+    def _on_host(total: torch.Tensor) -> torch.Tensor:
+        """Zeros of that shape; pinned where a copy to a GPU would wait for pageable memory."""
+        return torch.zeros(total.shape, dtype=torch.float32, pin_memory=total.is_cuda)
+
+    def _normal(self, total: torch.Tensor, tensor: int, row: int) -> torch.Tensor:
+        return self._source.normal(total.shape, step=row, tensor=tensor, device=total.device)
+
+    # --- state: secret -----------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """A copy of all that the next steps need besides key and strategy. SECRET, as the key is."""
+        done = {"num_done": self._num_done, "shapes": self._shapes, "bound_to": self._bound_to}
+        return {**done, **copy.deepcopy(self._kept())}
+
+    def load_state(self, state: State) -> None:
+        """Continues where `state` was taken, bit for bit.
+
+        Raises:
+            DPConfigError: for the state of another strategy, key, scale, number of steps or backend.
+        """
+        theirs = state["bound_to"]
+        other = [name for name in {**self._bound_to, **theirs} if self._bound_to.get(name) != theirs.get(name)]
+        if other:
+            raise DPConfigError(
+                f"This state belongs to another noise stream ({', '.join(sorted(other))} differ). Continue with what "
+                "the run was started with, or start a new one."
+            )
+        state = copy.deepcopy({name: value for name, value in state.items() if name != "bound_to"})
+        self._num_done, self._shapes = state.pop("num_done"), state.pop("shapes")
+        self._restore(state)
+        self._to_place = True
+
+    def continue_at(self, num_steps: int, state: State | None) -> None:
+        """Goes on after that many steps of a run that was interrupted, bit for bit.
+
+        Args:
+            num_steps: steps that were taken, all of them.
+            state: as `state` gave it after them; None, or that of another moment or horizon, if it is not there: what
+                is needed is then drawn again from the key, before the next step.
+
+        Raises:
+            DPConfigError: for the state of another key or strategy.
+        """
+        if state is not None:
+            others = [name for name in ("key", "strategy") if state["bound_to"].get(name) != self._bound_to.get(name)]
+            if others:
+                raise DPConfigError(
+                    f"The noise that was kept belongs to another run ({', '.join(others)} differ). Continue with the "
+                    "options the run was started with."
+                )
+        if state is not None and state["num_done"] == num_steps and state["bound_to"] == self._bound_to:
+            self.load_state(state)
+        else:
+            assert self._num_done == 0, "a stream that has begun cannot be moved"
+            self._num_done = self._to_replay = num_steps
+
+    def _kept(self) -> State:
+        return {}
+
+    def _restore(self, state: State) -> None:
+        assert not state, list(state)
+
+    def bytes_kept(self) -> int:
+        """Memory of the tensors it keeps between steps."""
+        return sum(x.numel() * x.element_size() for x in _tensors(self._kept()))
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """The same, with its tensors on a device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(item, device) for name, item in value.items()}
+    return type(value)(_moved(item, device) for item in value) if isinstance(value, (list, tuple)) else value
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [x for item in value for x in _tensors(item)] if not isinstance(value, (str, int, float)) else []

@@ -1,0 +1,98 @@
+"""Noise by the rows of B as they stand: for every strategy, from draws that are kept or drawn again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.streams.base import CorrelatedStream, State
+from hf_dpopt.randomness.cipher import NoiseSource
+
+Rows = Callable[[int], np.ndarray]  # t -> row t of B, (t + 1,)
+
+
+def rows_of(strategy: NoiseStrategy, num_steps: int) -> Rows:
+    """Rows of a lower-triangular B for a run of at most `num_steps` steps."""
+    if isinstance(strategy, ToeplitzStrategy):
+        coefs = strategy.noising_coefs(num_steps)
+        return lambda t: coefs[: t + 1][::-1]
+    matrix = strategy.noising_matrix(num_steps)
+    if matrix.shape != (num_steps, num_steps) or np.triu(matrix, 1).any():
+        raise DPConfigError(
+            f"The noise of {strategy.name} is not made step by step from one draw a step. To restart a tree, use "
+            "TreeAggregation(restart_every=..)."
+        )
+    return lambda t: matrix[t, : t + 1]
+
+
+class HistoryStream(CorrelatedStream):
+    """Keeps every draw: t tensors after t steps; each step reads them all."""
+
+    def __init__(self, rows: Rows, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
+        self._rows = rows
+        self._draws: dict[str, list[torch.Tensor]] = {}
+
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        draws = self._draws.setdefault(name, [])
+        draws.append(self._normal(total, tensor, t))
+        for weight, draw in zip(self._rows(t), draws, strict=True):
+            if weight:
+                total.add_(draw, alpha=self.scale * float(weight))
+
+    def _kept(self) -> State:
+        return {"draws": self._draws}
+
+    def _restore(self, state: State) -> None:
+        self._draws = state["draws"]
+
+
+class RegeneratedStream(CorrelatedStream):
+    """Keeps nothing but what it has worked ahead: draws of earlier steps are drawn again from the key.
+
+    With `block` K, one pass over all earlier draws serves K steps, whose unfinished outputs are kept: K tensors, and
+    1/K of the draws. With K = 1 nothing is kept between steps.
+    """
+
+    def __init__(self, rows: Rows, source: NoiseSource, *, block: int = 1, **options: Any):
+        super().__init__(source, **options)
+        self._rows, self._block = rows, block
+        self._ahead: dict[str, list[torch.Tensor]] = {}  # outputs of the block from the current step on, unfinished
+
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        if t % self._block == 0:
+            self._replay(total, name, tensor, t)
+        ahead, normal = self._ahead[name], self._normal(total, tensor, t)
+        for i, output in enumerate(ahead):
+            weight = float(self._rows(t + i)[t])
+            if weight:
+                output.add_(normal, alpha=weight)
+        total.add_(ahead.pop(0), alpha=self.scale)
+
+    def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
+        self._ahead[name] = self._from_before(like, tensor, num_steps)
+
+    def _from_before(self, total: torch.Tensor, tensor: int, t: int) -> list[torch.Tensor]:
+        """What the draws before step t give to the outputs of what is left of its block."""
+        end = min(t - t % self._block + self._block, self._num_steps)
+        rows = [self._rows(i) for i in range(t, end)]
+        outputs = [torch.zeros_like(total) for _ in rows]
+        for s in range(t):
+            weights = [float(row[s]) for row in rows]
+            if not any(weights):
+                continue
+            draw = self._normal(total, tensor, s)
+            for output, weight in zip(outputs, weights, strict=True):
+                output.add_(draw, alpha=weight)
+        return outputs
+
+    def _kept(self) -> State:
+        return {"ahead": self._ahead}
+
+    def _restore(self, state: State) -> None:
+        self._ahead = state["ahead"]

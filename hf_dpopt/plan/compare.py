@@ -1,0 +1,155 @@
+"""Which noise has the least error for a run and a budget: every mechanism with its sampler, side by side.
+
+The predicted error is that of the optimizer's linear map applied to the noise (`Workload`), at the clipping norm 1 and
+at the noise that the budget asks for. It knows nothing of the data: clipping bias, curvature and the second moments of
+adaptive optimizers are outside of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategies import Workload
+from hf_dpopt.noise.streams.cost import StreamCost
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.resolve import refuse_options_of_auto
+
+if TYPE_CHECKING:
+    from hf_dpopt.plan.plan import PrivacyPlan
+
+# What is compared where nothing was asked for: (mechanism, sampler). The others are for research, or never better.
+CANDIDATES = (
+    ("gaussian", "truncated_poisson"),
+    ("banded", "cyclic_poisson"),
+    ("blt", "fixed_order"),
+    ("nu_dpftrl", "fixed_order"),
+    ("nu_dpftrl", "balls_in_bins"),
+    ("anti_pgd", "fixed_order"),
+    ("honaker", "fixed_order"),
+    ("tree", "fixed_order"),
+)
+INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
+MAX_MATRIX_STEPS = 4096  # the error of a tree needs its matrices
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedNoise:
+    """One row of the comparison.
+
+    Attributes:
+        plan: of the run with this noise.
+        rmse: root mean square error of the iterates over the run, per coordinate, in clipping norms times the learning
+            rate; of sums of gradients, not means.
+        max_error: the largest of an iterate, likewise.
+        cost: of the noise, per step.
+        score: what decides; the smaller, the better. `rmse` for SGD. For an adaptive optimizer its geometric mean with
+            the noise of a single step, which shortens every step: a rule that was measured, not derived
+            (docs/mechanisms.md).
+    """
+
+    plan: PrivacyPlan
+    rmse: float
+    max_error: float
+    cost: StreamCost
+    score: float
+
+    @property
+    def mechanism(self) -> str:
+        """Its name in `MECHANISMS`."""
+        return self.plan.config.noise_mechanism
+
+    @property
+    def label(self) -> str:
+        """A name that tells the rows apart."""
+        return f"{self.mechanism}, {self.plan.sampler.name}"
+
+    @property
+    def step_stddev(self) -> float:
+        """Stddev of the noise of the last step, in clipping norms."""
+        return _step_stddev(self.plan)
+
+
+def compare_mechanisms(
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    workload: Workload | None = None,
+    candidates: tuple[tuple[str, str], ...] = CANDIDATES,
+) -> list[ComparedNoise]:
+    """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
+
+    Args:
+        config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
+        num_examples, num_steps: of the run.
+        workload: what the optimizer makes of the gradients; None for plain sums.
+        candidates: (mechanism, sampler) to compare.
+
+    Raises:
+        DPConfigError: without a budget, or if no mechanism fits what was asked for.
+    """
+    from hf_dpopt.plan.plan import make_plan  # a plan may ask for a comparison
+
+    if config.target_epsilon is None:
+        raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
+    refuse_options_of_auto(config)
+    rows, refused = [], []
+    for name, sampling in candidates:
+        if config.sampling not in ("auto", sampling) or (name in ("tree", "honaker") and num_steps > MAX_MATRIX_STEPS):
+            continue
+        asked = dataclasses.replace(config, noise_mechanism=name, sampling=sampling)  # type: ignore[arg-type]
+        try:
+            plan = make_plan(asked, num_examples=num_examples, num_steps=num_steps, workload=workload)
+        except DPConfigError as error:
+            refused.append(f"{name}: {error}")
+            continue
+        rows.append(compare_row(plan, workload))
+    if not rows:
+        raise DPConfigError(f"No mechanism fits what was asked for. {' '.join(refused)}")
+    rows.sort(key=lambda row: row.score)
+    as_good = [row for row in rows if row.score <= (1 + INDIFFERENT) * rows[0].score]
+    best = min(as_good, key=lambda row: row.cost.kept)
+    return [best, *(row for row in rows if row is not best)]
+
+
+def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.ndarray:
+    """Stddev of a coordinate of every iterate due to the noise, in clipping norms times the learning rate, (n,)."""
+    scale = plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency]
+    return scale * np.sqrt(plan.strategy.per_query_error(plan.num_steps, workload))
+
+
+def _step_stddev(plan: PrivacyPlan) -> float:
+    row_norm = plan.mechanism.row_norm(plan.noise_steps - 1)
+    return plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency] * row_norm
+
+
+def compare_row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
+    """A plan as a row of a comparison."""
+    errors = predicted_errors(plan, workload)
+    rmse = float(math.sqrt(np.square(errors).mean()))
+    is_adaptive = workload is not None and workload.adaptive
+    return ComparedNoise(
+        plan=plan,
+        rmse=rmse,
+        max_error=float(errors.max()),
+        cost=plan.cost,
+        score=math.sqrt(rmse * _step_stddev(plan)) if is_adaptive else rmse,
+    )
+
+
+def as_text(rows: tuple[ComparedNoise, ...] | list[ComparedNoise]) -> str:
+    """The comparison as plain lines, for a log."""
+    lines = ["mechanism    sampler            noise of a step   RMSE    max error  copies kept  adjacency"]
+    for row in rows:
+        plan = row.plan
+        lines.append(
+            f"{row.mechanism:12} {plan.sampler.name:18} {row.step_stddev:11.4f} {row.rmse:11.4g} "
+            f"{row.max_error:10.4g} {row.cost.kept:9.3g}     {plan.adjacency}"
+        )
+    return "\n".join(lines)

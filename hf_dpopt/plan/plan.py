@@ -1,0 +1,420 @@
+"""The plan of a private run: sampler, sensitivity, noise and event, all built from one frozen config.
+
+Nobody wires these by hand, so what runs and what is accounted for cannot disagree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+
+from hf_dpopt.accounting import accountants, events
+from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
+from hf_dpopt.accounting.delta import resolve_delta
+from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR, Clipping, make_clipper
+from hf_dpopt.common.checks import check_count, check_noise_multiplier
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.noise import CorrelatedNoise, GaussianMechanism, NoiseMechanism
+from hf_dpopt.noise.strategies import IdentityStrategy, NoiseStrategy, Workload
+from hf_dpopt.noise.streams.cost import StreamCost, stream_cost
+from hf_dpopt.plan import pairs
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.resolve import choose_noise, restarted_with, stream_options
+from hf_dpopt.preclip import Identity, Preclip, make_preclip
+from hf_dpopt.preclip.base import sensitivity_ratio
+from hf_dpopt.sampling import BallsInBinsSampler, CappedPoissonSampler, FixedOrderSampler, Sampler
+from hf_dpopt.sampling.base import Steps, as_chains
+
+LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
+MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_accounting computes huge integers
+
+# Entries of `public_dict` that a resumed run must share with the run it continues.
+RESUME_KEYS = (
+    "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
+    "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
+    "noise_strategy", "noise_rng", "is_private", "preclip", "users",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrivacyPlan:
+    """Everything public about a private run. Made by `make_plan`; holds no key and nothing that depends on records.
+
+    Formal guarantee: ``num_steps`` steps that draw their batches from ``sampler`` under a secret key, divide by the
+    scales of ``preclip``, clip with ``clipper``, sum, and add the noise of ``mechanism`` at ``sensitivity``, are
+    together ``(epsilon(), delta)``-differentially private under ``adjacency``, whatever is made of their outputs.
+
+    Attributes:
+        config: what was asked for.
+        num_examples: records in the dataset, or users if they are what is sampled; public.
+        num_steps: planned optimizer steps; `epsilon` accepts other numbers.
+        delta: in (0, 1); see `hf_dpopt.accounting.delta`.
+        noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
+        noise_steps: steps the noise was made and its multiplier stated for; another number than `num_steps` only for
+            a run that was continued beyond its first plan.
+        sampler, preclip, clipper, mechanism: the stages of the step.
+        compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
+    """
+
+    config: PrivacyConfig
+    num_examples: int
+    num_steps: int
+    delta: float
+    noise_multiplier: float
+    noise_steps: int
+    sampler: Sampler
+    clipper: Clipping
+    mechanism: NoiseMechanism
+    preclip: Preclip = Identity()
+    compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+
+    @property
+    def adjacency(self) -> str:
+        """Which datasets count as neighbours."""
+        return self.config.adjacency
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest L2 change of what one step sums, between adjacent datasets: all its queries and counts together.
+
+        In the coordinates of the clip, those of g / D where records are divided by D; gradient units without D.
+        """
+        per_clip = self.noise_multiplier * SENSITIVITY_FACTOR[self.adjacency]
+        ratio = sensitivity_ratio(self.preclip, per_clip, self.sampler.expected_batch_size)
+        return ratio * self.clipper.sensitivity(self.adjacency)
+
+    @property
+    def strategy(self) -> NoiseStrategy:
+        """How the noise of the steps is correlated."""
+        return self.mechanism.strategy
+
+    @property
+    def draw_stddev(self) -> float:
+        """Stddev of the draws that are correlated / sensitivity of one step's sum; unitless, sigma_z in the papers."""
+        return self.noise_multiplier * self.mechanism.sensitivity()
+
+    @property
+    def cost(self) -> StreamCost:
+        """What the noise of a step costs, per trained coordinate."""
+        options = stream_options(self.config)
+        return stream_cost(self.strategy, self.noise_steps, backend=options["backend"], block=options["block"])
+
+    @property
+    def horizon(self) -> int | None:
+        """Steps after which there is no noise for another one; None if any number may follow."""
+        return None if self.strategy.anytime else self.noise_steps
+
+    @property
+    def unit(self) -> str:
+        """What one record is."""
+        return self.config.privacy_unit
+
+    def describe_sampling(self) -> str:
+        """One sentence about the batches."""
+        return self.sampler.describe("record" if self.unit == "example" else self.unit)
+
+    @property
+    def users(self) -> dict[str, Any] | None:
+        """What a user gives to a step; None if the unit is the record."""
+        if self.unit != "user":
+            return None
+        given: dict[str, Any] = {
+            "column": self.config.user_id_column,
+            "records_per_user": self.config.records_per_user,
+            "sampled": "users" if self.sums_users else "records",
+        }
+        if self.config.local_training is not None:
+            given["local_training"] = dict(self.config.local_training)
+        elif self.sums_users:
+            given["weighting"] = self.config.user_weighting
+        return given
+
+    @property
+    def num_users(self) -> int | None:
+        """Users in the training set; None where records are protected one by one."""
+        if self.unit != "user":
+            return None
+        return self.config.num_units(self.num_examples)
+
+    @property
+    def sums_users(self) -> bool:
+        """Whether the clip is that of whole users; else it is that of records."""
+        return self.unit == "user" and not isinstance(self.sampler, CappedPoissonSampler)
+
+    @property
+    def is_private(self) -> bool:
+        """False without noise or with a key that the user fixed; epsilon is then infinite."""
+        return self.config.is_private and self.noise_multiplier > 0
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """What the planned run releases."""
+        return self.event_after(self.num_steps)
+
+    def event_after(self, num_steps: Steps) -> dp_accounting.DpEvent:
+        """What that many steps release; a sequence gives the steps of each chain of a run that branched."""
+        if not self.is_private and self.sampler.max_participations(num_steps) > 0:
+            return dp_accounting.NonPrivateDpEvent()
+        stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
+        return pairs.release(self.strategy, self.sampler, stddev, num_steps, planned_steps=self.noise_steps)
+
+    def epsilon(self, num_steps: Steps | None = None) -> float:
+        """Epsilon after that many steps; all planned steps by default.
+
+        Formal guarantee: an upper bound, non-decreasing in the steps. The planned number of steps gets the fine value;
+        any other number one that is cheap enough for every log line: about 1% larger at most or, for balls in bins,
+        that of the whole epoch.
+
+        Args:
+            num_steps: optimizer steps, >= 0. If the run has several chains (it was resumed from an older checkpoint,
+                or trained again), the steps of each: for ``fixed_order`` their sum does not tell what they cost.
+        """
+        planned = self._spent.epsilon
+        if num_steps is None or num_steps == self.num_steps:
+            return planned
+        if self.horizon is not None and max(as_chains(num_steps), default=0) > self.horizon:
+            return math.inf  # no noise was made for such a step
+        excess = self.excess(num_steps)
+        if excess == 0:
+            return planned
+        event = self.event_after(self._cheap(num_steps))
+        rough = accountants.epsilon(event, self.delta, self.adjacency, relative_error=LOG_RELATIVE_ERROR).epsilon
+        if excess is None:
+            return rough
+        return max(rough, planned) if excess > 0 else min(rough, planned)
+
+    def _cheap(self, num_steps: Steps) -> Steps:
+        """So many steps or a few more: whole epochs of balls in bins, whose epsilon takes a second to compute.
+
+        For the log of a run on its way alone; what a run of several chains, or beyond its plan, costs is exact.
+        """
+        chains = as_chains(num_steps)
+        if not isinstance(self.sampler, BallsInBinsSampler) or len(chains) != 1 or chains[0] > self.num_steps:
+            return num_steps
+        epoch = self.sampler.steps_per_epoch
+        return min(-(-chains[0] // epoch) * epoch, self.num_steps)
+
+    def excess(self, num_steps: Steps) -> int | None:
+        """Sign of what those steps cost above the plan: 0 for the same, None if that is not known without epsilon."""
+        chains = [steps for steps in as_chains(num_steps) if steps > 0]
+        if not isinstance(self.strategy, IdentityStrategy):
+            # what a chain is charged as, see `pairs.release`
+            chains = [steps if self.strategy.anytime else self.noise_steps for steps in chains]
+            planned = self.num_steps if self.strategy.anytime else self.noise_steps
+        else:
+            planned = self.num_steps
+        by_steps = isinstance(self.sampler, FixedOrderSampler) and not isinstance(self.strategy, IdentityStrategy)
+        if by_steps or isinstance(self.sampler, BallsInBinsSampler):
+            return sum(chains) - planned if len(chains) == 1 else None
+        sensitivities = {pairs.strategy_sensitivity(self.strategy, self.sampler, t) for t in (*chains, planned)}
+        if len(sensitivities) > 1:  # a chain shorter than the bands has columns of other norms
+            return None
+        return self.sampler.max_participations(chains) - self.sampler.max_participations(planned)
+
+    def epsilon_replace_one(self, num_steps: Steps | None = None) -> float | None:
+        """Epsilon, same noise, when one record is swapped for another; None without a proof.
+
+        Args:
+            num_steps: as for `epsilon`.
+        """
+        if "replace_one" not in self.sampler.adjacencies:
+            return None
+        try:
+            event = self.event if num_steps is None else self.event_after(num_steps)
+            return accountants.epsilon(event, self.delta, "replace_one").epsilon
+        except DPConfigError:  # a delta at which only RDP works, which is not valid here
+            return None
+
+    def max_steps_within(self, epsilon: float, *, after: Sequence[int] = ()) -> int:
+        """Largest number t of further steps, in one chain, with ``self.epsilon((*after, t)) <= epsilon``.
+
+        Args:
+            epsilon: the budget.
+            after: steps of the chains that are already charged.
+
+        Returns:
+            At most `MAX_STEPS`; 0 if not even one step more is within the budget.
+        """
+        low, high = 0, max(1, self.num_steps - sum(after))
+        while self.epsilon((*after, high)) <= epsilon:
+            low, high = high, 2 * high
+            if low >= MAX_STEPS:
+                return MAX_STEPS
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.epsilon((*after, middle)) <= epsilon else (low, middle)
+        return low
+
+    def public_dict(self) -> dict[str, Any]:
+        """The plan as plain JSON values: the entries of `RESUME_KEYS`, and what the run is expected to spend."""
+        return {
+            "num_examples": self.num_examples,
+            "expected_batch_size": self.sampler.expected_batch_size,
+            "sampler": self.sampler.parameters(),
+            "clipping": self.config.clipping,
+            "clipping_norm": self.config.clipping_norm,
+            "adjacency": self.adjacency,
+            "privacy_unit": self.unit,
+            "users": self.users,
+            "delta": self.delta,
+            "allow_large_delta": self.config.allow_large_delta,
+            "noise_multiplier": self.noise_multiplier,
+            "draw_stddev": self.draw_stddev,
+            "noise_mechanism": self.config.noise_mechanism,
+            "noise_kwargs": dict(self.config.noise_kwargs),
+            "noise_restart_every": self.config.noise_restart_every,
+            "noise_strategy": self.strategy.parameters(),
+            "noise_steps": self.noise_steps,
+            "preclip": self.preclip.parameters(),
+            "num_queries": self.preclip.num_queries,
+            "is_private": self.is_private,
+            "noise_rng": self.config.noise_rng,
+            "num_steps": self.num_steps,
+            "target_epsilon": self.config.target_epsilon,
+            "epsilon": self.epsilon() if math.isfinite(self.epsilon()) else "inf",  # JSON has no infinity
+            "accountant": self._spent.accountant,
+            "dp_accounting": events.dp_accounting_version(),
+        }
+
+    @functools.cached_property
+    def _spent(self) -> accountants.Spent:
+        return accountants.epsilon(self.event, self.delta, self.adjacency)
+
+
+def make_plan(
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    noise_multiplier: float | None = None,
+    workload: Workload | None = None,
+    recorded: Mapping[str, Any] | None = None,
+    preclip: Preclip | None = None,
+) -> PrivacyPlan:
+    """Builds the plan of a run, calibrating the noise where a budget was given.
+
+    Args:
+        config: what was asked for.
+        num_examples: records in the training set, or users if they are what is sampled; >= 1. Treated as public.
+        num_steps: optimizer steps of the whole run; >= 1.
+        noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
+            stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
+        workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
+            on privacy. None for plain sums.
+        recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise, and that delta
+            unless another is asked for.
+        preclip: a preconditioner of one's own; None for the one that ``config`` names.
+
+    Raises:
+        DPConfigError: for a combination without a privacy proof, or values out of range, a delta above 1/n among them.
+        DPBudgetExceeded: for more steps than the recorded noise was made for.
+
+    Warns:
+        PrivacyWarning: if delta is 1/n or more, n the number of records or users that are protected.
+    """
+    check_count("num_examples", num_examples)
+    check_count("num_steps", num_steps)
+    delta = resolve_delta(
+        config.target_delta,
+        config.num_units(num_examples),
+        allow_large=config.allow_large_delta,
+        recorded=None if recorded is None else recorded["delta"],
+        unit="record" if config.privacy_unit == "example" else config.privacy_unit,
+    )
+    preclip = preclip or make_preclip(config.preconditioner, config.preconditioner_kwargs)
+    preclip.check_steps(num_steps)
+    compared: tuple[Any, ...] = ()
+    if config.noise_mechanism == "auto" and recorded is None:
+        from hf_dpopt.plan.compare import compare_mechanisms  # it makes plans itself
+
+        rows = compare_mechanisms(config, num_examples=num_examples, num_steps=num_steps, workload=workload)
+        compared, config = tuple(rows), rows[0].plan.config
+    config = restarted_with(config, preclip.changes_every)
+    chosen = choose_noise(
+        config, num_examples=num_examples, num_steps=num_steps, delta=delta, workload=workload, recorded=recorded
+    )
+    config, sampler, strategy, noise_steps = chosen
+    if hasattr(preclip, "check_config"):
+        preclip.check_config(config)
+    _check_noise(config, strategy, sampler, num_steps, noise_steps)
+    if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
+        noise_multiplier = recorded["noise_multiplier"]
+    if noise_multiplier is None:
+        noise_multiplier = config.noise_multiplier
+    if noise_multiplier is None:
+        noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
+    check_noise_multiplier(noise_multiplier)
+    per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
+    # refuses a count that costs more than the budget
+    sensitivity_ratio(preclip, per_clip, sampler.expected_batch_size)
+    return PrivacyPlan(
+        config=config,
+        num_examples=int(num_examples),
+        num_steps=int(num_steps),
+        delta=delta,
+        noise_multiplier=noise_multiplier,
+        noise_steps=noise_steps,
+        sampler=sampler,
+        clipper=make_clipper(config),
+        mechanism=_make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps),
+        preclip=preclip,
+        compared=compared,
+    )
+
+
+def _check_noise(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, noise_steps: int
+) -> None:
+    """Refuses noise that has no proof with these batches, or not for so many steps."""
+    sampler.check_adjacency(config.adjacency)
+    pairs.check_pair(strategy, sampler)
+    if not 0 < pairs.strategy_sensitivity(strategy, sampler, noise_steps) < math.inf:
+        raise DPConfigError(
+            f"The sensitivity of the {config.noise_mechanism} noise is no finite number > 0: its coefficients are out "
+            "of the range of floating-point numbers. Use coefficients near 1."
+        )
+    pairs.release(strategy, sampler, 1.0, noise_steps, planned_steps=noise_steps)
+    if not strategy.anytime and num_steps > noise_steps:
+        raise DPBudgetExceeded(
+            f"The {config.noise_mechanism} noise of this run was made for {noise_steps} steps, and {num_steps} were "
+            f"asked for. Stop at {noise_steps}, or start over in another output_dir (what was spent stays spent)."
+        )
+
+
+def _make_mechanism(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, noise_multiplier: float, noise_steps: int
+) -> NoiseMechanism:
+    if isinstance(strategy, IdentityStrategy):
+        return GaussianMechanism(noise_multiplier)
+    return CorrelatedNoise(
+        noise_multiplier=noise_multiplier,
+        strategy=strategy,
+        strategy_sensitivity=pairs.strategy_sensitivity(strategy, sampler, noise_steps),
+        num_steps=noise_steps,
+        **stream_options(config),
+    )
+
+
+def _calibrate(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
+) -> float:
+    sensitivity = pairs.strategy_sensitivity(strategy, sampler, num_steps)
+
+    assert config.target_epsilon is not None
+
+    def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
+        stddev = events.noise_stddev_over_clip(noise_multiplier * sensitivity, config.adjacency)
+        event = pairs.release(strategy, sampler, stddev, num_steps, planned_steps=num_steps)
+        return accountants.epsilon(event, delta, config.adjacency, relative_error=relative_error).epsilon
+
+    unit = events.noise_stddev_over_clip(sensitivity, config.adjacency)
+    event = pairs.release(strategy, sampler, unit, num_steps, planned_steps=num_steps)
+    precision = events.gaussian_precision(events.flatten(event))
+    if precision is not None:
+        return calibrate_gaussian(epsilon_at, config.target_epsilon, delta, precision, config.adjacency)
+    return calibrate_noise_multiplier(epsilon_at, config.target_epsilon)

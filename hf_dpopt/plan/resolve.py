@@ -1,0 +1,190 @@
+"""From what a config names to what runs: sampler, adjacency and strategy, and what "auto" means for each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import MECHANISMS, Setting, make_strategy
+from hf_dpopt.noise.strategies import NoiseStrategy, Workload
+from hf_dpopt.noise.strategies.parameters import from_parameters
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.cyclic import choose_num_bands
+from hf_dpopt.sampling import SAMPLERS, CappedPoissonSampler, CyclicPoissonSampler, Sampler
+
+STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
+MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
+NO_MATRIX = "dense"  # the ledger has its digest alone, so it is tuned again
+
+
+class NoiseChoice(NamedTuple):
+    """A config without "auto", and what it stands for; `noise_steps` are those the strategy is made for."""
+
+    config: PrivacyConfig
+    sampler: Sampler
+    strategy: NoiseStrategy
+    noise_steps: int
+
+
+def choose_noise(
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    delta: float,
+    workload: Workload | None = None,
+    recorded: Mapping[str, Any] | None = None,
+) -> NoiseChoice:
+    """What a config stands for.
+
+    Args:
+        config: what was asked for; a `noise_mechanism` of "auto" only with `recorded`.
+        num_examples, num_steps, delta: of the run.
+        workload: what the optimizer makes of the gradients, for which the strategy is tuned.
+        recorded: the plan of the run that this one continues: its strategy is kept if it was asked for in the same
+            words. If not, what was asked for now is made, and the ledger will refuse it.
+
+    Raises:
+        DPConfigError: for options that the mechanism does not know.
+    """
+    if recorded is not None and config.noise_mechanism == "auto":
+        config = _as_recorded(config, recorded)
+    kept = _kept(config, recorded)
+    options = {name: value for name, value in config.noise_kwargs.items() if name not in STREAM_OPTIONS}
+    if config.noise_mechanism == "gaussian" and set(config.noise_kwargs) - set(options):
+        raise DPConfigError("Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs.")
+    sampler = make_sampler(config, num_examples)
+    if isinstance(sampler, CyclicPoissonSampler) and config.noise_mechanism == "banded":
+        if recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
+            bands = recorded["sampler"].get("num_groups", 1)
+        else:
+            bands = _num_bands(config, sampler, options, num_steps, delta, workload)
+        sampler = dataclasses.replace(sampler, num_groups=bands)
+        if "coefs" not in options:
+            options["num_bands"] = bands
+    if config.adjacency == "auto":
+        config = dataclasses.replace(config, adjacency=sampler.adjacencies[0])  # type: ignore[arg-type]
+    config = dataclasses.replace(config, sampling=sampler.name)  # type: ignore[arg-type]
+    if kept is not None:
+        return NoiseChoice(config, sampler, *kept)
+    setting = Setting(num_steps=int(num_steps), participation=sampler.participation(num_steps), workload=workload)
+    if config.noise_mechanism == "nu_dpftrl" and stream_options(config)["backend"] in ("history", "regenerate"):
+        options.setdefault("num_buffers", None)  # asked for the exact coefficients
+    strategy = make_strategy(config.noise_mechanism, setting, options, restart_every=config.noise_restart_every)
+    return NoiseChoice(config, sampler, strategy, int(num_steps))
+
+
+def restarted_with(config: PrivacyConfig, changes_every: int | None) -> PrivacyConfig:
+    """Noise that starts anew wherever the coordinates change, in which later steps take it back.
+
+    Args:
+        config: what was asked for.
+        changes_every: steps after which a preconditioner may change its scale; None for never.
+
+    Raises:
+        DPConfigError: for restarts of one's own at other steps.
+    """
+    if changes_every is None or config.noise_mechanism in ("gaussian", "auto"):
+        return config
+    every = config.noise_restart_every
+    if every is None:
+        return dataclasses.replace(config, noise_restart_every=changes_every)
+    if changes_every % every:
+        raise DPConfigError(
+            f"noise_restart_every={every} does not meet every change of the preconditioner, which is after "
+            f"{changes_every} steps: noise would be taken back in other coordinates than it was added in. Leave it "
+            f"out, or use a divisor of {changes_every}."
+        )
+    return config
+
+
+def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
+    """The sampler a config names; of several groups, with one group."""
+    name = MECHANISMS[config.noise_mechanism].sampler if config.sampling == "auto" else config.sampling
+    options: dict[str, Any] = {}
+    if name == CappedPoissonSampler.name:
+        options["records_per_user"] = config.records_per_user
+    return SAMPLERS[name](
+        num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size), **options
+    )
+
+
+def stream_options(config: PrivacyConfig) -> dict[str, Any]:
+    """How the noise is kept between steps: `backend`, `block` and `offload` of `make_stream`."""
+    given = {name: value for name, value in config.noise_kwargs.items() if name in STREAM_OPTIONS}
+    if given.get("backend") == "blt" and config.noise_mechanism == "nu_dpftrl":
+        given["backend"] = "auto"  # buffers are what it has by default
+    return {**STREAM_OPTIONS, **given}
+
+
+def _num_bands(
+    config: PrivacyConfig,
+    sampler: CyclicPoissonSampler,
+    options: Mapping[str, Any],
+    num_steps: int,
+    delta: float,
+    workload: Workload | None,
+) -> int:
+    """Bands, and so groups, that were asked for; the best for the budget if nobody said."""
+    if options.get("coefs") is not None:
+        if not isinstance(options["coefs"], Sequence) or isinstance(options["coefs"], str):
+            raise DPConfigError(
+                f"coefs={options['coefs']!r} is no list of bands. Use noise_kwargs={{'coefs': [1.0, 0.5]}}."
+            )
+        return len(options["coefs"])
+    if options.get("num_bands") is not None:
+        return options["num_bands"]
+    if config.target_epsilon is None:
+        raise DPConfigError(
+            "How many bands are best depends on the budget, and noise_multiplier gives none. Use target_epsilon, or "
+            "say how many: noise_kwargs={'num_bands': 8}."
+        )
+    return choose_num_bands(
+        num_steps,
+        sampler.num_examples,
+        sampler.expected_batch_size,
+        config.target_epsilon,
+        delta,
+        adjacency=sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency,
+        workload=workload,
+        max_bands=MAX_CHOSEN_BANDS,
+    )
+
+
+def _as_recorded(config: PrivacyConfig, recorded: Mapping[str, Any]) -> PrivacyConfig:
+    """What "auto" was decided to be."""
+    refuse_options_of_auto(config)
+    return dataclasses.replace(
+        config,
+        noise_mechanism=recorded["noise_mechanism"],
+        noise_kwargs=recorded["noise_kwargs"],
+        noise_restart_every=recorded["noise_restart_every"],
+        sampling=recorded["sampler"]["name"] if config.sampling == "auto" else config.sampling,
+        adjacency=recorded["adjacency"] if config.adjacency == "auto" else config.adjacency,
+    )
+
+
+def refuse_options_of_auto(config: PrivacyConfig) -> None:
+    """Options are of a mechanism, and "auto" is none yet."""
+    if config.noise_kwargs or config.noise_restart_every is not None:
+        raise DPConfigError(
+            "noise_mechanism='auto' chooses the options, too: leave noise_kwargs and noise_restart_every out, or name "
+            f"the mechanism they are for ({', '.join(MECHANISMS)})."
+        )
+
+
+def _is_whole(parameters: Mapping[str, Any]) -> bool:
+    """Whether a strategy can be read back from its parameters."""
+    return parameters["name"] != NO_MATRIX and ("base" not in parameters or _is_whole(parameters["base"]))
+
+
+def _kept(config: PrivacyConfig, recorded: Mapping[str, Any] | None) -> tuple[NoiseStrategy, int] | None:
+    """Strategy and steps of the run that is continued, if the same noise was asked for."""
+    if recorded is None or not _is_whole(recorded["noise_strategy"]):
+        return None
+    asked = (config.noise_mechanism, dict(config.noise_kwargs), config.noise_restart_every)
+    if asked != tuple(recorded[name] for name in ("noise_mechanism", "noise_kwargs", "noise_restart_every")):
+        return None
+    return from_parameters(recorded["noise_strategy"]), int(recorded["noise_steps"])

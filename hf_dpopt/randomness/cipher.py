@@ -1,0 +1,295 @@
+"""Secret random numbers: subkeys, words for the sampling coins, and standard normals for the noise.
+
+Nothing here has a state. Every draw is a function of (key, step, ...), so it depends on no thread, rank or point of
+resumption; what must never happen twice is a step under one key, and `private_state.py` and the ledger see to that.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+from hf_dpopt.common.errors import DPConfigError
+
+KEY_BYTES = 32
+WORD_BYTES = 8
+
+# A chunk is what one thread draws at a time. Its words and buffers (0.5 MB) stay in the L2 cache; chunk c of a tensor
+# holds elements [c * CHUNK, (c + 1) * CHUNK) of the flattened, unsharded tensor. Changing it changes the stream.
+CHUNK = 2**14
+HALF = CHUNK // 2
+
+Filler = Callable[[np.ndarray, int], None]  # (float32 output of one chunk, at most CHUNK long; number of the chunk)
+
+
+# --- keys and words --------------------------------------------------------------------------------------------------
+
+
+def derive_key(root: bytes, *labels: str) -> bytes:
+    """Independent 256-bit subkey for a purpose: BLAKE2b keyed with ``root``, over the list of labels.
+
+    Formal guarantee: two different label lists never hash the same message (the list and each label are preceded by
+    their length), so subkeys are independent as long as keyed BLAKE2b is a pseudorandom function.
+
+    Args:
+        root: parent key, 32 to 64 bytes.
+        *labels: purpose, from the coarse to the fine (``"step", "7"``).
+
+    Returns:
+        The subkey, 32 bytes.
+
+    References:
+        Saarinen and Aumasson (2015), RFC 7693, Sec. 2.9 (keyed hashing).
+    """
+    assert KEY_BYTES <= len(root) <= hashlib.blake2b.MAX_KEY_SIZE, f"a root key has 32 to 64 bytes, got {len(root)}"
+    encoded = [label.encode() for label in labels]
+    message = len(encoded).to_bytes(8, "little")
+    message += b"".join(len(label).to_bytes(8, "little") + label for label in encoded)
+    return hashlib.blake2b(message, key=root, digest_size=KEY_BYTES, person=b"hf_dpopt subkey").digest()
+
+
+def _fill_keystream(out: np.ndarray, zeros: memoryview, key: bytes, initial_counter: bytes) -> None:
+    """Overwrites ``out`` with the AES-256-CTR keystream (NIST SP 800-38A, 6.5) that starts at ``initial_counter``."""
+    encryptor = Cipher(algorithms.AES256(key), modes.CTR(initial_counter)).encryptor()
+    encryptor.update_into(zeros[: out.nbytes], out.reshape(-1).view(np.uint8).data)
+
+
+def random_words(key: bytes, step: int, num: int) -> np.ndarray:
+    """Uniform 64-bit words of one step: an AES-256-CTR keystream under a subkey of (key, step).
+
+    Formal guarantee: a pure function of its arguments, the same on every platform; a longer draw extends a shorter
+    one. It is another stream than the normals of `SecureGaussian`, even under the same key.
+
+    Args:
+        key: 32 bytes, secret.
+        step: optimizer step, >= 0.
+        num: number of words, >= 0.
+
+    Returns:
+        uint64, (num,).
+    """
+    assert step >= 0 and num >= 0, (step, num)
+    out = np.empty(num, dtype="<u8")  # little-endian on every platform
+    if num:
+        zeros = memoryview(bytes(out.nbytes))
+        _fill_keystream(out, zeros, derive_key(key, "words", "step", str(step)), initial_counter=bytes(16))
+    return out.astype(np.uint64, copy=False)
+
+
+# --- normals in chunks -----------------------------------------------------------------------------------------------
+
+
+def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
+    """A float32 vector of ``num`` elements, chunk by chunk, on as many threads as torch uses for its own operators.
+
+    ``make_filler`` is called once per thread, for it owns scratch memory. Threads change the speed and nothing else:
+    a filler knows its chunk number and no other.
+    """
+    out = np.empty(num, dtype=np.float32)
+    num_chunks = -(-num // CHUNK)
+
+    def fill_range(first: int, last: int) -> None:
+        fill = make_filler()
+        for chunk in range(first, last):
+            fill(out[chunk * CHUNK : (chunk + 1) * CHUNK], chunk)
+
+    num_workers = min(torch.get_num_threads(), num_chunks // 4)  # a thread with less to do costs more than it saves
+    if num_workers <= 1:
+        fill_range(0, num_chunks)
+        return out
+    bounds = [num_chunks * worker // num_workers for worker in range(num_workers + 1)]
+    with ThreadPoolExecutor(num_workers) as pool:  # not kept: an idle pool does not survive a fork
+        list(pool.map(fill_range, bounds[:-1], bounds[1:]))  # list() raises what a thread raised
+    return out
+
+
+class _BoxMuller:
+    """Turns pairs of 64-bit words into pairs of normals, in float64 and in place; owns the buffers of one thread."""
+
+    def __init__(self) -> None:
+        self._radius, self._tan, self._scratch = (np.empty(HALF) for _ in range(3))
+
+    def fill(self, out: np.ndarray, words_P2: np.ndarray) -> None:
+        """Writes the first normals of all P pairs to ``out[:P]``, the second ones to ``out[P:]`` as far as it reaches.
+
+        With u and v the top 53 bits of the words, in [0, 1): the radius is ``r = sqrt(-2 log(1 - u))`` and the pair is
+        ``r * (cos 2 pi v, sin 2 pi v)``. log1p(-u) never meets 0 and resolves both ends: ``r <= sqrt(106 log 2) =
+        8.57``. Sine and cosine come from one tangent of the half angle, ``cos = (1 - t^2) / (1 + t^2)`` and
+        ``sin = 2 t / (1 + t^2)``, because numpy has a fast float64 tangent and no fast float64 sine; near v = 1/2
+        t is 1e16 and its square still far from overflowing.
+        """
+        num_pairs = len(words_P2)
+        r, t, x = self._radius[:num_pairs], self._tan[:num_pairs], self._scratch[:num_pairs]
+        np.right_shift(words_P2, 11, out=words_P2)
+        np.multiply(words_P2[:, 0], -(2.0**-53), out=r)
+        np.multiply(words_P2[:, 1], math.pi * 2.0**-53, out=t)
+        np.log1p(r, out=r)
+        np.multiply(r, -2.0, out=r)
+        np.sqrt(r, out=r)
+        np.tan(t, out=t)
+        np.multiply(t, t, out=x)
+        np.add(x, 1.0, out=x)
+        np.divide(r, x, out=x)
+        np.add(x, x, out=x)  # 2 r / (1 + t^2)
+        np.subtract(x, r, out=out[:num_pairs], casting="same_kind")
+        num_second = len(out) - num_pairs
+        np.multiply(x[:num_second], t[:num_second], out=out[num_pairs:], casting="same_kind")
+
+
+class _SecureFiller:
+    """One thread's generator for one (step, tensor): AES-256-CTR words through `_BoxMuller`."""
+
+    def __init__(self, step_key: bytes, tensor: int):
+        self._step_key, self._tensor = step_key, tensor
+        self._words_P2 = np.empty((HALF, 2), dtype="<u8")
+        self._zeros = memoryview(bytes(self._words_P2.nbytes))
+        self._box_muller = _BoxMuller()
+
+    def __call__(self, out: np.ndarray, chunk: int) -> None:
+        words_P2 = self._words_P2[: min(len(out), HALF)]
+        # 32 bits of tensor, 64 of chunk, 32 of block inside the chunk: no counter is ever used twice under one key.
+        counter = self._tensor.to_bytes(4, "big") + chunk.to_bytes(8, "big") + bytes(4)
+        _fill_keystream(words_P2, self._zeros, self._step_key, counter)
+        self._box_muller.fill(out, words_P2)
+
+
+class _PhiloxFiller:
+    """One thread's generator for one (step, tensor): numpy's Philox through its float64 ziggurat."""
+
+    def __init__(self, key: int, step: int, tensor: int):
+        self._key, self._prefix = key, (step << 64 | tensor) << 64
+        self._normals = np.empty(CHUNK)
+
+    def __call__(self, out: np.ndarray, chunk: int) -> None:
+        # The lowest of the four counter words runs inside the chunk. float64 keeps the tail up to 13.7 and 53 bits.
+        bits = np.random.Philox(key=self._key, counter=(self._prefix | chunk) << 64)
+        np.random.Generator(bits).standard_normal(out=self._normals[: len(out)])
+        out[:] = self._normals[: len(out)]
+
+
+def _half_sum_of_four(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """``(n1 + n2 + n3 + n4) / 2`` with ``n`` drawn on the generator's device: standard normal, with a longer tail.
+
+    A single fp32 normal on a CUDA device ends near 6.8 (32-bit uniforms), which is within reach of a record at small
+    noise multipliers; four of them end at twice that. Holohan and Braghin (2021), arXiv:2107.10138.
+    """
+    total = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
+    normal = torch.empty_like(total)
+    for _ in range(3):
+        total.add_(normal.normal_(generator=generator))
+    return total.mul_(0.5)
+
+
+# --- sources ---------------------------------------------------------------------------------------------------------
+
+
+class NoiseSource(Protocol):
+    """Standard normals as a pure function of (key, step, tensor, element)."""
+
+    name: str  #: what `make_noise_source` calls it
+    description: str  #: what a privacy statement says about it
+
+    def normal(
+        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Standard normals, float32, of ``shape`` on ``device``; ``tensor`` numbers the tensor within the step."""
+
+
+class SecureGaussian:
+    """Normals from a cipher: AES-256-CTR words, 53-bit uniforms, float64 Box-Muller, rounded to float32.
+
+    Formal guarantee: element e of a tensor is a function of (key, step, tensor, e) alone, whatever the tensor's shape,
+    the device and the number of threads. To someone without the key the words cannot be told from random ones as long
+    as AES-256 is a pseudorandom permutation (one subkey per step; a step of 2^30 coordinates keeps the advantage of a
+    distinguisher below 2^-68), and a normal made of them reaches 8.57, where 1e-17 of the law is left. Rounding
+    is outside the promise, as for every floating-point mechanism.
+
+    The float64 functions are numpy's: processors with other vector units may round some of them differently, which
+    changes about one float32 result in 10^8 by its last bit. Ranks on unlike processors should all receive the noise
+    of one of them.
+
+    Args:
+        key: 32 bytes, secret, never used for a second run.
+
+    References:
+        NIST SP 800-38A (2001), Sec. 6.5. Box and Muller (1958), doi:10.1214/aoms/1177706645.
+    """
+
+    name = "secure"
+    description = "AES-256-CTR keystream, 53-bit uniforms, float64 Box-Muller"
+
+    def __init__(self, key: bytes):
+        self._key = derive_key(key, "secure gaussian")
+
+    def normal(
+        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """See `NoiseSource`. Drawn on the CPU and copied, so that every device adds the same noise."""
+        step_key = derive_key(self._key, "step", str(step))
+        flat = _fill_in_chunks(math.prod(shape), functools.partial(_SecureFiller, step_key, tensor))
+        return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
+
+
+class FastGaussian:
+    """Normals from a statistical generator; fast on a CUDA device, but not cryptographic, and reports say so.
+
+    On CPU: numpy's Philox with a 128-bit key. (Never torch's CPU generator: it keeps 32 bits of its seed, so every
+    key could be tried.) On CUDA: the device's Philox with a 63-bit key per (step, tensor), half the sum of four draws.
+
+    Formal guarantee: a function of (key, step, tensor, element) and of the kind of device. The law is the standard
+    normal's; that the stream cannot be predicted from parts of it is *not* claimed.
+
+    Args:
+        key: 32 bytes, secret, never used for a second run.
+
+    References:
+        Salmon et al. (2011), doi:10.1145/2063384.2063405 (Philox).
+        Holohan and Braghin (2021), arXiv:2107.10138 (sum of four).
+    """
+
+    name = "fast"
+    description = "statistical PRNG (Philox), not cryptographically secure"
+
+    def __init__(self, key: bytes):
+        self._key = derive_key(key, "fast gaussian")
+
+    def normal(
+        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """See `NoiseSource`. Drawn on the device if it is a CUDA one, else on the CPU and copied."""
+        if torch.device(device).type == "cuda":
+            seed = derive_key(self._key, "cuda", "step", str(step), "tensor", str(tensor))
+            generator = torch.Generator(device).manual_seed(int.from_bytes(seed[:8], "little") >> 1)
+            return _half_sum_of_four(shape, generator)
+        key = int.from_bytes(derive_key(self._key, "cpu")[:16], "little")
+        flat = _fill_in_chunks(math.prod(shape), functools.partial(_PhiloxFiller, key, step, tensor))
+        return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
+
+
+NOISE_SOURCES: dict[str, type[SecureGaussian] | type[FastGaussian]] = {
+    source.name: source for source in (SecureGaussian, FastGaussian)
+}
+
+
+def make_noise_source(kind: str, key: bytes) -> NoiseSource:
+    """The source that ``noise_rng=kind`` names, under ``key``.
+
+    Args:
+        kind: ``"secure"`` (cipher) or ``"fast"`` (statistical generator).
+        key: 32 bytes from `hf_dpopt.run.keys.Chain.noise_key`.
+
+    Raises:
+        DPConfigError: if ``kind`` names none.
+    """
+    if kind not in NOISE_SOURCES:
+        allowed = "; ".join(f"{name!r}: {source.description}" for name, source in NOISE_SOURCES.items())
+        raise DPConfigError(f"noise_rng={kind!r} is not a noise source. Use one of {allowed}.")
+    return NOISE_SOURCES[kind](key)

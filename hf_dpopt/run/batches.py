@@ -1,0 +1,176 @@
+"""One loader item = one logical batch = one optimizer step, whatever its size.
+
+The Trainer groups a fixed number of loader items per update, and accelerate deals items round-robin to ranks and pads
+the last round with repeated records. Neither is compatible with sampled batches, so each item is the whole logical
+batch (this rank's share of it), it may be empty, and it is cut into physical batches only inside the step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_dpopt.common import collectives
+from hf_dpopt.records.collation import Collation, Collator, Part, length_of
+from hf_dpopt.records.rows import read_one, read_rows, spread
+from hf_dpopt.run.run import PrivateRun
+
+
+class StepIndices(list):
+    """Record indices of one step on this rank, and the number of the step.
+
+    Args:
+        indices: of the records, user after user if users are summed.
+        step: optimizer step.
+        sizes: records of each user.
+        seeds: secret, of what each user draws in the step (local shuffling and dropout).
+    """
+
+    def __init__(self, indices: Sequence[int], step: int, sizes: Sequence[int] = (), seeds: Sequence[int] = ()):
+        super().__init__(indices)
+        self.step, self.sizes, self.seeds = step, sizes, seeds
+
+    def of_rows(self, counts: Sequence[int]) -> StepIndices:
+        """The same step, with `sizes` in rows of the dataset; units without a row are left out.
+
+        Args:
+            counts: rows of each index.
+        """
+        ends = np.cumsum(self.sizes if self.sizes else np.ones(len(self), int)).tolist()
+        each = [sum(counts[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+        seeds = [seed for seed, size in zip(self.seeds, each, strict=False) if size]
+        return StepIndices(self, self.step, [size for size in each if size], seeds)
+
+    def __reduce__(self) -> tuple:  # a list subclass loses its attributes on the way to a loader worker otherwise
+        return StepIndices, (list(self), self.step, self.sizes, self.seeds)
+
+
+class LogicalBatch:
+    """The records of one step on this rank, not yet collated. Not a Mapping: `pin_memory` would rebuild it."""
+
+    def __init__(self, records: list[Any], step: int):
+        self.records, self.step = records, step
+
+    def physical(self, size: int, collate: Collation | Collator) -> Iterator[Any]:
+        """Collated batches of at most `size` records, of similar length: the sum does not care about the order."""
+        for some in physical_parts(self.records, size, collate):
+            yield from (part.batch for part in some)
+
+
+def physical_parts(
+    records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
+) -> Iterator[list[Part]]:
+    """What is made of every `size` records: one batch, mostly, whose places count from the first of them.
+
+    Args:
+        records: of one logical batch.
+        size: >= 1.
+        collate: the collation of the run, or a collator.
+        by_length: longest first: what does not fit is found at once, and shorter batches reuse the memory of longer
+            ones. False keeps the order.
+    """
+    collation = Collation.of(collate)
+    ordered = sorted(records, key=length_of, reverse=True) if by_length else records
+    for start in range(0, len(ordered), size):
+        yield collation.parts(ordered[start : start + size])
+
+
+@contextlib.contextmanager
+def explained_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
+    """Adds to an out-of-memory error what a private run can do about it, and what became of the step."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises it plainly
+        if not (isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)):
+            raise
+        smaller = (
+            f"--per_device_train_batch_size {physical_batch_size // 2} (it changes memory and speed, not the result), "
+            if physical_batch_size > 1
+            else ""
+        )
+        raise type(error)(
+            f"Out of memory in step {step}, with physical batches of {physical_batch_size} records. Nothing of the "
+            f"step was released; it stays charged, once. Try {smaller}--gradient_checkpointing, shorter records or "
+            "LoRA, and go on from the last checkpoint with resume_from_checkpoint."
+        ) from error
+
+
+def of_records(rows: list[Any], indices: StepIndices) -> LogicalBatch:
+    """The logical batch of records that have one row each."""
+    return LogicalBatch(rows, indices.step)
+
+
+class Records(torch.utils.data.Dataset):
+    """A map-style dataset that hands out logical batches, the empty one included.
+
+    Args:
+        dataset: of records.
+        make: (rows, the step and how many rows each unit has) -> the logical batch.
+    """
+
+    def __init__(self, dataset: Any, make: Callable[[list[Any], StepIndices], LogicalBatch] = of_records):
+        self.dataset, self._make = dataset, make
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def sample(self, num_records: int) -> list[Any]:
+        """Rows of at most so many records, spread over the dataset.
+
+        Raises:
+            Exception: what the dataset raises.
+        """
+        return [row for i in spread(len(self.dataset), num_records) for row in read_one(self.dataset, i)]
+
+    def __getitems__(self, indices: StepIndices) -> LogicalBatch:
+        rows = read_rows(self.dataset, indices)
+        return self._make([row for of_index in rows for row in of_index], indices.of_rows([len(r) for r in rows]))
+
+
+Choose = Callable[[PrivateRun, int, np.ndarray], StepIndices]
+
+
+def all_of_them(run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
+    """The records that were drawn, which are units of their own."""
+    return StepIndices(drawn.tolist(), step)
+
+
+class LogicalBatchSampler:
+    """This rank's share of each step's indices: a pure function of (key, step), so resuming skips ahead exactly.
+
+    Args:
+        steps_per_epoch: items per epoch; only the Trainer's bookkeeping (epochs, warm-up, progress bar) depends on it.
+        run: gives the run in progress; called when iteration starts, for the key is not known earlier.
+        choose: what of the units that were drawn takes part in a step: (run, step, units on this rank) -> records.
+    """
+
+    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun], choose: Choose = all_of_them):
+        self.steps_per_epoch, self.run, self.epoch, self._choose = steps_per_epoch, run, 0, choose
+
+    @property
+    def batch_sampler(self) -> LogicalBatchSampler:
+        # Trainer calls `loader.batch_sampler.batch_sampler.set_epoch`: directly on a fresh loader, and through
+        # accelerate's SkipBatchSampler after a resume; both paths end here.
+        return self
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def __iter__(self) -> Iterator[StepIndices]:
+        run = self.run()
+        first = self.epoch * self.steps_per_epoch + 1
+        for step in range(first, min(first + self.steps_per_epoch, run.plan.num_steps + 1)):
+            drawn = run.draw(step)
+            yield self._choose(run, step, drawn[collectives.rank() :: collectives.world_size()])
+
+
+def as_is(batch: LogicalBatch) -> LogicalBatch:
+    """The loader's collate function: collation happens inside the step, physical batch by physical batch."""
+    return batch

@@ -1,0 +1,375 @@
+"""The secrets of a run: one key per chain of steps, from the operating system, outside everything that is published.
+
+Whoever has a key, or the buffers of correlated noise, can recompute the noise and subtract it. So both live in a
+directory of their own (mode 0700, never inside ``output_dir``) and only for as long as a run may have to be continued.
+Optimizer steps that follow each other under one key are a *chain*; `continue_or_branch` decides when a resumed run may
+stay on its chain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import os
+import pickle
+import secrets
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dpopt.common.checks import check_noise_key
+from hf_dpopt.common.durable import fsync_directory, write_durably
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key
+from hf_dpopt.run.key_memory import KeyMemory, is_own
+from hf_dpopt.run.ledger import ChainRecord, Ledger
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A chain of steps and its root key; prints only what is public.
+
+    Attributes:
+        chain_id: public name.
+        root: 32 secret bytes.
+        unsafe: the key was fixed by the user, so nothing made with it is private.
+    """
+
+    chain_id: str
+    root: bytes = dataclasses.field(repr=False)
+    unsafe: bool = False
+
+    def __post_init__(self) -> None:
+        assert len(self.root) == KEY_BYTES
+
+    @functools.cached_property
+    def key_id(self) -> str:
+        """Public commitment to the key, 32 hexadecimal digits: tells two keys apart and reveals neither."""
+        return hashlib.blake2b(key=self.root, digest_size=16, person=b"hf_dpopt key id").hexdigest()
+
+    # The three streams never share a word: one learned or badly used tells nothing about the others.
+
+    @functools.cached_property
+    def noise_key(self) -> bytes:
+        """For the noise source; secret."""
+        return derive_key(self.root, "noise")
+
+    @functools.cached_property
+    def sampling_key(self) -> bytes:
+        """For the sampler's coins; secret, for amplification by sampling holds against who does not know them."""
+        return derive_key(self.root, "sampling")
+
+    @functools.cached_property
+    def dropout_key(self) -> bytes:
+        """For dropout and augmentation; secret."""
+        return derive_key(self.root, "dropout")
+
+
+def fixed_chain(key_hex: str) -> Chain:
+    """A chain under a key that the user chose, marked unsafe; for tests of equivalence, never for a private run.
+
+    Raises:
+        DPConfigError: if ``key_hex`` is not 64 hexadecimal digits.
+    """
+    check_noise_key(key_hex)
+    return Chain(f"unsafe{secrets.token_hex(8)}", bytes.fromhex(key_hex), unsafe=True)
+
+
+def default_private_dir(output_dir: str | os.PathLike[str]) -> Path:
+    """Where the keys of the runs in ``output_dir`` live: one folder per real path, in the user's state directory.
+
+    Below ``$HF_DPOPT_PRIVATE_DIR`` if it is set, else ``$XDG_STATE_HOME/hf_dpopt``, else ``~/.local/state/hf_dpopt``.
+    """
+    real = os.path.realpath(Path(output_dir).expanduser())
+    name = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()
+    if base := os.environ.get("HF_DPOPT_PRIVATE_DIR"):
+        return Path(base).expanduser() / name
+    state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state_home) / "hf_dpopt" / name
+
+
+def private_folder(given: str | os.PathLike[str] | None, output_dir: str | os.PathLike[str]) -> Path:
+    """Where the secrets of a run are kept, made if it is not there; for what is private and no key.
+
+    Raises:
+        DPConfigError: as `PrivateState`.
+    """
+    return PrivateState(given or default_private_dir(output_dir), forbidden=output_dir).directory
+
+
+class PrivateState:
+    """The secrets of one ``output_dir``: ``chains/<chain_id>.key``, and ``.noise``, the state of its noise stream.
+
+    Beside them, in ``used``, is how far each key was used, see `hf_dpopt.run.key_memory`.
+
+    Formal guarantee: nobody but the owner (and root) can list or read it, and it is not inside ``forbidden``, so
+    saving or pushing that directory publishes no key. A key is on the disk before its chain is returned.
+
+    Args:
+        directory: created with mode 0700 if it does not exist; see `default_private_dir`.
+        forbidden: the run's ``output_dir``; neither may lie inside the other.
+
+    Raises:
+        DPConfigError: if the directories overlap, or if others have access to ``directory`` or own it.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, forbidden: str | os.PathLike[str]):
+        self.directory = Path(directory).expanduser()
+        _refuse_overlap(self.directory, forbidden)
+        _refuse_foreign_link(self.directory)
+        self._chains_dir = self.directory / "chains"
+        for folder in (self.directory, self._chains_dir):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _refuse_shared(folder)
+        self._known: dict[str, Chain] = {}
+
+    def __repr__(self) -> str:
+        return f"PrivateState({str(self.directory)!r})"
+
+    def new_chain(self) -> Chain:
+        """A chain with a fresh 256-bit key, which is written first."""
+        chain = Chain(secrets.token_hex(8), os.urandom(KEY_BYTES))
+        write_durably(self._key_file(chain.chain_id), chain.root, mode=0o600)
+        self._known[chain.chain_id] = chain
+        return chain
+
+    def load_chain(self, chain_id: str) -> Chain | None:
+        """The chain whose key is kept here, or None.
+
+        Raises:
+            DPConfigError: if others have access to the key file, or it does not hold a key.
+        """
+        path = self._key_file(chain_id)
+        if not path.exists():
+            return None
+        _refuse_shared(path)
+        root = path.read_bytes()
+        if len(root) != KEY_BYTES:
+            raise DPConfigError(
+                f"{path} holds {len(root)} bytes instead of a key of {KEY_BYTES}; it was damaged. Delete it: the next "
+                "run then starts a new chain with a fresh key."
+            )
+        return self._known.setdefault(chain_id, Chain(chain_id, root))
+
+    def save_noise(self, chain_id: str, state: dict[str, Any]) -> None:
+        """Keeps the state of a chain's noise stream, in place of an older one; as secret as the key."""
+        content = io.BytesIO()
+        torch.save(state, content)
+        write_durably(self._noise_file(chain_id), content.getvalue(), mode=0o600)
+
+    def load_noise(self, chain_id: str) -> dict[str, Any] | None:
+        """The state that was kept last, or None: it can always be drawn again from the key."""
+        path = self._noise_file(chain_id)
+        if not path.exists():
+            return None
+        _refuse_shared(path)
+        try:
+            return torch.load(path, weights_only=True, map_location="cpu")  # a rank's device is its own affair
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
+            return None  # half a file
+
+    def memory(self, ledger: Ledger) -> KeyMemory:
+        """What is known here of the use of the keys of a ledger, and of copies of it."""
+        return KeyMemory(self.directory, ledger)
+
+    def check_data(self, chain: Chain, mark: str) -> None:
+        """Notes of what data a chain is, or checks that it is still the same.
+
+        Records and users are numbers to a sampler: where it relies on when each took part before, they have to keep
+        their numbers for as long as the key is the same. The mark is made of private data, so it stays here.
+
+        Args:
+            chain: that a run begins, or goes on with.
+            mark: a digest of the records, or of their users, in their order.
+
+        Raises:
+            DPConfigError: if it is another one than the chain began with.
+        """
+        if chain.unsafe:
+            return
+        path = self._key_file(chain.chain_id).with_suffix(".data")
+        if not path.exists():
+            write_durably(path, mark.encode(), mode=0o600)
+        elif path.read_text(encoding="utf-8") != mark:
+            raise DPConfigError(
+                "The training records are not those that this run began with, or not in that order: each would take "
+                "part in the steps of another one, oftener and sooner than the noise was made for. Go on with the "
+                "same dataset (no shuffling, or one with a fixed seed), or start over in another output_dir, whose "
+                "epsilon comes on top."
+            )
+
+    def secrets(self) -> list[bytes]:
+        """What a release may not contain, of the chains kept here or used by this object: keys, and noise buffers.
+
+        Keys are root and derived ones, each as its raw bytes; spelling them out (hexadecimal, base64) is the release
+        scan's part. Of every noise buffer kept here, its first bytes that tell it from all others.
+        """
+        for path in self._chains_dir.glob("*.key"):
+            self.load_chain(path.stem)
+        chains = self._known.values()
+        keys = [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key)]
+        buffers = [beginning for c in chains for beginning in _beginnings(self.load_noise(c.chain_id))]
+        return keys + buffers
+
+    def forget(self, chain_ids: Iterable[str] | None = None) -> None:
+        """Deletes keys of a run that will not be continued. `secrets` still knows those used by this object.
+
+        The marks of their use stay: an ``output_dir`` that is put back to a backup must still be found out.
+
+        Args:
+            chain_ids: of the chains to forget, whether their keys are here or not; None: all that the directory holds.
+        """
+        mine = None if chain_ids is None else tuple(chain_ids)
+        for path in self._chains_dir.iterdir():  # also what a crash left half-written: .ID.key.PID.tmp
+            if mine is None or path.name.lstrip(".").startswith(mine):
+                path.unlink()
+        fsync_directory(self._chains_dir)
+
+    def _noise_file(self, chain_id: str) -> Path:
+        return self._key_file(chain_id).with_suffix(".noise")
+
+    def _key_file(self, chain_id: str) -> Path:
+        assert chain_id.isalnum(), f"{chain_id!r} is no name of a chain with a stored key"
+        return self._chains_dir / f"{chain_id}.key"
+
+
+def continue_or_branch(
+    ledger: Ledger, state: PrivateState, resume_step: int | None, *, unsafe_fixed_noise_key: str | None = None
+) -> Chain:
+    """The chain that the next steps of a run belong to; a new one is recorded in the ledger, and gets a mark.
+
+    The run stays on its last chain if that was charged up to exactly ``resume_step``, its key is here, and the mark
+    beside the key knows of no step that this ledger does not: then no noise of a later step was ever drawn. Otherwise
+    (steps beyond the checkpoint were charged and may have been seen; training starts over; the key is gone, or was
+    used behind the ledger's back) the next steps get a fresh key, and what they cost comes on top.
+
+    Args:
+        ledger: open for writing.
+        state: the keys that belong to it.
+        resume_step: optimizer step of the checkpoint the run continues from, or None when it starts at step 0.
+        unsafe_fixed_noise_key: 64 hexadecimal digits; always a new chain, marked unsafe in the ledger.
+
+    Raises:
+        DPConfigError: if the ledger has charged no run that reached ``resume_step``, or a mark is damaged.
+    """
+    check_resumable(ledger, resume_step)
+    start_step = resume_step or 0
+    if unsafe_fixed_noise_key is not None:
+        chain, note = fixed_chain(unsafe_fixed_noise_key), "NOT PRIVATE: unsafe_fixed_noise_key"
+    else:
+        note = _why_branch(ledger, state, resume_step)
+        if not note:
+            assert (last := last_own_chain(ledger)) is not None
+            assert (kept := state.load_chain(last.chain_id)) is not None
+            return kept
+        chain = state.new_chain()
+    record = ledger.start_chain(
+        chain_id=chain.chain_id,
+        key_id=chain.key_id,
+        start_step=start_step,
+        parent=ledger.last_chain.chain_id if ledger.last_chain is not None else None,
+        note=note,
+        unsafe=chain.unsafe,
+    )
+    if not chain.unsafe:
+        state.memory(ledger).begin(record)
+    return chain
+
+
+def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
+    """Refuses a checkpoint whose cost the ledger does not know.
+
+    Raises:
+        DPConfigError: if the ledger has charged no run that reached ``resume_step``.
+    """
+    start_step = resume_step or 0
+    if start_step and not any(c.start_step <= start_step <= _reached(ledger, c) for c in ledger.chains):
+        reached = max((_reached(ledger, c) for c in ledger.chains), default=0)
+        raise DPConfigError(
+            f"The checkpoint is at step {start_step}, but {ledger.path} has charged no run that reached it (it ends "
+            f"at step {reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote "
+            "the checkpoint; to start from a model that was trained elsewhere, load it as the initial model."
+        )
+
+
+def last_own_chain(ledger: Ledger) -> ChainRecord | None:
+    """The chain that a run may go on with: the last one that was begun in this ledger, not in a copy of it."""
+    return next((chain for chain in reversed(ledger.chains) if is_own(chain)), None)
+
+
+def stays_on_its_chain(ledger: Ledger, state: PrivateState, resume_step: int | None) -> bool:
+    """Whether `continue_or_branch` would go on with the last chain."""
+    return not _why_branch(ledger, state, resume_step)
+
+
+def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) -> str:
+    """Why the last chain cannot go on (the note of the new one), or an empty string if it can."""
+    last = last_own_chain(ledger)
+    if last is None:
+        return "first run"
+    if resume_step is None:
+        return "training started over"
+    reached, kept = _reached(ledger, last), state.load_chain(last.chain_id)
+    if reached != resume_step:
+        return f"resumed at step {resume_step}; step {reached} of the chain before was charged"
+    if kept is None or kept.key_id != last.key_id:
+        return f"resumed at step {resume_step}; the key of the chain before is not here"
+    mark = state.memory(ledger).mark(last.chain_id)
+    if mark is None:
+        return f"resumed at step {resume_step}; nothing says how far the key of the chain before was used"
+    if mark.step > reached or mark.digest is None or not ledger.contains(mark.digest):
+        return f"resumed at step {resume_step}; the key of the chain before was used behind this ledger's back"
+    return ""
+
+
+def _reached(ledger: Ledger, chain: ChainRecord) -> int:
+    """The last step charged to a chain, or where it starts."""
+    return ledger.last_step(chain.chain_id) or chain.start_step
+
+
+def _beginnings(state: Any) -> list[bytes]:
+    """The first 64 bytes of every tensor of a noise state; a tensor that is too short, or constant, tells nothing."""
+    if isinstance(state, torch.Tensor):
+        first = state.detach().flatten()[:16].cpu()
+        return [first.numpy().tobytes()] if len(first) >= 8 and first.unique().numel() > 1 else []
+    if isinstance(state, dict):
+        state = list(state.values())
+    return [found for item in state for found in _beginnings(item)] if isinstance(state, (list, tuple)) else []
+
+
+def _refuse_overlap(directory: Path, forbidden: str | os.PathLike[str]) -> None:
+    inner, outer = Path(os.path.realpath(directory)), Path(os.path.realpath(Path(forbidden).expanduser()))
+    if inner.is_relative_to(outer) or outer.is_relative_to(inner):
+        raise DPConfigError(
+            f"The private directory {inner} and the output directory {outer} overlap, so saving or pushing the output "
+            "would publish noise keys. Use two directories side by side, or leave the private one out: the default is "
+            "in your home directory."
+        )
+
+
+def _refuse_foreign_link(directory: Path) -> None:
+    if directory.is_symlink() and directory.lstat().st_uid != os.geteuid():
+        raise DPConfigError(
+            f"The private directory {directory} is a link owned by user {directory.lstat().st_uid}, who could point "
+            "it somewhere else. Remove the link, or choose another private directory."
+        )
+
+
+def _refuse_shared(path: Path) -> None:
+    """Keys that others could read, replace or have placed there are no secrets."""
+    status = path.stat()
+    if status.st_uid != os.geteuid():
+        raise DPConfigError(
+            f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}), who could read the noise keys. "
+            "Choose a private directory of your own."
+        )
+    if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise DPConfigError(
+            f"{path} has permissions {stat.S_IMODE(status.st_mode):04o}, so other users may have access to the noise "
+            f"keys. Run `chmod go= {path}`; if somebody may have read keys, delete them: the next run takes new ones."
+        )

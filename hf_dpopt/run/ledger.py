@@ -1,0 +1,382 @@
+"""The privacy ledger: which steps ran on the private data, written before they run.
+
+The file outlives processes and checkpoints: resuming, crashing, branching from an older checkpoint and calling
+``train()`` again all add records, and nothing removes one. It holds public values only and may be published.
+
+Each line is a JSON record. ``prev`` is the ``sha256`` of the record before it, ``sha256`` that of the record itself,
+so the last one commits to the whole file: a line edited, removed or moved is found when the file is read. Lines that
+were removed *from the end* are not found from the file alone; the digest that a privacy report quotes tells.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.errors import DPConfigError
+
+VERSION = 1
+GENESIS = "0" * 64  # what the header names as the record before it
+
+_MEND = (
+    "A ledger that was changed no longer proves what was spent. Put the original file back. If it is lost, so is the "
+    "privacy statement of that run; a new run in another output_dir has its own, which does not cover the old one."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChainRecord:
+    """An uninterrupted sequence of steps under one noise key, as the ledger knows it.
+
+    Attributes:
+        chain_id: public name of the chain.
+        key_id: commitment to its key; tells two keys apart and reveals neither.
+        start_step: the chain's first step is the one after this.
+        parent: the chain it branched from or came after; None for the first one.
+        note: why the chain began.
+        unsafe: the key was fixed by the user, so nothing is private.
+    """
+
+    chain_id: str
+    key_id: str
+    start_step: int
+    parent: str | None
+    note: str
+    unsafe: bool
+
+
+def _canonical(record: dict[str, Any]) -> str:
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+
+
+def _seal(record: dict[str, Any], prev: str) -> tuple[str, bytes]:
+    """The digest of a record that follows ``prev``, and its line without the newline."""
+    body = record | {"prev": prev}
+    digest = hashlib.sha256(_canonical(body).encode()).hexdigest()
+    return digest, _canonical(body | {"sha256": digest}).encode()
+
+
+class Ledger:
+    """Append-only, write-ahead record of the steps charged; made by `open` (one writer) or `read` (any number).
+
+    Formal guarantee: when `charge` returns, the step is on the disk, so at every moment, killed or not, the steps the
+    file charges include all steps that ran; and no (chain, step) is charged twice, so no step's noise hides two
+    batches. Both hold as long as the file is not tampered with and no step runs before `charge` returns.
+    """
+
+    def __init__(self, path: Path):
+        """Use `Ledger.open` or `Ledger.read`."""
+        self.path = path
+        self._digest = GENESIS
+        self._digests: set[str] = set()
+        self._plan: dict[str, Any] | None = None
+        self._chains: dict[str, ChainRecord] = {}
+        self._steps: dict[str, list[int]] = {}
+        self._file: int | None = None
+        self._lock: int | None = None
+
+    # --- opening ---
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], create: bool = True) -> Ledger:
+        """Opens for writing, alone; verifies what is there, and cuts off a last line that a crash left unfinished.
+
+        Args:
+            path: the file; a lock file ``<path>.lock`` is kept beside it.
+            create: start a ledger if there is none; the directories above it too.
+
+        Raises:
+            DPConfigError: if another run has it open, if it is missing and not ``create``, or if a line was changed.
+        """
+        ledger = cls(Path(path))
+        if create:
+            ledger.path.parent.mkdir(parents=True, exist_ok=True)
+        elif not ledger.path.exists():
+            raise DPConfigError(_missing(ledger.path))
+        ledger._acquire_lock()
+        try:
+            if not ledger.path.exists():
+                _, header = _seal({"kind": "header", "version": VERSION}, GENESIS)
+                write_durably(ledger.path, header + b"\n", mode=0o644)
+            end = ledger._load()
+            ledger._file = os.open(ledger.path, os.O_RDWR | os.O_APPEND)
+            ledger._mend_tail(end)
+        except BaseException:
+            ledger.close()
+            raise
+        return ledger
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Ledger:
+        """Reads and verifies without locking; safe while a run is writing. What writes is then not available.
+
+        Raises:
+            DPConfigError: if there is no ledger, or if a line was changed.
+        """
+        ledger = cls(Path(path))
+        if not ledger.path.exists():
+            raise DPConfigError(_missing(ledger.path))
+        ledger._load()
+        return ledger
+
+    def close(self) -> None:
+        """Gives up the lock; the ledger can still be read from."""
+        for descriptor in (self._file, self._lock):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._lock = None
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # --- what it says ---
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """The plan recorded last, or None."""
+        return self._plan
+
+    @property
+    def chains(self) -> tuple[ChainRecord, ...]:
+        """All chains, oldest first."""
+        return tuple(self._chains.values())
+
+    @property
+    def last_chain(self) -> ChainRecord | None:
+        """The chain started last, or None."""
+        return self.chains[-1] if self._chains else None
+
+    @property
+    def num_charged(self) -> int:
+        """Steps charged over all chains."""
+        return sum(self.charged)
+
+    @property
+    def charged(self) -> tuple[int, ...]:
+        """Steps charged to each chain, oldest first. Chains draw apart, so their sum may not tell the cost."""
+        return tuple(len(steps) for steps in self._steps.values())
+
+    def last_step(self, chain_id: str) -> int | None:
+        """The last step charged to a chain, or None if none was."""
+        steps = self._steps[chain_id]
+        return steps[-1] if steps else None
+
+    def digest(self) -> str:
+        """SHA-256 of the last record, and through it of all: quote it, and no record can be changed or removed."""
+        return self._digest
+
+    def contains(self, digest: str) -> bool:
+        """Whether the ledger had that digest at some moment."""
+        return digest in self._digests
+
+    # --- adding to it ---
+
+    def record_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
+        """Writes the plan of a run, or checks that a later run on this ledger is the same mechanism.
+
+        Args:
+            plan: public values, JSON-able.
+            must_match: the fields that make the mechanism. The others (``num_steps``, ``target_epsilon``) may change:
+                the new plan is then recorded too.
+
+        Raises:
+            DPConfigError: if a field of ``must_match`` differs from the plan recorded last.
+        """
+        plan = json.loads(_canonical(plan))  # as it would be read back: tuples are lists, keys are strings
+        old = self._plan
+        if old is not None:
+            differing = list(_differences(old, plan, must_match))
+            if differing:
+                raise DPConfigError(
+                    f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). "
+                    "Continue with the same options, or choose another output_dir for a new run; on the same data its "
+                    "epsilon comes on top of this one's."
+                )
+        if old is None or _canonical(old) != _canonical(plan):
+            self._append({"kind": "plan", "plan": plan})
+
+    def start_chain(
+        self,
+        *,
+        chain_id: str,
+        key_id: str,
+        start_step: int,
+        parent: str | None = None,
+        note: str = "",
+        unsafe: bool = False,
+    ) -> ChainRecord:
+        """Begins a chain of steps under a key of its own; see `ChainRecord`.
+
+        Raises:
+            DPConfigError: if the chain or (unless ``unsafe``) its key was used before.
+        """
+        assert start_step >= 0 and (parent is None or parent in self._chains), (start_step, parent)
+        if chain_id in self._chains:
+            raise DPConfigError(f"Chain {chain_id} is already in {self.path}. Start a chain with a fresh id and key.")
+        if not unsafe and any(chain.key_id == key_id for chain in self.chains):
+            raise DPConfigError(
+                f"The noise key {key_id} was used by another chain in {self.path}; using it again would let two "
+                "releases be subtracted. Start the chain with a fresh key."
+            )
+        record = ChainRecord(
+            chain_id=chain_id, key_id=key_id, start_step=start_step, parent=parent, note=note, unsafe=unsafe
+        )
+        self._append({"kind": "chain"} | dataclasses.asdict(record))
+        return record
+
+    def charge(self, chain_id: str, step: int) -> None:
+        """Charges one optimizer step, durably, before anything of it is computed.
+
+        Args:
+            chain_id: a chain of this ledger.
+            step: the step about to run, counted from 1; larger than every step charged to the chain before.
+
+        Raises:
+            DPConfigError: if the step, or a later one, was charged to the chain: its noise may have been used.
+        """
+        reached = self.last_step(chain_id) or self._chains[chain_id].start_step
+        if step <= reached:
+            raise DPConfigError(
+                f"Step {step} cannot run on chain {chain_id}, which has reached step {reached}: the noise of a step "
+                "would be used for a second batch and could be subtracted out. Steps that are run again need a new "
+                "chain with a fresh key."
+            )
+        self._append({"kind": "step", "chain_id": chain_id, "step": step})
+
+    def charge_up_to(self, chain_id: str, step: int) -> None:
+        """Charges the steps of a chain up to `step` that are not charged yet: they ran, and this file forgot them."""
+        reached = self.last_step(chain_id) or self._chains[chain_id].start_step
+        self._append(*({"kind": "step", "chain_id": chain_id, "step": t} for t in range(reached + 1, step + 1)))
+
+    # --- the file ---
+
+    def _acquire_lock(self) -> None:
+        # flock belongs to the open file, not to the process: a second `open` in this process is refused as well.
+        self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
+            self.close()
+            raise DPConfigError(
+                f"{self.path} is in use by process {owner}; two runs writing one ledger could charge a step once and "
+                "run it twice. Wait for that run, stop it, or choose another output_dir."
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.write(self._lock, str(os.getpid()).encode())
+
+    def _load(self) -> int:
+        """Replays the file; returns the position behind the last whole record."""
+        *lines, tail = self.path.read_bytes().split(b"\n")
+        if not lines:
+            raise DPConfigError(f"{self.path} is empty or has no whole line, not even the header. {_MEND}")
+        end = 0
+        for number, line in enumerate(lines, start=1):
+            self._replay(line, number)
+            end += len(line) + 1
+        return end
+
+    def _replay(self, line: bytes, number: int) -> None:
+        """Verifies one line and takes it in."""
+        where = f"{self.path}, line {number}:"
+        try:
+            record = json.loads(line)
+            sealed = {key: value for key, value in record.items() if key not in ("prev", "sha256")}
+            digest, expected = _seal(sealed, record["prev"])
+        except (ValueError, KeyError, AttributeError):
+            raise DPConfigError(f"{where} is no record of a ledger; it was edited or damaged. {_MEND}") from None
+        if expected != line:
+            raise DPConfigError(f"{where} the record does not have the digest it carries; it was edited. {_MEND}")
+        if record["prev"] != self._digest:
+            raise DPConfigError(f"{where} it does not follow line {number - 1}; lines were removed or moved. {_MEND}")
+        if number == 1 and (sealed.get("kind"), sealed.get("version")) != ("header", VERSION):
+            raise DPConfigError(
+                f"{where} expected the header of a version-{VERSION} ledger, found {sealed!r}. Use the release of "
+                "hf_dpopt that wrote this file, or a newer one."
+            )
+        self._apply(sealed, digest)
+
+    def _apply(self, record: dict[str, Any], digest: str) -> None:
+        """Takes a verified record in."""
+        match record["kind"]:
+            case "header":
+                pass
+            case "plan":
+                self._plan = record["plan"]
+            case "chain":
+                chain = ChainRecord(**{field.name: record[field.name] for field in dataclasses.fields(ChainRecord)})
+                self._chains[chain.chain_id], self._steps[chain.chain_id] = chain, []
+            case "step":
+                self._steps[record["chain_id"]].append(record["step"])
+            case kind:
+                raise DPConfigError(f"{self.path} has a record of kind {kind!r}. Use the hf_dpopt that wrote it.")
+        self._digest = digest
+        self._digests.add(digest)
+
+    def _mend_tail(self, end: int) -> None:
+        """Settles what follows the last newline, which a kill in mid-write leaves.
+
+        Half a record is cut off: its step did not run, for `charge` had not returned. A whole one that only lacks its
+        newline (an editor may strip it) stays: charging a step that did not run is the safe side.
+        """
+        assert self._file is not None
+        tail = os.pread(self._file, os.fstat(self._file).st_size - end, end)
+        if not tail:
+            return
+        try:
+            self._replay(tail, number=-1)
+        except DPConfigError:
+            os.ftruncate(self._file, end)
+        else:
+            os.write(self._file, b"\n")
+        os.fsync(self._file)
+
+    def _append(self, *records: dict[str, Any]) -> None:
+        """Writes records to the disk, then takes them in."""
+        assert self._file is not None, f"{self.path} is not open for writing"
+        sealed, prev = [], self._digest
+        for record in records:
+            prev, line = _seal(record, prev)
+            sealed.append((record, prev, line + b"\n"))
+        content = b"".join(line for _, _, line in sealed)
+        try:
+            written = os.write(self._file, content)
+            if written < len(content):
+                raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes of records were written", self.path)
+            os.fsync(self._file)
+            for record, digest, _ in sealed:
+                self._apply(json.loads(_canonical(record)), digest)
+        except BaseException:
+            # A full disk, or Ctrl-C between the write and the book-keeping: the file may hold more than this object
+            # knows, and a further record would not fit onto it. The next `open` settles it.
+            self.close()
+            raise
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str], inside: str = "") -> Iterator[str]:
+    """What differs between two plans, in mappings entry by entry. A field that the older one lacks counts as None."""
+    for name in names:
+        then, now = old.get(name), new.get(name)
+        if isinstance(then, dict) and isinstance(now, dict):
+            yield from _differences(then, now, sorted({*then, *now}), f"{inside}{name}.")
+        elif _canonical({"": then}) != _canonical({"": now}) or (inside and (name in old) != (name in new)):
+            was, is_now = old.get(name, "absent"), new.get(name, "absent")
+            yield f"{inside}{name}: {was!r} in the ledger, {is_now!r} now"
+
+
+def _missing(path: Path) -> str:
+    return (
+        f"There is no ledger at {path}, so what was spent on the data is unknown. Give the path of the run's ledger; "
+        "if it was deleted, put it back before going on with that run."
+    )

@@ -1,0 +1,416 @@
+"""The life of a private run: what was charged, under which key, and what is left of the budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_dpopt.clipping import ClippingEngine
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common import collectives
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.postprocess import Postprocess
+from hf_dpopt.preclip import Identity, Preconditioning, PublicSource
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.run.key_memory import KeyMemory, is_own
+from hf_dpopt.run.keys import (
+    Chain,
+    PrivateState,
+    check_resumable,
+    continue_or_branch,
+    default_private_dir,
+    last_own_chain,
+    stays_on_its_chain,
+)
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.sampling.check import ParticipationCheck
+
+LEDGER = Path("privacy") / "ledger.jsonl"
+CHECKPOINT_MARK = "privacy_ledger.json"
+TRAINING = "training"  # entry of the recorded plan
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivacySpent:
+    """What a run has spent so far; `epsilon` is for `num_steps` charged steps, over all resumes and branches."""
+
+    epsilon: float
+    delta: float
+    adjacency: str
+    unit: str
+    num_steps: int
+    planned_epsilon: float
+    planned_steps: int
+    noise_multiplier: float
+    sampling: str
+    accountant: str
+
+
+class PrivateRun:
+    """Keys, ledger and noise of one call to `train`, on every rank.
+
+    Rank 0 alone touches the ledger and the key files; the others get the key in memory.
+
+    Formal guarantee: `charge` returns only after the step is on the disk, in the ledger and then beside the key, never
+    lets (key, step) be used twice, also where the ledger was put back to an earlier state or copied, and never lets
+    the charged steps exceed `target_epsilon`. It fails if the private directory is put back together with the ledger.
+
+    Args:
+        plan: what is executed.
+        output_dir: the ledger lives in its `privacy` folder.
+        private_state_dir: secret keys; never inside `output_dir`. None takes the user's state directory.
+        resume_step: optimizer step of the checkpoint that training continues from; None for a fresh call to `train`.
+        checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
+        data_mark: digest of the records in their order, see `hf_dpopt.huggingface.data_mark`; kept beside the key,
+            and a chain goes on with the same one only. None: the caller answers for it.
+        training: public options that a record's gradient depends on, see `hf_dpopt.huggingface.refusals.resume`; a
+            resumed run has to share them with the run that it goes on with. None: the caller answers for it.
+
+    Raises:
+        DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint.
+        DPBudgetExceeded: if the steps still to run would spend more than `target_epsilon`.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        *,
+        output_dir: str | Path,
+        private_state_dir: str | Path | None = None,
+        resume_step: int | None = None,
+        checkpoint: str | Path | None = None,
+        data_mark: str | None = None,
+        training: Mapping[str, Any] | None = None,
+    ):
+        self.plan = plan
+        self.output_dir = Path(output_dir)
+        self.ledger: Ledger | None = None
+        self.state: PrivateState | None = None
+        self._memory: KeyMemory | None = None
+        self._is_closed = False
+        self._preclip: Preconditioning | None = None
+        opened = collectives.agreed(
+            lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training)
+        )
+        self.chain: Chain = opened[0]
+        self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
+        source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
+        self._start, noise_state = opened[2:]
+        try:
+            self.noise = plan.mechanism.stream(
+                source,
+                plan.sensitivity,
+                first_step=self._start + 1,
+                num_steps=max(1, plan.num_steps - self._start),
+            )
+            self.noise.continue_at(self.charged[-1], noise_state)
+        except BaseException:
+            self._release_ledger()
+            raise
+        num_steps = max(1, plan.num_steps - self._start)
+        self._participations = (
+            ParticipationCheck(plan.sampler, self.chain.sampling_key, self._start + 1)
+            if ParticipationCheck.is_needed(plan.sampler, num_steps)
+            else None
+        )
+        self.noise_generator = source.name
+        self.noise_generator_class = type(source).__name__
+
+    def _open(
+        self,
+        private_state_dir: str | Path | None,
+        resume_step: int | None,
+        checkpoint: str | Path | None,
+        data_mark: str | None,
+        training: Mapping[str, Any] | None,
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None]:
+        """The chain of this run, the steps charged to all, the step it starts after, and the state of its noise."""
+        directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
+        self.state = PrivateState(directory, forbidden=self.output_dir)
+        self.ledger = Ledger.open(self.output_dir / LEDGER)
+        self._memory = self.state.memory(self.ledger)
+        try:
+            check_resumable(self.ledger, resume_step)
+            self._check_checkpoint(resume_step, checkpoint)
+            self._memory.lock()
+            self._charge_unknown()
+            self._check_budget(resume_step)
+            self._record_plan(training, is_resumed=resume_step is not None)
+            fixed = self.plan.config.unsafe_fixed_noise_key
+            chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
+            if data_mark is not None:
+                self.state.check_data(chain, data_mark)
+            self._memory.lock()  # of a family that began just now
+            if not chain.unsafe:
+                self._memory.use(chain.chain_id)
+        except BaseException:
+            self._release_ledger()
+            raise
+        charged = list(self.ledger.charged)
+        position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
+        start = self.ledger.chains[position].start_step
+        charged.append(charged.pop(position))  # the chain in progress comes last
+        return chain, charged, start, self.state.load_noise(chain.chain_id) if charged[-1] else None
+
+    @property
+    def first_step(self) -> int:
+        """Steps that were done before this chain began."""
+        return self._start
+
+    def _release_ledger(self) -> None:
+        if self.ledger is not None:
+            self.ledger.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    def _record_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
+        """Notes what is executed, or checks that it is what the ledger's run was."""
+        assert self.ledger is not None
+        before, public = self.ledger.plan, self.plan.public_dict()
+        if training is not None:
+            public[TRAINING] = dict(training)
+        # trained anew, a run may be another one; earlier releases did not write this down
+        compared = is_resumed and training is not None and before is not None and TRAINING in before
+        self.ledger.record_plan(public, must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)
+
+    def _charge_unknown(self) -> None:
+        """A ledger that is behind its keys takes in what they were used for."""
+        assert self.ledger is not None and self._memory is not None
+        if num_steps := self._memory.charge_unknown():
+            logger.warning(
+                f"{num_steps} steps ran under keys of this run that {self.ledger.path} did not know: it was put back "
+                "to an earlier state, or a copy of it went on. They were seen, perhaps, so they are charged now, and "
+                "their noise is not used again."
+            )
+
+    def mark_checkpoint(self, folder: str | Path) -> None:
+        """Notes in a checkpoint which record of the ledger it stands at, and keeps the noise's state; rank 0 only.
+
+        The state stays in the private directory, never in the checkpoint. Only the last one is kept: a run that goes
+        on from an older checkpoint needs noise of its own.
+        """
+        if self.ledger is not None:
+            noise = self.noise.state()
+            if noise and self.state is not None and not self.chain.unsafe:
+                self.state.save_noise(self.chain.chain_id, noise)
+            (Path(folder) / CHECKPOINT_MARK).write_text(json.dumps({"ledger_digest": self.ledger.digest()}) + "\n")
+
+    def _check_checkpoint(self, resume_step: int | None, checkpoint: str | Path | None) -> None:
+        """A checkpoint of another run, or of none, has a cost that this ledger does not know."""
+        if not resume_step or checkpoint is None:
+            return
+        assert self.ledger is not None
+        mark = Path(checkpoint) / CHECKPOINT_MARK
+        digest = json.loads(mark.read_text())["ledger_digest"] if mark.exists() else None
+        if digest is None or not self.ledger.contains(digest):
+            raise DPConfigError(
+                f"{checkpoint} was not written by a run of {self.ledger.path}, so what its weights cost is unknown. "
+                "Resume from a checkpoint of this output_dir; to start from a model that was trained elsewhere, load "
+                "it as the initial model (its own privacy cost, if any, adds up)."
+            )
+
+    @property
+    def _target(self) -> float | None:
+        # without privacy (a fixed key in a test) there is no budget to keep
+        return self.plan.config.target_epsilon if self.plan.is_private else None
+
+    def _check_budget(self, resumed_at: int | None) -> None:
+        """Before anything runs: are all steps of this call still affordable?"""
+        assert self.ledger is not None and self.state is not None
+        target, charged = self._target, self.ledger.charged
+        resume_step = resumed_at or 0
+        needed = self.plan.num_steps - resume_step
+        if target is None or needed <= 0:
+            return
+        before, same_chain = charged, 0
+        if stays_on_its_chain(self.ledger, self.state, resumed_at):
+            last = last_own_chain(self.ledger)
+            assert last is not None
+            place = self.ledger.chains.index(last)
+            before, same_chain = charged[:place] + charged[place + 1 :], charged[place]
+        spent = self.plan.epsilon((*before, same_chain + needed))
+        if spent <= target:
+            return
+        affordable = self.plan.max_steps_within(target, after=before) - same_chain
+        after = (
+            f"The next {affordable} are affordable: --max_steps {resume_step + affordable} ends there. "
+            if affordable > 0
+            else ""
+        )
+        raise DPBudgetExceeded(
+            f"{sum(charged)} steps of this run are already charged in {self.ledger.path}; the {needed} steps still "
+            f"to run would bring epsilon to {spent:.4g}, above target_epsilon={target:g}. "
+            f"{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or start over in "
+            "another output_dir (what was spent here stays spent)."
+        )
+
+    def charge(self, step: int) -> None:
+        """Writes the step to the ledger, on disk, before any record of its batch is looked at.
+
+        Raises:
+            DPBudgetExceeded: if the step would spend more than `target_epsilon`.
+        """
+        if self._is_closed:
+            raise DPConfigError(f"Step {step} cannot run: the run was closed, and its ledger takes no more steps.")
+        target, next_charged = self._target, (*self.charged[:-1], self.charged[-1] + 1)
+        horizon = self.plan.horizon
+        if horizon is not None and next_charged[-1] > horizon:
+            raise DPBudgetExceeded(
+                f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
+                "output_dir, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
+            )
+        # all steps of the plan on this chain were found affordable at the start
+        if target is not None and next_charged[-1] > self.plan.num_steps - self._start:
+            spent = self.plan.epsilon(next_charged)
+            if spent > target:
+                raise DPBudgetExceeded(
+                    f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not "
+                    "run. Raise --target_epsilon, or stop here: the model so far is within the budget."
+                )
+        if self.ledger is not None:
+            self.ledger.charge(self.chain.chain_id, step)
+            if self._memory is not None and not self.chain.unsafe:
+                self._memory.note(step)
+        self.charged[-1] += 1
+
+    def start_preclip(self, engine: ClippingEngine, *, public: PublicSource | None = None) -> Preconditioning:
+        """The plan's preconditioner for this run, made once, before its first step.
+
+        Args:
+            engine: of the model.
+            public: gradients of public records, for preconditioners that need them.
+
+        Raises:
+            DPConfigError: if it does not fit the model, or public gradients are missing.
+        """
+        norm = self.plan.config.clipping_norm
+        self._preclip = self.plan.preclip.start(
+            engine.parameters, clipping_norm=norm, noise=self.noise_level(), public=public
+        )
+        return self._preclip
+
+    def allowed(self, preclip: Preconditioning | None) -> Preconditioning:
+        """The preconditioner of a step, if it is one that this run started; none at all if the plan has none.
+
+        Raises:
+            DPConfigError: for that of another run, or none where the plan has one.
+        """
+        if preclip is None and isinstance(self.plan.preclip, Identity):
+            return Identity().start()
+        if preclip is None or preclip is not self._preclip:
+            raise DPConfigError(
+                "The plan's noise is calibrated to its own preconditioner, which keeps state from step to step. Make "
+                "it once, preclip = run.start_preclip(engine), and give it to every step: private_step(.., "
+                "preclip=preclip)."
+            )
+        return preclip
+
+    def checked(self, engine: ClippingEngine, scales: tuple[Scale | None, ...]) -> tuple[Scale | None, ...]:
+        """The scales of a step, one for each query that the noise was calibrated to, and an engine with its clip.
+
+        Raises:
+            DPConfigError: for more or fewer queries, or another clip: one record would move the sums by more.
+        """
+        planned = self.plan.preclip.num_queries
+        if len(scales) != planned:
+            raise DPConfigError(
+                f"The preconditioner asks for {len(scales)} clipped sums in a step, and the noise was calibrated to "
+                f"{planned}. Let num_queries of its spec say how many there are."
+            )
+        if engine.clipping != self.plan.clipper:
+            raise DPConfigError(
+                f"The engine clips by {engine.clipping}, and the noise was calibrated to {self.plan.clipper}. Make it "
+                "with the plan's: make_engine(model, plan.clipper)."
+            )
+        return scales
+
+    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Postprocess] = ()) -> MechanismLevel:
+        """How loud the noise is in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
+
+        Args:
+            preclip: the preconditioner of the run, which may multiply what was released.
+            chain: maps that come between; those that say no ``gain`` leave a level that is not known.
+        """
+        plan, stages = self.plan, (*([] if preclip is None else [preclip]), *chain)
+
+        def gain() -> float | None:
+            gains = [getattr(stage, "gain", None) for stage in stages]
+            return None if None in gains else math.prod(gains)  # type: ignore[arg-type]
+
+        return MechanismLevel(
+            plan.mechanism,
+            stddev=self.noise.draw_stddev / plan.config.expected_batch_size,
+            num_steps=plan.noise_steps,
+            steps_done=lambda: self.charged[-1],
+            gain=gain,
+        )
+
+    def draw(self, step: int) -> np.ndarray:
+        """Indices of the logical batch of a step, over all ranks; int64, possibly empty. A function of (key, step)."""
+        drawn = self.plan.sampler.draw(self.chain.sampling_key, step)
+        if self._participations is not None and step > self._start:
+            self._participations.observe(step, drawn)
+        return drawn
+
+    def spent(self) -> PrivacySpent:
+        """What has been charged so far."""
+        return spent_for(self.plan, self.charged)
+
+    def close(self) -> None:
+        """Releases the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
+        if self.ledger is not None:
+            last = self.ledger.last_step(self.chain.chain_id)
+            # other runs, copies of this one too, may keep their keys in the same place
+            mine = [chain.chain_id for chain in self.ledger.chains if is_own(chain)]
+            self._release_ledger()
+            if self.state is not None and last is not None and last >= self.plan.num_steps:
+                self.state.forget(mine)
+        self.ledger, self._is_closed = None, True
+
+
+def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
+    """The statement in numbers after the charged steps of each chain."""
+    return PrivacySpent(
+        epsilon=plan.epsilon(tuple(charged)),
+        delta=plan.delta,
+        adjacency=plan.adjacency,
+        unit=plan.unit,
+        num_steps=sum(charged),
+        planned_epsilon=plan.epsilon(),
+        planned_steps=plan.num_steps,
+        noise_multiplier=plan.noise_multiplier,
+        sampling=plan.sampler.name,
+        accountant=plan.public_dict()["accountant"],
+    )
+
+
+def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, Any] | None:
+    """The plan that an earlier run in this folder was charged under, or None. Rank 0's file counts.
+
+    Raises:
+        DPConfigError: if a budget is to be kept and that run had no noise.
+    """
+    path = Path(output_dir) / LEDGER
+    if collectives.rank() != 0 or not path.exists():
+        return None
+    plan = Ledger.read(path).plan
+    if plan is not None and "noise_strategy" not in plan:
+        raise DPConfigError(
+            f"{path} was written by an earlier release, which did not say how the noise was correlated. Continue that "
+            "run with the release that began it, or choose another output_dir."
+        )
+    if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
+        raise DPConfigError(
+            f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "
+            "Choose another output_dir."
+        )
+    return plan

@@ -1,0 +1,167 @@
+"""What a run has before the clip, after the noise and after the optimizer's step, and its state in checkpoints.
+
+All of it is made of released and public values, so it lies beside the optimizer's state in the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dpopt.clipping import ClippingEngine
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.noise.strategies import IdentityStrategy
+from hf_dpopt.optim import NoiseAwareOptimizer
+from hf_dpopt.postprocess import NoiseLevel, Postprocess
+from hf_dpopt.postprocess.iterates import AfterStep, IterateAverage
+from hf_dpopt.preclip import PublicSource
+from hf_dpopt.run.run import PrivateRun
+
+RELEASED_STATE = "released_state.pt"
+OPTIMIZER_STATE = "optimizer.pt"
+
+
+class Stages:
+    """What stands around the private core in one run.
+
+    Args:
+        run: of the plan.
+        engine: of the model.
+        optimizer: torch's own; told how loud the noise is if it asks for that.
+        chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
+            so in an attribute ``gain``.
+        public: gradients of public records, where something needs them.
+        after: maps of the released weights, called after every step of the optimizer.
+
+    Attributes:
+        engine: the one to clip with.
+
+    Raises:
+        DPConfigError: for a preconditioner that does not fit the model.
+    """
+
+    def __init__(
+        self,
+        run: PrivateRun,
+        engine: ClippingEngine,
+        optimizer: torch.optim.Optimizer,
+        chain: Sequence[Postprocess] = (),
+        *,
+        public: PublicSource | None = None,
+        after: Sequence[AfterStep] = (),
+    ):
+        self.preclip = run.start_preclip(engine, public=public)
+        self.engine = self.preclip.engine(engine)
+        self.chain, self.after = tuple(chain), tuple(after)
+        every, correlated = run.plan.preclip.changes_every, not isinstance(run.plan.strategy, IdentityStrategy)
+        self._is_misaligned = bool(every and correlated and run.first_step % every)
+        self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
+        for place, stage in enumerate(self.chain):
+            tell_noise(run.noise_level(self.preclip, self.chain[:place]), stage)
+        tell_noise(run.noise_level(self.preclip, self.chain), optimizer)
+        self._hooks = [stage.attach(optimizer) for stage in self.after]
+
+    def announce(self) -> None:
+        """Says in the log what runs before the clip, after the noise and after the optimizer's step."""
+        if self._is_misaligned:
+            logger.warning(
+                "This run goes on from the middle of a phase of its preconditioner with its own noise, which starts "
+                "anew at other steps than the coordinates change: less of it is taken back. Epsilon is right."
+            )
+        if self._spec is not None:
+            given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
+            logger.info(f"Preconditioner: {self._spec['name']} ({given}).")
+        stages = [*self.chain, getattr(self._optimizer, "filter", None), *self.after]
+        named = [f"{type(stage).__name__} {_described(stage)}" for stage in stages if stage is not None]
+        if named:
+            logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
+
+    def finish(self) -> None:
+        """Gives the model its averaged weights, where there is an average: after the last step."""
+        for stage in self.after:
+            if isinstance(stage, IterateAverage):
+                stage.move()
+
+    def close(self) -> None:
+        """Takes the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @property
+    def _has_state(self) -> bool:
+        kept = (self.preclip.state_dict(), self.chain, self.after)
+        return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the state of all; nothing if there is none."""
+        if self._has_state:
+            torch.save(self._state(), Path(folder) / RELEASED_STATE)
+
+    def load(self, folder: str | Path) -> None:
+        """Continues from a checkpoint, bit for bit.
+
+        Raises:
+            DPConfigError: if the state of a stage is missing there, or belongs to another one.
+        """
+        missing = []
+        if isinstance(self._optimizer, NoiseAwareOptimizer) and not (Path(folder) / OPTIMIZER_STATE).exists():
+            missing.append(OPTIMIZER_STATE)
+        path = Path(folder) / RELEASED_STATE
+        if self._has_state and not path.exists():
+            missing.append(RELEASED_STATE)
+        if missing:
+            raise DPConfigError(
+                f"{folder} has no {' and no '.join(missing)}: what the preconditioner, the filters or the optimizer "
+                "learned from earlier steps is lost, and the run would go on as another one. Resume from a whole "
+                "checkpoint (save_only_model=False), or load the weights into a new run."
+            )
+        if not path.exists():
+            return
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        kept, mine = state["made_of"], self.made_of
+        if kept != mine:
+            raise DPConfigError(
+                f"{path} was written by a run with {_listed(kept)} after the noise, and this one has {_listed(mine)}. "
+                "Resume with the options that the run began with."
+            )
+        self.preclip.load_state_dict(state["preclip"])
+        for stage, of_stage in zip(self.chain + self.after, state["stages"], strict=True):
+            stage.load_state_dict(of_stage)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "made_of": self.made_of,
+            "preclip": self.preclip.state_dict(),
+            "stages": [stage.state_dict() for stage in self.chain + self.after],
+        }
+
+    @property
+    def made_of(self) -> list[str]:
+        """Maps of the gradients, of the weights, and the optimizer, with their public options."""
+        stages = (*self.chain, *self.after)
+        return [f"{type(stage).__name__} {_described(stage)}" for stage in stages] + [type(self._optimizer).__name__]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(name.strip() for name in names)
+
+
+def _described(stage: Any) -> str:
+    parameters = getattr(stage, "parameters", None)
+    return str(parameters()) if callable(parameters) else ""
+
+
+def tell_noise(level: NoiseLevel | MechanismLevel, *stages: Any) -> None:
+    """Gives the noise level to what has a place for it, filters inside of optimizers included."""
+    for stage in stages:
+        if hasattr(stage, "noise"):
+            stage.noise = level
+        inner = getattr(stage, "filter", None)
+        if inner is not None and hasattr(inner, "noise"):
+            inner.noise = level

@@ -1,0 +1,103 @@
+"""What one physical batch adds to a clipped sum: its records, or whole users, whatever the unit of privacy is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.clipping.contributions import ClippedSum
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.records.collation import trimmed
+from hf_dpopt.records.losses import RecordLosses, num_records
+from hf_dpopt.records.rows import is_environment
+
+
+class WholeUnits(Protocol):
+    """A batch that knows which of its rows belong together; see `hf_dpopt.users.batches`."""
+
+    def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics: ...
+
+
+def add_batch(
+    sums: ClippedSum,
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    batch: Mapping[str, Any] | WholeUnits,
+    *,
+    sums_users: bool,
+) -> UnprivatizedStatistics:
+    """Adds the clipped gradients of the units of a batch to `sums`.
+
+    A unit on which the model fails contributes nothing, as one whose gradient is no number: a step that stopped there
+    would tell that it was drawn. The others of its batch are then taken one by one.
+
+    Args:
+        sums: made by `engine.empty_sum`.
+        engine: clips.
+        losses: of records.
+        batch: collated records, or whole users.
+        sums_users: whether the plan clips whole users.
+
+    Raises:
+        DPConfigError: for records where users are clipped, or the other way round.
+    """
+    if getattr(batch, "are_users", hasattr(batch, "add_to")) != sums_users:
+        given, planned = ("single records", "whole users") if sums_users else ("whole users", "single records")
+        raise DPConfigError(
+            f"The plan clips {planned}, and a batch of {given} was given, whose sum moves by another amount. Pass "
+            "hf_dpopt.users.UsersBatch for privacy_unit='user', collated records for privacy_unit='example'."
+        )
+    try:
+        return _add(sums, engine, _FailingApart(losses), batch)
+    except _ForwardFailed:
+        units = _apart(batch)
+        if len(units) < 2:
+            return UnprivatizedStatistics(num_records=1, num_dropped=1)
+    seen = UnprivatizedStatistics()
+    for unit in units:
+        seen += add_batch(sums, engine, losses, unit, sums_users=sums_users)
+    return seen
+
+
+def _add(sums: ClippedSum, engine: ClippingEngine, losses: Any, batch: Any) -> UnprivatizedStatistics:
+    if hasattr(batch, "add_to"):
+        return batch.add_to(sums, engine, losses)
+    return engine.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))
+
+
+def _apart(batch: Any) -> list[Any]:
+    """The units of a batch, each as a batch of its own."""
+    if hasattr(batch, "add_to"):
+        return batch.apart()
+    return [
+        trimmed({k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()})
+        for b in range(num_records(batch))
+    ]
+
+
+class _ForwardFailed(Exception):
+    """A forward that the model could not do; nothing was added to a sum."""
+
+
+class _FailingApart:
+    """The losses of a run, whose failures can be told from those of the clip."""
+
+    def __init__(self, losses: RecordLosses):
+        self._losses = losses
+
+    @property
+    def model(self) -> Any:
+        return self._losses.model
+
+    def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        try:
+            return self._losses(batch)
+        except UnsupportedModuleError:
+            raise
+        except BaseException as error:
+            if is_environment(error):
+                raise
+            raise _ForwardFailed from error
