@@ -1,4 +1,4 @@
-"""Any other leaf module: per-record gradients by `torch.func`, one vector-Jacobian product per record.
+"""Any other leaf module: per-record gradients by autograd, one vector-Jacobian product per record.
 
 Right for every module whose output for a record depends on that record's inputs alone (the start-up self-check tests
 it); costs a second forward of the module and B copies of its gradients. B = records.
@@ -87,7 +87,7 @@ def _input_gradients(site: Site, parameters: dict, leaves: list, spec: Any, grad
 def _record_gradients(
     site: Site, parameters: dict, leaves: list, spec: Any, grad_output: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    trained = {name: p.detach() for name, p in parameters.items() if site.trains(name)}
+    trained = {name: p.detach().requires_grad_() for name, p in parameters.items() if site.trains(name)}
     frozen = {name: p.detach() for name, p in parameters.items() if not site.trains(name)}
     num_records = site.num_records
     batched = [isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records for x in leaves]
@@ -95,10 +95,19 @@ def _record_gradients(
     def record(b: int) -> dict[str, torch.Tensor]:
         one = [x[b : b + 1].detach() if is_batched else x for x, is_batched in zip(leaves, batched, strict=True)]
         args, kwargs = pytree.tree_unflatten(one, spec)
-        out, vjp, *_ = torch.func.vjp(lambda p: _call(site.module, {**frozen, **p}, args, kwargs), trained)
-        return vjp(grad_output[b : b + 1])[0]
+        try:
+            out = _call(site.module, {**frozen, **trained}, args, kwargs)
+        except RuntimeError as error:
+            raise UnsupportedModuleError(
+                f"{site.name} ({type(site.module).__name__}) fails on a record alone ({error}), so it keeps state of "
+                "its batch, and has no rule of its own. Freeze its parameters, finetune with LoRA, or add a rule under "
+                "hf_dpopt/grads/rules."
+            ) from error
+        grads = torch.autograd.grad(out, list(trained.values()), grad_output[b : b + 1], materialize_grads=True)
+        return dict(zip(trained, grads, strict=True))
 
-    # a loop, not vmap: it runs whatever a forward may contain (data-dependent branches, in-place operations)
+    # a loop, no transform of torch.func: it runs whatever a forward may contain (branches that depend on the data,
+    # in-place operations, autograd functions of its own)
     records = [record(b) for b in range(num_records)]
     return {name: torch.stack([r[name] for r in records]) for name in trained}
 
