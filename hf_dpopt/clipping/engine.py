@@ -176,7 +176,8 @@ class ClippingEngine(abc.ABC):
         if escaped:
             raise UnsupportedModuleError(
                 "These parameters are also used outside the layers that own them, so part of their gradient escaped "
-                f"the clip: {', '.join(escaped)}. Freeze them, untie them, or add a rule under hf_dpopt/clipping/rules."
+                f"the clip: {', '.join(escaped)}. Freeze them, untie them, or add a rule under "
+                "hf_dpopt/clipping/rules."
             )
 
     def _no_squares(self, losses_B: torch.Tensor) -> dict[str, torch.Tensor]:

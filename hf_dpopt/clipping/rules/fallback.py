@@ -100,8 +100,8 @@ def _record_gradients(
         except RuntimeError as error:
             raise UnsupportedModuleError(
                 f"{site.name} ({type(site.module).__name__}) fails on a record alone ({error}), so it keeps state of "
-                "its batch, and has no rule of its own. Freeze its parameters, finetune with LoRA, or add a rule under "
-                "hf_dpopt/grads/rules."
+                "its batch, and has no rule of its own. Freeze its parameters, finetune with LoRA, or add a rule "
+                "under hf_dpopt/clipping/rules."
             ) from error
         grads = torch.autograd.grad(out, list(trained.values()), grad_output[b : b + 1], materialize_grads=True)
         return dict(zip(trained, grads, strict=True))
