@@ -28,11 +28,10 @@ def test_the_tier_fits_its_time():
     assert costs.SECONDS * 0.99 <= 0.3 * len(found) + 0.3 and 0.3 * len(found) <= costs.SECONDS
 
 
-@pytest.mark.parametrize(("seconds", "fails"), [(0.1, False), (2.9, False), (3.1, True)])
-def test_a_test_that_costs_five_times_its_record_fails(seconds, fails):
-    assert bool(costs.is_too_slow("t.py::many[3]", seconds, RECORD)) is fails
-    assert not costs.is_too_slow("t.py::dear", 44.0, RECORD) and costs.is_too_slow("t.py::dear", 46.0, RECORD)
-    assert not costs.is_too_slow("t.py::unknown", 100.0, RECORD)
+@pytest.mark.parametrize("name", ["t.py::many[3]", "t.py::unknown"])
+def test_a_slow_test_fails_with_or_without_a_record(name):
+    assert not costs.is_too_slow(name, 2.9, RECORD)
+    assert "make costs" in costs.is_too_slow(name, 3.1, RECORD)
 
 
 def test_the_record_names_tests_as_pytest_does(tmp_path, request):

@@ -169,7 +169,7 @@ class Collation:
         for i, record in usable:
             try:
                 row = trimmed(self.row(record))
-                row = _without_padded_targets(row) if "labels" in self.limits.positions else row
+                row = _without_padded_targets(row) if self.limits.labels_are_targets else row
                 if not self.limits.is_too_wide(row) and not self.limits.failing(row).any():
                     rows.append((i, row))
             except BaseException as error:

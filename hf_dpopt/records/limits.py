@@ -63,6 +63,7 @@ class Limits:
         classes_are_whole: labels are classes, so they have to be integers.
         per_token: columns with one value for every token.
         label_is_a_choice: labels number the choices of their record, (B, C, T).
+        labels_are_targets: labels are the tokens that a decoder predicts, padded with `IGNORED` on the right.
     """
 
     ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
@@ -70,6 +71,7 @@ class Limits:
     classes_are_whole: bool = False
     per_token: tuple[str, ...] = ()
     label_is_a_choice: bool = False
+    labels_are_targets: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> Limits:
@@ -98,7 +100,10 @@ class Limits:
         if kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification"):
             per_token = (*per_token, "labels")
         is_class = labels is not None and not labels.may_be_ignored
-        return cls(found, tables, is_class, per_token, kind == "ForMultipleChoice")
+        return cls(
+            found, tables, is_class, per_token,
+            label_is_a_choice=kind == "ForMultipleChoice", labels_are_targets=kind == "ForConditionalGeneration",
+        )  # fmt: skip
 
     def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
@@ -187,8 +192,9 @@ def _chooses_nothing(batch: Mapping[str, Any]) -> torch.Tensor:
     ids_BCT, labels_B = batch.get("input_ids"), batch.get("labels")
     if not isinstance(ids_BCT, torch.Tensor) or not isinstance(labels_B, torch.Tensor):
         return torch.zeros(1, dtype=torch.bool)
-    if ids_BCT.dim() != 3 or labels_B.shape != ids_BCT.shape[:1] or labels_B.is_floating_point():
+    if ids_BCT.dim() != 3 or labels_B.numel() != len(ids_BCT) or labels_B.is_floating_point():
         return torch.zeros(1, dtype=torch.bool)
+    labels_B = labels_B.reshape(-1)
     return (labels_B < 0) | (labels_B >= ids_BCT.size(1))
 
 

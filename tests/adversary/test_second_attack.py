@@ -145,6 +145,34 @@ def test_a_collator_that_makes_two_rows_of_a_record(tmp_path):
     )
 
 
+def test_labels_that_are_no_targets_of_the_decoder_are_not_trimmed(tmp_path):
+    """A loss of one's own over five answers, most of them missing: trimmed labels would broadcast against five."""
+    made = [{"input_ids": [5, 6, 7, 2], "labels": [i % 2, -100, -100, -100, -100]} for i in range(NUM)]
+    made[BAD]["labels"] = [1, 0, 1, 0, 1]
+
+    def loss(outputs, y):
+        z = outputs.logits
+        each = torch.nn.functional.softplus(z) - z * y.clamp(min=0)
+        return (each * (y != -100)).sum(1) / (y != -100).sum(1)
+
+    def collate(some):
+        ids = torch.tensor([row["input_ids"] for row in some])
+        labels = torch.tensor([row["labels"] for row in some])
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    def make(out, data):
+        torch.manual_seed(0)
+        config = tf.BartConfig(
+            vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=12, dropout=0.0,
+            pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, num_labels=5,
+        )  # fmt: skip
+        model = tf.BartForSequenceClassification(config)
+        return trainer(out, data, model=model, data_collator=collate, per_example_loss_func=loss)
+
+    assert 1e-3 < influence(make, Lazy(made), BAD, tmp_path, drawn=DRAWN) <= 1 + 1e-5
+
+
 class Unreadable(Mapping):
     def __getitem__(self, name: str) -> Any:
         raise ValueError("torn")

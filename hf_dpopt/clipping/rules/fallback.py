@@ -80,6 +80,8 @@ def _input_gradients(site: Site, parameters: dict, leaves: list, spec: Any, grad
     ]
     args, kwargs = pytree.tree_unflatten(fresh, spec)
     out = _call(site.module, {n: p.detach() for n, p in parameters.items()}, args, kwargs)
+    if not out.requires_grad:  # the branches that these records took use no input
+        return [None] * len(leaves)
     grads = iter(torch.autograd.grad(out, [fresh[i] for i in wanted], grad_output, allow_unused=True))
     return [next(grads) if i in wanted else None for i in range(len(leaves))]
 
@@ -97,12 +99,16 @@ def _record_gradients(
         args, kwargs = pytree.tree_unflatten(one, spec)
         try:
             out = _call(site.module, {**frozen, **trained}, args, kwargs)
-        except RuntimeError as error:
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise
+        except (RuntimeError, ValueError, IndexError, AssertionError) as error:
             raise UnsupportedModuleError(
-                f"{site.name} ({type(site.module).__name__}) fails on a record alone ({error}), so it keeps state of "
-                "its batch, and has no rule of its own. Freeze its parameters, finetune with LoRA, or add a rule "
+                f"{site.name} ({type(site.module).__name__}) fails on a record alone ({error}); mostly it keeps state "
+                "of its batch. It has no rule of its own: freeze its parameters, finetune with LoRA, or add one "
                 "under hf_dpopt/clipping/rules."
             ) from error
+        if not out.requires_grad:  # a branch that this record took uses no parameter
+            return {name: torch.zeros_like(p) for name, p in trained.items()}
         grads = torch.autograd.grad(out, list(trained.values()), grad_output[b : b + 1], materialize_grads=True)
         return dict(zip(trained, grads, strict=True))
 

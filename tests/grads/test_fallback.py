@@ -1,0 +1,95 @@
+"""Layers without a rule: whatever a forward does with a record, no step ends in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
+from tests.reference import clipping as reference
+
+
+class _Doubled(torch.autograd.Function):
+    """A Function in the old style, which torch.func cannot transform."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+class Branching(nn.Module):
+    """Records that begin with a large number go through unchanged, without a look at the weights."""
+
+    def __init__(self, ignores_input: bool = False):
+        super().__init__()
+        self.weight, self.ignores_input = nn.Parameter(torch.randn(4)), ignores_input
+
+    def forward(self, x):
+        skipped = [torch.zeros_like(row) if self.ignores_input else row for row in x]
+        rows = [_Doubled.apply(row * self.weight) if row[0] < 1 else skipped[i] for i, row in enumerate(x)]
+        return torch.stack(rows)
+
+
+class WantsABatch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        if len(x) < 2:
+            raise RuntimeError("expected the batch that was remembered")
+        return x * self.weight
+
+
+class Model(nn.Module):
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(4, 4), layer, nn.Linear(4, 1)
+
+    def forward(self, x, labels=None):
+        return self.last(self.layer(self.first(x))).squeeze(-1)
+
+
+def _loss(outputs, labels):
+    return (outputs - labels).square()
+
+
+def _batch(offsets: list[float]) -> dict[str, torch.Tensor]:
+    x = torch.randn(len(offsets), 4).double() * 0.1
+    return {"x": x, "labels": torch.tensor(offsets).double()}
+
+
+def _model(layer: nn.Module) -> Model:
+    model = Model(layer).double()
+    with torch.no_grad():
+        model.first.weight.copy_(torch.eye(4))
+        model.first.bias.zero_()
+    return model
+
+
+@pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
+@pytest.mark.parametrize("ignores_input", [False, True])
+@pytest.mark.parametrize("skipped", [[], [1], [0, 1, 2]])
+def test_branches_that_depend_on_the_record(engine, ignores_input, skipped):
+    model, batch = _model(Branching(ignores_input)), _batch([3.0, 5.0, -2.0])
+    for b in skipped:
+        batch["x"][b, 0] = 5.0
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.7, engine=engine, loss=_loss)
+    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for b in range(3):
+        loss = _loss(model(batch["x"][b : b + 1]), batch["labels"][b : b + 1]).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        for (name, _), g in zip(model.named_parameters(), grads, strict=True):
+            want[name] += g * min(1.0, 0.7 / float(norm))
+    assert reference.relative_error(got, want) < 1e-9
+
+
+def test_a_layer_that_fails_on_a_record_alone_is_named():
+    with pytest.raises(UnsupportedModuleError, match=r"layer \(WantsABatch\) fails on a record alone"):
+        clipped_gradient_sum(_model(WantsABatch()), _batch([1.0, 2.0]), clipping_norm=1.0, loss=_loss)
