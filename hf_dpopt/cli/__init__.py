@@ -1,1 +1,10 @@
-"""The command line `hf-dpopt`."""
+"""The command line `hf-dpopt`; nothing heavy is imported before a command is asked for."""
+
+from __future__ import annotations
+
+
+def main() -> None:
+    """Runs the command line."""
+    from hf_dpopt.cli.app import main as run
+
+    run()
