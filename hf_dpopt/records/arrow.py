@@ -1,4 +1,4 @@
-"""What is a dataset of the library `datasets`: it is optional, and whoever holds one has imported it."""
+"""Recognition of datasets of the library `datasets`, which is optional: whoever holds one has imported it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def is_arrow(dataset: Any) -> bool:
-    """Whether its rows lie in an Arrow table: a `datasets.Dataset`."""
+    """Whether this is a `datasets.Dataset`, whose rows lie in an Arrow table."""
     return _is_a(dataset, "Dataset")
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether it is a `datasets.IterableDataset`, which starts anew at each reading."""
+    """Whether this is a `datasets.IterableDataset`, which starts anew at each reading."""
     return _is_a(dataset, "IterableDataset")
 
 

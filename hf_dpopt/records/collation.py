@@ -48,10 +48,10 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """What a model takes for padding when rows of unlike lengths are joined here, behind the text.
+    """The padding that goes behind the text when rows of different lengths are joined here.
 
     Args:
-        id: token; looked at by models that search for it, and behind a mask for all others.
+        id: padding token; models that search for it see it, all others see a mask over it.
     """
 
     id: int = 0
@@ -74,10 +74,10 @@ class Collation:
 
     Args:
         collate: a list of records -> mapping of tensors, one row for each record.
-        form: of every record; None where it is stored, and so known to be alike.
-        limits: of the model.
-        padding: for rows that are joined here.
-        clean: takes from a record what no collator may see (ids of users, columns that are not used).
+        form: the form every record is brought into; None for stored records, which have one form already.
+        limits: what the model can look up; None to accept everything.
+        padding: fills up rows that are joined here.
+        clean: removes from a record what no collator may see (user ids, unused columns).
         place: moves a batch to the device.
     """
 
@@ -97,14 +97,14 @@ class Collation:
 
     @classmethod
     def of(cls, collate: Collator | Collation) -> Collation:
-        """The collation itself, or one that knows nothing but the collator."""
+        """Return a collation unchanged; wrap a bare collator in one without form or limits."""
         return collate if isinstance(collate, Collation) else cls(collate)
 
     def parts(self, records: Sequence[Any]) -> list[Part]:
-        """Batches that hold each record that can be used once; mostly one batch, of all of them in their order.
+        """Batches that hold every usable record exactly once; mostly one batch, in the records' order.
 
         Args:
-            records: of one physical batch.
+            records: the records of one physical batch, as the dataset gave them.
         """
         usable = [(i, row) for i, record in enumerate(records) if (row := self._fitted_or_none(record)) is not None]
         if not usable:
@@ -130,7 +130,7 @@ class Collation:
             return None
 
     def row(self, record: Any) -> Batch:
-        """The row of one record that was fitted, on the CPU.
+        """The row of one fitted record, on the CPU.
 
         Raises:
             DPConfigError: if it is not one row.
@@ -146,7 +146,7 @@ class Collation:
         return batch
 
     def _together(self, usable: list[tuple[int, Any]]) -> list[Part] | None:
-        """All in one batch, as the collator makes it; None if it fails or its rows have to be looked at one by one."""
+        """One batch of all records, made by the collator; None if it fails or the rows must be examined one by one."""
         while usable:
             try:
                 batch = dict(self.collate([record for _, record in usable]))
@@ -175,16 +175,16 @@ class Collation:
             except BaseException as error:
                 if is_environment(error):
                     raise
-        return list(joined(rows, self.padding))
+        return list(join_rows(rows, self.padding))
 
 
 def _mixes_by_padding(batch: Mapping[str, Any], usable: list[tuple[int, Any]]) -> bool:
-    """Whether records of unlike lengths lie in one batch without a mask, so that padding counts as text."""
+    """Whether records of different lengths share a batch without a mask, so that padding counts as text."""
     return "attention_mask" not in batch and len({length_of(record) for _, record in usable}) > 1
 
 
 def length_of(record: Any) -> int:
-    """Tokens of a record; 0 if it has none."""
+    """Number of tokens of a record; 0 if it has none."""
     try:
         return len(record["input_ids"])
     except Exception:  # whatever a mapping of one's own raises: this only sorts
@@ -192,7 +192,7 @@ def length_of(record: Any) -> int:
 
 
 def trimmed(row: Batch) -> Batch:
-    """The row of one record without its padding, as far as a mask shows it and no target stands there."""
+    """Remove padding from the row of one record, where a mask shows it and no target stands there."""
     ids, mask = row.get("input_ids"), row.get("attention_mask")
     if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
         return row
@@ -212,7 +212,7 @@ def trimmed(row: Batch) -> Batch:
 
 
 def _without_padded_targets(row: Batch) -> Batch:
-    """The row of one record without what follows its last target: padding to a multiple may exceed the positions."""
+    """Cut the row of one record behind its last target: padding to a multiple may exceed the positions."""
     labels = row.get("labels")
     if not isinstance(labels, torch.Tensor) or labels.dim() != 2 or labels.is_floating_point():
         return row
@@ -229,12 +229,12 @@ def _without_padded_targets(row: Batch) -> Batch:
 # --- joining rows --------------------------------------------------------------------------------------------------
 
 
-def joined(rows: Sequence[tuple[int, Batch]], padding: Padding) -> Iterator[Part]:
-    """Rows of one record each as batches; those that padding cannot make alike stay apart.
+def join_rows(rows: Sequence[tuple[int, Batch]], padding: Padding) -> Iterator[Part]:
+    """Join rows of one record each into batches; rows that padding cannot make equal stay apart.
 
     Args:
-        rows: (place, batch of one row), on the CPU.
-        padding: what tokens are filled up with.
+        rows: pairs (place, batch of one row), on the CPU.
+        padding: fills up tokens and targets.
     """
     groups: dict[Any, list[tuple[int, Batch]]] = {}
     for place, row in rows:
@@ -251,7 +251,7 @@ TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
 def _family(key: str, value: Any, row: Mapping[str, Any]) -> str:
-    """Which length a tensor has in its second dimension: that of the tokens, of the targets, or one of its own."""
+    """The length that a tensor shares in its padded dimension: tokens, targets, choices, or "" for one of its own."""
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.is_floating_point():
         return ""
     ids = row.get("input_ids")
@@ -269,12 +269,12 @@ def _widths(row: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _dim(family: str) -> int:
-    """Which dimension is padded."""
+    """Index of the dimension that is padded."""
     return 2 if family == "choices" else 1
 
 
 def _signature(row: Mapping[str, Any]) -> tuple:
-    """What rows of one batch have in common; lengths too, unless a mask says what is padding."""
+    """Key that rows of one batch share; it includes lengths unless a mask says what is padding."""
     return tuple(sorted((key, *_shape(key, value, row)) for key, value in row.items()))
 
 
@@ -295,7 +295,7 @@ def _is_list_of_one(value: Any) -> bool:
 
 
 def _padded(row: Batch, widths: Mapping[str, int], padding: Padding) -> Batch:
-    """A row with its tokens and targets filled up behind the text."""
+    """Fill up the tokens and targets of a row behind the text."""
     fill = {"input_ids": padding.id, "decoder_input_ids": padding.id, "labels": IGNORED}
     padded = {}
     for key, value in row.items():

@@ -1,4 +1,4 @@
-"""The form of a record: which columns it has, and what kind of values, decided record by record.
+"""The form of a record: its columns and the kind of their values, decided record by record.
 
 A collator takes the type of a whole batch from its first record (`default_data_collator` does: an integer label in
 front truncates the fractions of all others). So every record is brought into one form before it meets another, by
@@ -20,11 +20,11 @@ WIDER = {"bool": ("bool",), "int": ("int", "bool"), "float": ("float", "int", "b
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """What the values of a column are.
+    """Kind, depth and container of the values of a column.
 
     Args:
         kind: "bool", "int", "float", "empty" (a list without an element) or "other".
-        depth: of nesting; 0 for a number.
+        depth: levels of nested lists, >= 0; 0 for a number, -1 for `ANYTHING`.
         container: "list", or the type of a numpy array or torch tensor as text.
     """
 
@@ -77,18 +77,18 @@ class Form:
     """The columns of every record of a run.
 
     Args:
-        columns: name -> what its values are.
+        columns: name -> kind of its values.
     """
 
     columns: Mapping[str, Column]
 
     @classmethod
     def of(cls, record: Any, *, float_labels: bool = False) -> Form | None:
-        """The form of a record that stands for all; None for records that are no mappings, of which nothing is known.
+        """The form that one record prescribes for all; None for records that are not mappings.
 
         Args:
-            record: a row.
-            float_labels: labels are numbers to be predicted, and integers among them are meant as such.
+            record: a row of the dataset.
+            float_labels: labels are real numbers to be predicted, even those written as integers.
         """
         if not isinstance(record, Mapping):
             return None
@@ -99,7 +99,7 @@ class Form:
         return cls(columns)
 
     def misfit(self, record: Any) -> str:
-        """What is wrong with a record, or an empty text; says nothing about the values."""
+        """Say why a record does not fit, as a text without its values; empty if it fits."""
         if not isinstance(record, Mapping):
             return f"it is no mapping of columns but of type {type(record).__name__}"
         for name, column in self.columns.items():
@@ -139,7 +139,7 @@ def _misfit(wanted: Column, got: Column | None) -> str:
 
 
 def _as(column: Column, value: Any, got: Column | None) -> Any:
-    """The value in the kind and container of its column; collators look at those of the first record only."""
+    """Convert a value to the kind and container of its column; collators look at those of the first record only."""
     if got is None or got.kind in ("other", "empty") or column.kind in ("other", "empty"):
         return value
     if column.depth == 0:
@@ -163,7 +163,7 @@ def _as(column: Column, value: Any, got: Column | None) -> Any:
 
 
 def _is_narrow(column: Column) -> bool:
-    """Whether numbers have fewer digits than float32: a first record of that kind would round those of all others."""
+    """Whether a column holds fewer digits than float32: such a first record would round the numbers of all others."""
     return column.kind == "float" and column.container.endswith("float16")
 
 

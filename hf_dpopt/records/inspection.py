@@ -1,7 +1,7 @@
-"""Inspection of the training records before anything is spent: what would fail in a step is found and told now.
+"""Inspection of the training records before any budget is spent: what would fail in a step is reported now.
 
-Stored columns and lists are read whole, what is made when a record is asked for on a sample. A refusal here depends on
-the data and is told to whoever holds it; in a step the same record is left out without a word.
+Stored columns and lists are read whole; datasets that make records on request are read on a sample. A refusal here
+depends on the data and is shown to whoever holds it; in a step the same record is left out silently.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FIX = (
 
 
 def refuse_malformed(dataset: Any, limits: Limits, form: Form | None) -> None:
-    """Refuses records that the model cannot take, with the first one that was found.
+    """Refuse records that the model cannot take, naming the first one found.
 
     Args:
-        dataset: of records, with a length; columns as they are stored.
-        limits: of the model.
-        form: that records have to fit; None for records of which nothing is known.
+        dataset: the training records, with a length.
+        limits: what the model can look up.
+        form: the form that records must fit; None to accept any.
 
     Raises:
         DPConfigError: naming record, column and what is allowed.
@@ -43,12 +43,12 @@ def refuse_malformed(dataset: Any, limits: Limits, form: Form | None) -> None:
     elif isinstance(dataset, (list, tuple)):
         wrong = _first_in_rows(enumerate(dataset), limits, form)
     else:
-        wrong = _first_in_rows(_sampled(dataset), limits, form)
+        wrong = _first_in_rows(_sample_rows(dataset), limits, form)
     if wrong:
         raise DPConfigError(f"{wrong} {FIX}")
 
 
-def _sampled(dataset: Any) -> Iterator[tuple[int, Any]]:
+def _sample_rows(dataset: Any) -> Iterator[tuple[int, Any]]:
     for i in spread(len(dataset), SAMPLED):
         try:
             rows = read_one(dataset, i)
@@ -60,7 +60,7 @@ def _sampled(dataset: Any) -> Iterator[tuple[int, Any]]:
 
 
 def refuse_missing_values(dataset: Any) -> None:
-    """Refuses stored columns of numbers in which some are missing.
+    """Refuse stored columns of numbers that have missing values.
 
     `default_data_collator` leaves a column out of a whole batch when the first record has none.
 
@@ -81,7 +81,7 @@ def refuse_missing_values(dataset: Any) -> None:
 
 
 def _first_in_rows(rows: Iterator[tuple[int, Any]], limits: Limits, form: Form | None) -> str:
-    """What is wrong with the first row that cannot be used, or an empty text."""
+    """Message about the first row that cannot be used; empty if there is none."""
     for i, row in rows:
         if form is not None and (misfit := form.misfit(row)):
             return f"Training record {i} does not have the form of the others: {misfit}."
@@ -123,7 +123,7 @@ def _floats(column: str) -> str:
 
 
 def _first_in_columns(dataset: Any, limits: Limits) -> str:
-    """As `_first_in_rows`, vectorised over Arrow columns; which columns are meant for the model is known by name."""
+    """Vectorised `_first_in_rows` over Arrow columns; the columns that the model reads are known by name."""
     names = [name for name in dataset.column_names if name in (*limits.ranges, *limits.per_token, *LABEL_COLUMNS)]
     if not names:
         return ""
@@ -148,7 +148,7 @@ def _one_array(column: Any) -> Any:
 
 
 def _first_uneven(arrays: Mapping[str, Any], name: str, limits: Limits) -> tuple[int, str] | None:
-    """The first record that has another number of values in a column than it has tokens."""
+    """The first record whose column has a different number of values than the record has tokens."""
     import pyarrow.compute as pc
 
     ids, values = arrays.get("input_ids"), arrays[name]
@@ -200,7 +200,7 @@ def _is_list(kind: Any) -> bool:
 
 
 def _flattened(array: Any) -> tuple[Any, list[np.ndarray] | None]:
-    """The values of nested lists, and where the lists of every level end, the innermost first."""
+    """Values of nested lists, and the ends of the lists of every level, innermost first."""
     import pyarrow.compute as pc
 
     ends: list[np.ndarray] = []

@@ -20,8 +20,8 @@ class Positions:
     """A table in which positions are looked up.
 
     Args:
-        most: tokens of a record that have a position.
-        padding: token that takes no position (RoBERTa); None where every place does.
+        most: largest number of tokens of a record that have a position.
+        padding: token that takes no position (RoBERTa); None if every token takes one.
     """
 
     most: int
@@ -50,7 +50,7 @@ def positions(model: nn.Module, column: str) -> Positions | None:
 
 
 def _num_virtual_tokens(model: nn.Module) -> int:
-    """Places that prompts and prefixes of adapters take."""
+    """Number of positions that prompts and prefixes of adapters take."""
     configs = getattr(model, "peft_config", None)
     return sum(
         getattr(c, "num_virtual_tokens", 0) or 0 for c in (configs.values() if isinstance(configs, dict) else ())
@@ -58,9 +58,9 @@ def _num_virtual_tokens(model: nn.Module) -> int:
 
 
 def check_lengths(train_dataset: Any, model: nn.Module) -> None:
-    """Refuses records longer than a table of positions, which would end the run in the step that samples them.
+    """Refuse records longer than a table of positions, which would end the run in the step that samples them.
 
-    Looks at what is tokenized: columns of a dataset, or records in a list; input_ids, and labels of a decoder.
+    Checks what is tokenized: columns of a dataset, or records in a list; input_ids, and labels of a decoder.
     """
     columns = ["input_ids"]
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -81,7 +81,7 @@ def _length(row: Any, table: Positions) -> int:
 
 
 def _long_rows(train_dataset: Any, column: str, table: Positions) -> Iterator[Any]:
-    """Values of the column with more entries than the table; what is made only when a record is asked for is not."""
+    """Values of the column with more entries than the table; records that are made on request are not examined."""
     names, form = getattr(train_dataset, "column_names", None), getattr(train_dataset, "format", None)
     if isinstance(train_dataset, list):
         rows = (row.get(column) for row in train_dataset if isinstance(row, Mapping))

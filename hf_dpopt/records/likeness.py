@@ -1,4 +1,4 @@
-"""Whether records that somebody evaluates on are those that are trained on: metrics on them are exact values.
+"""Detection of evaluation on training records: metrics on those are exact, un-noised values.
 
 A view of the training set (a shared Arrow table, `Subset`, `ConcatDataset`, rows of one list) with one common row is
 found by where rows are stored. Copies (`map`, `list(dataset)`, another reading of the same file) are found by the hash
@@ -42,10 +42,10 @@ Table = dict[Key, Hashes]
 
 
 class TrainingRows:
-    """The rows of a training set, for comparison; read when they are first needed, and once.
+    """The rows of a training set, for comparison; read once, when they are first needed.
 
     Args:
-        dataset: map-style, or a list; None for none.
+        dataset: the training set, map-style or a list; None if there is none.
     """
 
     def __init__(self, dataset: Any):
@@ -54,12 +54,12 @@ class TrainingRows:
         self._served: _Known | None = None
 
     def make_up(self, dataset: Any) -> bool:
-        """Whether a dataset shares stored rows with these, or at least half of it are copies of them.
+        """Whether a dataset shares stored rows with these, or at least half of it consists of copies of them.
 
         The answer is that of rank 0 on every rank: how much can be read depends on time.
 
         Args:
-            dataset: what is to be evaluated on; None for nothing.
+            dataset: the evaluation set; None for none.
         """
         if dataset is None or self.dataset is None:
             return False
@@ -86,7 +86,7 @@ class TrainingRows:
 
 
 class _Known:
-    """Hashes of training rows: of all, or of as many as could be read in time, at random places."""
+    """Hashes of all training rows, or of as many as could be read in time, at random places."""
 
     def __init__(self, found: list[Leaf], *, as_stored: bool):
         total, num_read = sum(len(rows) for _, rows in found), 0
@@ -103,14 +103,14 @@ class _Known:
             if time.monotonic() > ends:
                 break
         self.share_read = num_read / max(1, total)
-        merged = _merged(parts)
+        merged = _concatenate(parts)
         self._scalars = {name: hashes for (name, kind), (hashes, _) in merged.items() if kind == "scalar"}
         carriers = _carriers({key: both for key, both in merged.items() if key[1] != "scalar"})
         self.names = {name for name, _ in carriers}
         self._carriers = [(kind, np.unique(merged[name, kind][0])) for name, kind in carriers]
 
     def holds_half(self, sample: tuple[int, Table]) -> bool:
-        """Whether half of the sampled rows is among these, in a column that tells records apart."""
+        """Whether half of the sampled rows are among these, in a column that tells records apart."""
         num_rows, table = sample
         if not num_rows:
             return False
@@ -124,11 +124,11 @@ class _Known:
         return any(_num_in(hashes, known) >= needed for known, hashes in pairs)
 
     def _of_numbers(self, scalars: dict[str, np.ndarray]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Rows that hold nothing but single numbers: all that both have, together."""
+        """Pairs of hashes for rows that hold single numbers only: all columns that both have, combined."""
         common = sorted(scalars.keys() & self._scalars.keys())
         if len(common) < 2 or len({len(self._scalars[name]) for name in common}) > 1:
             return []
-        known, ours = (_joined([of[name] for name in common]) for of in (self._scalars, scalars))
+        known, ours = (_combine_hashes([of[name] for name in common]) for of in (self._scalars, scalars))
         return [(np.unique(known), ours)] if _distinct(known) >= DISTINCT else []
 
 
@@ -143,8 +143,8 @@ def _names(sample: tuple[int, Table]) -> set[str]:
     return {name for name, kind in sample[1] if kind != "scalar"}
 
 
-def _merged(parts: dict[Key, list[Hashes]]) -> Table:
-    """Hashes and sizes of one block after the other."""
+def _concatenate(parts: dict[Key, list[Hashes]]) -> Table:
+    """Concatenate the hashes and sizes of all blocks."""
     return {
         key: (np.concatenate([hashes for hashes, _ in some]), np.concatenate([sizes for _, sizes in some]))
         for key, some in parts.items()
@@ -157,7 +157,7 @@ def _is_useless(key: Key, hashes: np.ndarray) -> bool:
 
 
 def _distinct(hashes: np.ndarray) -> float:
-    """Share of different ones in an evenly spaced sample."""
+    """Share of distinct hashes in an evenly spaced sample, in [0, 1]."""
     some = hashes[:: max(1, len(hashes) // NUM_SAMPLED)]
     return len(np.unique(some)) / max(1, len(some))
 
@@ -167,7 +167,7 @@ def _num_in(hashes: np.ndarray, known: np.ndarray) -> int:
     return int((known[places] == hashes).sum())
 
 
-def _joined(columns: list[np.ndarray]) -> np.ndarray:
+def _combine_hashes(columns: list[np.ndarray]) -> np.ndarray:
     total = np.zeros_like(columns[0])
     for hashes in columns:
         total = (total ^ hashes) * np.uint64(row_hashes.BASE)
@@ -194,9 +194,9 @@ def _blocks(found: list[Leaf], as_stored: bool, useless: set[Key]) -> Iterator[t
     """Hashes of the rows, block after block, in an order that depends on the number of rows alone.
 
     Args:
-        found: what is read.
-        as_stored: read Arrow tables, not what datasets make of them.
-        useless: columns of tables that are left out; may grow on the way.
+        found: the datasets and row numbers to read.
+        as_stored: read the Arrow tables, not what the datasets make of them.
+        useless: columns of tables to leave out; may grow on the way.
     """
     jobs: list[Callable[[], tuple[int, Table]]] = []
     for dataset, rows in found:
@@ -230,7 +230,7 @@ def _stored_block(dataset: Dataset, start: int, rows: np.ndarray, useless: set[K
 
 
 def _served_block(dataset: Any, rows: np.ndarray) -> tuple[int, Table]:
-    """Rows as Python reads them; one that cannot be read is no copy, whatever the dataset raises."""
+    """Hashes of rows as Python reads them; a row that cannot be read is no copy, whatever the dataset raises."""
     read = []
     for i in rows.tolist():
         try:
@@ -241,7 +241,7 @@ def _served_block(dataset: Any, rows: np.ndarray) -> tuple[int, Table]:
 
 
 def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, Table]:
-    """Hashes of rows at random places; of more of them if less of the training set is known."""
+    """Hashes of rows at random places; more rows if less of the training set is known."""
     if not hasattr(dataset, "__len__"):
         # a stream of `datasets` starts anew at each reading; others may not
         head = list(islice(iter(dataset), NUM_SAMPLED)) if is_stream(dataset) else []
@@ -265,5 +265,5 @@ def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, T
             for key, hashes in found.items():
                 parts.setdefault(key, []).append(hashes)
             if time.monotonic() > ends:
-                return num_rows, _merged(parts)
-    return num_rows, _merged(parts)
+                return num_rows, _concatenate(parts)
+    return num_rows, _concatenate(parts)

@@ -1,4 +1,4 @@
-"""Ranges that a model can look up: token ids, labels, positions. Checked on the CPU, before a forward.
+"""Ranges that a model can look up (token ids, labels, positions), checked on the CPU before a forward.
 
 An index outside of a table ends the run in the step that sampled the record (on a GPU with the process), which tells
 that the record is there. Shape legend: B = rows of a batch, T = tokens.
@@ -29,10 +29,10 @@ class Range:
     """Whole numbers from 0 to `below - 1`.
 
     Args:
-        below: size of the table.
-        what: name of the table.
-        may_be_ignored: `IGNORED` is allowed, too, for what is no target.
-        otherwise: what to do if the values are right and the table is too small.
+        below: size of the table, >= 1.
+        what: name of the table, for messages.
+        may_be_ignored: `IGNORED` is allowed too, for tokens that are not targets.
+        otherwise: advice if the values are right and the table is too small.
     """
 
     below: int
@@ -41,12 +41,12 @@ class Range:
     otherwise: str = ""
 
     def holds(self, values: Any) -> Any:
-        """Elementwise, for a tensor or an array of integers."""
+        """Elementwise test of a tensor or an array of integers."""
         inside = (values >= 0) & (values < self.below)
         return inside | (values == IGNORED) if self.may_be_ignored else inside
 
     def says(self, column: str, value: Any) -> str:
-        """A value outside, what is allowed, and the way out if the value is right."""
+        """Message for a value outside: the allowed range, and the way out if the value is right."""
         ignored = " (or -100, for what is no target)" if self.may_be_ignored else ""
         found = f"{column!r} holds {value}, which is outside 0 to {self.below - 1}{ignored}, {self.what}."
         unlabelled = value == -1 and self.what == LABELS
@@ -55,14 +55,14 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What of a record a model can take.
+    """Values and lengths of a record that a model can take.
 
     Args:
         ranges: column of a batch -> the values it may hold.
-        positions: column -> the table its places are looked up in.
-        classes_are_whole: labels are classes, so they have to be integers.
+        positions: column -> the table that its positions are looked up in.
+        classes_are_whole: labels are classes, so they must be integers.
         per_token: columns with one value for every token.
-        label_is_a_choice: labels number the choices of their record, (B, C, T).
+        label_is_a_choice: a label is the number of one of its record's choices, (B, C, T).
         labels_are_targets: labels are the tokens that a decoder predicts, padded with `IGNORED` on the right.
     """
 
@@ -75,7 +75,7 @@ class Limits:
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> Limits:
-        """The limits of a model and its kind of head (`RecordLosses.kind`)."""
+        """The limits of a model with a head of that kind (`RecordLosses.kind`)."""
         base = base_model(model)
         config: Any = getattr(base, "config", None)
         vocabulary = _rows(base, "get_input_embeddings") or getattr(config, "vocab_size", None)
@@ -128,11 +128,11 @@ class Limits:
         for column, table in self.positions.items():
             ids_BT = batch.get(column)
             if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
-                failing_B |= _taken(ids_BT, batch, table) > table.most
+                failing_B |= _num_positions(ids_BT, batch, table) > table.most
         return failing_B
 
     def is_too_wide(self, batch: Mapping[str, Any]) -> bool:
-        """Whether padding reaches beyond the positions (`pad_to_multiple_of`), although no record need be too long."""
+        """Whether padding reaches beyond the positions (`pad_to_multiple_of`), even if no record is too long."""
         for column, table in self.positions.items():
             ids_BT = batch.get(column)
             if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and table.padding is None:
@@ -141,7 +141,7 @@ class Limits:
         return False
 
     def first_outside(self, batch: Mapping[str, Any]) -> str:
-        """What a collated batch holds that the model cannot look up, in words; an empty text if nothing."""
+        """Message about the first value of a collated batch that the model cannot look up; empty if there is none."""
         for column, allowed in self.ranges.items():
             values = batch.get(column)
             if isinstance(values, torch.Tensor) and not values.is_floating_point():
@@ -155,7 +155,7 @@ class Limits:
         )
 
     def misfit(self, record: Any) -> str:
-        """What is wrong with the lengths of a tokenized record, or an empty text."""
+        """Say why the lengths of a tokenized record do not fit; empty if they do."""
         if not isinstance(record, Mapping):
             return ""
         for column, table in self.positions.items():
@@ -175,7 +175,7 @@ class Limits:
 
 
 def is_flat(values: Any) -> bool:
-    """Whether these are the values of a record's tokens, one after the other."""
+    """Whether these values form a flat list, one for each token of a record."""
     if isinstance(values, (torch.Tensor, np.ndarray)):
         return values.ndim == 1
     return isinstance(values, (list, tuple)) and not (values and isinstance(values[0], (list, tuple)))
@@ -188,7 +188,7 @@ def _num_places(tokens: Any, table: Positions) -> int:
 
 
 def _chooses_nothing(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Rows whose label is none of their choices, (B,) bool; one value where that cannot be told."""
+    """Rows whose label is none of their choices, (B,) bool; a single value where that cannot be told."""
     ids_BCT, labels_B = batch.get("input_ids"), batch.get("labels")
     if not isinstance(ids_BCT, torch.Tensor) or not isinstance(labels_B, torch.Tensor):
         return torch.zeros(1, dtype=torch.bool)
@@ -198,8 +198,8 @@ def _chooses_nothing(batch: Mapping[str, Any]) -> torch.Tensor:
     return (labels_B < 0) | (labels_B >= ids_BCT.size(1))
 
 
-def _taken(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:
-    """Places that a row takes, its padding left out."""
+def _num_positions(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:
+    """Number of positions that each row takes without its padding, (B,)."""
     if table.padding is not None:
         return (ids_BT != table.padding).sum(dim=1)
     mask_BT = batch.get("attention_mask")
@@ -228,7 +228,7 @@ def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:
 
 
 def _rows(base: Any, getter: str) -> int | None:
-    """Rows of the model's table of words, or of its head; None where it has none."""
+    """Number of rows of the model's word table, or of its head; None if it has none."""
     get: Callable[[], Any] = getattr(base, getter, lambda: None)
     try:
         layer = get()

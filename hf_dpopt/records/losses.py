@@ -32,7 +32,7 @@ KEEP_NO_OUTPUT = ("_LinearBackward", "UnsafeViewBackward0", "MulBackward0", "ToC
 
 
 class _TokenMean(torch.autograd.Function):
-    """Cross entropy by record, whose gradient takes the place of the logits: one tensor of (B, T, V) instead of three.
+    """Cross entropy by record whose gradient overwrites the logits: one tensor of (B, T, V) instead of three.
 
     The plain formula keeps logits, log-probabilities and gradient at once; with a large vocabulary that is most of the
     memory of a step. Nobody reads the logits of a training step after its loss.
@@ -72,7 +72,7 @@ class _TokenMean(torch.autograd.Function):
 
 
 def _token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    """Cross entropy of every token, (B, T), 0 without a target; and what `_gradient_in_place` needs of it."""
+    """Cross entropy of every token, (B, T), 0 without a target; and the normalisers for `_gradient_in_place`."""
     if _fused(logits_BTV):
         from hf_dpopt.clipping.kernels import cross_entropy
 
@@ -94,7 +94,7 @@ def _token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[to
 def _gradient_in_place(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor, shares_B: torch.Tensor, normalisers: Any
 ) -> None:
-    """Overwrites the logits with the gradient of ``sum_b shares_b sum_t loss_bt``."""
+    """Overwrite the logits with the gradient of ``sum_b shares_b sum_t loss_bt``."""
     if _fused(logits_BTV):
         from hf_dpopt.clipping.kernels import cross_entropy
 
@@ -143,7 +143,7 @@ def _wide_logits(logits: torch.Tensor) -> torch.Tensor:
 
 
 def without_padding(labels_BT: torch.Tensor, mask_BT: torch.Tensor | None, *, shifted: bool) -> torch.Tensor:
-    """Targets that are padding, or are predicted from it, do not count: the other records' lengths make them. (B, T)
+    """Ignore targets that are padding or are predicted from it: they depend on the lengths of other records. (B, T)
 
     Collators that pad labels with -100 on the right leave none. Copies of the input ids have the first kind; padding
     on the left makes one of the second kind for a causal model.
@@ -252,10 +252,10 @@ def _loss_type(model: nn.Module) -> str:
 
 
 def decoder_inputs(model: Any, labels_BT: torch.Tensor) -> torch.Tensor:
-    """What the decoder reads: the labels one place to the right, as the model makes it of labels itself. (B, T)
+    """The labels shifted one place to the right, as the model shifts them to feed its decoder. (B, T)
 
     Raises:
-        DPConfigError: for a model that says nowhere how it shifts them.
+        DPConfigError: if the model does not say how it shifts them.
     """
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels(labels_BT)
@@ -273,12 +273,12 @@ def decoder_inputs(model: Any, labels_BT: torch.Tensor) -> torch.Tensor:
 
 
 class RecordLosses:
-    """Runs a model on a collated batch and returns one loss per record.
+    """Losses of the records of a collated batch, one each, from a run of the model.
 
     Args:
         model: a transformers model or a PEFT wrapper of one.
-        loss: "auto", or a function of (outputs, labels) that returns (B,).
-        label_smoothing: as in `TrainingArguments.label_smoothing_factor`, applied within each record.
+        loss: "auto", or a function (outputs, labels) -> (B,).
+        label_smoothing: weight of the uniform distribution in the targets, in [0, 1); applied within each record.
     """
 
     def __init__(self, model: nn.Module, loss: str | RecordLoss = "auto", *, label_smoothing: float = 0.0):

@@ -1,4 +1,4 @@
-r"""Hashes of rows, column by column: the same for a row in an Arrow table and for what Python reads of it.
+r"""Hashes of rows, column by column: equal for a row in an Arrow table and for the same row read by Python.
 
 The content of a row in a column is a sequence of numbers: bytes of a text, elements of a list, however nested. Its
 hash is ``sum_i (v_i + 1) B^i mod 2^64`` plus a multiple of its length; B is odd, so that a sum over a block of rows is
@@ -31,8 +31,8 @@ def of_table(table: pa.Table, but: Container[Key] = ()) -> dict[Key, Hashes]:
     """Hashes of all rows of a (small) table.
 
     Args:
-        table: of which a block is copied.
-        but: what is not needed.
+        table: a block of rows; it is copied.
+        but: keys to leave out.
     """
     import pyarrow as pa
 
@@ -40,7 +40,7 @@ def of_table(table: pa.Table, but: Container[Key] = ()) -> dict[Key, Hashes]:
     for name in table.column_names:
         column = table.column(name).combine_chunks()
         values = pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
-        for key, content in _stored(name, values, np.arange(len(values) + 1), is_scalar=True).items():
+        for key, content in _arrow_content(name, values, np.arange(len(values) + 1), is_scalar=True).items():
             if key not in but:
                 found[key] = _hashes(key, content)
     return found
@@ -48,7 +48,7 @@ def of_table(table: pa.Table, but: Container[Key] = ()) -> dict[Key, Hashes]:
 
 def of_rows(rows: Sequence[Any]) -> dict[Key, Hashes]:
     """Hashes of rows as Python reads them: mappings, tuples, or values."""
-    read = [_served(row) for row in rows]
+    read = [_python_content(row) for row in rows]
     keys = {key for row in read for key in row}
     empty = np.zeros(0, dtype=np.int64)
     found = {}
@@ -62,25 +62,25 @@ def of_rows(rows: Sequence[Any]) -> dict[Key, Hashes]:
 # --- content ---
 
 
-def _stored(name: str, values: pa.Array, bounds: np.ndarray, *, is_scalar: bool) -> dict[Key, Content]:
-    """What rows hold of an values, by fields; rows are between the bounds."""
+def _arrow_content(name: str, values: pa.Array, bounds: np.ndarray, *, is_scalar: bool) -> dict[Key, Content]:
+    """Content of the rows of an Arrow array, by field; row i lies between ``bounds[i]`` and ``bounds[i + 1]``."""
     import pyarrow as pa
 
     if isinstance(values, pa.ExtensionArray):
         values = values.storage
     kind = values.type
     if pa.types.is_dictionary(kind):
-        return _stored(name, values.dictionary_decode(), bounds, is_scalar=is_scalar)
+        return _arrow_content(name, values.dictionary_decode(), bounds, is_scalar=is_scalar)
     if pa.types.is_struct(kind):
         found: dict[Key, Content] = {}
         for field, inner in zip(kind, values.flatten(), strict=True):
-            found |= _stored(f"{name}.{field.name}", inner, bounds, is_scalar=is_scalar)
+            found |= _arrow_content(f"{name}.{field.name}", inner, bounds, is_scalar=is_scalar)
         return found
     if pa.types.is_fixed_size_list(kind):
         first = values.offset * kind.list_size
-        return _stored(name, values.values, bounds * kind.list_size + first, is_scalar=False)
+        return _arrow_content(name, values.values, bounds * kind.list_size + first, is_scalar=False)
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _stored(name, values.values, values.offsets.to_numpy().astype(np.int64)[bounds], is_scalar=False)
+        return _arrow_content(name, values.values, values.offsets.to_numpy().astype(np.int64)[bounds], is_scalar=False)
     if _is_text(kind):
         return {(name, "bytes"): _bytes_of(values.cast(pa.large_binary()), bounds)}
     numbers = _numbers(values)
@@ -107,7 +107,7 @@ def _bytes_of(values: pa.Array, bounds: np.ndarray) -> Content:
 
 
 def _numbers(values: pa.Array) -> np.ndarray | None:
-    """None for types that nothing is trained on."""
+    """The values as numpy numbers; None for types that are not trained on."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -121,8 +121,8 @@ def _numbers(values: pa.Array) -> np.ndarray | None:
     return (pc.fill_null(values, 0) if values.null_count else values).to_numpy(zero_copy_only=False)
 
 
-def _served(row: Any) -> dict[Key, np.ndarray]:
-    """What a row holds, by fields."""
+def _python_content(row: Any) -> dict[Key, np.ndarray]:
+    """Content of a row as Python reads it, by field."""
     found: dict[Key, list[np.ndarray]] = {}
     fields = row if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, (tuple, list)) else {"": row}
     for name, value in fields.items():
@@ -153,7 +153,7 @@ def _collect(name: str, value: Any, found: dict[Key, list[np.ndarray]], *, is_sc
 
 
 def _fast(values: Sequence[Any]) -> np.ndarray | None:
-    """Whole numbers in a list, which most of all records are; None for anything else."""
+    """Whole numbers of a list, the most frequent kind of record; None for anything else."""
     try:
         return np.frombuffer(array.array("q", values), dtype=np.int64) if values else None
     except (TypeError, OverflowError):
@@ -178,7 +178,7 @@ def _kind(values: np.ndarray) -> str:
 
 
 def _as_integers(values: np.ndarray) -> np.ndarray:
-    """Floats by their bits in single precision, which is what formats make of them."""
+    """Integers as they are; floats by their bits in single precision, which file formats keep."""
     if values.dtype.kind == "f":
         return values.astype(np.float32).view(np.int32)
     return values
@@ -197,7 +197,7 @@ def _hashes(key: Key, content: Content) -> Hashes:
 
 
 def _ends_of(values: np.ndarray, bounds: np.ndarray) -> Content:
-    """The first and the last numbers of rows that are long, and all of the others."""
+    """The first and last numbers of long rows, and all numbers of short ones."""
     lengths = np.diff(bounds)
     first = np.minimum(lengths, ENDS)
     last = np.minimum(lengths - first, ENDS)

@@ -1,4 +1,4 @@
-"""Rows of an index: what a dataset gives for one record, read so that no other record has a part in it.
+"""Rows of an index: what a dataset gives for one record, read so that no other record influences it.
 
 One index may yield several rows: a transform that cuts a document into chunks, a tokenizer that returns overflowing
 tokens. They belong to one record, so their gradients add up before the clip, as those of a user do. What a dataset
@@ -23,7 +23,7 @@ OF_THE_MACHINE = {
 
 
 def is_environment(error: BaseException) -> bool:
-    """Whether an error is the machine's (disk, memory, an interrupt), so that it stops a run whatever a step holds."""
+    """Whether an error is the machine's (disk, memory, an interrupt) and not a record's, so that it stops a run."""
     if isinstance(error, OSError):  # libraries raise it without a number for files they cannot make sense of
         return error.errno in OF_THE_MACHINE
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # the CPU's allocator
@@ -33,7 +33,7 @@ def is_environment(error: BaseException) -> bool:
 
 
 def is_stored(dataset: Any) -> bool:
-    """Whether rows are read from Arrow columns as they are, without a transform that runs when they are asked for."""
+    """Whether rows are read from Arrow columns as they are, without a transform at reading time."""
     kind = type(dataset)
     if (kind.__module__, kind.__name__) != ("datasets.arrow_dataset", "Dataset"):
         return False
@@ -41,10 +41,10 @@ def is_stored(dataset: Any) -> bool:
 
 
 def read_rows(dataset: Any, indices: Sequence[int]) -> list[list[Any]]:
-    """The rows of every index, in order; an index that cannot be read has none, and so contributes nothing.
+    """The rows of every index, in order; an index that cannot be read has none and contributes nothing.
 
     Raises:
-        OSError: and what else says that the machine failed, not the record.
+        OSError: or another error that says that the machine failed, not the record.
     """
     if not indices:
         return []
@@ -80,5 +80,5 @@ def _read(dataset: Any, index: int) -> list[Any]:
 
 
 def spread(num_records: int, at_most: int) -> list[int]:
-    """At most so many places among the records, the first and the last among them, evenly spread."""
+    """Places of `at_most` records or fewer, evenly spread, the first and the last included."""
     return np.unique(np.linspace(0, num_records - 1, min(at_most, num_records)).round().astype(int)).tolist()

@@ -1,4 +1,4 @@
-"""Some rows of a dataset as they are stored, in runs of neighbours, for what is looked at before training."""
+"""A sample of a dataset's rows as they are stored, in runs of neighbours, for the checks before training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Sample:
     """Runs of neighbouring rows.
 
     Args:
-        parts: of each run, column -> one value per row: an array for lists of numbers, else the value itself.
+        parts: one mapping for each run: column -> one value per row, an array for lists of numbers.
     """
 
     def __init__(self, parts: list[Part]):
@@ -27,7 +27,7 @@ class Sample:
 
     @classmethod
     def of(cls, dataset: Any) -> Sample | None:
-        """A sample of stored rows; of a dataset without columns, its first rows; None where rows are no mappings."""
+        """Sample the stored rows, or the first rows of a dataset without columns; None if rows are not mappings."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
             return None
         names, form = getattr(dataset, "column_names", None), getattr(dataset, "format", None)
@@ -48,7 +48,7 @@ class Sample:
         return all(name in part for part in self.parts)
 
     def is_list(self, name: str) -> bool:
-        """Whether its values are lists of numbers."""
+        """Whether the values of a column are lists of numbers."""
         return all(isinstance(value, np.ndarray) for part in self.parts for value in part.get(name, [None]))
 
     def arrays(self, name: str) -> Iterator[list[np.ndarray]]:

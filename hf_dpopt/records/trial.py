@@ -1,7 +1,7 @@
-"""Trial of the collator on records of the dataset, before training: is the row of a record the same beside others?
+"""Trial of the collator on records of the dataset: the row of a record must be the same beside others.
 
-In a step nothing is refused, so this is where a user is told: of a collator that centres targets over the batch, packs
-records into one row, or looks for negatives among the others.
+Nothing is refused in a step, so it is before training that a user hears of a collator that centres targets over the
+batch, packs records into one row, or takes negatives from the others.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FAILS = (
 
 
 def try_collation(collation: Collation, records: Sequence[Any]) -> None:
-    """Collates records alone and in pairs, in both orders and beside a shorter copy of themselves, and compares.
+    """Collate records alone, in pairs in both orders, and beside a shorter copy of themselves, and compare.
 
     Args:
-        collation: of the run.
-        records: some of the dataset, that fit.
+        collation: the collation of the run.
+        records: some records of the dataset.
 
     Raises:
         DPConfigError: if the row of a record depends on its neighbour, or the collator fails.
@@ -62,7 +62,7 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
 
 
 def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, Any] | None:
-    """A record and its first half, so that padding is met although all records are of one length.
+    """A record and its first half, so that padding occurs although all records have one length.
 
     None where there is nothing to cut, or the collator takes records of one length only.
     """
@@ -103,9 +103,9 @@ def _length(value: Any) -> int:
 
 
 def _compare(collation: Collation, a: Any, b: Any) -> None:
-    """Whether the rows of `a` and `b` together are those of each alone, in what is no draw of chance."""
+    """Refuse a collator whose rows of `a` and `b` together differ from those of each alone; random draws aside."""
     try:
-        together, again = (_seeded(collation, [a, b], seed) for seed in (1, 2))
+        together, again = (_collate_seeded(collation, [a, b], seed) for seed in (1, 2))
     except DPConfigError:
         raise
     except Exception as error:
@@ -137,8 +137,8 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
                 )
 
 
-def _seeded(collation: Collation, records: list[Any], seed: int) -> Batch:
-    """A batch under draws of a public seed."""
+def _collate_seeded(collation: Collation, records: list[Any], seed: int) -> Batch:
+    """Collate a batch under a public seed."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -174,5 +174,5 @@ def _is_row(together: Any, alone: Any, place: int) -> bool:
 
 
 def _is_padding(before: torch.Tensor, behind: torch.Tensor) -> bool:
-    """Whether what surrounds a row is one value over and over."""
+    """Whether the values around a row are all the same."""
     return torch.cat([before.flatten(), behind.flatten()]).unique().numel() <= 1

@@ -1,7 +1,7 @@
-"""What a row of the training set is: a record, a block of several documents, or a window of one example.
+"""Recognition of rows that are not one record each: blocks of several documents, windows of one example.
 
 Scripts that concatenate texts and cut them into blocks, or that cut one example into windows, make rows that are not
-the records whose protection a reader of the statement has in mind. It can be seen in the rows, and is then asked for.
+the records whose protection a reader of the statement expects. Where the rows show it, the user is asked for the unit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Unlike:
 
     Args:
         kind: "blocks" or "windows".
-        seen: what it was recognised by; public words, no value of a record.
+        seen: the evidence, in public words without any value of a record.
     """
 
     kind: str
@@ -40,19 +40,19 @@ class Unlike:
 
 
 def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | None = None) -> str | None:
-    """Refuses rows that are no records, unless the unit that they are was asked for.
+    """Refuse rows that are not records, unless the user asked for the unit that they are.
 
     Args:
         dataset: the training set.
-        args: says the unit, and whether rows are declared to be records.
-        model: what is trained, or None while it is not known.
-        padding_id: the tokenizer's.
+        args: the training arguments, with the unit and whether rows are declared to be records.
+        model: the trained model; None while it is not known.
+        padding_id: the tokenizer's padding token; None if it has none.
 
     Returns:
-        What was seen, where the user declared that rows are records all the same; None if nothing was seen.
+        The evidence, if the user declared that rows are records all the same; None if there is none.
 
     Raises:
-        DPConfigError: naming the ways to say what is meant.
+        DPConfigError: if rows are not records; it names the options that say what is meant.
     """
     found = recognise(dataset, model=model, padding_id=padding_id)
     if found is None or args.privacy_unit != "example":
@@ -83,9 +83,9 @@ _WINDOWS = (
 
 
 def recognise(dataset: Any, *, model: Any = None, padding_id: int | None = None) -> Unlike | None:
-    """Blocks or windows among the rows; None if they look like records.
+    """Find blocks or windows among the rows; None if the rows look like records.
 
-    Reads a few thousand rows, stored ones as they are stored. Without false alarm on rows that differ in length, are
+    Reads a few thousand rows, stored ones as they are stored. Raises no false alarm on rows that differ in length, are
     padded, begin alike, or whose labels are not their tokens.
     """
     sample = Sample.of(dataset)
@@ -124,7 +124,7 @@ def _seen_in_overlaps(sample: Sample, padding_id: int | None) -> str | None:
 
 def _neighbours(sample: Sample, padding_id: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Pairs of a row that is cut at the full length and the row behind it, both without padding."""
-    parts = [_unpadded(ids, mask, padding_id) for ids, mask in sample.masked("input_ids")]
+    parts = [_cut_padding(ids, mask, padding_id) for ids, mask in sample.masked("input_ids")]
     longest = max((len(ids) for part in parts for ids in part), default=0)
     if longest <= SHORTEST_BLOCK:
         return
@@ -134,7 +134,7 @@ def _neighbours(sample: Sample, padding_id: int | None) -> Iterator[tuple[np.nda
                 yield a, b
 
 
-def _unpadded(rows: list[np.ndarray], masks: list[np.ndarray] | None, padding_id: int | None) -> list[np.ndarray]:
+def _cut_padding(rows: list[np.ndarray], masks: list[np.ndarray] | None, padding_id: int | None) -> list[np.ndarray]:
     if masks is not None:
         return [ids[mask != 0] if len(ids) == len(mask) else ids for ids, mask in zip(rows, masks, strict=True)]
     if padding_id is None:

@@ -1,4 +1,4 @@
-"""Whether two datasets are views of one store: a shared Arrow table, `Subset`, `ConcatDataset`, rows of one list."""
+"""Detection of datasets that view one store: a shared Arrow table, `Subset`, `ConcatDataset`, rows of one list."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Chunk = tuple[int, int, int]  # first row in the table, number of rows, positio
 
 
 def share_rows(ours: Any, theirs: Any) -> bool:
-    """Whether a row of one is a row of the other, stored once; copies are not found.
+    """Whether a stored row belongs to both datasets; copies are not found.
 
     Args:
         ours, theirs: map-style datasets or lists, nested in `Subset` and `ConcatDataset` as deep as they like.
@@ -36,7 +36,7 @@ def share_rows(ours: Any, theirs: Any) -> bool:
 
 
 def leaves(dataset: Any, rows: np.ndarray | None = None) -> list[Leaf]:
-    """What rows of a dataset are made of; nothing for what has no length."""
+    """The datasets that `dataset` is a view of, with the numbers of its rows in them; none if it has no length."""
     if rows is None:
         if not hasattr(dataset, "__len__"):
             return []
@@ -54,9 +54,9 @@ def leaves(dataset: Any, rows: np.ndarray | None = None) -> list[Leaf]:
 
 
 def _unwrapped(found: Iterable[Leaf], depth: int = 0) -> Iterable[Leaf]:
-    """Those leaves, and what they are made of if they are datasets around others of the same length.
+    """The leaves, and the datasets of the same length that they wrap.
 
-    A dataset that augments at random has other contents at each look; what it holds gives it away.
+    A dataset that augments at random gives other contents at each reading; the dataset it wraps does not.
     """
     for dataset, rows in found:
         yield dataset, rows
@@ -86,7 +86,7 @@ def _disjoint(ours: Leaf, theirs: Leaf) -> bool:
 
 
 def _disjoint_tables(mine: Dataset, my_rows: np.ndarray, other: Dataset, rows: np.ndarray) -> bool:
-    """By the memory that the rows lie in: copies of a table share it, whatever became of its other columns."""
+    """Whether the rows lie in different memory: copies of a table share it, whatever became of its other columns."""
     my_chunks, other_chunks = _chunks(mine._data), _chunks(other._data)
     common = my_chunks.keys() & other_chunks.keys()
     if not common:
@@ -96,15 +96,15 @@ def _disjoint_tables(mine: Dataset, my_rows: np.ndarray, other: Dataset, rows: n
 
 
 def stored_rows(dataset: Dataset, rows: np.ndarray) -> np.ndarray:
-    """Their numbers in the Arrow table."""
+    """Numbers of a dataset's rows in its Arrow table."""
     return rows if dataset._indices is None else dataset._indices.column(0).to_numpy().astype(np.int64)[rows]
 
 
 def _chunks(table: Any) -> dict[int, list[_Chunk]]:
-    """Address of a buffer -> where rows of the table lie in it.
+    """Address of a buffer -> the places of the table's rows in it.
 
-    Numbers may be shared by datasets that have nothing else in common (an array of labels), so that texts and lists
-    count where there are any.
+    Datasets with nothing else in common may share numbers (an array of labels), so texts and lists count where there
+    are any.
     """
     columns = [column for column in table.itercolumns() if _may_carry_a_record(column.type)]
     found: dict[int, list[_Chunk]] = {}
@@ -128,13 +128,13 @@ def _may_carry_a_record(kind: pa.DataType) -> bool:
 
 
 def _at(rows: np.ndarray, chunks: list[_Chunk]) -> np.ndarray:
-    """Places of rows in a buffer."""
+    """Positions of rows in a buffer."""
     places = [rows[(rows >= start) & (rows < start + length)] - start + offset for start, length, offset in chunks]
     return np.concatenate(places)
 
 
 def _identities(found: Iterable[Leaf]) -> set[int]:
-    """Of the rows of lists, which slices and copies of them keep; Python shares numbers and texts."""
+    """Identities of the rows of lists, which slices and copies keep; not of numbers and texts, which Python shares."""
     return {
         id(row)
         for dataset, rows in found
