@@ -31,11 +31,11 @@ MATMUL_SHARE = 0.1
 
 
 def make_engine(model: nn.Module, clipping: Clipping, name: str = "auto") -> ClippingEngine:
-    """The clipping engine of that name; "auto" is `choose_engine`'s.
+    """The clipping engine of that name; "auto" takes the choice of `choose_engine`.
 
     Raises:
         DPConfigError: for an unknown name.
-        UnsupportedModuleError: if a trainable parameter cannot be covered, by name.
+        UnsupportedModuleError: if a trainable parameter cannot be covered; names it.
     """
     if name == "auto":
         name, _ = choose_engine(model)
@@ -45,7 +45,7 @@ def make_engine(model: nn.Module, clipping: Clipping, name: str = "auto") -> Cli
 
 
 def choose_engine(model: nn.Module) -> tuple[str, str]:
-    """An engine for the model, and why.
+    """The name of the faster engine for the model, and the reason.
 
     Book-keeping is faster and keeps the inputs of trained layers until the end of the backward. That is no more than
     autograd keeps, unless gradient checkpointing has just freed it and most of the layers are trained.

@@ -1,4 +1,4 @@
-"""Where gradients are captured: the layers that own trainable parameters, patched only inside a step.
+"""Capture of gradients at the layers that own trainable parameters, which are patched only inside a step.
 
 A patched module computes its usual output through an autograd Function that hands its contribution to the engine in
 the backward and gives autograd no gradient for the parameters. Whatever else uses a managed parameter goes through
@@ -22,7 +22,7 @@ from hf_dpopt.common.errors import UnsupportedModuleError
 
 
 def in_mixture(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Which parameters belong to a mixture of experts: the gate lies beside the experts, under a name of its own."""
+    """Names of parameters in a mixture of experts: the gate lies beside the experts, under a name of its own."""
     blocks = tuple(
         f"{path}."
         for path, module in model.named_modules()
@@ -45,14 +45,14 @@ def _not_recording(name: str, contribution: Contribution) -> None:
 
 
 class Site:
-    """One method under capture (a layer's forward, mostly): its rule, its parameters' names, the way to the engine.
+    """One method under capture (mostly a layer's forward), with its rule, parameter names and sink.
 
     Args:
         name: path of the module in the model, for messages.
         module: owner of the method and of the parameters.
         parameter_names: path of a trained parameter below the module -> its name in the model.
         rule: called with (site, *args) in place of the method.
-        sink: takes the contributions.
+        sink: receives the contributions.
         method: name of the method.
         changes_shapes: the rule also replaces the method where no gradient is taken.
     """
@@ -185,10 +185,10 @@ class Capture:
                 f"batch has {self.num_records} records: the layer mixes, flattens or reorders records, so one "
                 "record's gradient cannot be told from another's. Freeze its parameters, or train others with LoRA."
             )
-        self.receive(name, contribution if self.units is None else self.units.joined(contribution))
+        self.receive(name, contribution if self.units is None else self.units.group_by_unit(contribution))
 
     def _rows_of_records(self, num_records: int, rows_per_record: int) -> None:
-        """The layers will see so many rows of each record, which add up before anything else is done with them."""
+        """Tell the engine that the layers see so many rows of each record; these add up before anything else."""
         if self.num_records == num_records:  # a forward that is run again finds it done
             units = Units([1] * num_records) if self.units is None else self.units
             self.units = Units([size * rows_per_record for size in units.sizes])
@@ -203,12 +203,12 @@ class Capture:
 
     @contextlib.contextmanager
     def recording(self, num_records: int, receive: Receiver, units: Units | None = None) -> Iterator[Capture]:
-        """Inside, the sites are patched, and `receive(parameter name, contribution)` is called during the backward.
+        """Patch the sites inside the context; the backward calls `receive(parameter name, contribution)`.
 
         Args:
             num_records: rows of the batch.
-            receive: takes the contributions, of every row, or of every unit.
-            units: which rows add up before anything else is done with them; None if each stands for itself.
+            receive: takes the contributions, one per row, or one per unit if `units` is given.
+            units: rows that belong together and add up first; None if each row stands for itself.
         """
         self.num_records, self.receive, self.units = num_records, receive, units
         with flattening.choices(self._model, self._rows_of_records):

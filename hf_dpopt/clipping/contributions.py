@@ -1,4 +1,4 @@
-"""What one use of a parameter adds to each record's gradient, kept in the cheapest exact form.
+"""Contributions: what one use of a parameter adds to each record's gradient, kept in the cheapest exact form.
 
 The gradient of record b with respect to a parameter is the *sum* of its contributions. A parameter used once has one;
 a tied or reused parameter has several, and its norm needs their inner products.
@@ -88,15 +88,15 @@ class Rows:
         return self.ids_BT.size(0)
 
     def squares(self, grams: GramCache | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        squares_B = self.combined()[0].square().sum(dim=(1, 2))
+        squares_B = self.sum_by_row()[0].square().sum(dim=(1, 2))
         energy_B = wide(self.grad_BTD).square().sum(dim=(1, 2))
         return squares_B + _rounding(energy_B, self.grad_BTD.size(1)), squares_B
 
     def rounding_of(self, b: int) -> torch.Tensor:
         return _rounding(wide(self.grad_BTD[b]).square().sum(), self.grad_BTD.size(1))
 
-    def combined(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens of one record that share a row added up, (B, T, D) with zeros at the end, and their rows, (B, T)."""
+    def sum_by_row(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add up the tokens of a record that share a row: sums, (B, T, D) with zeros at the end, and rows, (B, T)."""
         # In O(B T D). Sorted ids give the shares their place; to count the distinct ones would make the host wait for
         # a GPU.
         num_records, num_tokens = self.ids_BT.shape
@@ -209,7 +209,7 @@ class Pack:
         return len(uses) == 1 and isinstance(first, Dense) and first.grad_B[:1].numel() <= MAX_PACKED
 
     def squared_norms(self, scale: Scale | None = None) -> torch.Tensor:
-        """Of the parameters together, (B,), divided by the scale's D."""
+        """Squared norms over all parameters of the pack, (B,), after division by the scale's D."""
         if scale is None or not scale.parts.keys() & set(self._names):
             return Dense(self._grad_BN).squares()[0]
         like = zip(self._names, self._shapes, strict=True)
@@ -228,14 +228,14 @@ class Pack:
 
 
 class ClippedSum:
-    """A sum over records that takes memory for a parameter when its first contribution comes.
+    """A sum over records that allocates memory for a parameter when its first contribution comes.
 
     A sum of all parameters that is there from the start would stand beside the activations of the whole forward, where
     ordinary training has no gradients yet.
 
     Args:
         parameters: name -> parameter; all of them are in the result, those without contributions as zeros.
-        scale: what the records are multiplied by before the clip; None for nothing.
+        scale: multiplier of the records before the clip; None for 1.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], scale: Scale | None = None):
@@ -245,12 +245,12 @@ class ClippedSum:
         self._count = 0.0  # of units, +1/2 for one within the clip and -1/2 for one that was clipped
 
     def count(self, is_clipped_U: torch.Tensor) -> None:
-        """Counts units that were not dropped."""
+        """Count units that were not dropped."""
         if self.scale is not None and self.scale.count_weight:
             self._count += float((0.5 - is_clipped_U.double()).sum())
 
     def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
-        """Adds ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
+        """Add ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
         assert not self._is_scaled, "the sum was taken"
         if contribution.num_records == 0:
             return
@@ -262,7 +262,7 @@ class ClippedSum:
             self._totals[name] = total
 
     def add_pack(self, pack: Pack, factors_B: torch.Tensor) -> None:
-        """Adds ``sum_b factors_b g_b`` of every gradient of the pack."""
+        """Add ``sum_b factors_b g_b`` of every gradient of the pack."""
         parts = pack.weighted_sums(factors_B)
         known = [name for name in parts if name in self._totals]
         new = {name: self._new(name, torch.empty) for name in parts if name not in self._totals}
@@ -353,7 +353,7 @@ def inner(x: Contribution, y: Contribution) -> torch.Tensor:
 
 
 def has_cancelled(squares: torch.Tensor, energy: torch.Tensor) -> torch.Tensor:
-    """Where so much cancelled that a norm from products has lost its digits."""
+    """Records in which so much cancelled that a norm from products has lost its digits, (B,) bool."""
     return squares < CANCELLATION * energy
 
 

@@ -1,4 +1,4 @@
-"""What every clipping engine shares: the per-record losses, the backward under capture, the nets around it.
+"""Base of the clipping engines: per-record losses, the backward under capture, the safety checks around it.
 
 Shape legend: B = rows of the physical batch, U = units of privacy in it: as many, or fewer if a unit has several rows.
 """
@@ -27,7 +27,7 @@ LossFunction = Callable[[], torch.Tensor]
 
 @dataclasses.dataclass
 class UnprivatizedStatistics:
-    """What a step saw before any noise. Secret: never logged by default, never written to disk."""
+    """Values of a step before any noise. Secret: never logged by default, never written to disk."""
 
     num_records: int = 0
     loss_sum: float = 0.0
@@ -67,7 +67,7 @@ class ClippingEngine(abc.ABC):
         clipping: the rule that turns norms into factors.
 
     Raises:
-        UnsupportedModuleError: if a trainable parameter cannot be covered, by name.
+        UnsupportedModuleError: if a trainable parameter cannot be covered; names it.
     """
 
     name: ClassVar[str]
@@ -78,11 +78,11 @@ class ClippingEngine(abc.ABC):
         self.parameters = self.capture.parameters
 
     def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
-        """Where the clipped sums of one logical batch add up.
+        """A new accumulator for the clipped sums of one logical batch.
 
         Args:
-            scale: what a record's gradient is multiplied by before its norm is taken. It may depend on public and on
-                released values alone; clip, sum and sensitivity are then those of the scaled gradients.
+            scale: multiplier of a record's gradient before its norm is taken. It may depend on public and on released
+                values alone; clip, sum and sensitivity are then those of the scaled gradients.
         """
         return ClippedSum(self.parameters, scale)
 
@@ -90,18 +90,18 @@ class ClippingEngine(abc.ABC):
     def add_clipped_sum(
         self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
     ) -> UnprivatizedStatistics:
-        """Adds the sum over the records of their clipped gradients to `sums`, in place.
+        """Add the sum over the records of their clipped gradients to `sums`, in place.
 
         Args:
             sums: made by `empty_sum`, once per logical batch.
             record_losses: runs the forward and returns the losses of the records, (B,).
             num_records: B, at least 1.
-            units: which records belong together (users): the sum of their gradients is what is clipped, once. None if
-                each record is a unit of its own.
+            units: records that belong together (users): the sum of their gradients is clipped, once. None if each
+                record is a unit of its own.
         """
 
     def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
-        """Clips what units give as vectors that are already there, and adds them to `sums`.
+        """Clip vectors that units have already computed, and add them to `sums`.
 
         For users who were summed in parts, or trained locally. Memory is that of the vectors.
 
@@ -126,13 +126,13 @@ class ClippingEngine(abc.ABC):
             return self._statistics(sums, zeros_U, factors, keep_U)
 
     def gradient_of(self, parts: Iterable[LossFunction]) -> dict[str, torch.Tensor]:
-        """``sum over the parts of grad sum_b loss_b``, by plain backwards and not clipped.
+        """Unclipped ``sum over the parts of grad sum_b loss_b``, by plain backwards.
 
         Args:
             parts: each runs a forward over records of one unit and returns their losses.
 
         Returns:
-            Name -> tensor, float32 or wider; not a number if a loss is none.
+            Name -> tensor, float32 or wider; NaN if a loss is not finite.
         """
         total = {name: torch.zeros_like(wide(p.detach())) for name, p in self.parameters.items()}
         for record_losses in parts:
@@ -181,7 +181,7 @@ class ClippingEngine(abc.ABC):
             )
 
     def _no_squares(self, losses_B: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Group -> zeros, (B,); unused layers count as groups too. A loss that is not finite drops its record."""
+        """Group -> zeros, (B,), NaN for records whose loss is not finite; unused layers count as groups too."""
         is_wide = all(p.dtype == torch.float64 for p in self.parameters.values())
         zeros_B = losses_B.detach().to(torch.float64 if is_wide else torch.float32) * 0  # in the dtype of the sums
         return {group: zeros_B.clone() for group in {self.clipping.group(name) for name in self.parameters}}

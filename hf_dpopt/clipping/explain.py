@@ -1,4 +1,4 @@
-"""What clipping does with each trained parameter, and what that costs; from shapes alone, never from records."""
+"""Explanation of what clipping does with each trained parameter and what it costs; from shapes, not from records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOOK_UPS = (embedding.forward, embedding.subclass)
 
 
 def explain(engine: ClippingEngine) -> str:
-    """One line per kind of parameter: name (x how many layers), class of its layer, shape, form of its norm.
+    """One line per kind of parameter: name (x number of layers), class of its layer, shape, form of its norm.
 
     The form depends on the tokens T of a physical batch (its longest record): a matmul weight of P x Q is
     materialised per record where that takes no more memory than its inputs and output gradients, P Q <= T (P + Q),

@@ -26,7 +26,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def scaled(x: torch.Tensor, factors_B: torch.Tensor) -> torch.Tensor:
-    """``factors_b x_b`` in the accumulation dtype."""
+    """Multiply every record: ``factors_b x_b`` in the accumulation dtype."""
     return wide(x) * factors_B.view(-1, *[1] * (x.dim() - 1)).to(wide(x).dtype)
 
 
@@ -46,7 +46,7 @@ class GramCache:
 def squares(
     left_BTP: torch.Tensor, right_BTQ: torch.Tensor, grams: GramCache | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>``, and what it would be if tokens were orthogonal; (B,) each.
+    r"""``sum_{s,t} <l_s, l_t> <r_s, r_t>``, and its value for orthogonal tokens; (B,) each.
 
     References:
         Li et al. (2022), arXiv:2110.05679, Eq. 3.
@@ -87,7 +87,7 @@ def add_weighted_sum_(
 
 
 def _gram_blocks(x_BTD: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Rows of ``x x^T`` up to the diagonal block, (B, S, T') each: the matrix is symmetric, so the rest is spared."""
+    """Rows of ``x x^T`` up to the diagonal block, (B, S, T') each; the rest follows by symmetry."""
     for first in range(0, x_BTD.size(1), BLOCK):
         upto = first + BLOCK
         yield torch.bmm(x_BTD[:, first:upto], x_BTD[:, :upto].mT)
@@ -106,7 +106,7 @@ def _squares(left_BTP: torch.Tensor, right_blocks: list[torch.Tensor]) -> tuple[
 
 
 def _parts(x_BTD: torch.Tensor) -> list[slice]:
-    """Records to take at once, so that the wide copy of a large narrow tensor (logits in bfloat16) stays small."""
+    """Slices of records that keep the wide copy of a large narrow tensor (logits in bfloat16) small."""
     num_records = x_BTD.size(0)
     is_wide = x_BTD.dtype == wide(x_BTD[:0]).dtype
     at_once = max(1, num_records if is_wide else MAX_COPIED * num_records // max(1, x_BTD.numel()))
@@ -114,5 +114,5 @@ def _parts(x_BTD: torch.Tensor) -> list[slice]:
 
 
 def place(x: torch.Tensor) -> tuple:
-    """Equal for two names of the same memory, read the same way; hold both while it is compared."""
+    """Key that is equal for two tensors on the same memory, read the same way; hold both while comparing."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype

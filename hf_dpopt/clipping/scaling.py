@@ -53,9 +53,9 @@ class Factored:
     inverse_Q: torch.Tensor
 
     def of(self, uses: Sequence[Contribution]) -> list[Contribution]:
-        return [self._divided(use) for use in uses]
+        return [self._divide(use) for use in uses]
 
-    def _divided(self, use: Contribution) -> Contribution:
+    def _divide(self, use: Contribution) -> Contribution:
         match use:
             case Outer(left_BTP, right_BTQ):
                 return Outer(wide(left_BTP) * self.inverse_P, wide(right_BTQ) * self.inverse_Q)
@@ -63,7 +63,7 @@ class Factored:
                 # a row number that is no row (padding below 0 or beyond) would have been refused by the layer
                 return Rows(ids_BT, wide(grad_BTD) * self.inverse_Q * self.inverse_P[ids_BT].unsqueeze(-1), num_rows)
             case Transposed(rows):
-                return Transposed(Factored(self.inverse_Q, self.inverse_P)._divided(rows))  # type: ignore[arg-type]
+                return Transposed(Factored(self.inverse_Q, self.inverse_P)._divide(rows))  # type: ignore[arg-type]
             case Dense(grad_B):
                 return Dense(wide(grad_B) * self.matrix(grad_B[0].shape).to(wide(grad_B[:0]).dtype))
         raise AssertionError(type(use))
@@ -82,7 +82,7 @@ class Factored:
 
 @dataclasses.dataclass(frozen=True)
 class Divided:
-    """All uses of a parameter together: norms of what is divided by a full diagonal, sums of what is not yet."""
+    """All uses of a parameter together; norms are those after division by a full diagonal, sums those before it."""
 
     uses: tuple[Contribution, ...]
     inverse: torch.Tensor
@@ -101,20 +101,20 @@ class Divided:
         return [slice(first, first + at_once) for first in range(0, self.num_records, at_once)]
 
     def _rows(self) -> Rows | None:
-        """The lookup in an embedding that this is, if it is nothing else."""
+        """The embedding lookup, if the parameter has no other use."""
         return self.uses[0] if len(self.uses) == 1 and isinstance(self.uses[0], Rows) else None
 
     def _squares(self, part: slice) -> torch.Tensor:
         rows = self._rows()
         if rows is not None:
             return _squares_of_rows(rows.select(part), self.inverse)  # type: ignore[arg-type]
-        formed = self._formed(part)
+        formed = self._form_gradients(part)
         divided = formed * self.inverse.to(formed.dtype)
         return torch.linalg.vector_norm(divided.flatten(1), dim=1).square()
 
-    def _formed(self, part: slice) -> torch.Tensor:
-        """Gradients of some records, not divided, (B, *shape)."""
-        grads = (_materialised(use.select(part)) for use in self.uses)  # type: ignore[arg-type]
+    def _form_gradients(self, part: slice) -> torch.Tensor:
+        """Form the gradients of some records, not divided, (B, *shape)."""
+        grads = (_materialise(use.select(part)) for use in self.uses)  # type: ignore[arg-type]
         total = next(grads)
         for grad in grads:
             total = total + grad
@@ -123,11 +123,11 @@ class Divided:
     def add_weighted_sum_(self, total: torch.Tensor, factors_B: torch.Tensor, *, beta: int = 1) -> None:
         rows = self._rows()
         if rows is not None:
-            rows_BTD, ids_BT = rows.combined()
+            rows_BTD, ids_BT = rows.sum_by_row()
             Rows(ids_BT, rows_BTD, rows.num_rows).add_weighted_sum_(total, factors_B, beta=beta)
             return
         for part in self._parts():
-            Dense(self._formed(part)).add_weighted_sum_(total, factors_B[part], beta=beta)
+            Dense(self._form_gradients(part)).add_weighted_sum_(total, factors_B[part], beta=beta)
             beta = 1
 
     def select(self, keep_B: torch.Tensor) -> Divided:
@@ -140,8 +140,8 @@ class Divided:
         raise AssertionError("nothing cancels in a gradient that was formed")
 
 
-def _materialised(use: Contribution) -> torch.Tensor:
-    """The gradients of the records, (B, *parameter shape)."""
+def _materialise(use: Contribution) -> torch.Tensor:
+    """Form the gradients of the records, (B, *parameter shape)."""
     match use:
         case Outer(left_BTP, right_BTQ):
             return torch.bmm(wide(left_BTP).mT, wide(right_BTQ))
@@ -152,19 +152,19 @@ def _materialised(use: Contribution) -> torch.Tensor:
 
 
 def _squares_of_rows(use: Rows, inverse: torch.Tensor) -> torch.Tensor:
-    """Of an embedding's gradients, without a table for every record: tokens of a row add up, then are divided."""
-    rows_NTD, ids_BT = use.combined()
+    """Squared norms of divided embedding gradients, (B,); tokens of a row add up, no table is formed per record."""
+    rows_NTD, ids_BT = use.sum_by_row()
     return (rows_NTD * inverse.to(rows_NTD.dtype)[ids_BT]).square().sum(dim=(1, 2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """What the gradient of a record is multiplied by before its norm: ``factor / D``.
+    """Multiplier ``factor / D`` of a record's gradient before its norm is taken.
 
     Args:
         parts: parameter name -> 1 / D; those left out are not divided.
-        factor: one number for all coordinates: a clip norm of its own, in units of the clipping rule's.
-        count_weight: of ``1[unit within the clip] - 1/2`` in a coordinate `COUNT` of the sum; 0 for none.
+        factor: one number for all coordinates, > 0: clipping norm of the rule / clipping norm of the preconditioner.
+        count_weight: weight of ``1[unit within the clip] - 1/2`` in a coordinate `COUNT` of the sum; 0 for none.
     """
 
     parts: Mapping[str, Diagonal | Factored] = dataclasses.field(default_factory=dict)
@@ -172,11 +172,11 @@ class Scale:
     count_weight: float = 0.0
 
     def of(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
-        """The uses of a parameter, divided, for norms; `factor` is left to the caller."""
+        """The uses of a parameter divided by D, for norms; `factor` is left to the caller."""
         return self.parts[name].of(uses) if name in self.parts else list(uses)
 
     def summed(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
-        """The same for sums, not divided yet."""
+        """The uses of a parameter for sums, which are divided at their end."""
         return self.parts[name].of(uses) if isinstance(self.parts.get(name), Diagonal) else list(uses)
 
     def weights(self, name: str, like: torch.Tensor) -> torch.Tensor:
@@ -189,20 +189,20 @@ class Scale:
         return like.new_ones(like.numel())
 
     def apply_(self, name: str, total: torch.Tensor) -> None:
-        """Multiplies a sum, which is then one of scaled records."""
+        """Multiply a sum of records by the scale, in place."""
         if name in self.parts:
             self.parts[name].divide_(total)
         if self.factor != 1.0:
             total.mul_(self.factor)
 
     def scale_squares_(self, squares: Mapping[str, torch.Tensor]) -> None:
-        """The factor's share of squared norms."""
+        """Multiply squared norms by ``factor^2``, in place."""
         if self.factor != 1.0:
             for squares_B in squares.values():
                 squares_B.mul_(self.factor**2)
 
     def check(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Refuses what does not fit the parameters, is not finite or not positive.
+        """Refuse a scale that does not fit the parameters, or is not finite or not positive.
 
         Raises:
             DPConfigError: naming the parameter.

@@ -1,4 +1,4 @@
-"""From per-record norms to clip factors, and the one `sensitivity` everybody else asks.
+"""Clip factors from per-record norms, and the `sensitivity` that the noise is scaled to.
 
 Shape legend: B = records of the physical batch.
 """
@@ -96,7 +96,7 @@ class FlatClipping(_Clipping):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PerLayerClipping(_Clipping):
-    r"""Every layer clipped to ``C / sqrt(L)``, so that the whole record stays within C.
+    r"""Clip of every layer to ``C / sqrt(L)``, so that the whole record stays within C.
 
     A layer is a module that owns parameters (its weight and bias share one factor); L counts the layers that are
     trained. Equal shares: McMahan et al. (2018), arXiv:1710.06963, section 2.

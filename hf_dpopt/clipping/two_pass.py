@@ -1,4 +1,4 @@
-"""Two-pass ghost clipping: one forward and two backwards over its graph; the first takes norms, the second sums.
+"""Two-pass ghost clipping: one forward and two backwards over its graph, the first for norms, the second for sums.
 
 A third runs where norms need contributions together or materialised: in the first batch of a model with tied weights,
 and for a record whose tokens cancel.
@@ -96,13 +96,13 @@ class TwoPassEngine(ClippingEngine):
 
 
 class _Norms:
-    """What one backward finds out about norms.
+    """The norms that one backward measures.
 
     Args:
-        clipping: names the group of a parameter.
+        clipping: the clipping rule, which names the group of a parameter.
         squares: group -> zeros, (B,).
         keep: parameters whose norms need their contributions together, or materialised.
-        scale: of the records' gradients.
+        scale: multiplier of the records' gradients before the norm.
     """
 
     def __init__(self, clipping: Clipping, squares: dict[str, torch.Tensor], keep: set[str], scale: Scale):
@@ -113,7 +113,7 @@ class _Norms:
         self._device = next(iter(squares.values())).device.type if squares else "cpu"
 
     def measure(self, name: str, use: Contribution) -> None:
-        """Receives a contribution; lets go of it unless it is to be kept."""
+        """Receive a contribution, and release it unless it is to be kept."""
         if name in self._keep:
             self._kept.setdefault(name, []).append(use)
         elif name in self._cancelled:

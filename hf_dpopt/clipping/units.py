@@ -19,7 +19,7 @@ from hf_dpopt.clipping.rules.linear import matmul_contribution
 
 
 class Units:
-    """Which rows of a physical batch are whose: the first ``sizes[0]`` belong to unit 0, the next to unit 1, ...
+    """Assignment of the rows of a physical batch to units: the first ``sizes[0]`` to unit 0, the next to unit 1, ...
 
     Units of different sizes are filled up with zeros, so batches of units of about one size cost least.
 
@@ -51,19 +51,19 @@ class Units:
 
     @functools.cached_property
     def _place_B(self) -> torch.Tensor:
-        """Of each row among ``U M`` places."""
+        """Place of each row among ``U M``, (B,)."""
         sizes = torch.tensor(self.sizes)
         within_B = torch.arange(self.num_rows) - torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
         return self._unit_B * self._largest + within_B
 
     def summed(self, x_B: torch.Tensor) -> torch.Tensor:
-        """Sums over the rows of each unit: (B, ...) to (U, ...), float32 or wider."""
+        """Sum over the rows of each unit: (B, ...) to (U, ...), float32 or wider."""
         if self._are_equal:
             return wide(x_B).unflatten(0, (len(self), self._largest)).sum(dim=1)
         return wide(x_B).new_zeros(len(self), *x_B.shape[1:]).index_add_(0, self._unit_B.to(x_B.device), wide(x_B))
 
-    def joined(self, use: Contribution) -> Contribution:
-        """The same use of a parameter, by unit."""
+    def group_by_unit(self, use: Contribution) -> Contribution:
+        """Convert a use of a parameter from rows to units."""
         match use:
             case Outer(left_BTP, right_BTQ):
                 return matmul_contribution(self._side_by_side(left_BTP), self._side_by_side(right_BTQ))
@@ -72,7 +72,7 @@ class Units:
             case Dense(grad_B):
                 return Dense(self.summed(grad_B))
             case Transposed(of):
-                joined = self.joined(of)
+                joined = self.group_by_unit(of)
                 assert isinstance(joined, Rows)
                 return Transposed(joined)
         raise AssertionError(type(use))

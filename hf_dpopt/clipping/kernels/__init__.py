@@ -1,6 +1,8 @@
-"""Fused kernels for CUDA devices (Triton). Each computes what a few lines of torch compute elsewhere, in less memory
-traffic; those lines stay the reference and serve every other device. Nothing here imports Triton before it is used:
-installations for CPUs do not have it. `HF_DPOPT_KERNELS=0` in the environment keeps to torch.
+"""Fused kernels for CUDA devices (Triton).
+
+Each computes what a few lines of torch compute elsewhere, with less memory traffic; those lines stay the reference and
+serve every other device. Nothing here imports Triton before it is used: installations for CPUs do not have it.
+`HF_DPOPT_KERNELS=0` in the environment keeps to torch.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ SWITCH = "HF_DPOPT_KERNELS"
 
 @functools.cache
 def _work_on(device: torch.device) -> bool:
-    """Whether the kernels can be built for a device: one is, and run."""
+    """Whether the kernels can be built for a device: builds and runs one."""
     if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
         return False
     try:
@@ -51,7 +53,7 @@ R = TypeVar("R")
 
 
 def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
-    """Triton launches on the current device; this makes it that of the first tensor."""
+    """Make Triton launch on the device of the first tensor, not on the current one."""
 
     @functools.wraps(launch)
     def launched(*args: P.args, **kwargs: P.kwargs) -> R:

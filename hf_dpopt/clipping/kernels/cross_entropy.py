@@ -59,7 +59,7 @@ def _gradient_kernel(
 def losses(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Cross entropy of every token, float32, (B, T), 0 where the label is negative; and what the gradient needs.
+    """Cross entropy of every token, float32, (B, T), 0 where the label is negative; and `gradient_`'s normalisers.
 
     Args:
         logits_BTV: float32 or bfloat16, (B, T, V), contiguous along V.
@@ -80,7 +80,7 @@ def gradient_(
     shares_B: torch.Tensor,
     normalisers: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Overwrites the logits with ``shares_b`` times the gradient of a token's loss; 0 where the label is negative."""
+    """Overwrite the logits with ``shares_b`` times the gradient of a token's loss; 0 where the label is negative."""
     largest_BT, log_sum_BT = normalisers
     _gradient_kernel[(labels_BT.numel(),)](
         logits_BTV, labels_BT.contiguous(), shares_B.float(), largest_BT, log_sum_BT,

@@ -44,7 +44,7 @@ def parameter_gradients(
     Args:
         grad_BTD: gradient of the output, (B, T, D).
         x_BTD: input, (B, T, D).
-        mean: of the tokens, B * T values.
+        mean: means of the tokens, B * T values.
         rstd: 1 / standard deviation of the tokens, B * T values.
     """
     B, T, D = x_BTD.shape

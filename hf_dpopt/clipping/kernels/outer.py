@@ -69,7 +69,7 @@ def _gram_tile(
 
 @on_device_of_first
 def squares(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Squared norms of ``left_b^T right_b``, and what they would be if tokens were orthogonal; float32, (B,) each.
+    """Squared norms of ``left_b^T right_b``, and their values for orthogonal tokens; float32, (B,) each.
 
     Args:
         left_BTP: bfloat16, (B, T, P).
@@ -136,8 +136,8 @@ def add_weighted_sum_(
         total_PQ: float32, (P, Q), contiguous.
         left_BTP: bfloat16, (B, T, P).
         right_BTQ: bfloat16, (B, T, Q).
-        factors_B: (B,).
-        beta: 1, or 0 to overwrite `total`.
+        factors_B: weights of the records, (B,).
+        beta: weight of the old `total`: 1, or 0 to overwrite it.
     """
     B, T, P = left_BTP.shape
     Q = right_BTQ.size(2)

@@ -1,4 +1,4 @@
-"""Rules: how a part of a model is run under capture and what it contributes to each record's gradient.
+"""Rules, one for each kind of layer: how it runs under capture and what it contributes to a record's gradient.
 
 A new rule is one file that defines `forward(site, *args)` and one line in `RULES`, for a layer that owns its
 parameters, or in `COMPOSITES`, for a method of a module that has children. Layers without a rule are run by
@@ -28,14 +28,15 @@ RULES: dict[type[nn.Module], Rule] = {
 
 @dataclasses.dataclass(frozen=True)
 class Composite:
-    """A method of a module that is not a plain layer, and the parameters below it that the method's rule captures.
+    """A method of a module with children, and the parameters below it that the method's rule captures.
 
     Args:
-        class_path: of the module, by name: the package need not be there. None: any class that has the method.
-        method: replaced while the engine records.
-        rule: called in its place, with (site, *args).
-        owns: parameters captured by the rule: the beginning of their path below the module. Empty: the rule captures
-            none itself but calls layers in a way in which they can; it is always put in place.
+        class_path: import path of the module's class, whose package need not be installed; None for any class that has
+            the method.
+        method: name of the method, which is replaced while the engine records.
+        rule: called in place of the method, with (site, *args).
+        owns: first parts of the paths, below the module, of parameters that the rule captures. If empty, the rule
+            captures none itself but calls layers in a way in which they can; it is then always installed.
     """
 
     class_path: str | None
@@ -73,7 +74,7 @@ COMPOSITES = [
 
 
 def rule_for(module: nn.Module) -> Rule:
-    """The rule of exactly this class; of what it does, where the class has no rule; else the fallback.
+    """The rule of exactly this class, else of what the layer is seen to compute, else the fallback.
 
     A subclass may compute something else in its forward, so it is not served by the rule of its base unless it
     inherits the forward unchanged (`torch.nn.modules.linear.NonDynamicallyQuantizableLinear`, for one).

@@ -21,7 +21,7 @@ def _is_idle(layer: Any) -> bool:
 
 
 def ia3_linear(site: Site, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """(IA)^3: Liu et al. (2022), arXiv:2205.05638, Section 3.3: learned scales of a layer's input or output."""
+    """(IA)^3, learned scales of a layer's input or output: Liu et al. (2022), arXiv:2205.05638, Section 3.3."""
     layer: Any = site.module
     if _is_idle(layer):
         return site.original(x, *args, **kwargs)
@@ -84,7 +84,7 @@ def dora_magnitude(
 
 
 def virtual_tokens(site: Site, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-    """`get_prompt` of a peft model: prompts are made once and repeated; the table's rule makes one for each record.
+    """`get_prompt` of a peft model, which makes a prompt once and repeats it; the table's rule makes one per record.
 
     Lester et al. (2021), arXiv:2104.08691. A prefix (Li and Liang 2021, arXiv:2101.00190) is looked up per record.
     """

@@ -1,4 +1,4 @@
-"""Parameters a layer multiplies or adds to every token: RMSNorm weights, learned scales.
+"""Parameters that a layer multiplies with or adds to every token: RMSNorm weights, learned scales.
 
 The forward is run as it is, with the parameter replaced by one copy per record, (B, 1, .., 1, D); autograd then sums
 over the tokens of a record and no further. Which layers are of this kind is found by trying, not by class name.
@@ -57,7 +57,7 @@ def forward(site: Site, *args: Any, **kwargs: Any) -> Any:
 
 
 def broadcasts(module: nn.Module) -> bool:
-    """Whether the layer uses all of its parameters by broadcasting them over (B, T, D): tried on made-up inputs.
+    """Whether the layer broadcasts all of its parameters over (B, T, D), tried on made-up inputs.
 
     With a copy of its own, made up as well, each of two records must come out as if the layer had that copy alone.
     """

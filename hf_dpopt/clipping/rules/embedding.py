@@ -62,7 +62,7 @@ def forward(site: Site, input: torch.Tensor) -> torch.Tensor:
 
 
 class _LookUps(TorchFunctionMode):
-    """Sends the look-ups in the site's own table to the capture; everything else runs as it is."""
+    """Mode that sends look-ups in the site's own table to the capture; everything else runs as it is."""
 
     def __init__(self, site: Site):
         super().__init__()

@@ -24,7 +24,7 @@ def _call(module: nn.Module, parameters: dict[str, torch.Tensor], args: tuple, k
 
 
 class _PerRecord(torch.autograd.Function):
-    """forward: the module itself. backward: input gradients in one go, parameter gradients record by record."""
+    """The module's own forward; a backward with input gradients at once and parameter gradients record by record."""
 
     @staticmethod
     def forward(ctx: Any, site: Site, spec: Any, *leaves: Any) -> torch.Tensor:

@@ -27,7 +27,7 @@ def children(module: nn.Module) -> tuple[str, ...]:
 
 
 def by_record(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule` on (B, T, D), for a layer that is called with (B T, D)."""
+    """Wrap a rule for (B, T, D), for a layer that is called with (B T, D)."""
 
     @functools.wraps(rule)
     def forward(site: Site, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def chooses(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def choices(model: nn.Module, tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, a forward on (B, C, T) calls ``tell(B, C)`` before the model makes B C rows of it; others run as ever.
+    """Call ``tell(B, C)``, inside the context, before a forward on (B, C, T) makes B C rows of it.
 
     The rows of a record come one after the other: transformers flattens the first two dimensions.
     """

@@ -23,7 +23,7 @@ def tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def matmul_contribution(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> Contribution:
-    """``left^T right`` per record, materialised when that takes no more memory than keeping both factors.
+    """``left^T right`` per record, materialised if that takes no more memory than keeping both factors.
 
     The product has to be formed once in any case; forming it before the factors are known replaces the weight-gradient
     matmul and saves the Gram matrices, so it is also the faster choice wherever it fits.
@@ -34,7 +34,7 @@ def matmul_contribution(left_BTP: torch.Tensor, right_BTQ: torch.Tensor) -> Cont
 
 
 def materialised_from(rows: int, columns: int) -> int:
-    """Tokens from which a gradient of rows x columns is no larger than its factors, tokens x (rows + columns)."""
+    """Tokens from which a gradient, rows x columns, is no larger than its factors, tokens x (rows + columns)."""
     return -(-rows * columns // (rows + columns))
 
 
@@ -45,7 +45,7 @@ def autocast_to(x: torch.Tensor) -> torch.dtype:
 
 
 def _aligned(x: torch.Tensor, weight: torch.Tensor, site: Site) -> torch.Tensor:
-    """The weight in the dtype of x; below it rows of zeros where a GPU's fast products want a multiple of 8 outputs.
+    """The weight in the dtype of x, with rows of zeros below if a GPU's fast products need a multiple of 8 outputs.
 
     GPT-2's head has 50,257 rows. Its logits, packed without gaps, send this product and the one of the backward to
     kernels that are several times slower.
@@ -67,13 +67,13 @@ def wants_alignment(x: torch.Tensor, num_features: int) -> bool:
 
 
 def _first_columns(out: torch.Tensor, num_features: int) -> torch.Tensor:
-    """The same memory as a tensor of its own: autograd refuses changes in place of views that are made here."""
+    """The first columns as a tensor of its own on the same memory: autograd refuses in-place changes of views."""
     size, strides = (*out.shape[:-1], num_features), out.stride()
     return out.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), size, strides)  # type: ignore[call-overload]
 
 
 def _with_padding(grad: torch.Tensor, weight: torch.Tensor, place: int) -> torch.Tensor:
-    """The gradient of a padded output: in place of that output, with its zeros, or copied beside zeros."""
+    """The gradient with the padding of the output: that output's own memory if possible, else a copy beside zeros."""
     num_missing = weight.size(0) - grad.size(-1)
     if num_missing == 0:
         return grad
@@ -83,7 +83,7 @@ def _with_padding(grad: torch.Tensor, weight: torch.Tensor, place: int) -> torch
 
 
 class _Linear(torch.autograd.Function):
-    """Returns the input gradient only; the weight gradient is formed by the engine once the clip factors are known."""
+    """Linear layer whose backward returns the input gradient only; the engine forms the weight gradient later."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Values a model computes once for all records of a batch, from parameters alone: relative position biases.
+"""Values that a model computes once for a whole batch, from parameters alone: relative position biases.
 
 Autograd would hand back their gradient already summed over the records. Here the value is handed out as one (expanded)
 copy per record, and the gradient of each copy is taken through the model's own computation.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _PerRecord(torch.autograd.Function):
-    """(1, ..) -> (B, ..); `compute` gives the value again, attached to the parameters."""
+    """Expansion of (1, ..) to (B, ..); `compute` gives the value again, attached to the parameters."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, value: torch.Tensor, site: Site, compute: Any) -> torch.Tensor:
