@@ -28,7 +28,7 @@ if __name__ == "__main__":  # run as a script: the repository root is not on the
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.convex import (
-    LOUD,
+    MAX_NOISE_RADII,
     HeadPlan,
     HeadRun,
     HeadTrainingArguments,
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
     recorded = recorded_head_plan(training_args.output_dir)
     plan = make_head_plan(config, num_examples=len(splits["train"]), recorded=recorded)
     logger.info(announcement(plan))
-    warn_of_loud_noise(plan, len(data.labels) * (head.in_features + head_takes_bias(model)))
+    warn_of_large_noise(plan, len(data.labels) * (head.in_features + head_takes_bias(model)))
 
     run = HeadRun(
         plan,
@@ -168,15 +168,15 @@ def announcement(plan: HeadPlan) -> str:
     )
 
 
-def warn_of_loud_noise(plan: HeadPlan, num_weights: int) -> None:
-    """Says before anything is trained that little will be learnt."""
+def warn_of_large_noise(plan: HeadPlan, num_weights: int) -> None:
+    """Warn before training that the noise leaves little to learn."""
     radii = plan.noise_over_radius(num_weights)
-    if radii > LOUD:
+    if radii > MAX_NOISE_RADII:
         logger.warning(
             "Noise alone would carry the %s weights %.1f times as far as --head_radius lets them. Beyond %g times it "
             "may cost accuracy, beyond 30 most of it. Give --l2 (from 0.001 to 0.01 times feature_norm^2, the more "
             "the fewer records), a smaller --learning_rate or a larger --head_radius; or fewer steps, more records, "
-            "a larger epsilon.", f"{num_weights:,}", radii, LOUD,
+            "a larger epsilon.", f"{num_weights:,}", radii, MAX_NOISE_RADII,
         )  # fmt: skip
 
 

@@ -239,7 +239,7 @@ def test_plan_head_says_when_noise_fills_the_ball(run: Run) -> None:
     _, out, _ = run(*given, "--json")
     # 10,000 steps of size 2, noise of 3 sqrt(2) / 1024 in each of 770 weights, in a ball of radius 0.1
     assert json.loads(out)["noise_over_radius"] == pytest.approx(2 * 3 * 2**0.5 / 1024 * (770 * 1e4) ** 0.5 / 0.1)
-    assert "too loud" in run(*given)[1] and "(quiet" in run(*given, "--l2", "1")[1]
+    assert "too far" in run(*given)[1] and "(little" in run(*given, "--l2", "1")[1]
     assert run(*given[:-1], "0")[0] == 2
 
 

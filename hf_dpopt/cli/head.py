@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dpopt.common.checks import check_count
-from hf_dpopt.convex.plan import LOUD, HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.report.statement import round_up
 
 
@@ -69,7 +69,9 @@ def plan_head(
     for name, value in _rows(plan).items():
         table.add_row(name, value)
     if radii is not None:
-        verdict = "too loud: more l2, a smaller step size or a larger ball" if radii > LOUD else "quiet enough"
+        verdict = (
+            "too far: more l2, a smaller step size or a larger ball" if radii > MAX_NOISE_RADII else "little enough"
+        )
         table.add_row("noise alone", f"carries the weights {radii:.3g} radii of the ball ({verdict})")
     Console().print(table)
 

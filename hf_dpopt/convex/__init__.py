@@ -8,12 +8,12 @@ from __future__ import annotations
 from hf_dpopt.convex.arguments import HeadTrainingArguments
 from hf_dpopt.convex.features import clip_features, compute_features
 from hf_dpopt.convex.head import attach_head, find_head, head_takes_bias
-from hf_dpopt.convex.plan import LOUD, HeadConfig, HeadPlan, make_head_plan
+from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.convex.refusals import check_convex_arguments
 from hf_dpopt.convex.training import HeadRun, recorded_head_plan
 
 __all__ = [
-    "LOUD",
+    "MAX_NOISE_RADII",
     "HeadConfig",
     "HeadPlan",
     "HeadRun",

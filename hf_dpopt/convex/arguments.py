@@ -17,8 +17,8 @@ BATCH = 1024
 class HeadTrainingArguments(DPTrainingArguments):
     """`DPTrainingArguments` for a head of which only the final weights leave.
 
-    ``learning_rate`` is the step size; 0 takes one that is safe. Steps: ``max_steps``, or ``num_train_epochs``. What
-    else of training arguments is outside the theorems is refused; see `check_convex_arguments`.
+    ``learning_rate`` is the step size; 0 takes one that is safe. Steps: ``max_steps``, or ``num_train_epochs``.
+    Training arguments outside the theorems are refused; see `check_convex_arguments`.
     """
 
     optim: str = field(default="sgd", metadata={"help": "sgd; nothing else is covered."})
@@ -43,7 +43,7 @@ class HeadTrainingArguments(DPTrainingArguments):
         self.remove_unused_columns = False
 
     def head_config(self, num_examples: int, *, has_bias: bool = True) -> HeadConfig:
-        """What is asked for, for so many records, checked.
+        """The checked config that these arguments ask for.
 
         Raises:
             DPConfigError: for anything outside the theorems, or values out of range.

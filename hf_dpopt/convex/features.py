@@ -23,15 +23,15 @@ from hf_dpopt.records.collation import Collation
 
 
 def clip_features(features: torch.Tensor, feature_norm: float, bias_feature: float = 0.0) -> torch.Tensor:
-    """Features, and the constant one, of norm `feature_norm` at most; each record by itself.
+    """Shorten features, with the constant one, to a norm of at most `feature_norm`, each record by itself.
 
     Args:
-        features: (N, H).
-        feature_norm: R.
+        features: features of the records, (N, H).
+        feature_norm: R, > 0.
         bias_feature: value of the constant feature, < R; 0 for none.
 
     Returns:
-        float32, (N, D). A record with a feature that is no number is all zero but for the constant.
+        float32, (N, D). A record with a feature that is not finite is all zero but for the constant.
     """
     assert 0 <= bias_feature < feature_norm
     room = (feature_norm**2 - bias_feature**2) ** 0.5 * (1 - 1e-6)  # rounding must not lead beyond R
@@ -54,20 +54,20 @@ def compute_features(
     cache: Path | None = None,
     progress: str | None = None,
 ) -> torch.Tensor:
-    """What the head of a frozen model sees of each record, in evaluation mode.
+    """Features that the head of a frozen model sees of each record, in evaluation mode.
 
     Formal guarantee: the features of a record depend on that record alone, up to rounding in float32. Only records
     with the same number of tokens share a batch, so nothing is padded: models exist whose outputs change with the
     padding, and one record more would change the features of others.
 
     Args:
-        model: a classifier, in float32; see `find_head`. Nothing of it is changed.
+        model: a classifier, in float32; see `find_head`. It is not changed.
         inputs: tokenized records, without labels.
-        collate: makes a batch of them.
-        batch_size: records at a time, at most; changes speed and memory, the features only by rounding.
-        cache: folder where they are kept, under a digest of the model's weights and of all inputs. Features of private
-            records are private data: it has to be a private folder.
-        progress: what the bar says; None for no bar.
+        collate: makes a batch of records.
+        batch_size: most records in a batch, >= 1; changes speed and memory, the features only by rounding.
+        cache: private folder to keep the features in, under a digest of the model's weights and of all inputs;
+            features of private records are private data. None to keep nothing.
+        progress: label of the progress bar; None for no bar.
 
     Returns:
         float32, (N, H).
@@ -126,7 +126,7 @@ def _of_batch(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torc
 
 
 def _of_equal_length(inputs: Sequence[Mapping[str, Any]], size: int) -> Iterator[list[int]]:
-    """Places of at most so many records with the same number of tokens."""
+    """Yield places of at most `size` records with the same number of tokens."""
     lengths = np.array([len(inputs[i]["input_ids"]) for i in range(len(inputs))])
     for length in np.unique(lengths):
         mine = np.flatnonzero(lengths == length).tolist()
@@ -135,7 +135,7 @@ def _of_equal_length(inputs: Sequence[Mapping[str, Any]], size: int) -> Iterator
 
 
 def _check_model(model: PreTrainedModel) -> None:
-    """Refuses what makes features of one record depend on others, by more than rounding."""
+    """Refuse models in which the features of one record depend on others, by more than rounding."""
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32, torch.float64}
     if kinds:
         raise DPConfigError(

@@ -1,4 +1,4 @@
-"""The last linear layer of a classifier: where it is, what it sees, and how a trained head becomes it.
+"""The last linear layer of a classifier: finding it, reading its inputs, and replacing it by a trained head.
 
 Shape legend: K = labels, H = hidden size.
 """
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 
-_MEND = (
+_FIX = (
     "Use a model of AutoModelForSequenceClassification whose head ends in one linear layer, such as BERT, RoBERTa, "
     "DistilBERT, ELECTRA, GPT-2 or Llama; other models can be finetuned with DPTrainer, where every step counts."
 )
@@ -24,7 +24,7 @@ def find_head(model: PreTrainedModel) -> str:
     """The name of the linear layer whose outputs are the logits.
 
     Raises:
-        UnsupportedModuleError: if there is none: as a function of any other layer the loss is not convex.
+        UnsupportedModuleError: if there is none: the loss is not convex in any other layer.
         DPConfigError: for a regression model.
     """
     num_labels = int(getattr(model.config, "num_labels", 0))
@@ -37,14 +37,14 @@ def find_head(model: PreTrainedModel) -> str:
         found = f"its last linear layer is {last[0][0]!r}, with {last[0][1].out_features} outputs" if last else "none"
         raise UnsupportedModuleError(
             f"{type(model).__name__} has no linear layer that makes its {num_labels} logits ({found}), so its loss is "
-            f"convex in no layer. {_MEND}"
+            f"convex in no layer. {_FIX}"
         )
     return last[0][0]
 
 
 @contextlib.contextmanager
 def features_instead_of_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model's ``logits`` are what its head sees: (B, H), pooled as the model pools."""
+    """Make the model's ``logits`` the inputs of its head, (B, H), pooled as the model pools, inside the context."""
     name = find_head(model)
     parent, _, child = name.rpartition(".")
     owner = model.get_submodule(parent)
@@ -58,14 +58,15 @@ def features_instead_of_logits(model: PreTrainedModel) -> Iterator[None]:
 
 @torch.no_grad()
 def attach_head(model: PreTrainedModel, weights: torch.Tensor, bias_feature: float) -> None:
-    """Makes a trained head the model's own, so that it can be saved, pushed and used in a pipeline.
+    """Make a trained head the model's own, so that it can be saved, pushed and used in a pipeline.
 
     Features beyond the feature norm were shortened in training and are not here: their logits are longer by the same
     factor, the bias aside.
 
     Args:
+        model: the classifier whose last layer is overwritten.
         weights: (K, H), or (K, H + 1) with the weights of the constant feature last.
-        bias_feature: the value of that feature; 0 if there is none.
+        bias_feature: value of the constant feature; 0 if there is none.
 
     Raises:
         DPConfigError: if the model's layer has no bias and the head has one.

@@ -1,4 +1,4 @@
-"""What a convex head is trained with, and what that costs; built from the same numbers, so they cannot disagree."""
+"""Plan of a convex head: settings and privacy cost, built from the same numbers, so they cannot disagree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler
 
-LOUD = 3.0  # radii that noise alone may cover; with more, accuracy fell in most runs (docs/convex.md)
+MAX_NOISE_RADII = 3.0  # radii that noise alone may cover; with more, accuracy fell in most runs (docs/convex.md)
 BIAS_SHARE = 0.25  # of the feature norm: the constant feature that stands for the bias
 
 
@@ -39,16 +39,16 @@ class HeadConfig:
         head_radius: the weights, bias included, stay in a Frobenius ball of this radius; > 0. With `feature_norm` R
             no logit exceeds ``head_radius R``.
         feature_norm: R > 0. Features, with the constant one of the bias, are shortened to it.
-        expected_batch_size: records of a step, on average.
+        expected_batch_size: average number of records of a step.
         num_steps: T >= 1.
-        target_epsilon: of the final weights; or
+        target_epsilon: epsilon that the final weights may cost, > 0; or
         noise_multiplier: stddev of the noise on a batch's sum, over ``sqrt(2) R``; 0 switches it off: NOT PRIVATE.
-        target_delta: at most 1/n; None for that of every other plan, see `hf_dpopt.accounting.delta`.
-        allow_large_delta: accept one above 1/n.
+        target_delta: delta of epsilon, at most 1/n; None for the default of `hf_dpopt.accounting.delta`.
+        allow_large_delta: accept a delta above 1/n.
         learning_rate: eta of the first step; None for ``1 / (M + 2 l2)``, half of what is allowed.
-        decay: step t has ``eta t^-decay``; in [0, 1).
-        l2: ``l2 / 2 |w|^2`` is added to the loss; >= 0.
-        has_bias: whether the head has one.
+        decay: exponent of the step size ``eta t^-decay`` of step t; in [0, 1).
+        l2: weight of ``|w|^2 / 2`` in the loss; >= 0.
+        has_bias: whether the head has a bias.
 
     Raises:
         DPConfigError: for values out of range, or none or both of epsilon and noise.
@@ -111,7 +111,7 @@ class HeadConfig:
         return BIAS_SHARE * self.feature_norm if self.has_bias else 0.0
 
     def sgd(self, num_examples: int, noise_multiplier: float) -> ProjectedSGD:
-        """What the accountant needs to know."""
+        """The run as its accountant sees it."""
         return ProjectedSGD(
             num_examples=num_examples,
             expected_batch_size=self.expected_batch_size,
@@ -128,13 +128,13 @@ class HeadConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HeadPlan:
-    """A run, ready to be trained; made by `make_head_plan`.
+    """A run that is ready to be trained; made by `make_head_plan`.
 
     Attributes:
-        config: what was asked for.
-        sgd: the same, with the noise.
-        delta: of epsilon.
-        spent: the bound on the final weights.
+        config: the settings that were asked for.
+        sgd: the run as its accountant sees it, noise included.
+        delta: delta that epsilon holds at, in (0, 1).
+        spent: privacy bound of the final weights.
     """
 
     config: HeadConfig
@@ -156,22 +156,22 @@ class HeadPlan:
 
     @property
     def event(self) -> DpEvent:
-        """What the final weights of one run reveal at most, in dp_accounting's convention."""
+        """Bound on what the final weights of one run reveal, as an event of dp_accounting."""
         return event_of(self.sgd, self.spent)
 
     def epsilon(self, num_runs: int = 1) -> float:
-        """Of the final weights of that many runs on the same records."""
+        """Epsilon of the final weights of `num_runs` runs on the same records."""
         if num_runs == 1 or not self.is_private:
             return self.spent.epsilon if num_runs else 0.0
         kept = self.delta * (1 - num_runs * OVERSIZED_SHARE)
         return accountants.epsilon(SelfComposedDpEvent(self.event, num_runs), kept, ADJACENCY).epsilon
 
     def free_steps(self) -> int | None:
-        """Beyond so many steps further ones are free; None if none are, for a step size that decays, without noise."""
+        """Number of steps after which further ones are free; None if none are: step size decays, or no noise."""
         return None if self.config.decay or not self.is_private else plateau(self.sgd, self.delta)
 
     def noise_over_radius(self, num_weights: int) -> float:
-        """How many radii noise alone would carry so many weights, K x D; above `LOUD` it fills the ball."""
+        """Radii that noise alone would move K x D weights; above `MAX_NOISE_RADII` it fills the ball."""
         return self.sgd.noise_norm(num_weights) / self.config.head_radius
 
     def public_dict(self) -> dict[str, Any]:
@@ -196,16 +196,16 @@ class HeadPlan:
 
 
 def make_head_plan(config: HeadConfig, *, num_examples: int, recorded: Mapping[str, Any] | None = None) -> HeadPlan:
-    """Calibrates the noise, or computes epsilon.
+    """Make the plan: calibrate the noise to a target epsilon, or compute epsilon from the noise.
 
     Formal guarantee: if a run is executed by `HeadRun` with this plan on `num_examples` records and nothing but its
-    final weights leaves, it is ``(spent.epsilon, delta)``-differentially private under ``add_or_remove_one``. What was
-    asked for as a target is never exceeded.
+    final weights leaves, it is ``(spent.epsilon, delta)``-differentially private under ``add_or_remove_one``. A target
+    epsilon is never exceeded.
 
     Args:
-        config: what was asked for.
+        config: the settings of the head.
         num_examples: records of the training set.
-        recorded: what the ledger recorded of a run that was killed, which keeps its delta if no other is asked for.
+        recorded: the plan in the ledger of a killed run, which keeps its delta if the config names none.
 
     Raises:
         DPConfigError: for a step size that is no contraction, a batch larger than the data, batches that are too

@@ -1,4 +1,4 @@
-"""What the theorems behind a convex head do not cover is refused by name, with the way out."""
+"""Refusals of arguments that the theorems behind a convex head do not cover, each with the way out."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ FINAL_ONLY = "Only the final weights may leave, so nothing is seen of the run be
 
 
 def check_convex_arguments(args: Any, *, lora_r: int = 0) -> None:
-    """Refuses training arguments under which the last iterate has no bound.
+    """Refuse training arguments under which the last iterate has no bound.
 
     Args:
         args: `DPTrainingArguments`, with ``optim="sgd"``, ``lr_scheduler_type="constant"`` and no saving, logging and
             evaluation as defaults.
-        lora_r: rank of an adapter that was asked for.
+        lora_r: rank of the requested adapter; 0 for none.
 
     Raises:
-        DPConfigError: with the reason and the mend.
+        DPConfigError: with the reason and the fix.
     """
     raise_first(_on_steps(args, lora_r))
     raise_first(_on_records(args))

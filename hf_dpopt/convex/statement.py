@@ -61,7 +61,7 @@ _BY_ALL = "Plain composition over all {steps:,} steps is the better bound here: 
 
 
 def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str, declared: Mapping[str, str]) -> str:
-    """Markdown. Its first line says what is released."""
+    """The statement as Markdown; its first line says what is released."""
     config, spent = plan.config, plan.spent
     epsilon = round_up(spent.epsilon) if plan.is_private else "infinite"
     known = math.isfinite(spent.composition)
@@ -97,7 +97,7 @@ def render(plan: HeadPlan, num_labels: int, digest: str, noise_rng: str, declare
 def write_statement(
     output_dir: Path, plan: HeadPlan, num_labels: int, ledger: Ledger, noise_rng: str, declared: Mapping[str, str]
 ) -> None:
-    """`statement.md` for people, `head.json` for programs."""
+    """Write `statement.md` for people and `head.json` for programs."""
     folder = output_dir / FOLDER
     text = render(plan, num_labels, ledger.digest(), noise_rng, declared)
     report = {
@@ -109,13 +109,13 @@ def write_statement(
 
 
 def read_head_report(output_dir: Path) -> dict[str, Any] | None:
-    """What a head's run reported; None if the folder holds no head."""
+    """The report of a head's run; None if the folder holds no head."""
     path = output_dir / FOLDER / REPORT
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def disagreements(output_dir: Path, report: dict[str, Any]) -> list[str]:
-    """What in a head's folder contradicts its report."""
+    """Contradictions between a head's folder and its report, one sentence each."""
     folder, problems = output_dir / FOLDER, []
     statement = folder / STATEMENT
     content = statement.read_bytes() if statement.is_file() else b""

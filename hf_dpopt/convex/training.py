@@ -31,19 +31,19 @@ SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from
 class HeadRun:
     """One private training of a head, from its key to its final weights.
 
-    The whole run is charged, once, before its first record is looked at. Iterates are kept in memory and in the
-    private directory, where a run that was killed goes on, bit for bit; nothing of them is written anywhere else.
-    `train` returns the final weights, as often as it is called; `finish` writes the statement when they are where they
-    belong, and deletes key and state: then the run cannot be continued.
+    The whole run is charged, once, before its first record is read. Iterates are kept in memory and in the private
+    directory, from which a killed run continues bit for bit; they are written nowhere else. `train` returns the final
+    weights, as often as it is called; `finish` writes the statement once they are published, and deletes key and
+    state: then the run cannot be continued.
 
     Formal guarantee: that of `make_head_plan`, for everything that is below `output_dir` or returned.
 
     Args:
-        plan: what is executed.
-        output_dir: the ledger and the statement go to its folder `privacy`.
-        private_state_dir: key and state; never inside `output_dir`. None takes the user's state directory.
+        plan: the plan to execute.
+        output_dir: folder of the run; ledger and statement go to its folder `privacy`.
+        private_state_dir: folder of key and state, never inside `output_dir`; None for the user's state directory.
         noise_rng: "secure" or "fast"; see `make_noise_source`.
-        declared: what the statement says of evaluation data and of preprocessing, by these names.
+        declared: sentences of the statement, by the names of `RunFacts`: evaluation data, preprocessing.
 
     Raises:
         DPConfigError: if `output_dir` holds checkpoints: only final weights may be there.
@@ -71,19 +71,19 @@ class HeadRun:
 
     @property
     def private_folder(self) -> Path:
-        """For what is private and no key, such as features."""
+        """Folder for private data other than keys, such as features."""
         return self.state.directory
 
     def train(
         self, features: torch.Tensor, labels: torch.Tensor, num_labels: int, *, progress: bool = False
     ) -> torch.Tensor:
-        """Trains, or goes on where a run that was killed had come to.
+        """Train from the start, or from where a killed run stopped.
 
         Args:
             features: float32, (n, D), of norm `feature_norm` at most; see `clip_features`.
             labels: int64, (n,), in [0, num_labels).
             num_labels: K, which is public.
-            progress: whether to show a bar. It tells the step and nothing of the data.
+            progress: whether to show a bar, which shows the step and nothing of the data.
 
         Returns:
             The final weights, float32, (K, D).
@@ -106,7 +106,7 @@ class HeadRun:
         return weights.float()
 
     def finish(self, num_labels: int) -> None:
-        """Writes the statement, then deletes key and state; to be called when the final weights are published."""
+        """Write the statement, then delete key and state; call it when the final weights are published."""
         with Ledger.open(self.output_dir / LEDGER) as ledger:
             last = ledger.last_chain
             assert last is not None, "finish comes after train"
@@ -117,7 +117,7 @@ class HeadRun:
             self.state.memory(ledger).remove()
 
     def _chain(self, ledger: Ledger) -> Chain:
-        """A new run, charged, or the one that was killed."""
+        """The chain of a killed run, or a new one, charged."""
         last = ledger.last_chain
         if last is None:
             chain = self.state.new_chain()
@@ -141,7 +141,7 @@ class HeadRun:
     def _descend(
         self, features: torch.Tensor, labels: torch.Tensor, chain: Chain, first: int, weights: torch.Tensor, bar: bool
     ) -> torch.Tensor:
-        """(K, D) in float64, after the last step."""
+        """Run the remaining steps; the weights after the last one, float64, (K, D)."""
         plan, config = self.plan, self.plan.config
         source = make_noise_source(self._noise_rng, chain.noise_key)
         stddev, batch = plan.sgd.noise_multiplier * config.lipschitz, config.expected_batch_size
@@ -203,20 +203,20 @@ class HeadRun:
 
 
 def recorded_head_plan(output_dir: str | Path) -> dict[str, Any] | None:
-    """What the ledger of a head's run recorded, for `make_head_plan`; None if there is none."""
+    """The plan in the ledger of a head's run, for `make_head_plan`; None if there is no ledger."""
     path = Path(output_dir) / LEDGER
     return Ledger.read(path).plan if path.exists() else None
 
 
 def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Of the cross entropies of a batch, summed: ``sum_b (p_b - y_b) x_b^T``.
+    """Gradient of the summed cross entropies of a batch: ``sum_b (p_b - y_b) x_b^T``.
 
     In float64: a step has to be a contraction, and the bound leaves each one a room of about ``D / R`` only.
 
     Args:
-        features: (B, D), B may be 0.
-        labels: (B,).
-        weights: float64, (K, D).
+        features: features of the records, (B, D); B may be 0.
+        labels: labels of the records, (B,).
+        weights: weights of the head, float64, (K, D).
 
     Returns:
         float64, (K, D).
@@ -228,6 +228,6 @@ def gradient_sum(features: torch.Tensor, labels: torch.Tensor, weights: torch.Te
 
 
 def projected(weights: torch.Tensor, radius: float) -> torch.Tensor:
-    """The closest point of the Frobenius ball."""
+    """Project the weights to the closest point of the Frobenius ball."""
     norm = float(weights.norm())
     return weights if norm <= radius else weights * (radius / norm)
