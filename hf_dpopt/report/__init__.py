@@ -1,4 +1,4 @@
-"""What a run says about itself: statement, report and model card, and the scan before anything is published."""
+"""Statement, report and model card of a run, and the scan before anything is published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a privacy report states, as one frozen object of public values."""
+"""The facts of a privacy report, as one frozen object of public values."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ class RunFacts:
     """All that the statement, the report and the model card print. Public values only: every field may be published.
 
     Args:
-        plan: `PrivacyPlan.public_dict()`.
+        plan: the plan, as `PrivacyPlan.public_dict()` gives it.
         epsilon_spent: epsilon of the charged steps, under the plan's adjacency; infinite if nothing is guaranteed.
         epsilon_replace_one: the planned steps under ``replace_one``, or those charged if they cost more; None where no
             analysis of the sampler is known.
-        delta: the delta of both.
+        delta: delta of both epsilons, in (0, 1).
         steps_charged: steps in the ledger, over all resumes, branches and crashes.
         steps_planned: steps the noise was calibrated for.
         noise_generator: class name of the generator of the noise.
-        secure: that generator is cryptographic.
+        secure: whether that generator is cryptographic.
         chains: noise keys used, one for each uninterrupted sequence of steps.
         world_size: processes of the last launch.
         ledger_digest: SHA-256 of the last ledger record.
         self_check: outcome of the check at the start, such as ``passed`` or ``skipped by the user``.
-        unsafe: a noise key was fixed by the user, so whoever knows it can remove the noise.
-        non_private_outputs: what left the run without noise, one description each.
+        unsafe: whether the user fixed a noise key: whoever knows it can remove the noise.
+        non_private_outputs: descriptions of everything that left the run without noise.
         callbacks: class names of the callbacks the user added.
-        after_noise: what is made of the released gradients and weights, the optimizer last; for repeating the run.
-        eval_data_privacy: what the user declared about the evaluation data; None if nothing.
-        data_dependent_preprocessing: the same for tokenizer, vocabulary, label set, filters and so on.
-        unit_declared: what rows look like that the user declared to be records; None if nothing was declared.
-        printed_rows: lines of the script that print training records, one description each.
+        after_noise: filters and optimizer that use the released gradients, in order; for repeating the run.
+        eval_data_privacy: the user's declaration about the evaluation data; None if there is none.
+        data_dependent_preprocessing: the user's declaration about tokenizer, vocabulary, label set, filters and so
+            on; None if there is none.
+        unit_declared: description of rows that the user declared to be records; None if nothing was declared.
+        printed_rows: descriptions of the lines of the script that print training records.
         model_class: class name of the model.
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
@@ -85,7 +86,7 @@ class RunFacts:
 
     @property
     def not_private_reasons(self) -> tuple[str, ...]:
-        """Why the run guarantees nothing; empty for a run that does."""
+        """Reasons why the run guarantees nothing; empty for a run that guarantees something."""
         reasons = []
         if self.unsafe:
             reasons.append("a noise key was fixed by hand, so the noise can be computed and taken off again")
@@ -102,9 +103,9 @@ class RunFacts:
 
     @property
     def epsilon(self) -> float:
-        """What the run may claim: that of the plan, or of the steps charged if they cost more; infinity if unsafe.
+        """Epsilon that the run may claim: the larger of planned and charged; infinity if nothing is guaranteed.
 
-        Never the smaller one: a run that stopped early may have done so because of what the data showed.
+        Never the smaller one: a run may have stopped early because of what the data showed.
         """
         return math.inf if self.not_private_reasons else max(self.epsilon_planned, self.epsilon_spent)
 
@@ -127,11 +128,11 @@ class RunFacts:
             version = content.pop("report_version")
             content.pop("private")
         except (ValueError, KeyError, AttributeError, TypeError):
-            raise DPConfigError("this is no report of hf_dpopt. Give the output_dir of a private run.") from None
+            raise DPConfigError("This is no report of hf_dpopt. Give the output_dir of a private run.") from None
         known = {field.name for field in dataclasses.fields(cls)}
         if version not in READABLE or not known - {"unit_declared", "printed_rows"} <= set(content) <= known:
             raise DPConfigError(
-                f"the report has version {version!r} or unknown fields; this release reads versions {READABLE}. "
+                f"The report has version {version!r} or unknown fields; this release reads versions {READABLE}. "
                 "Use the release of hf_dpopt that wrote it (versions.hf_dpopt in report.json)."
             )
         for name in ("epsilon_spent", "epsilon_replace_one"):

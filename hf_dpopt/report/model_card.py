@@ -1,4 +1,4 @@
-"""The model card: one privacy section in, the un-noised training values of the Trainer's own card out."""
+"""The model card: adds a privacy section, removes the un-noised training values of the Trainer's own card."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add_privacy_section(card_text: str, facts: RunFacts) -> str:
 
     Args:
         card_text: a model card in Markdown, YAML front matter included; may be empty.
-        facts: what the section says.
+        facts: the facts of the run that the section states.
     """
     # The statement's own headings move one level down: the card's title stays its only first-level heading.
     statement = re.sub(r"^(#+ )", r"#\1", render_statement(facts), flags=re.MULTILINE).strip()

@@ -1,4 +1,4 @@
-"""Pictures of noise mechanisms: what correlates the steps, what the iterates get of it, and what it costs."""
+"""Plots of noise mechanisms: correlation of the steps, error of the iterates, and cost."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def plot_comparison(
     workload: Workload | None = None,
     by_epsilon: Mapping[float, Sequence[ComparedNoise]] | None = None,
 ) -> list[Path]:
-    """Writes ``noise.png`` and ``noise.svg``.
+    """Write ``noise.png`` and ``noise.svg``.
 
     Six panels: coefficients of B over the steps, their gain over frequency, stddev of every iterate, correlation of
     the noise of the first steps, epsilon so far, and error against epsilon with the point where DP-SGD falls behind.
 
     Args:
-        rows: what `compare_mechanisms` gave.
-        folder: made if it does not exist.
-        workload: that of the comparison.
+        rows: result of `compare_mechanisms`.
+        folder: folder of the two files; made if it does not exist.
+        workload: workload of the comparison.
         by_epsilon: comparisons at other budgets, for the last panel.
 
     Raises:
@@ -83,7 +83,7 @@ def pyplot() -> Any:
 
 
 def _row_of_noise(strategy: NoiseStrategy, n: int) -> np.ndarray:
-    """What the noise of the last of n steps takes of the draws, the newest first."""
+    """Weights of the draws in the noise of the last of n steps, the newest draw first."""
     if isinstance(strategy, ToeplitzStrategy):
         return strategy.noising_coefs(n)
     return strategy.noising_matrix(n)[-1][::-1]
@@ -158,9 +158,9 @@ def _error_by_epsilon(
 
 
 def crossover(by_epsilon: Mapping[float, Sequence[ComparedNoise]]) -> float | None:
-    """Epsilon from which on the best noise without amplification has less error than DP-SGD; None if it never has.
+    """Epsilon above which the best noise without amplification has less error than DP-SGD; None if there is none.
 
-    Log-linear between the budgets that were compared.
+    Interpolated log-linearly between the budgets that were compared.
     """
     leads = []
     for epsilon in sorted(by_epsilon):

@@ -1,4 +1,4 @@
-"""The last look before a folder is saved or pushed: does it hold anything the privacy statement calls secret?"""
+"""Scan of a folder, before it is saved or pushed, for anything the privacy statement calls secret."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ _EVENT_TAG = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Something in ``path`` (relative to the scanned folder) that must not be published, and what to do about it."""
+    """Something in ``path`` (relative to the scanned folder) that must not be published, and the fix."""
 
     path: str
     what: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.path}: {self.what} ({self.mend})"
+        return f"{self.path}: {self.what} ({self.fix})"
 
 
 def scan_for_secrets(
@@ -59,14 +59,14 @@ def scan_for_secrets(
     secrets: Sequence[bytes] = (),
     forbidden_names: Sequence[str] = FORBIDDEN_NAMES,
 ) -> list[Finding]:
-    """Everything under ``folder`` that would break the privacy statement, or leak a credential, if it were published.
+    """Find everything under ``folder`` that would break the privacy statement, or leak a credential, if published.
 
     Formal guarantee: a secret that occurs in some file as consecutive raw bytes, as hexadecimal digits of one case, as
     base64 (standard or URL alphabet, at any offset, without line breaks inside) or as a JSON list of byte values is
     found. Compressed or encrypted copies are not, nor is what was derived from the secret. Nothing is unpickled.
 
     Args:
-        folder: what is about to be saved or pushed; links are followed.
+        folder: folder that is about to be saved or pushed; links are followed.
         secrets: noise keys, sampling keys and other byte strings that must not occur; each at least 16 bytes.
         forbidden_names: patterns (`fnmatch`) that no file or folder name may match.
 
@@ -82,7 +82,7 @@ def scan_for_secrets(
     for secret in secrets:
         if len(secret) < MIN_SECRET_BYTES:
             raise DPConfigError(
-                f"a secret of {len(secret)} bytes would also be found by chance. Use secrets of {MIN_SECRET_BYTES} "
+                f"A secret of {len(secret)} bytes would also be found by chance. Use secrets of {MIN_SECRET_BYTES} "
                 "bytes or more; keys have 32."
             )
     needles = [needle for secret in secrets for needle in _spellings(secret)]
@@ -97,7 +97,7 @@ def scan_for_secrets(
 
 
 def refuse_release(findings: Sequence[Finding]) -> None:
-    """Raises if there is any finding.
+    """Raise if there is any finding.
 
     Raises:
         DPConfigError: naming every file, what is in it, and the way out.
@@ -105,8 +105,8 @@ def refuse_release(findings: Sequence[Finding]) -> None:
     if findings:
         listing = "; ".join(map(str, findings))
         raise DPConfigError(
-            f"nothing was published, {len(findings)} finding(s) contradict the privacy statement: {listing}. "
-            "A release may hold noised values only. Mend each as said, then save or push again."
+            f"Nothing was published, {len(findings)} finding(s) contradict the privacy statement: {listing}. "
+            "A release may hold noised values only. Fix each as said, then save or push again."
         )
 
 
@@ -148,7 +148,7 @@ def _scan_file(path: Path, name: str, needles: Sequence[tuple[str, bytes]]) -> I
 
 
 def _spellings(secret: bytes) -> list[tuple[str, bytes]]:
-    """How the secret looks in the usual encodings, each with its name."""
+    """The secret in the usual encodings, each with its name."""
     spellings = [
         (RAW, secret),
         ("hexadecimal", secret.hex().encode()),
@@ -182,7 +182,7 @@ def _occurring(path: Path, needles: Sequence[tuple[str, bytes]]) -> list[str]:
 
 
 def _unnoised(value: Any, where: str) -> Iterator[tuple[str, float]]:
-    """Places in a JSON value that hold a number the Trainer computed from un-noised data."""
+    """Places in a JSON value with a number that the Trainer computed from un-noised data."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             place = f"{where}.{key}" if where else key

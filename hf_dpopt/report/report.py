@@ -17,14 +17,14 @@ LEDGER = "ledger.jsonl"
 
 
 def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:
-    """Writes both files, each whole or not at all, over those of an earlier report.
+    """Write both files, each whole or not at all, over those of an earlier report.
 
     Args:
-        output_dir: the run's; the folder `privacy` is made in it.
-        facts: what both say.
+        output_dir: folder of the run; the folder `privacy` is made in it.
+        facts: the facts of the run.
 
     Returns:
-        The folder they are in.
+        The folder of the two files.
     """
     folder = Path(output_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
@@ -41,5 +41,5 @@ def read_report(output_dir: str | os.PathLike[str]) -> RunFacts:
     """
     path = Path(output_dir) / FOLDER / REPORT
     if not path.is_file():
-        raise DPConfigError(f"there is no {path}. Give the output_dir of a private run that has saved its model.")
+        raise DPConfigError(f"There is no {path}. Give the output_dir of a private run that has saved its model.")
     return RunFacts.from_json(path.read_text(encoding="utf-8"))

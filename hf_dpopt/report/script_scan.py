@@ -1,6 +1,6 @@
 """Lines of the script that print or log training records: exact values that leave the run beside the trainer.
 
-Only what the text of a line shows: a call that prints or logs, with rows or label counts of the training set in it.
+Found by the text of a line alone: a call that prints or logs rows or label counts of the training set.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_LINE = 100  # characters that are repeated of a line
 
 
 def warn_of_printed_rows() -> tuple[str, ...]:
-    """Warns of lines of the running script that print training records, by number and text.
+    """Warn of lines of the running script that print training records, by number and text.
 
     Returns:
         One description each, for the privacy statement; none where there is no script to read.
@@ -57,7 +57,7 @@ def printed_rows(source: str, silenced: frozenset[str] = frozenset()) -> list[in
     """Numbers of the lines in which a call prints or logs rows, or counts of labels, of the training set.
 
     Args:
-        source: of a Python script.
+        source: text of a Python script.
         silenced: methods of its `logger` that print nothing.
     """
     tree = ast.parse(source)
@@ -80,7 +80,7 @@ def _name(function: ast.expr) -> str:
 
 
 def _tells(expression: ast.expr, counted: set[str]) -> bool:
-    """Whether a value of training records is put into the text, not only their number or their columns."""
+    """Whether the text holds a value of training records, not only their number or their columns."""
     if isinstance(expression, ast.Call) and _name(expression.func) in ("len", "type", "id"):
         return False
     if isinstance(expression, ast.Attribute):
@@ -93,7 +93,7 @@ def _tells(expression: ast.expr, counted: set[str]) -> bool:
 
 
 def _is_training(expression: ast.Subscript) -> bool:
-    """``train_dataset[...]`` and ``raw_datasets["train"][...]``."""
+    """Whether this is ``train_dataset[...]`` or ``raw_datasets["train"][...]``."""
     value = expression.value
     if isinstance(value, ast.Name):
         return TRAINING.match(value.id) is not None
@@ -107,7 +107,7 @@ def _is_training_split(expression: ast.Subscript) -> bool:
 
 
 def _counted_names(tree: ast.AST) -> Iterator[str]:
-    """Names of counts of a column, and of what a loop takes from them."""
+    """Names that hold counts of a column, or elements of such counts in a loop."""
     counted: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and _counts(node.value):
@@ -119,7 +119,7 @@ def _counted_names(tree: ast.AST) -> Iterator[str]:
 
 
 def _counts(expression: ast.expr) -> bool:
-    """``Counter(dataset["label"])``: of a column of the training set, or of a dataset that is not named."""
+    """Whether this is ``Counter(dataset["label"])`` of the training set, or of a dataset whose split is not named."""
     if not isinstance(expression, ast.Call) or _name(expression.func) not in COUNTERS:
         return False
     columns = [a for a in _arguments(expression) if isinstance(a, ast.Subscript)]

@@ -1,4 +1,4 @@
-"""The privacy statement in plain words: what is promised, about what, and what would make it false."""
+"""The privacy statement in plain words: the promise, what it covers, and what would make it false."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def render_statement(facts: RunFacts) -> str:
         _promise(facts),
         _numbers(facts),
         "## What is protected",
-        f"{_protected(facts.plan)} {_seen(facts.plan)}",
+        f"{_protected(facts.plan)} {_visible(facts.plan)}",
         _DECLARED.format(seen=_plain(facts.unit_declared)) if facts.unit_declared else "",
         "## What is covered",
         _COVERED,
@@ -170,7 +170,7 @@ def render_statement(facts: RunFacts) -> str:
 
 
 def round_up(value: float, digits: int = 5) -> str:
-    """The value with that many significant digits, never smaller than it is; ``infinity`` for infinity."""
+    """The value rounded up to that many significant digits; ``infinity`` for infinity."""
     if math.isinf(value):
         return "infinity"
     context = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
@@ -238,7 +238,7 @@ def _numbers(facts: RunFacts) -> str:
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
         "preconditioner before the clip": _preconditioner(plan),
         "sampler": f"`{plan['sampler']['name']}`",
-        f"{_sampled(plan)} n, expected batch size, sampling rate q": (
+        f"{_sampled_elements(plan)} n, expected batch size, sampling rate q": (
             f"{plan['num_examples']}, {plan['expected_batch_size']}, {sample_rate:.6g}"
         ),
         "steps planned / charged": f"{facts.steps_planned} / {facts.steps_charged}",
@@ -248,7 +248,7 @@ def _numbers(facts: RunFacts) -> str:
 
 
 def _num_units(plan: dict[str, Any]) -> int:
-    """Records or users that are protected one by one."""
+    """Number of records or users that are protected one by one."""
     users = plan.get("users")
     if users is None or users["sampled"] != "records":
         return plan["num_examples"]
@@ -256,7 +256,7 @@ def _num_units(plan: dict[str, Any]) -> int:
 
 
 def _told_by_delta(facts: RunFacts) -> str:
-    """What the default delta tells about n."""
+    """Clause about the values of n that share the default delta; empty for a delta of the user's own."""
     num_units = _num_units(facts.plan)
     if facts.delta != default_delta(num_units):
         return ""
@@ -289,11 +289,11 @@ def _protected(plan: dict[str, Any]) -> str:
     return _UNIT[unit].format(column=column, way=way.format(**users))
 
 
-def _seen(plan: dict[str, Any]) -> str:
+def _visible(plan: dict[str, Any]) -> str:
     size = _SIZE + (_SIZE_DIFFERS if plan["adjacency"] == "add_or_remove_one" else "")
     of_units = _SEEN.replace("all other records", f"all other {_plural(plan)}")
     of_units = of_units.format(size=size.format(units=_plural(plan)))
-    return of_units.replace("the number of records", f"the number of {_sampled(plan)}")
+    return of_units.replace("the number of records", f"the number of {_sampled_elements(plan)}")
 
 
 def _singular(plan: dict[str, Any]) -> str:
@@ -304,8 +304,8 @@ def _plural(plan: dict[str, Any]) -> str:
     return f"{_singular(plan)}s"
 
 
-def _sampled(plan: dict[str, Any]) -> str:
-    """What batches are made of."""
+def _sampled_elements(plan: dict[str, Any]) -> str:
+    """Name of the elements that batches are drawn from."""
     users = plan.get("users")
     if users is None:
         return "records"
@@ -377,7 +377,7 @@ def _unnoised(facts: RunFacts) -> str:
 
 
 def _printed(facts: RunFacts) -> list[str]:
-    """What the script of the run prints about training records, outside the trainer."""
+    """Sentence on training records that the script of the run prints outside the trainer."""
     if not facts.printed_rows:
         return []
     lines = "; ".join(map(_quoted, facts.printed_rows))

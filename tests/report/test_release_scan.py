@@ -233,7 +233,7 @@ def test_a_release_with_findings_is_refused_with_all_of_them() -> None:
         Finding("a/b.pt", "a secret key, as raw bytes", "delete the file"),
         Finding("c.json", "loss", "remove it"),
     ]
-    with pytest.raises(DPConfigError, match=r"2 finding\(s\).*a/b.pt.*delete the file.*c.json.*remove it.*Mend each"):
+    with pytest.raises(DPConfigError, match=r"2 finding\(s\).*a/b.pt.*delete the file.*c.json.*remove it.*Fix each"):
         refuse_release(findings)
 
 
