@@ -1,4 +1,4 @@
-"""Everything that one person wrote as the unit of privacy: whose rows are whose, and which of them take part."""
+"""The user as the unit of privacy: index of users and rows, choice of rows, batches, local training."""
 
 from __future__ import annotations
 

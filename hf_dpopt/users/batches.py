@@ -1,4 +1,4 @@
-"""The rows of some users as physical batches: whole users side by side, and a user who is larger than one alone.
+"""Physical batches of users' rows: whole users side by side, and users too large for a batch in parts.
 
 Shape legend: B = rows, U = users.
 """
@@ -28,9 +28,9 @@ class UsersBatch:
 
     Args:
         batch: the rows, those of a user side by side.
-        sizes: rows of each user.
-        weights_B: of the rows in the gradient of their user.
-        are_users: False where the rows of a record stand in for those of a user.
+        sizes: number of rows of each user.
+        weights_B: weight of each row in the gradient of its user, float64, (B,).
+        are_users: False if each "user" is a record that has several rows.
     """
 
     batch: Mapping[str, Any]
@@ -39,7 +39,7 @@ class UsersBatch:
     are_users: bool = True
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
-        """Adds what the users give, each clipped once."""
+        """Add the gradient of every user, each clipped once."""
 
         def weighted() -> torch.Tensor:
             losses_B = losses(self.batch)
@@ -48,7 +48,7 @@ class UsersBatch:
         return engine.add_clipped_sum(sums, weighted, len(self.weights_B), Units(self.sizes))
 
     def apart(self) -> list[UserInParts]:
-        """The users, each as a batch of its own."""
+        """Split into one batch per user."""
         users, begin = [], 0
         for size in self.sizes:
             rows = slice(begin, begin + size)
@@ -60,25 +60,25 @@ class UsersBatch:
 
 @dataclasses.dataclass(frozen=True)
 class UserInParts:
-    """One user whose rows do not fit into a physical batch: their gradient is summed first, and clipped then."""
+    """One user whose rows do not fit into a physical batch: the gradient is summed over parts, then clipped."""
 
     batches: Sequence[Mapping[str, Any]]
     weight: float
     are_users: bool = True
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
-        """Adds what the user gives, clipped once."""
+        """Add the gradient of the user, clipped once."""
         parts = [lambda batch=batch: losses(batch) * self.weight for batch in self.batches]
         total = engine.gradient_of(parts)
         return engine.add_clipped(sums, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
 
     def apart(self) -> list[UserInParts]:
-        """The user."""
+        """Split into one batch per user: this one."""
         return [self]
 
 
 def by_user(records: list[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    """The records of each user."""
+    """Split a list of records into one list for each user."""
     assert sum(sizes) == len(records), (sizes, len(records))
     ends = itertools.accumulate(sizes)
     return [records[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -92,11 +92,11 @@ class UserBatch(LogicalBatch):
     """The users of one step on this rank: their chosen records, user after user.
 
     Args:
-        records: of all of them.
-        step: optimizer step.
-        sizes: records of each user, >= 1.
-        weight: of a record in the gradient of its user; None for the mean over the records of that user.
-        are_users: False for records of several rows each, which are clipped as one like a user's.
+        records: records of all users, user after user.
+        step: number of the optimizer step, >= 0.
+        sizes: number of records of each user, >= 1.
+        weight: weight of a record in the gradient of its user; None for the mean over the records of that user.
+        are_users: False if each "user" is a record that has several rows, clipped as one.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class UserBatch(LogicalBatch):
         self.sizes, self.weight, self.are_users = tuple(sizes), weight, are_users
 
     def physical(self, size: int, collate: Collation | Collator) -> Iterator[UsersBatch | UserInParts]:
-        """Batches of at most `size` records; users of about one size come together, large ones first.
+        """Yield batches of at most `size` records; users of similar size come together, large ones first.
 
-        Users in a batch are filled up to the largest, which costs time with the square: so little of it is allowed.
+        Users in a batch are filled up to the largest at quadratic cost, so at most `MAX_FILLED` times their rows.
         """
         collation = Collation.of(collate)
         users = sorted(by_user(self.records, self.sizes), key=len, reverse=True)
@@ -117,12 +117,12 @@ class UserBatch(LogicalBatch):
             if len(user) > size:
                 yield from self._in_parts(user, size, collation)
             elif together and not _fit([*map(len, together), len(user)], size):
-                yield from self._collated(together, collation)
+                yield from self._collate(together, collation)
                 together = [user]
             else:
                 together.append(user)
         if together:
-            yield from self._collated(together, collation)
+            yield from self._collate(together, collation)
 
     def _weight_of(self, user: Sequence[Any]) -> float:
         return 1 / len(user) if self.weight is None else self.weight
@@ -132,8 +132,8 @@ class UserBatch(LogicalBatch):
         if batches:
             yield UserInParts(batches, self._weight_of(user), self.are_users)
 
-    def _collated(self, users: list[list[Any]], collation: Collation) -> Iterator[UsersBatch | UserInParts]:
-        """One batch of whole users; where a row cannot be used, or not beside the others, user after user."""
+    def _collate(self, users: list[list[Any]], collation: Collation) -> Iterator[UsersBatch | UserInParts]:
+        """Yield one batch of whole users, or one per user if a row cannot be used or cannot lie beside the others."""
         records = [record for user in users for record in user]
         parts = collation.parts(records)
         if len(parts) == 1 and parts[0].places == tuple(range(len(records))):
@@ -147,7 +147,7 @@ class UserBatch(LogicalBatch):
 
 
 def of_rows(rows: list[Any], indices: StepIndices) -> LogicalBatch:
-    """The logical batch of records that may have several rows: those of a record add up before the clip."""
+    """The logical batch of records that may have several rows, which add up before the clip."""
     if all(size == 1 for size in indices.sizes):
         return LogicalBatch(rows, indices.step)
     return UserBatch(rows, indices.step, indices.sizes, None, are_users=False)

@@ -1,4 +1,4 @@
-"""Whose rows are whose: built once from the column of user ids, streaming, and read through memory maps.
+"""Index from users to their rows, built once by streaming the column of user ids, and read through memory maps.
 
 Shape legend: N = rows, U = users.
 """
@@ -20,19 +20,19 @@ import numpy as np
 from hf_dpopt.common.errors import DPConfigError
 
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
-MEND = "Drop those rows, or give every person who is behind them an id of their own."
+FIX = "Drop those rows, or give every person who is behind them an id of their own."
 PLAIN = (int, str, bytes, float, datetime.date)
 
 
 class UserIndex:
-    """Users are numbered in the order in which they first appear; their rows are kept as one array and its cuts.
+    """Rows of every user, as one array and its cuts; users are numbered in the order of their first rows.
 
-    The index is made of private data (who wrote how much), so its files belong beside the keys.
+    The index reveals private data (who wrote how much), so its files belong beside the keys.
 
     Args:
         cuts_U: user u has the rows ``rows_N[cuts_U[u] : cuts_U[u + 1]]``; int64, (U + 1,).
         rows_N: row numbers, (N,).
-        digest: of the column of ids that it was made of.
+        digest: digest of the column of ids that it was made from.
     """
 
     def __init__(self, cuts_U: np.ndarray, rows_N: np.ndarray, digest: str):
@@ -56,13 +56,13 @@ class UserIndex:
 
     @classmethod
     def build(cls, dataset: Any, column: str, folder: Path | None = None) -> UserIndex:
-        """Reads the ids of a dataset, a million rows at a time.
+        """Read the ids of a dataset, a million rows at a time.
 
         Args:
             dataset: map-style: a `datasets.Dataset`, or anything with a length whose rows are mappings.
-            column: of the ids: integers, texts or other plain values.
-            folder: where the arrays go, below a name made of the ids themselves; None keeps them in memory. An index
-                of the same ids that is already there is read.
+            column: name of the column of ids: integers, texts or other plain values.
+            folder: folder of the arrays, which go below a name derived from the ids; an index of the same ids that is
+                already there is read. None keeps them in memory.
 
         Raises:
             DPConfigError: without such a column, for ids that are missing, no plain values, or the same in all rows.
@@ -94,15 +94,15 @@ class UserIndex:
 
     @classmethod
     def load(cls, directory: Path) -> UserIndex:
-        """An index that `build` wrote, memory-mapped."""
+        """Read an index that `build` wrote, memory-mapped."""
         digest = json.loads((directory / "index.json").read_text(encoding="utf-8"))["digest"]
         return cls(np.load(directory / "cuts.npy"), np.load(directory / "rows.npy", mmap_mode="r"), digest)
 
     def check_is_of(self, dataset: Any, column: str) -> None:
-        """Whether the rows of a dataset are still whose the index says.
+        """Refuse a dataset whose rows are not in the order that the index was built from.
 
         Raises:
-            DPConfigError: if they are not: rows of several people would be clipped as those of one.
+            DPConfigError: if they differ: rows of several people would be clipped as those of one.
         """
         if _read_codes(dataset, column, np.empty(len(dataset), np.int32)) != self.digest:
             raise DPConfigError(
@@ -128,17 +128,17 @@ def _chunks(num_rows: int) -> Iterator[slice]:
 
 
 def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
-    """Fills in a number for the user of every row, and returns a digest of the whole column."""
+    """Write the number of every row's user into `codes_N`, and return a digest of the whole column."""
     numbers: dict[Any, int] = {}
     digest = hashlib.blake2b(column.encode(), digest_size=16)
     first = 0
-    for codes, ids in _encoded(dataset, column):
-        is_blank = [v is None or v != v or not _stripped(v) for v in ids]
+    for codes, ids in _encode(dataset, column):
+        is_blank = [v is None or v != v or not _strip_invisible(v) for v in ids]
         missing = (codes < 0) | np.array([*is_blank, True])[codes]
         if missing.any():
             raise DPConfigError(
                 f"The column {column!r} has rows without an id (row {first + int(missing.argmax())} is the first), so "
-                f"nobody could say whose they are. {MEND}"
+                f"nobody could say whose they are. {FIX}"
             )
         part = np.array([numbers.setdefault(v, len(numbers)) for v in ids], np.int32)[codes]
         codes_N[first : first + len(codes)] = part
@@ -156,8 +156,8 @@ def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
     return digest.hexdigest()
 
 
-def _stripped(value: Any) -> Any:
-    """Texts without what cannot be seen; True for other values."""
+def _strip_invisible(value: Any) -> Any:
+    """Remove invisible characters from a text; True for other values."""
     if isinstance(value, bytes):
         return value.strip()
     if not isinstance(value, str):
@@ -167,14 +167,14 @@ def _stripped(value: Any) -> Any:
     )  # separators, marks of no width, controls
 
 
-def _encoded(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """Some rows at a time: for each the number of its id, or -1 for none, and the distinct ids."""
+def _encode(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]]:
+    """Yield, some rows at a time, the number of each row's id (-1 for none) and the distinct ids."""
     names = getattr(dataset, "column_names", None)
     if isinstance(names, list) and hasattr(dataset, "with_format"):
         if column not in names:
             raise _no_column(column, names)
         for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=CHUNK):
-            yield _encoded_arrow(table.column(column).combine_chunks(), column)
+            yield _encode_arrow(table.column(column).combine_chunks(), column)
         return
     for part in _chunks(len(dataset)):
         rows = [dataset[i] for i in range(part.start, part.stop)]
@@ -189,8 +189,8 @@ def _encoded(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]
         yield codes, list(numbers)
 
 
-def _encoded_arrow(ids: Any, column: str) -> tuple[np.ndarray, list[Any]]:
-    """Of an Arrow array, which `datasets` brings along."""
+def _encode_arrow(ids: Any, column: str) -> tuple[np.ndarray, list[Any]]:
+    """Encode an Arrow array of ids as numbers (-1 for none) and distinct ids."""
     kind = str(ids.type)
     if kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map", "extension")):
         raise _not_plain(column, kind)
@@ -217,7 +217,7 @@ def _no_column(column: str, names: list[str]) -> DPConfigError:
 
 
 def _sort(codes_N: np.ndarray, cuts_U: np.ndarray, rows_N: np.ndarray) -> None:
-    """Counting sort of the row numbers by user, some rows at a time; within a user they stay in order."""
+    """Sort the row numbers by user (counting sort, some rows at a time); within a user they stay in order."""
     next_U = cuts_U[:-1].copy()
     for part in _chunks(len(codes_N)):
         codes = codes_N[part]

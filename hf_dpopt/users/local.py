@@ -1,4 +1,4 @@
-"""Local training: what a user gives to a round is how far SGD on their records moves the weights.
+"""Local training: a user contributes to a round how far SGD on their records moves the weights.
 
 The server treats ``w - w_user``, clipped, summed and noised, as a gradient ("generalised gradient"): SGD with learning
 rate 1 adds the mean of the users' moves to the weights. McMahan et al. (2017), arXiv:1602.05629; Reddi et al. (2020),
@@ -35,12 +35,12 @@ LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gi
 
 @dataclasses.dataclass(frozen=True)
 class LocalUser:
-    """One user, trained by themselves.
+    """One user, trained alone.
 
     Args:
-        batches: collated, one for each local step.
-        training: how.
-        seed: of dropout, the user's own; of up to 256 bits.
+        batches: collated batches, one for each local step.
+        training: settings of the local training.
+        seed: the user's own seed of dropout, up to 256 bits; secret.
     """
 
     batches: Sequence[Mapping[str, Any]]
@@ -48,19 +48,19 @@ class LocalUser:
     seed: int
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
-        """Adds how far the user moved the weights, clipped."""
+        """Add the distance that the user moved the weights, clipped."""
         with torch.random.fork_rng(devices=_devices(engine)):
             seed_torch(self.seed.to_bytes(KEY_BYTES, "little"))
-            moved = self._moved(engine, losses)
-        return engine.add_clipped(sums, guarded({name: delta.unsqueeze(0) for name, delta in moved.items()}))
+            moved = self._train(engine, losses)
+        return engine.add_clipped(sums, drop_diverged({name: delta.unsqueeze(0) for name, delta in moved.items()}))
 
     def apart(self) -> list[LocalUser]:
-        """The user."""
+        """Split into one training per user: this one."""
         return [self]
 
-    def _moved(self, engine: ClippingEngine, losses: RecordLosses) -> dict[str, torch.Tensor]:
+    def _train(self, engine: ClippingEngine, losses: RecordLosses) -> dict[str, torch.Tensor]:
         parameters = engine.parameters
-        with _restored(parameters) as start, torch.enable_grad():
+        with _restoring(parameters) as start, torch.enable_grad():
             for batch in self.batches:
                 for p in parameters.values():
                     p.grad = None
@@ -81,11 +81,11 @@ class LocalUsers:
     """Several users, trained side by side by `torch.func.vmap`, each on weights of their own.
 
     Args:
-        batches: for each local step a batch of ``U B`` records, those of a user side by side.
-        weights: for each local step, (U, B): 1 for a record, 0 for what fills a user up.
-        training: how.
-        seed: of dropout, of up to 256 bits.
-        one_by_one: makes the same users to be trained one after the other.
+        batches: one batch of ``U B`` records for each local step, those of a user side by side.
+        weights: one (U, B) for each local step: 1 for a record, 0 for a filler.
+        training: settings of the local training.
+        seed: seed of dropout, up to 256 bits; secret.
+        one_by_one: makes the same users, to be trained one after the other.
     """
 
     batches: Sequence[Mapping[str, Any]]
@@ -95,7 +95,7 @@ class LocalUsers:
     one_by_one: Callable[[], Sequence[LocalUser]] = tuple
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
-        """Adds how far every user moved the weights, each clipped."""
+        """Add the distance that every user moved the weights, each clipped."""
         num_users = len(self.weights[0])
         start = {name: p.detach() for name, p in engine.parameters.items()}
         weights = {name: p.expand(num_users, *p.shape).clone() for name, p in start.items()}
@@ -112,10 +112,10 @@ class LocalUsers:
                         moved = weights[name] - self.training.learning_rate * grad
                         weights[name] = torch.where(trains_U.view(-1, *[1] * (grad.dim() - 1)), moved, weights[name])
         moves = {name: wide(start[name].unsqueeze(0) - w.detach()) for name, w in weights.items()}
-        return engine.add_clipped(sums, guarded(moves))
+        return engine.add_clipped(sums, drop_diverged(moves))
 
     def apart(self) -> list[LocalUser]:
-        """The users, each to be trained alone."""
+        """Split into one training per user."""
         return list(self.one_by_one())
 
 
@@ -137,10 +137,10 @@ class _Losses(nn.Module):
         return torch.func.functional_call(self, named, (batch, weights_B))
 
 
-def guarded(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """(U, ...) each; NaN, which no sum takes, for a user with a coordinate that moved by more than `LARGEST_MOVE`.
+def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Replace by NaN, which drops the user, the move of a user with a coordinate beyond `LARGEST_MOVE`; (U, ...) each.
 
-    Zeros would do for the sum, and would count as a short move where the clipping norm follows a quantile.
+    Zeros would do for the sum, but would count as a short move where the clipping norm follows a quantile.
     """
     largest_U = torch.stack([m.flatten(1).abs().amax(dim=1) for m in moves.values() if m.numel()]).amax(dim=0)
     is_fine_U = largest_U <= LARGEST_MOVE  # false for what is no number
@@ -151,8 +151,8 @@ def guarded(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _restored(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Inside, the weights may change; afterwards they are what they were."""
+def _restoring(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Restore the weights on leaving the context; yields copies of them."""
     start = {name: p.detach().clone() for name, p in parameters.items()}
     try:
         yield start
@@ -165,9 +165,9 @@ def _restored(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torc
 
 @contextlib.contextmanager
 def _masks_are_always_made() -> Iterator[None]:
-    """transformers asks a padding mask whether it hides anything, to spare it; under vmap there is no one answer.
+    """Make transformers build every padding mask, as it does for a traced model.
 
-    It does not ask while a model is traced.
+    It leaves out masks that hide nothing, and under vmap there is no single answer to that.
     """
     before, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: True  # type: ignore[attr-defined]
     try:
@@ -187,10 +187,10 @@ def side_by_side(
     collation: Collation,
     seeds: Sequence[int],
 ) -> LocalUsers | None:
-    """Users of different sizes as one: a batch with fewer records is filled up with one of its own, of weight 0.
+    """Prepare users of different sizes for joint training: short batches repeat one of their records with weight 0.
 
-    That record is evaluated in any case, so the filling makes no number that the user alone would not make. None if a
-    record cannot be used, or not beside the others: these users are trained one after the other.
+    That record is evaluated in any case, so the filler computes nothing that the user alone would not. None if a
+    record cannot be used, or cannot lie beside the others: these users are trained one after the other.
     """
     rngs = [np.random.default_rng(seed) for seed in seeds]
     plans = [training.batches(len(records), rng) for records, rng in zip(users, rngs, strict=True)]
@@ -215,7 +215,7 @@ def side_by_side(
 
 
 def alone(records: Sequence[Any], training: LocalTraining, collation: Collation, seed: int) -> LocalUser:
-    """One user; a local step whose rows cannot lie in one batch becomes several."""
+    """Prepare one user for training alone; a local step whose rows cannot lie in one batch becomes several."""
     steps = training.batches(len(records), np.random.default_rng(seed))
     batches = [part.batch for s in steps for part in collation.parts(_by_length([records[i] for i in s]))]
     return LocalUser(batches, training, seed)
@@ -234,12 +234,12 @@ class LocalUserBatch(LogicalBatch):
     """The users of one round on this rank, each to be trained on their records.
 
     Args:
-        records: of all of them, user after user.
-        step: round.
-        sizes: records of each user, >= 1.
-        seeds: of each user, secret.
-        training: how.
-        users_at_once: trained side by side; 1 trains them one after the other.
+        records: records of all users, user after user.
+        step: number of the round, >= 0.
+        sizes: number of records of each user, >= 1.
+        seeds: seed of each user, secret.
+        training: settings of the local training.
+        users_at_once: number of users trained side by side, >= 1; 1 trains them one after the other.
     """
 
     def __init__(
@@ -255,7 +255,7 @@ class LocalUserBatch(LogicalBatch):
         self.sizes, self.seeds, self.training, self.users_at_once = sizes, seeds, training, users_at_once
 
     def physical(self, size: int, collate: Collation | Collator) -> Iterator[LocalUser | LocalUsers]:
-        """Users, large ones first. `size` has no influence: a batch on the device is a local one."""
+        """Yield the users, large ones first; `size` has no influence, for a batch on the device is a local one."""
         collation = Collation.of(collate)
         users = sorted(zip(by_user(self.records, self.sizes), self.seeds, strict=True), key=lambda u: -len(u[0]))
         for some in _some_at_once(users, self.users_at_once):

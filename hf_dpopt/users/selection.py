@@ -1,4 +1,4 @@
-"""Which of a user's rows take part: fresh coins of the user's own, each time."""
+"""Random choice of the rows with which a user takes part, fresh for every purpose."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from hf_dpopt.randomness.cipher import derive_key
 
 
 def choose_rows(rows: np.ndarray, limit: int, key: bytes, *labels: str) -> np.ndarray:
-    """At most `limit` of the rows of one user, each set of that size equally likely.
+    """Choose at most `limit` of the rows of one user, each set of that size equally likely.
 
-    A function of its arguments alone: other users, ranks and the point where a run was resumed do not matter. No
-    amplification rests on it.
+    A function of its arguments alone: other users, ranks and the point of resumption do not matter. No amplification
+    rests on it.
 
     Args:
-        rows: of the user, at least one.
-        limit: >= 1.
+        rows: rows of the user, at least one.
+        limit: largest number of rows, >= 1.
         key: 32 secret bytes.
-        *labels: what the draw is for: step and user.
+        *labels: purpose of the draw, such as step and user.
 
     Returns:
-        In ascending order.
+        The chosen rows, in ascending order.
     """
     if len(rows) <= limit:
         return rows

@@ -12,7 +12,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, guarded
+from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, drop_diverged
 from tests import tiny
 from tests.grads.models import MODELS
 from tests.reference import clipping as reference
@@ -148,7 +148,7 @@ def test_what_a_user_gives_does_not_depend_on_who_is_trained_beside_them(at_once
 
 def test_a_user_who_diverges_gives_nothing():
     moves = {"a": torch.tensor([[1.0, 2.0], [101.0, 0.0], [0.0, float("nan")], [99.0, -99.0]]), "b": torch.ones(4, 3)}
-    found = guarded(moves)
+    found = drop_diverged(moves)
     assert found["a"][[0, 3]].tolist() == [[1, 2], [99, -99]] and found["b"][[0, 3]].sum() == 6
     assert found["a"][1:3].isnan().all() and found["b"][1:3].isnan().all()  # which no sum takes
     model = _model()
