@@ -1,1 +1,1 @@
-"""Where chance comes from: the secret generator of noise and draws, and the generators of the host process."""
+"""Random numbers: the secret generator of noise and sampling, and the generators of the host process."""

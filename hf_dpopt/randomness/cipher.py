@@ -1,7 +1,7 @@
-"""Secret random numbers: subkeys, words for the sampling coins, and standard normals for the noise.
+"""Secret random numbers: subkeys, words for the sampling, and standard normals for the noise.
 
 Nothing here has a state. Every draw is a function of (key, step, ...), so it depends on no thread, rank or point of
-resumption; what must never happen twice is a step under one key, and `private_state.py` and the ledger see to that.
+resumption; no step may run twice under one key, which `run.keys` and the ledger ensure.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def derive_key(root: bytes, *labels: str) -> bytes:
 
 
 def _fill_keystream(out: np.ndarray, zeros: memoryview, key: bytes, initial_counter: bytes) -> None:
-    """Overwrites ``out`` with the AES-256-CTR keystream (NIST SP 800-38A, 6.5) that starts at ``initial_counter``."""
+    """Overwrite ``out`` with the AES-256-CTR keystream (NIST SP 800-38A, 6.5) that starts at ``initial_counter``."""
     encryptor = Cipher(algorithms.AES256(key), modes.CTR(initial_counter)).encryptor()
     encryptor.update_into(zeros[: out.nbytes], out.reshape(-1).view(np.uint8).data)
 
@@ -88,10 +88,10 @@ def random_words(key: bytes, step: int, num: int) -> np.ndarray:
 
 
 def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
-    """A float32 vector of ``num`` elements, chunk by chunk, on as many threads as torch uses for its own operators.
+    """Fill a float32 vector of ``num`` elements, chunk by chunk, on as many threads as torch uses for its operators.
 
-    ``make_filler`` is called once per thread, for it owns scratch memory. Threads change the speed and nothing else:
-    a filler knows its chunk number and no other.
+    ``make_filler`` is called once per thread, for a filler owns scratch memory. The number of threads changes only the
+    speed: a filler knows its chunk number alone.
     """
     out = np.empty(num, dtype=np.float32)
     num_chunks = -(-num // CHUNK)
@@ -112,13 +112,13 @@ def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
 
 
 class _BoxMuller:
-    """Turns pairs of 64-bit words into pairs of normals, in float64 and in place; owns the buffers of one thread."""
+    """Transform of pairs of 64-bit words to pairs of normals, in float64 and in place; owns one thread's buffers."""
 
     def __init__(self) -> None:
         self._radius, self._tan, self._scratch = (np.empty(HALF) for _ in range(3))
 
     def fill(self, out: np.ndarray, words_P2: np.ndarray) -> None:
-        """Writes the first normals of all P pairs to ``out[:P]``, the second ones to ``out[P:]`` as far as it reaches.
+        """Write the first normals of all P pairs to ``out[:P]``, the second ones to ``out[P:]`` as far as it reaches.
 
         With u and v the top 53 bits of the words, in [0, 1): the radius is ``r = sqrt(-2 log(1 - u))`` and the pair is
         ``r * (cos 2 pi v, sin 2 pi v)``. log1p(-u) never meets 0 and resolves both ends: ``r <= sqrt(106 log 2) =
@@ -194,8 +194,8 @@ def _half_sum_of_four(shape: Sequence[int], generator: torch.Generator) -> torch
 class NoiseSource(Protocol):
     """Standard normals as a pure function of (key, step, tensor, element)."""
 
-    name: str  #: what `make_noise_source` calls it
-    description: str  #: what a privacy statement says about it
+    name: str  #: its name for `make_noise_source`
+    description: str  #: its description in a privacy statement
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
@@ -232,7 +232,7 @@ class SecureGaussian:
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """See `NoiseSource`. Drawn on the CPU and copied, so that every device adds the same noise."""
+        """Standard normals (see `NoiseSource`) from the CPU, copied, so that every device adds the same noise."""
         step_key = derive_key(self._key, "step", str(step))
         flat = _fill_in_chunks(math.prod(shape), functools.partial(_SecureFiller, step_key, tensor))
         return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
@@ -264,7 +264,7 @@ class FastGaussian:
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        """See `NoiseSource`. Drawn on the device if it is a CUDA one, else on the CPU and copied."""
+        """Standard normals (see `NoiseSource`), drawn on a CUDA device itself, else on the CPU and copied."""
         if torch.device(device).type == "cuda":
             seed = derive_key(self._key, "cuda", "step", str(step), "tensor", str(tensor))
             generator = torch.Generator(device).manual_seed(int.from_bytes(seed[:8], "little") >> 1)
@@ -287,7 +287,7 @@ def make_noise_source(kind: str, key: bytes) -> NoiseSource:
         key: 32 bytes from `hf_dpopt.run.keys.Chain.noise_key`.
 
     Raises:
-        DPConfigError: if ``kind`` names none.
+        DPConfigError: if no source has that name.
     """
     if kind not in NOISE_SOURCES:
         allowed = "; ".join(f"{name!r}: {source.description}" for name, source in NOISE_SOURCES.items())

@@ -1,4 +1,4 @@
-"""Dropout masks and collator coins: secret, fresh in every step, and the same after a resume.
+"""Secret random numbers of models and collators: fresh in every step, and the same after a resume.
 
 The Trainer seeds every generator with `args.seed`, which is public and the same on all ranks. Inside a private step
 the generators are re-seeded from the run's secret key instead, and put back afterwards, so nothing a step drew is left
@@ -25,9 +25,9 @@ NUM_WORDS = 624  # of the state of the Mersenne Twister, 32 bits each
 
 @functools.cache
 def _words_in_cpu_state() -> tuple[int, int]:
-    """Where torch's CPU state keeps the words of the Mersenne Twister: (first byte, bytes of a word).
+    """Place of the Mersenne Twister's words in torch's CPU state: (first byte, bytes of a word).
 
-    torch documents no layout, so they are looked for: numpy's twister under the same seed has the same words.
+    torch documents no layout, so they are searched: numpy's twister under the same seed has the same words.
     """
     state = torch.Generator().manual_seed(0).get_state().numpy().tobytes()
     words: Any = np.random.RandomState(0).get_state(legacy=True)[1]  # type: ignore[index]
@@ -42,12 +42,12 @@ def _words_in_cpu_state() -> tuple[int, int]:
 
 
 def seed_torch(key: bytes) -> None:
-    """torch's generators as a function of `key`: the whole state on the CPU (624 words), 64 bits on accelerators.
+    """Seed torch's generators with `key`: the whole state on the CPU (624 words), 64 bits on accelerators.
 
     `torch.manual_seed` keeps 32 bits on the CPU, few enough to try them all.
 
     Args:
-        key: 32 bytes.
+        key: 32 secret bytes.
     """
     assert len(key) == KEY_BYTES, len(key)
     torch.manual_seed(int.from_bytes(key[:8], "little"))  # accelerators, and what else there is in the CPU's state
@@ -59,7 +59,7 @@ def seed_torch(key: bytes) -> None:
 
 
 def reseed_from_the_system() -> None:
-    """Fresh seeds of the operating system for Python's, numpy's and torch's generators, for good."""
+    """Seed Python's, numpy's and torch's generators from the operating system, for good."""
     seed = os.urandom(KEY_BYTES)
     random.seed(seed)
     np.random.seed(np.frombuffer(seed, dtype=np.uint32))
@@ -68,10 +68,10 @@ def reseed_from_the_system() -> None:
 
 @contextlib.contextmanager
 def secret_randomness(key: bytes, step: int, rank: int, device: torch.device) -> Iterator[None]:
-    """Python's, numpy's and torch's generators as a function of (key, step, rank) inside, untouched outside.
+    """Seed Python's, numpy's and torch's generators with (key, step, rank) inside the context; restore them after it.
 
-    What starts the generators is secret (the whole state on the CPU, 64 bits on a GPU); the generators themselves are
-    statistical, not ciphers. The noise and the sampling coins never come from here.
+    Their initial state is secret (all of it on the CPU, 64 bits on a GPU); the generators themselves are statistical,
+    not ciphers. Noise and sampling never use them.
     """
     seed = derive_key(key, "step", str(step), "rank", str(rank))
     saved = random.getstate(), np.random.get_state()
@@ -99,7 +99,7 @@ class Snapshot:
 
 
 def snapshot(device: torch.device) -> Snapshot:
-    """The generators as they are now."""
+    """The present state of the generators."""
     on_cuda = device.type == "cuda"
     return Snapshot(
         python=random.getstate(),
@@ -111,7 +111,7 @@ def snapshot(device: torch.device) -> Snapshot:
 
 
 def restore(state: Snapshot) -> None:
-    """Back to the snapshot: what is drawn next is what was drawn after it."""
+    """Set the generators back to a snapshot: the next draws are those that followed it."""
     random.setstate(state.python)
     np.random.set_state(state.numpy)
     torch.set_rng_state(state.cpu)
