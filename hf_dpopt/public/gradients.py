@@ -24,22 +24,22 @@ BatchLosses = Callable[[Mapping[str, Any]], torch.Tensor]
 class PublicGradients:
     """Gradients of public records with respect to the trainable parameters of a model, which is left as it was.
 
-    Records come in shuffled epochs under a public seed; a draw never holds a record twice, so what is left of an epoch
-    when it is smaller than the draw is skipped. Dropout is off, `p.grad` is not touched, and the coins of a collator
-    (masking) come from the seed too. With several processes each computes a share, and all return the same bits.
+    Records come in shuffled epochs under a public seed; a draw never holds a record twice, so a rest of an epoch that
+    is smaller than a draw is skipped. Dropout is off, `p.grad` is not touched, and a collator's random draws (masking)
+    come from the seed too. With several processes each computes a share, and all return the same bits.
 
     Args:
-        model: the model that is trained; unfrozen parameters are looked up now.
-        losses: collated batch -> losses of its records, (B,); a `RecordLosses` of the model, usually.
+        model: the model that is trained; its trainable parameters are determined now.
+        losses: collated batch -> losses of its records, (B,); usually a `RecordLosses` of the model.
         records: the public records; indexable, with a length.
         collate: list of records -> batch; tensors are moved to the model's device.
-        batch_size: records of a draw of `mean`; at most those there are.
-        seed: of the order; public.
-        physical_batch_size: records of one forward of `mean`; None for all of a process's share.
+        batch_size: number of records in a draw of `mean`, in [1, number of public records].
+        seed: public seed of the order, >= 0.
+        physical_batch_size: records of one forward of `mean`, >= 1; None for all of a process's share.
 
     Raises:
-        DPConfigError: for a draw larger than the public dataset, or counts that are none; later, for a gradient that
-            is not finite.
+        DPConfigError: for a draw larger than the public dataset or counts below 1; later, for a gradient that is not
+            finite.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PublicGradients:
         self.check_draw(batch_size)
 
     def check_draw(self, num_records: int) -> None:
-        """Refuses a draw of more records than there are."""
+        """Refuse a draw of more records than there are."""
         check_count("num_records", num_records)
         if num_records > len(self.records):
             raise DPConfigError(
@@ -75,7 +75,7 @@ class PublicGradients:
             )
 
     def mean(self) -> Gradients:
-        """Mean gradient of the next `batch_size` records; name -> float32 or wider, in the parameter's shape."""
+        """Compute the mean gradient of the next `batch_size` records; name -> float32 or wider, in its shape."""
         total = {name: _zeros(p, p.shape) for name, p in self._parameters.items()}
         with self._next(self.batch_size) as rows:
             size = self.physical_batch_size or len(rows) or 1
@@ -88,7 +88,7 @@ class PublicGradients:
         return total
 
     def per_record(self, num_records: int) -> Gradients:
-        """Gradients of the next m records, by m backwards; name -> (m, *shape): m copies of the parameters."""
+        """Compute gradients of the next m records, by m backwards; name -> (m, *shape): m copies of the parameters."""
         self.check_draw(num_records)
         grads = {name: _zeros(p, (num_records, *p.shape)) for name, p in self._parameters.items()}
         with self._next(num_records) as rows:
@@ -121,11 +121,11 @@ class PublicGradients:
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Device of the model."""
         return next(iter(self._parameters.values())).device
 
     def _gradient(self, indices: list[int]) -> Gradients:
-        """Of the sum of the losses of some records; those of unused parameters are left out."""
+        """Gradient of the summed losses of some records; unused parameters are left out."""
         batch = self.collate([self.records[i] for i in indices])
         batch = {k: v.to(self.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
         losses_B = self.losses(batch)
@@ -138,15 +138,17 @@ class PublicGradients:
         return {name: g for name, g in zip(self._parameters, grads, strict=True) if g is not None}
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about the public data."""
+        """Settings of the public data, for the report."""
         return {"num_public_records": len(self.records), "batch_size": self.batch_size, "seed": self.seed}
 
     def state_dict(self) -> dict[str, Any]:
         return {"position": self._position, "seed": self.seed, "num_records": len(self.records)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises:
-        DPConfigError: if the state is that of other records or another seed.
+        """Continue from a state.
+
+        Raises:
+            DPConfigError: if the state is that of other records or another seed.
         """
         mine = {"seed": self.seed, "num_records": len(self.records)}
         if any(state[k] != v for k, v in mine.items()):
@@ -158,7 +160,7 @@ class PublicGradients:
 
 
 def check_finite(grads: Gradients) -> None:
-    """Refuses public gradients that would end a run whose private records were paid for."""
+    """Refuse public gradients that are not finite: they would spoil a run whose private records were paid for."""
     bad = [name for name, g in grads.items() if not g.isfinite().all()]
     if bad:
         raise DPConfigError(

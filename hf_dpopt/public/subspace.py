@@ -52,7 +52,7 @@ class PublicSubspace:
         """``V_new^T V_old`` of the latest refresh, (k, k): takes the last version's coordinates to this one's."""
 
     def advance(self) -> None:
-        """Begins a step; to be called once per step, before its gradients. Without a schedule there is nothing to do.
+        """Begin a step; call it once per step, before its gradients. Without a schedule it only checks that V exists.
 
         Raises:
             DPConfigError: if there is no V yet.
@@ -62,10 +62,10 @@ class PublicSubspace:
 
     @torch.no_grad()
     def refresh(self, per_record: Mapping[str, torch.Tensor]) -> None:
-        """Makes V anew.
+        """Compute V again.
 
         Args:
-            per_record: public gradients, name -> (m, *shape), m >= k; the same names in every call.
+            per_record: public gradients of m >= k records, name -> (m, *shape); the same names in every call.
 
         Raises:
             DPConfigError: for fewer records than directions, other parameters than before, or gradients that are not
@@ -75,10 +75,10 @@ class PublicSubspace:
         mix_mk, num_directions = collectives.agreed(lambda: self._mix(per_record))  # unlike processors would differ
         old_mk = _inner(per_record, self.basis) if self.basis else None
         for name, grads in per_record.items():
-            self.basis[name] = _combined(mix_mk, grads)
+            self.basis[name] = _combine(mix_mk, grads)
         correction_kk = collectives.agreed(lambda: _inverse_root(_inner(self.basis, self.basis), num_directions))
         for name, columns in self.basis.items():
-            self.basis[name] = _combined(correction_kk, columns)
+            self.basis[name] = _combine(correction_kk, columns)
         if old_mk is not None:
             self.transition = _contraction(correction_kk.T @ mix_mk.T @ old_mk)
         self.num_directions = num_directions
@@ -100,7 +100,7 @@ class PublicSubspace:
         check_finite(dict(per_record))
 
     def _mix(self, per_record: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
-        """``U L^{-1/2}``, (m, k) with zero columns after the K-th; and K."""
+        """Compute ``U L^{-1/2}``, (m, k) with zero columns after the K-th; and K."""
         values_m, vectors_mm = torch.linalg.eigh(_inner(per_record, per_record))
         values_k, vectors_mk = values_m.flip(0)[: self.rank], vectors_mm.flip(1)[:, : self.rank]
         if values_k[0] <= 0:
@@ -129,11 +129,11 @@ class PublicSubspace:
         }
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about the subspace."""
+        """Settings of the subspace, for the report."""
         return {"rank": self.rank}
 
     def state_dict(self) -> dict[str, Any]:
-        """V, k copies of the parameters, and what goes with it."""
+        """State with V, which has the size of k copies of the parameters."""
         return {
             "basis": dict(self.basis),
             "num_directions": self.num_directions,
@@ -143,8 +143,10 @@ class PublicSubspace:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises:
-        DPConfigError: if the state is that of another rank.
+        """Continue from a state.
+
+        Raises:
+            DPConfigError: if the state is that of another rank.
         """
         if state["rank"] != self.rank:
             raise DPConfigError(
@@ -157,14 +159,14 @@ class PublicSubspace:
 
 
 class RefreshedSubspace(PublicSubspace):
-    """A subspace that is made anew from public gradients at the current weights, every so many steps.
+    """A subspace that is recomputed from public gradients at the current weights every `refresh_every` steps.
 
     Args:
-        public: where the gradients come from.
+        public: source of the public gradients.
         rank: k, >= 1.
         num_public: m, public records of a refresh, each a forward and a backward; >= k.
-        refresh_every: steps between refreshes; the first step always has one. The paper's theory has 1; what changes
-            slowly is estimated as well by a few records every 10 to 100 steps.
+        refresh_every: steps between refreshes, >= 1; the first step always has one. The paper's theory has 1; a
+            subspace that changes slowly is estimated as well by a few records every 10 to 100 steps.
 
     Raises:
         DPConfigError: for counts that do not fit together.
@@ -183,7 +185,7 @@ class RefreshedSubspace(PublicSubspace):
         self._num_steps = 0
 
     def advance(self) -> None:
-        """Begins a step; refreshes V if it is due."""
+        """Begin a step; refresh V if it is due."""
         if self._num_steps % self.refresh_every == 0:
             self.refresh(self.public.per_record(self.num_public))
         self._num_steps += 1
@@ -222,8 +224,8 @@ def _inner(x: Mapping[str, torch.Tensor], y: Mapping[str, torch.Tensor]) -> torc
     return total.cpu()
 
 
-def _combined(mix_RS: torch.Tensor, tensors: torch.Tensor) -> torch.Tensor:
-    """Combinations ``mix^T x`` of tensors x, (R, *shape) -> (S, *shape), formed in float64, in the dtype of x."""
+def _combine(mix_RS: torch.Tensor, tensors: torch.Tensor) -> torch.Tensor:
+    """Form combinations ``mix^T x`` of tensors x, (R, *shape) -> (S, *shape), in float64, returned in x's dtype."""
     x_RN, mix_SR = _rows(tensors), mix_RS.T.to(tensors.device)
     out_SN = x_RN.new_empty(len(mix_SR), x_RN.size(1))
     at_once = max(1, CHUNK // len(x_RN))
@@ -237,7 +239,7 @@ def _rows(tensors: torch.Tensor) -> torch.Tensor:
 
 
 def _inverse_root(gram_kk: torch.Tensor, num_directions: int) -> torch.Tensor:
-    """``gram^{-1/2}`` on the directions there are: nearly the identity, it takes nearly orthonormal columns there."""
+    """``gram^{-1/2}`` on the directions found; it makes nearly orthonormal columns orthonormal."""
     values, vectors = torch.linalg.eigh(gram_kk[:num_directions, :num_directions])
     out = torch.zeros_like(gram_kk)
     out[:num_directions, :num_directions] = vectors * values.rsqrt() @ vectors.T
@@ -245,6 +247,6 @@ def _inverse_root(gram_kk: torch.Tensor, num_directions: int) -> torch.Tensor:
 
 
 def _contraction(matrix_kk: torch.Tensor) -> torch.Tensor:
-    """The same with singular values cut at 1, where those of ``V_new^T V_old`` end but for rounding."""
+    """Cut singular values at 1, where those of ``V_new^T V_old`` end but for rounding."""
     left, values, right = torch.linalg.svd(matrix_kk)
     return left * values.clamp(max=1.0) @ right
