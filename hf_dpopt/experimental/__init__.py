@@ -1,1 +1,1 @@
-"""Works and is tested, promised to nobody: may change or go with any release."""
+"""Code that works and is tested, but may change or go with any release."""

@@ -1,4 +1,4 @@
-"""Pictures of filters: what they let pass, how long they remember, and what they do to recorded gradients."""
+"""Plots of filters: frequency response, memory, and effect on recorded gradients."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MEMORY_STEPS = 10_000  # over which the power of the noise that passes is added 
 
 
 def plot_filters(folder: Path, filters: Mapping[str, LowPassFilter | AdaptiveFIR] | None = None) -> list[Path]:
-    """Writes ``filters.png`` and ``filters.svg``: gain over frequency, and weights of the gradients of earlier steps.
+    """Write ``filters.png`` and ``filters.svg``: gain over frequency, and weights of the gradients of earlier steps.
 
     The legend has the stddev of independent noise after the filter, in units of that before it.
 
     Args:
-        folder: made if it does not exist.
+        folder: folder of the two files; made if it does not exist.
         filters: label -> filter; None for all presets.
 
     Raises:
@@ -61,14 +61,15 @@ def plot_filters(folder: Path, filters: Mapping[str, LowPassFilter | AdaptiveFIR
 def plot_spectra(
     before: torch.Tensor, after: torch.Tensor, folder: Path, *, noise_variance: float | None = None, segment: int = 256
 ) -> list[Path]:
-    """Writes ``spectra.png`` and ``spectra.svg``: power of the gradients over frequency, before and after a filter.
+    """Write ``spectra.png`` and ``spectra.svg``: power of the gradients over frequency, before and after a filter.
 
     Args:
         before: released gradients of consecutive steps, or some coordinates of them, (T, d).
-        after: what the filter made of them, (T, d).
-        folder: made if it does not exist.
-        noise_variance: of a coordinate of `before`, if the noise is independent over the steps; drawn as a line.
-        segment: as for `power_spectral_density`.
+        after: the same gradients after the filter, (T, d).
+        folder: folder of the two files; made if it does not exist.
+        noise_variance: noise variance of a coordinate of `before` if the noise is independent over the steps, drawn as
+            a line; None for no line.
+        segment: length of the segments that `power_spectral_density` averages over, in steps.
 
     Raises:
         DPConfigError: if matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""AdaGrad's matrix from un-noised gradients, released with noise of its own: the preconditioner of arXiv:2008.06570.
+"""AdaGrad's matrix of un-noised gradients, released with noise of its own: the preconditioner of arXiv:2008.06570.
 
 Shape legend: k = rank of the subspace.
 """
@@ -34,7 +34,7 @@ def gaussian_orthogonal_ensemble(rank: int, stddev: float, source: NoiseSource, 
 class GoePreconditioner:
     r"""``H_t = G_t + B_t`` with ``G_t = (sum_{s<=t} u_s u_s^T)^{1/2}``, u_s un-noised sums of clipped gradients.
 
-    For own training loops: it needs what nobody but the private core may see, so it is no map of released gradients.
+    For training loops of your own: it reads un-noised sums, which only the private core may see.
     **Its state is secret**: never under an output directory, never logged. `step.py`'s order with it, once per step::
 
         u = {"subspace": (k,)}, summed by a `ProjectingEngine` and over all ranks; `rotate` after a refresh of V
@@ -45,8 +45,8 @@ class GoePreconditioner:
     Formal guarantee: if one record moves each u_s that it takes part in by at most ``clipping_norm`` (twice that under
     ``replace_one``), and takes part in at most ``max_participations(t)`` of the first t steps, `release` of step t is
     a Gaussian mechanism with ``noise_multiplier``; its releases and those of the gradients compose adaptively,
-    **without amplification by sampling**: G_t depends on the batches of all earlier steps, so their coins are used
-    again. `accounting.subspace.goe_budget` adds both parts up.
+    **without amplification by sampling**: G_t depends on the batches of all earlier steps, so their random draws are
+    used again. `experimental.subspace_accounting.goe_budget` adds both parts up.
 
     The paper's Lemma 4.1 bounds the movement of G_t by O(L sqrt(t) / n) with a proof that drops cross terms. Here:
     ``G_t = |X|`` for X the stacked u_s, a neighbour has ``X + E`` with at most p_t rows of E of norm at most C, and
@@ -94,7 +94,7 @@ class GoePreconditioner:
         self._last_released = -1
         self.matrix: torch.Tensor | None = None  # H_t of the latest release, float64, (k, k); public
         self.floor = 0.0  # eigenvalues of H_t below are noise
-        self.releases: list[GoeRelease] = []  # for `accounting.subspace.goe_budget`
+        self.releases: list[GoeRelease] = []  # for `subspace_accounting.goe_budget`
         goe_sensitivity(1, clipping_norm, adjacency)  # refuses bad values
 
     def sensitivity(self) -> float:
@@ -102,13 +102,13 @@ class GoePreconditioner:
         return goe_sensitivity(self.max_participations(self._num_steps), self.clipping_norm, self.adjacency)
 
     def accumulate(self, clipped_sum: torch.Tensor) -> None:
-        """Adds ``u u^T`` for the un-noised sum u of a step, (k,), over all ranks; once per step, also an empty one."""
+        """Add ``u u^T`` for the un-noised sum u of a step, (k,), over all ranks; once per step, also an empty one."""
         u_k = clipped_sum.detach().double().cpu()
         self._factor = torch.linalg.qr(torch.cat([self._factor, u_k.unsqueeze(0)])).R
         self._num_steps += 1
 
     def release(self, step: int) -> torch.Tensor:
-        """Draws and spends: ``H_t = G_t + B_t``, symmetric, float64, (k, k); public.
+        """Draw noise, spend budget, and release ``H_t = G_t + B_t``, symmetric, float64, (k, k); public.
 
         Args:
             step: optimizer step; larger than in every earlier call, for its noise hides one matrix only.
@@ -132,13 +132,13 @@ class GoePreconditioner:
         return (vectors_kK @ ((vectors_kK.T @ u_k) / (values_K + self.eps))).to(coordinates)
 
     def rotate(self, transition_kk: torch.Tensor) -> None:
-        """Takes secret and released matrices to another basis: `PublicSubspace.transition`, of norm at most 1."""
+        """Change the basis of secret and released matrices by `PublicSubspace.transition`, of norm at most 1."""
         self._factor = torch.linalg.qr(self._factor @ transition_kk.T).R
         if self.matrix is not None:
             self.matrix = transition_kk @ self.matrix @ transition_kk.T
 
     def secret_state_dict(self) -> dict[str, Any]:
-        """**Secret**, un-noised: belongs beside the noise keys, never into a checkpoint that is shared."""
+        """**Secret**, un-noised state: it belongs beside the noise keys, never into a checkpoint that is shared."""
         return {
             "factor": self._factor,
             "num_steps": self._num_steps,

@@ -1,4 +1,4 @@
-r"""How far noise keeps gradient descent from the minimum of any smooth and strongly convex loss: a convex program.
+r"""Bound on the excess loss of noisy gradient descent on smooth and strongly convex losses, by a convex program.
 
 ``theta_{t+1} = theta_t - eta (grad F(theta_t) + w_t)`` with the noise ``w`` of a Toeplitz strategy. A gain psi(omega)
 with ``E |theta|^2 <= (1 / 2 pi) int psi |B|^2`` holds for all mu-strongly convex, L-smooth F if some multiplier
@@ -31,13 +31,13 @@ SLOWEST = 1e-5  # eta * mu, below which the circle would need more than 2^22 fre
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StronglyConvexBound:
-    """A bound on the stationary excess loss, and what certifies it.
+    """A bound on the stationary excess loss, with its certificate.
 
     Attributes:
         value: bound on ``E F(theta) - min F`` in units of ``d G^2 / (2 rho)`` (d coordinates, clip G, rho-zCDP).
-        frequencies: of the program, in (0, pi]; (K,).
-        gains: psi there; (K,).
-        multipliers: ``lambda_{-M} .. lambda_M``; (2 M + 1,).
+        frequencies: frequencies of the program, in (0, pi]; (K,).
+        gains: values of psi at these frequencies; (K,).
+        multipliers: the multipliers ``lambda_{-M} .. lambda_M``; (2 M + 1,).
     """
 
     value: float
@@ -48,14 +48,14 @@ class StronglyConvexBound:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OptimizedNoise:
-    """What `optimize_strongly_convex` found.
+    """The result of `optimize_strongly_convex`.
 
     Attributes:
         strategy: the noise, cut to finitely many coefficients.
-        bound: of the noise before it was cut, in units of ``d G^2 / (2 rho)``.
+        bound: bound for the noise before it was cut, in units of ``d G^2 / (2 rho)``.
         history: bounds of ``nu = eta mu`` and after every alternation.
-        frequencies: (K,), in (0, pi].
-        spectrum: ``|B|^2`` there, with ``beta_0 = 1``; (K,).
+        frequencies: frequencies of the spectrum, in (0, pi]; (K,).
+        spectrum: values of ``|B|^2`` at these frequencies, with ``beta_0 = 1``; (K,).
     """
 
     strategy: BandedInverse
@@ -128,8 +128,8 @@ def optimize_strongly_convex(
     those of the spectrum's minimum-phase factor, whose inverse is causal and stable.
 
     Args:
-        mu, L, eta, symmetric, num_frequencies, tau_max: as in `strongly_convex_bound`.
-        num_alternations: at most; fewer once the bound changes by less than 1e-4. >= 1.
+        mu, L, eta, symmetric, num_frequencies, tau_max: arguments of `strongly_convex_bound`.
+        num_alternations: largest number of alternations, >= 1; it stops once the bound changes by less than 1e-4.
         num_coefs: coefficients of B that are kept; a few times ``1 / (eta mu)`` lose nothing that shows.
 
     Raises:
@@ -168,10 +168,10 @@ def minimum_phase_coefs(spectrum: np.ndarray, num_coefs: int) -> np.ndarray:
 
     Args:
         spectrum: ``|B|^2`` at frequencies evenly spaced from 0 to pi, both included; positive; (N / 2 + 1,).
-        num_coefs: at most N / 2, as many as the spectrum resolves.
+        num_coefs: number of coefficients, at most N / 2, as many as the spectrum resolves.
 
     Returns:
-        (num_coefs,).
+        The coefficients, (num_coefs,).
     """
     half = len(spectrum) - 1
     if num_coefs > half:
@@ -199,7 +199,7 @@ class _Program:
             )
         if eta * mu < SLOWEST:
             raise DPConfigError(
-                f"eta * mu = {eta * mu:.3g} is below {SLOWEST}, too slow to resolve. Use a larger eta."
+                f"The product eta * mu = {eta * mu:.3g} is below {SLOWEST}, too slow to resolve. Use a larger eta."
             )
         self._mu, self._L, self._eta, self._tau_max = mu, L, eta, tau_max
         self._sign = 1.0 if symmetric else -1.0
@@ -231,7 +231,7 @@ class _Program:
         return np.where(p11 > 0, np.maximum(psi, 0), np.inf)
 
     def bound(self, spectrum: np.ndarray) -> StronglyConvexBound:
-        """For ``|B|^2`` at frequencies evenly spaced from 0 to pi."""
+        """Bound for ``|B|^2`` at frequencies evenly spaced from 0 to pi."""
         circle = np.linspace(0, np.pi, len(spectrum))
         multipliers = self._solve(np.interp(self.frequencies, circle, spectrum))
         error = _mean(spectrum * self.gains(multipliers, circle))
@@ -304,7 +304,7 @@ def _spectrum(noise: ToeplitzStrategy | np.ndarray, num: int) -> np.ndarray:
 
 
 def _mean(values: np.ndarray) -> float:
-    """Over the circle, of values evenly spaced from 0 to pi."""
+    """Mean over the circle of values evenly spaced from 0 to pi."""
     return float((values[0] + values[-1] + 2 * values[1:-1].sum()) / (2 * (len(values) - 1)))
 
 

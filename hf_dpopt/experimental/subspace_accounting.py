@@ -1,7 +1,7 @@
-"""What AdaGrad's matrix of un-noised gradients costs when it is released (arXiv:2008.06570), beside the gradients.
+"""Privacy cost of releasing AdaGrad's matrix of un-noised gradients beside the gradients (arXiv:2008.06570).
 
 Its releases and those of the gradients are Gaussian mechanisms that compose adaptively. None of them is amplified by
-sampling: the matrix of step t depends on the batches of all steps so far, so their coins hide nothing a second time.
+sampling: the matrix of step t depends on the batches of all steps so far, so the same random draws cannot hide twice.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GoeRelease:
 
     Args:
         num_participations: p_t, the most of the first t steps that one record takes part in; >= 1.
-        noise_stddev: of a diagonal entry of B_t, gradient units; the others have ``1 / sqrt(2)`` of it.
+        noise_stddev: noise stddev of a diagonal entry of B_t, gradient units; the others have ``1 / sqrt(2)`` of it.
     """
 
     num_participations: int
@@ -34,12 +34,12 @@ class GoeRelease:
 
 @dataclasses.dataclass(frozen=True)
 class GoeBudget:
-    """What a run with a released preconditioner spends. zCDP (rho), and epsilon of both parts together.
+    """Privacy cost of a run with a released preconditioner: zCDP (rho) by part, epsilon of both together.
 
     Attributes:
         gradients, preconditioner: rho of either part; they add up.
-        epsilon, delta: of the whole run; exact for Gaussian mechanisms.
-        event: what was released, in dp_accounting's convention.
+        epsilon, delta: privacy of the whole run; exact for Gaussian mechanisms.
+        event: both parts as one event of dp_accounting.
     """
 
     gradients: float
@@ -77,15 +77,15 @@ def goe_sensitivity(num_participations: int, clipping_norm: float, adjacency: st
 
 
 def goe_zcdp(releases: Sequence[GoeRelease], *, clipping_norm: float, adjacency: str = "zero_out") -> float:
-    r"""rho of all releases, ``sum_t (2 p_t C^2) / (2 sigma_B(t)^2)``; four times that for ``replace_one``.
+    r"""zCDP (rho) of all releases, ``sum_t (2 p_t C^2) / (2 sigma_B(t)^2)``; four times that for ``replace_one``.
 
     Formal guarantee: releases of `gaussian_orthogonal_ensemble` noise are together rho-zCDP, however later steps were
     chosen from earlier releases. Infinite without noise, 0 without releases.
 
     Args:
-        releases: in any order.
+        releases: releases of the run, in any order.
         clipping_norm: C, as for `goe_sensitivity`.
-        adjacency: which datasets are neighbours.
+        adjacency: relation of neighbouring datasets, a key of `clipping.SENSITIVITY_FACTOR`.
 
     References:
         Bun and Steinke (2016), arXiv:1605.02635, Prop. 1.6 (Gaussian mechanism) and Lemma 1.7 (composition).
@@ -108,12 +108,12 @@ def goe_budget(
     """Both parts of the budget of a run.
 
     Args:
-        releases: those of the preconditioner.
-        clipping_norm: C.
+        releases: releases of the preconditioner.
+        clipping_norm: C, as for `goe_sensitivity`.
         gradient_noise_multiplier: stddev / sensitivity of the noise in the gradients; unitless, >= 0.
-        num_participations: most steps of the run that one record takes part in.
-        delta: in (0, 1).
-        adjacency: which datasets are neighbours.
+        num_participations: largest number of steps of the run that one record takes part in, >= 1.
+        delta: delta of the whole run, in (0, 1).
+        adjacency: relation of neighbouring datasets, a key of `clipping.SENSITIVITY_FACTOR`.
     """
     check_noise_multiplier(gradient_noise_multiplier)
     check_count("num_participations", num_participations)
@@ -137,12 +137,12 @@ def split_budget(
 
     Args:
         target_epsilon, delta: the budget.
-        share: of it, in zCDP, that goes to the preconditioner; in (0, 1).
-        num_participations: most steps that one record takes part in.
-        num_releases: of the preconditioner.
+        share: share of the budget, in zCDP, that goes to the preconditioner; in (0, 1).
+        num_participations: largest number of steps that one record takes part in, >= 1.
+        num_releases: number of releases of the preconditioner, >= 1.
 
     Returns:
-        Gradients' and preconditioner's noise multiplier (stddev / sensitivity; unitless).
+        Noise multipliers of gradients and of preconditioners (stddev / sensitivity; unitless).
     """
     check_count("num_participations", num_participations)
     check_count("num_releases", num_releases)
