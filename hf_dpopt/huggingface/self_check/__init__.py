@@ -1,6 +1,6 @@
-"""Before the first step: is the clipped sum of this model, in this environment, what a naive loop computes?
+"""Self-check before the first step: is the clipped sum of this model, in this environment, that of a naive loop?
 
-Runs in training mode, on made-up records of the shape the collator produces. Catches layers the capture does not
+Runs in training mode, on made-up records of the shape the collator produces. Catches layers that the capture does not
 cover, losses and models in which records influence each other or share random numbers, layouts that are not
 batch-first, padding that leaks, upstream changes.
 """

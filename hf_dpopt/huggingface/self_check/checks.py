@@ -15,7 +15,7 @@ from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.equality import check_padding, check_sums, check_units
-from hf_dpopt.huggingface.self_check.influence import Columns, as_in_training, check_others, check_width
+from hf_dpopt.huggingface.self_check.influence import Columns, check_others, check_width, training_conditions
 from hf_dpopt.huggingface.self_check.made_up import LOOKS, MAX_TOKENS, padding_side_of, rows, synthetic_batch
 from hf_dpopt.huggingface.self_check.probe import NARROW_TOLERANCE, probing
 from hf_dpopt.huggingface.self_check.shared import check_shared_draws
@@ -26,14 +26,14 @@ LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follo
 
 @dataclasses.dataclass(frozen=True)
 class SelfCheck:
-    """A passed check.
+    """Result of a passed check.
 
     Args:
-        relative_error: the largest that was found between engine and loop.
-        influence: the largest relative change of a record's gradient by others in a batch of the same shape.
-        seconds: what the check cost.
-        num_tokens: of the longest made-up record.
-        notes: what could not be checked as thoroughly as usual, for the user.
+        relative_error: largest relative error found between engine and loop.
+        influence: largest relative change of a record's gradient by others in a batch of the same shape.
+        seconds: duration of the check, in seconds.
+        num_tokens: number of tokens of the longest made-up record.
+        notes: parts that could not be checked as thoroughly as usual, in words for the user.
     """
 
     relative_error: float
@@ -44,7 +44,7 @@ class SelfCheck:
 
 
 def _check_is_the_models_own_loss(losses: RecordLosses, row: Mapping[str, Any], tolerance: float) -> None:
-    """Finds heads whose loss is another one than their name tells: labels that are not shifted, further terms."""
+    """Refuse heads whose loss differs from what their name says: labels that are not shifted, further terms."""
     if losses.kind == "custom":
         return
     config = base_model(losses.model).config
@@ -64,8 +64,8 @@ def _check_is_the_models_own_loss(losses: RecordLosses, row: Mapping[str, Any], 
 
 @contextlib.contextmanager
 def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuses what changes buffers inside, which are restored in any case."""
-    with conditions.buffers_kept(model):
+    """Refuse changes of buffers inside the context; the buffers are restored in any case."""
+    with conditions.keep_buffers(model):
         before = {name: b.detach().clone() for name, b in model.named_buffers()}
         yield
         changed = [n for n, b in model.named_buffers() if n not in before or not torch.equal(b, before[n])]
@@ -79,7 +79,7 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
 def _forward_in_training_mode(losses: RecordLosses, batch: Mapping[str, Any]) -> None:
     model = losses.model
     with (
-        conditions.generators_kept(conditions.device_of(model)),
+        conditions.keep_generators(conditions.device_of(model)),
         torch.no_grad(),
         conditions.in_mode(model, training=True),
         _unchanged_buffers(model),
@@ -98,29 +98,29 @@ def self_check(
     is_scaled: bool = False,
     has_units: bool = False,
 ) -> SelfCheck:
-    """Compares the engine with a loop over single records on made-up inputs, in the mode that trains.
+    """Compare the engine with a loop over single records on made-up inputs, in training mode.
 
-    In training mode and in float32 or wider, whatever the run's precision, with random draws that belong to records:
-    the clipped sum equals that of one plain backward per record. Then in the run's own precision, with its kernels:
-    what a record gives does not change with the content of the others.
+    First in float32 or wider, whatever the run's precision, with random draws that belong to records: the clipped sum
+    must equal that of one plain backward per record. Then in the run's own precision, with its kernels: a record's
+    gradient must not change with the content of the others.
 
     Formal guarantee: on return, for these inputs, the clipped sum equals that of one plain backward per record, does
     not change with padding, with what stands beside a record, or with random numbers that records share; so no
     record's gradient depended on another record or on its length.
 
     Args:
-        engine: as used in training.
-        losses: as used in training.
+        engine: the engine that training uses.
+        losses: the losses that training uses.
         like: one collated batch, for keys, dtypes and dimensions.
         padding_id: the tokenizer's padding token; None takes the model's where the batch has an attention_mask.
-        padding_side: the tokenizer's, "left" or "right"; None takes what the mask of `like` shows.
-        longest: tokens of the longest record that training will meet; None takes the width of `like`.
-        is_scaled: a preconditioner divides records before the clip, so that is checked, too.
-        has_units: several records may belong to one unit of privacy, so that is checked, too.
+        padding_side: the tokenizer's, "left" or "right"; None takes the side that the mask of `like` shows.
+        longest: tokens of the longest training record; None takes the width of `like`.
+        is_scaled: also check a scale of records before the clip, as preconditioners apply.
+        has_units: also check units of privacy with several records.
 
     Raises:
-        UnsupportedModuleError: naming the tensor that differs, the buffer that changed, the module that draws for the
-            whole batch, or the mixing that was found.
+        UnsupportedModuleError: names the tensor that differs, the buffer that changed, the module that draws for the
+            whole batch, or how records are mixed.
         DPConfigError: for a packed batch, or a model whose loss is not the one of its kind.
     """
     start = time.perf_counter()
@@ -138,7 +138,7 @@ def self_check(
     is_wide = not is_narrow or conditions.fits(model)
     if not is_wide:
         notes.append(_too_large(model))
-    with as_in_training(engine, wide=True) as tolerance:
+    with training_conditions(engine, wide=True) as tolerance:
         with probing(engine, losses, batch, range(num), tolerance) as probe:
             check_shared_draws(probe, batch, num)
             unclipped, error = check_sums(probe, batch, num, is_scaled=is_scaled)
@@ -153,7 +153,7 @@ def self_check(
         is_later = is_longer and not is_narrow
         influence = 0.0 if is_later else check_others(engine, losses, columns, is_wide=is_wide)
     if is_narrow and is_wide:  # once more in the precision of the run
-        with as_in_training(engine, wide=False):
+        with training_conditions(engine, wide=False):
             influence = max(influence, check_others(engine, losses, columns, is_wide=False))
     if is_longer:
         try:
@@ -161,7 +161,7 @@ def self_check(
             error, influence = max(error, found[0]), max(influence, found[1])
         except torch.OutOfMemoryError:
             notes.append(f"records of {num_tokens} tokens did not fit into memory, so shorter ones were checked only")
-            with as_in_training(engine, wide=False):
+            with training_conditions(engine, wide=False):
                 influence = max(influence, check_others(engine, losses, columns, is_wide=not is_narrow))
     return SelfCheck(error, influence, time.perf_counter() - start, max(num_tokens, MAX_TOKENS), tuple(notes))
 
@@ -171,9 +171,9 @@ def _check_longest(
 ) -> tuple[float, float]:
     """The relative error and the influence at the longest length."""
     model = engine.model
-    with as_in_training(engine, wide=True) as tolerance:
+    with training_conditions(engine, wide=True) as tolerance:
         error = check_width(engine, losses, columns, num_tokens, tolerance)
-    with as_in_training(engine, wide=False), _unchanged_buffers(model):
+    with training_conditions(engine, wide=False), _unchanged_buffers(model):
         is_wide = not conditions.is_narrow(model)
         return error, check_others(engine, losses, columns, num_tokens=num_tokens, is_wide=is_wide)
 

@@ -1,4 +1,4 @@
-"""The model as a check wants it: in training mode, wide enough to tell mixing from rounding, and left as it was."""
+"""Contexts that prepare a model for a check (training mode, float32, plain operations) and restore it after."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SHARE_OF_MEMORY = 0.5  # of what is free, that copies in float32 may take
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is."""
+    """Device of the model."""
     return next(model.parameters()).device
 
 
 @contextlib.contextmanager
 def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
-    """Every module in one mode, and each back in its own afterwards."""
+    """Put every module in one mode inside the context; restore each module's own mode after it."""
     before = {module: module.training for module in model.modules()}
     model.train(training)
     try:
@@ -36,8 +36,8 @@ def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def filled(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """No parameter is all zero (a fresh LoRA B): a gradient that is zero for that would match anything."""
+def fill_zero_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Fill parameters that are all zero (a fresh LoRA B), inside the context: zero gradients would match anything."""
     zeros = [(p, p.detach().clone()) for p in parameters.values() if p.numel() and not p.detach().any()]
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -52,8 +52,8 @@ def filled(parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def generators_kept(device: torch.device) -> Iterator[None]:
-    """The generators of Python, numpy and torch afterwards as before."""
+def keep_generators(device: torch.device) -> Iterator[None]:
+    """Restore the generators of Python, numpy and torch after the context."""
     state = framework.snapshot(device)
     try:
         yield
@@ -63,7 +63,7 @@ def generators_kept(device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_operations(model: nn.Module) -> Iterator[None]:
-    """Attention of single operations, so that its dropout can be seen; compiled parts run as they were written."""
+    """Run attention as single operations, so that its dropout is visible, and compiled parts uncompiled."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         if any(is_compiled(module) for module in model.modules()):
@@ -100,20 +100,20 @@ def _computing_narrowly(model: nn.Module) -> list[nn.Module]:
 
 
 def bytes_to_widen(model: nn.Module) -> int:
-    """Memory of float32 copies of what is narrow."""
+    """Memory of float32 copies of narrow tensors, in bytes."""
     return 4 * sum(t.numel() for t in _narrow_tensors(model))
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether there is memory for `widened`."""
+    """Whether there is memory for `compute_wide`."""
     return bytes_to_widen(model) <= SHARE_OF_MEMORY * _free_bytes(device_of(model))
 
 
 @contextlib.contextmanager
-def widened(model: nn.Module) -> Iterator[None]:
-    """Computes in float32 or wider: autocast and TF32 off, bfloat16 parameters and buffers replaced by wide copies.
+def compute_wide(model: nn.Module) -> Iterator[None]:
+    """Compute in float32 or wider: autocast and TF32 off, bfloat16 parameters and buffers replaced by wide copies.
 
-    Parameters keep their identity, and get their own memory back afterwards. Weights that are quantised stay so.
+    Parameters keep their identity, and get their own memory back after the context. Quantised weights stay quantised.
     """
     narrow = [(t, t.data) for t in _narrow_tensors(model)]
     layers = [(m, m.compute_dtype) for m in _computing_narrowly(model)]
@@ -137,8 +137,8 @@ def widened(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Buffers afterwards as before, those that a module replaced included."""
+def keep_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers after the context, those that a module replaced included."""
     before = {name: (b, b.detach().clone()) for name, b in model.named_buffers()}
     try:
         yield

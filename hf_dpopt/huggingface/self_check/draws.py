@@ -1,9 +1,9 @@
-"""Random draws that belong to records, for the length of a check.
+"""Random draws that belong to records, for the duration of a check.
 
 Inside, whatever torch draws for the rows of a batch (dropout masks, depth that is dropped record by record, jitter of
 a router) is a function of (seed, operation, record): a record sees the same draws alone as beside others, so the two
-can be compared in training mode. What has no row for each record is a draw that the whole batch shares; it is the same
-in every batch of a check, it is noted, and it can be forced to its extremes.
+can be compared in training mode. A draw without a row for each record is shared by the whole batch; it is the same in
+every batch of a check, is noted, and can be forced to its extremes.
 
 Shape legend: B = records, k = rows of a record.
 """
@@ -44,7 +44,7 @@ def _seed(*parts: Any) -> int:
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by name, defaults included."""
+    """Arguments of an operation by name, defaults included."""
     names = func._schema.arguments
     given = {a.name: value for a, value in zip(names, args, strict=False)}
     return {a.name: a.default_value for a in names if a.has_default_value()} | given | kwargs
@@ -55,14 +55,14 @@ def _operation(func: Any) -> str:
 
 
 class RecordDraws(TorchDispatchMode):
-    """Makes draws per record while `records` are set; passes everything through otherwise.
+    """Mode that makes draws per record while `records` are set, and passes everything through otherwise.
 
     `start` comes before each forward; a backward that recomputes (checkpointing) repeats the forward's draws, for all
     they depend on is one word of torch's CPU generator each, which checkpointing restores.
 
     Args:
-        model: names the modules in which something is drawn.
-        seed: of everything.
+        model: the model, whose modules are named in findings.
+        seed: seed of all draws.
     """
 
     def __init__(self, model: nn.Module, seed: int = 0):
@@ -86,34 +86,34 @@ class RecordDraws(TorchDispatchMode):
         shared: float | int = 0,
         only: SharedDraw | None = None,
     ) -> None:
-        """Says which records the next forward holds, in order, and how to draw.
+        """Set the records of the next forward, in order, and how to draw for them.
 
         Args:
-            records: an id for each.
-            per_record: None draws; a quantile holds every draw there (`MIDDLE`: dropout keeps everything).
-            shared: a float forces what the batch shares to that quantile, an int is a seed of it.
-            only: the shared draw that `shared` is about; None for all.
+            records: an id for each record.
+            per_record: quantile that every draw is held at (`MIDDLE`: dropout keeps everything); None draws.
+            shared: quantile that shared draws are forced to (float), or their seed (int).
+            only: the shared draw that `shared` applies to; None for all.
         """
         self._records, self._per_record, self._shared, self._only = tuple(records), per_record, shared, only
         self._shapes = {}
         torch.default_generator.manual_seed(self._seed)
 
     def stop(self) -> None:
-        """Draws are torch's own again."""
+        """Give the draws back to torch."""
         self._records = ()
 
     def shapes(self) -> dict[int, tuple[int, ...]]:
-        """What the last forward drew, operation by operation."""
+        """Shapes of the draws of the last forward, by operation."""
         return dict(self._shapes)
 
     def learn(self, num: int, of_all: dict[int, tuple[int, ...]], num_fewer: int, of_fewer: dict) -> None:
-        """Finds out which dimension of each draw grows with the records: widths and heads may be multiples of them.
+        """Find the dimension of each draw that grows with the records: widths and heads may be multiples of them.
 
         Args:
-            num: records of a forward.
-            of_all: its `shapes`.
-            num_fewer: records of another forward of some of them, in which the operations are the same.
-            of_fewer: its `shapes`.
+            num: number of records of a forward.
+            of_all: `shapes` of that forward.
+            num_fewer: number of records of another forward of some of them, with the same operations.
+            of_fewer: `shapes` of that other forward.
         """
         self.shared.clear()
         for word, shape in of_all.items():
@@ -125,7 +125,7 @@ class RecordDraws(TorchDispatchMode):
 
     @property
     def has_shared(self) -> bool:
-        """Whether the batch shares a draw, as far as was learned."""
+        """Whether the batch shares a draw, as far as `learn` found."""
         return any(dim is None for dim in self._rows_at.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,9 +158,9 @@ class RecordDraws(TorchDispatchMode):
                 self.shared[draw] = None
                 how = self._shared if self._only in (None, draw) else 0
                 seed = _seed(word, "shared", 0 if isinstance(how, float) else how)
-                return _called(func, args, kwargs, seed, how if isinstance(how, float) else None)
+                return _call(func, args, kwargs, seed, how if isinstance(how, float) else None)
             seeds = [_seed(word, record) for record in self._records]
-            return _by_record(func, args, kwargs, dim, shape[dim] // len(self._records), seeds, self._per_record)
+            return _call_by_record(func, args, kwargs, dim, shape[dim] // len(self._records), seeds, self._per_record)
 
     def _dimension(self, func: Any, word: int, shape: Sequence[int]) -> int | None:
         """The dimension in which a draw has k rows for each record; None if it has no such dimension."""
@@ -175,7 +175,7 @@ class RecordDraws(TorchDispatchMode):
         return 1 if len(shape) > 1 and shape[1] == num else None  # time first
 
     def _module(self) -> str:
-        """The innermost module that runs."""
+        """Name of the innermost module that runs."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             name = self._names.get(id(frame.f_locals.get("self")))
@@ -186,7 +186,7 @@ class RecordDraws(TorchDispatchMode):
 
 
 def _accelerators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.device]:
-    """Where an operation draws, if not on the CPU."""
+    """CUDA devices that an operation draws on."""
     devices = {a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
     if kwargs.get("device") is not None:
         devices.add(torch.device(kwargs["device"]))
@@ -194,7 +194,7 @@ def _accelerators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.dev
 
 
 class _kept_states:
-    """The generators of torch afterwards as before, on the CPU and where the arguments are."""
+    """Context that restores torch's generators, on the CPU and on the devices of the arguments."""
 
     def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
         self._devices = _accelerators(args, kwargs)
@@ -210,15 +210,15 @@ class _kept_states:
 
 
 def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Shape of what is drawn."""
+    """Shape of the drawn tensor."""
     bound = _bound(func, args, kwargs)
     if bound.get("size") is not None:
         return tuple(bound["size"])
     return next((tuple(a.shape) for a in bound.values() if isinstance(a, torch.Tensor)), ())
 
 
-def _called(func: Any, args: Any, kwargs: dict[str, Any], seed: int, position: float | None) -> Any:
-    """The operation under a seed of its own, or its result at a quantile."""
+def _call(func: Any, args: Any, kwargs: dict[str, Any], seed: int, position: float | None) -> Any:
+    """Call the operation under a seed of its own, or give its result at a quantile."""
     # torch.manual_seed keeps the stack of each call until there is a device to seed: milliseconds, a thousand times
     torch.default_generator.manual_seed(seed)
     for device in _accelerators(args, kwargs):
@@ -229,13 +229,13 @@ def _called(func: Any, args: Any, kwargs: dict[str, Any], seed: int, position: f
     result = func(*args, **kwargs)
     if position is None:
         return result
-    return _at(func, _bound(func, args, kwargs), result, position)
+    return _hold_at(func, _bound(func, args, kwargs), result, position)
 
 
-def _by_record(
+def _call_by_record(
     func: Any, args: Any, kwargs: dict[str, Any], dim: int, k: int, seeds: Sequence[int], position: float | None
 ) -> Any:
-    """The operation on the rows of each record, under the record's seed."""
+    """Call the operation on the rows of each record, under the record's seed."""
     total, names = k * len(seeds), [a.name for a in func._schema.arguments]
 
     def rows(value: Any, name: str, b: int) -> Any:
@@ -249,7 +249,7 @@ def _by_record(
     for b, seed in enumerate(seeds):
         own = [rows(value, name, b) for value, name in zip(args, names, strict=False)]
         own_kwargs = {name: rows(value, name, b) for name, value in kwargs.items()}
-        results.append(_called(func, own, own_kwargs, seed, position))
+        results.append(_call(func, own, own_kwargs, seed, position))
     if func._schema.is_mutable:  # in place, or into `out`
         target = args[0] if _operation(func).endswith("_") else kwargs["out"]
         return target.copy_(torch.cat(results, dim=dim))
@@ -258,8 +258,8 @@ def _by_record(
     return torch.cat(results, dim=dim)
 
 
-def _at(func: Any, bound: dict[str, Any], result: Any, position: float) -> Any:
-    """What was drawn, held at a quantile; operations that are not known here keep what they drew."""
+def _hold_at(func: Any, bound: dict[str, Any], result: Any, position: float) -> Any:
+    """Replace the drawn values by a quantile; operations that are not known here keep what they drew."""
     name = _operation(func).rstrip("_")
     if name in ("native_dropout", "_fused_dropout"):
         drop = bound["p"] if name == "native_dropout" else 1 - bound["p"]
@@ -270,7 +270,7 @@ def _at(func: Any, bound: dict[str, Any], result: Any, position: float) -> Any:
     if name == "bernoulli":
         p = bound.get("p") if bound.get("p") is not None else bound["self"]
         p = torch.as_tensor(0.5 if p is None else p, device=result.device)
-        ones = (p >= 1) if position == LOW else (p > 0)  # what the coin can show
+        ones = (p >= 1) if position == LOW else (p > 0)  # the values that a draw can take
         return result.copy_(ones.to(result.dtype).expand(result.shape))
     if name in ("rand", "rand_like"):
         return result.fill_(position)

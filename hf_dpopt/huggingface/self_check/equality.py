@@ -1,4 +1,4 @@
-"""Is the engine's sum what a naive loop over single records computes?
+"""Comparison of the engine's sum with that of a naive loop over single records.
 
 Shape legend: B = records.
 """
@@ -15,7 +15,7 @@ from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.clipping.thresholds import Clipping, FlatClipping
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.huggingface.self_check.draws import MIDDLE
-from hf_dpopt.huggingface.self_check.made_up import padded, rows
+from hf_dpopt.huggingface.self_check.made_up import add_padding, rows
 from hf_dpopt.huggingface.self_check.probe import Gradient, Probe, check_equal, clipped_by, squared_norm
 from hf_dpopt.records.losses import base_model
 
@@ -32,7 +32,7 @@ PADDING = (
 
 
 def naive_clipped_sum(clipping: Clipping, gradients: list[Gradient]) -> Gradient:
-    """Clipped record by record."""
+    """Sum of the gradients, clipped record by record."""
     squares = [
         {group: squared_norm({n: g for n, g in one.items() if clipping.group(n) == group}) for group in groups}
         for one, groups in ((one, {clipping.group(n) for n in one}) for one in gradients)
@@ -44,14 +44,14 @@ def naive_clipped_sum(clipping: Clipping, gradients: list[Gradient]) -> Gradient
     }
 
 
-def half_clipped(clipping: Clipping, gradients: list[Gradient]) -> Clipping | None:
-    """The rule with a norm that half of the records meet; None if all gradients are zero."""
+def clip_half(clipping: Clipping, gradients: list[Gradient]) -> Clipping | None:
+    """The rule with a clipping norm at the median of the records' norms; None if all gradients are zero."""
     median = sorted(squared_norm(one).sqrt().item() for one in gradients)[len(gradients) // 2]
     return dataclasses.replace(clipping, clipping_norm=median) if median > 0 else None  # type: ignore[type-var]
 
 
 def check_sums(probe: Probe, batch: Mapping[str, Any], num: int, *, is_scaled: bool) -> tuple[Gradient, float]:
-    """The engine's sum without a clip, and the largest error.
+    """Compare the engine's sum with the loop's; returns the sum without a clip, and the largest error.
 
     First without a clip, where an error names the tensor it is in; then with one that half of the records meet.
     """
@@ -59,7 +59,7 @@ def check_sums(probe: Probe, batch: Mapping[str, Any], num: int, *, is_scaled: b
     unclipped = probe.engine_sum(batch, UNCLIPPED, everyone)
     alone = [probe.gradient(rows(batch, b), b) for b in everyone]
     error = check_equal(unclipped, naive_clipped_sum(UNCLIPPED, alone), probe.tolerance, what, MIXING)
-    clipping = half_clipped(probe.engine.clipping, alone)
+    clipping = clip_half(probe.engine.clipping, alone)
     if clipping is not None:
         want, got = naive_clipped_sum(clipping, alone), probe.engine_sum(batch, clipping, everyone)
         error = max(error, check_equal(got, want, probe.tolerance, what, MIXING))
@@ -69,7 +69,7 @@ def check_sums(probe: Probe, batch: Mapping[str, Any], num: int, *, is_scaled: b
 
 
 def _made_up_scales(parameters: Mapping[str, torch.Tensor]) -> list[Scale]:
-    """A full and a factored scale over two orders of magnitude."""
+    """Make a full and a factored scale over two orders of magnitude."""
     generator = torch.Generator().manual_seed(2)
 
     def values(*shape: int) -> torch.Tensor:
@@ -81,13 +81,13 @@ def _made_up_scales(parameters: Mapping[str, torch.Tensor]) -> list[Scale]:
 
 
 def _check_scaled_sums(probe: Probe, batch: Mapping[str, Any], alone: list[Gradient]) -> float:
-    """The clip in the coordinates of a preconditioner, with one that half of the records meet."""
+    """Compare sums clipped in the coordinates of a preconditioner, with a clip that half of the records meet."""
     what, error = "the clipped sum of preconditioned gradients differs from a loop over single records", 0.0
     if probe.draws is not None:
         probe.draws.stop()
     for scale in _made_up_scales(probe.engine.parameters):
         scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in one.items()} for one in alone]
-        clipping = half_clipped(probe.engine.clipping, scaled)
+        clipping = clip_half(probe.engine.clipping, scaled)
         if clipping is not None:
             got = probe.engine_sum(batch, clipping, range(len(alone)), scale=scale)
             error = max(error, check_equal(got, naive_clipped_sum(clipping, scaled), probe.tolerance, what, MIXING))
@@ -95,10 +95,10 @@ def _check_scaled_sums(probe: Probe, batch: Mapping[str, Any], alone: list[Gradi
 
 
 def check_units(probe: Probe, batch: Mapping[str, Any], num: int) -> float:
-    """Records that belong together: their sum is clipped once, side by side in a batch and added up in parts."""
+    """Compare units of several records, clipped once, side by side in a batch and added up in parts."""
     alone = [probe.gradient(rows(batch, b), b) for b in range(num)]
     sizes = (num - 1, 1)
-    together = [_added(alone[: sizes[0]]), alone[-1]]
+    together = [_sum(alone[: sizes[0]]), alone[-1]]
     norm = max(squared_norm(unit).sqrt().item() for unit in together)
     if not norm > 0:
         return 0.0
@@ -116,18 +116,18 @@ def check_units(probe: Probe, batch: Mapping[str, Any], num: int) -> float:
     return max(check_equal(sums.result(), want, probe.tolerance, what, MIXING) for sums in (side_by_side, in_parts))
 
 
-def _added(gradients: list[Gradient]) -> Gradient:
+def _sum(gradients: list[Gradient]) -> Gradient:
     return {name: torch.stack([one[name] for one in gradients]).sum(dim=0) for name in gradients[0]}
 
 
 def check_padding(
     probe: Probe, batch: Mapping[str, Any], num: int, padding_id: int, padding_side: str, unclipped: Gradient
 ) -> float:
-    """More columns of padding change nothing. Dropout keeps everything, for masks of two widths cannot be compared.
+    """Check that more columns of padding change nothing; without dropout, whose masks depend on the width.
 
     `unclipped` is the engine's sum under usual draws, which is the same if there are none.
     """
-    wider = padded(batch, padding_id, padding_side, EXTRA_PADDING)
+    wider = add_padding(batch, padding_id, padding_side, EXTRA_PADDING)
     longest = getattr(getattr(base_model(probe.engine.model), "config", None), "max_position_embeddings", None)
     if longest is not None and wider["input_ids"].size(-1) + 2 > longest:
         return 0.0

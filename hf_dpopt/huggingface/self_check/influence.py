@@ -1,4 +1,4 @@
-"""How far other records move what one record gives, in clipping norms.
+"""Influence of other records on the gradient of one record, in clipping norms.
 
 Shape legend: B = records, T = tokens.
 """
@@ -21,7 +21,7 @@ from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.draws import MIDDLE
 from hf_dpopt.huggingface.self_check.equality import MIXING, PADDING
-from hf_dpopt.huggingface.self_check.made_up import Look, padded, rows, synthetic_batch
+from hf_dpopt.huggingface.self_check.made_up import Look, add_padding, rows, synthetic_batch
 from hf_dpopt.huggingface.self_check.probe import (
     NARROW_TOLERANCE,
     TOLERANCE,
@@ -40,23 +40,23 @@ NARROW_SAME_SHAPES = 1e-5
 ACCELERATOR = 100.0  # times as much where sums may be added up in any order
 FLOORS = 4.0  # times what two equal runs differ by, on devices that add up in any order
 
-# Who stands beside the two records that are watched. A capacity goes to who comes first, so an equal record does; a
-# scale follows who is largest, so that is never a watched one.
+# Neighbours of the two records that are watched. A capacity goes to the first record, so an equal one comes first; a
+# scale follows the largest record, so that is never a watched one.
 BESIDE = (
     (Look(1.0), Look(0.7)),
-    (Look(1.0, "constant"), Look(1.0, "loud")),
-    (Look(0.01), Look(0.01, "loud")),
+    (Look(1.0, "constant"), Look(1.0, "large")),
+    (Look(0.01), Look(0.01, "large")),
 )
-BESIDE_ONE = (Look(1.0), Look(1.0, "constant"), Look(1.0, "loud"))
+BESIDE_ONE = (Look(1.0), Look(1.0, "constant"), Look(1.0, "large"))
 WATCHED = (Look(0.15), Look(0.8, "constant"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What made-up records look like.
+    """Columns of made-up records.
 
     Args:
-        like: one collated batch.
+        like: one collated batch, for keys, dtypes and dimensions.
         padding_id: token of padding; None if nothing is padded.
         padding_side: "left" or "right".
     """
@@ -83,22 +83,23 @@ def _gradient_of(
 def check_others(
     engine: ClippingEngine, losses: RecordLosses, columns: Columns, *, num_tokens: int | None = None, is_wide: bool
 ) -> float:
-    """Compares the gradient of the same records beside others: ordinary, extreme and short ones.
+    """Compare the gradient of the same records beside others: ordinary, extreme and short ones.
 
     The batches have the same shapes, so they run through the same kernels with the same masks, as in training, and
     what differs is more than rounding. Records that are routed to experts are the exception: how many rows an expert
     has depends on the others, and with it the rounding.
 
     Args:
-        engine: as used in training.
-        losses: as used in training.
-        columns: of the records.
-        num_tokens: width; None takes that of the usual made-up batch. If given, one record is watched beside one.
+        engine: the engine that training uses.
+        losses: the losses that training uses.
+        columns: columns of the made-up records.
+        num_tokens: width of the batch, in which one record is then watched beside one; None takes the width of the
+            usual made-up batch.
         is_wide: whether the model computes in float32 or wider.
 
     Returns:
-        The largest relative difference, which is how far a record moves another one's clipped gradient in clipping
-        norms, if that one is just clipped.
+        The largest relative difference: how far a record moves another one's clipped gradient in clipping norms, if
+        that one is just clipped.
 
     Raises:
         UnsupportedModuleError: if others move a gradient by more than rounding does.
@@ -120,7 +121,7 @@ def check_others(
     if size == 0:
         return 0.0
     worst = max((distance(g, gradients[0]) / size for g in gradients[1:]), key=lambda x: x if x == x else float("inf"))
-    allowed = _allowed(engine, is_wide)
+    allowed = _tolerance(engine, is_wide)
     if worst <= allowed:
         return worst
     floor = distance(_gradient_of(engine, losses, batches[0], watched), gradients[0]) / size
@@ -133,7 +134,7 @@ def check_others(
     return worst
 
 
-def _allowed(engine: ClippingEngine, is_wide: bool) -> float:
+def _tolerance(engine: ClippingEngine, is_wide: bool) -> float:
     model, p = engine.model, next(iter(engine.parameters.values()))
     if in_mixture(model, [name for name, _ in model.named_parameters()]):
         return TOLERANCE.get(p.dtype, 1e-4) if is_wide else NARROW_TOLERANCE
@@ -144,9 +145,9 @@ def _allowed(engine: ClippingEngine, is_wide: bool) -> float:
 def check_width(
     engine: ClippingEngine, losses: RecordLosses, columns: Columns, num_tokens: int, tolerance: float
 ) -> float:
-    """One short record alone, and as wide as the longest of the dataset makes it.
+    """Compare one short record alone with itself padded to the longest record of the dataset.
 
-    Finds what depends on the width of the batch from some length on (positions that are rescaled, other kernels).
+    Finds models that depend on the batch's width from some length on (positions that are rescaled, other kernels).
     """
     assert columns.padding_id is not None
     short = max(1, min(32, num_tokens // 2))
@@ -155,7 +156,7 @@ def check_width(
         looks=(Look(), Look()), num_tokens=short,
     )  # fmt: skip
     alone = rows(pair, 0)
-    wider = padded(alone, columns.padding_id, columns.padding_side, num_tokens - short)
+    wider = add_padding(alone, columns.padding_id, columns.padding_side, num_tokens - short)
     with probing(engine, losses, pair, [0, 1], tolerance) as probe:
         want = probe.gradient(alone, 0, per_record=MIDDLE)
         got = probe.gradient(wider, 0, per_record=MIDDLE)
@@ -167,20 +168,20 @@ def check_width(
 
 
 @contextlib.contextmanager
-def as_in_training(engine: ClippingEngine, *, wide: bool) -> Iterator[float]:
-    """The model in training mode, in float32 if asked for and if that fits; yields the tolerance of equal sums.
+def training_conditions(engine: ClippingEngine, *, wide: bool) -> Iterator[float]:
+    """Put the model in training mode, in float32 if asked for and if that fits; yields the tolerance of equal sums.
 
-    Parameters, buffers, modes and generators are afterwards as before.
+    Parameters, buffers, modes and generators are restored after the context.
     """
     model = engine.model
     is_widened = wide and conditions.fits(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(conditions.generators_kept(conditions.device_of(model)))
-        stack.enter_context(conditions.buffers_kept(model))
+        stack.enter_context(conditions.keep_generators(conditions.device_of(model)))
+        stack.enter_context(conditions.keep_buffers(model))
         stack.enter_context(conditions.in_mode(model, training=True))
         if is_widened:
-            stack.enter_context(conditions.widened(model))
-        stack.enter_context(conditions.filled(engine.parameters))
+            stack.enter_context(conditions.compute_wide(model))
+        stack.enter_context(conditions.fill_zero_parameters(engine.parameters))
         dtype = next(iter(engine.parameters.values())).dtype
         try:
             yield NARROW_TOLERANCE if not is_widened and conditions.is_narrow(model) else TOLERANCE.get(dtype, 1e-4)
@@ -197,7 +198,7 @@ def check_influence(
     *,
     what: str = "the clipped sum of records of the dataset",
 ) -> float:
-    """Compares a collated batch with the same records collated one by one, or in other parts.
+    """Compare a collated batch with the same records collated one by one, or in other parts.
 
     For records of the dataset, through the real collator: ``{a, b}`` against ``{a}`` and ``{b}``, each padded to its
     own length. Runs in training mode and in float32 (if that fits), with dropout that keeps everything, for masks of
@@ -207,11 +208,11 @@ def check_influence(
     records at these weights; so none of them moved it by more than its own clipped gradient.
 
     Args:
-        engine: as used in training.
-        losses: as used in training.
+        engine: the engine that training uses.
+        losses: the losses that training uses.
         together: collated batch, on the device.
         alone: collated batches that hold the same records, in the same order; on the device.
-        what: names the records, for the message.
+        what: name of the records, for the message.
 
     Returns:
         The distance of the two sums in clipping norms.
@@ -223,7 +224,7 @@ def check_influence(
     sizes = [num_records(batch) for batch in alone]
     num = num_records(together)
     assert sum(sizes) == num, (sizes, num)
-    with as_in_training(engine, wide=True) as tolerance:
+    with training_conditions(engine, wide=True) as tolerance:
         with probing(engine, losses, together, range(num), tolerance) as probe:
             starts = [sum(sizes[:i]) for i in range(len(sizes))]
             parts = [

@@ -1,4 +1,4 @@
-"""Tokens of the longest record of a dataset, so that a model is tried at the length it will meet."""
+"""Length of the longest record of a dataset, so that a model is tried at that length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def longest_record(dataset: Any) -> int | None:
-    """Looks at a stored column of input_ids, or at the records of a list; None where they are made when asked for."""
+    """Tokens of the longest record in a stored column of input_ids or a list; None if records are made on request."""
     if isinstance(dataset, list):
         rows = (row.get("input_ids") for row in dataset if isinstance(row, Mapping))
         return max((len(row) for row in rows if isinstance(row, Sized)), default=None)

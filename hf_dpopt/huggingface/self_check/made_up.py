@@ -18,28 +18,28 @@ from hf_dpopt.records.losses import IGNORED, base_model
 
 MAX_TOKENS = 32
 NUM_CODES = 64  # of the made-up tokens where no table says how many there are
-LOUD = 30.0  # times as large as other features are
+LARGE = 30.0  # times as large as other features are
 
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """One made-up record.
+    """Description of one made-up record.
 
     Args:
         length: share of the longest record, in (0, 1]; at least one token is left.
-        kind: "ordinary" is random; "constant" is one ordinary token again and again, and "loud" the one that the model
-            embeds with the largest norm. Features are `LOUD` times as large in loud records.
+        kind: "ordinary" is random; "constant" repeats one ordinary token, and "large" the token that the model embeds
+            with the largest norm. Features are `LARGE` times as large in large records.
     """
 
     length: float = 1.0
-    kind: Literal["ordinary", "constant", "loud"] = "ordinary"
+    kind: Literal["ordinary", "constant", "large"] = "ordinary"
 
 
 LOOKS = (Look(1.0), Look(0.5), Look(0.9))
 
 
 def is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
-    """Whether the second dimension counts input tokens; what else there is (targets, features) has its own width."""
+    """Whether the second dimension counts input tokens; targets and features have widths of their own."""
     ids = like.get("input_ids")
     if not isinstance(value, torch.Tensor) or not isinstance(ids, torch.Tensor) or value.is_floating_point():
         return False
@@ -47,12 +47,12 @@ def is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
 
 
 def rows(batch: Mapping[str, Any], b: int) -> dict[str, Any]:
-    """Record b of a batch, alone and as wide as the batch."""
+    """Take record b of a batch, alone and as wide as the batch."""
     return {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
 
 
-def padded(batch: Mapping[str, Any], padding_id: int, padding_side: str, num: int) -> dict[str, Any]:
-    """The same records beside `num` more columns of padding."""
+def add_padding(batch: Mapping[str, Any], padding_id: int, padding_side: str, num: int) -> dict[str, Any]:
+    """Add `num` columns of padding to the records."""
     fill = {"input_ids": padding_id, "decoder_input_ids": padding_id, "labels": IGNORED}
     columns = (num, 0) if padding_side == "left" else (0, num)
     return {
@@ -68,7 +68,7 @@ def padding_side_of(like: Mapping[str, Any]) -> str:
 
 
 def _answer(model: Any, method: str) -> Any:
-    """What a model says, or None: models of sounds and pictures have no tokens, and some raise when they are asked."""
+    """Result of a model's method; None if it has or implements none (models of sounds and pictures have no tokens)."""
     try:
         return getattr(model, method, lambda: None)()
     except (NotImplementedError, AttributeError):
@@ -106,7 +106,7 @@ class _MadeUp:
         return torch.randint(0, high, shape, generator=self.generator)
 
     def padding(self, shape: tuple[int, ...]) -> torch.Tensor:
-        """Where the records are padded: each has a length of its own."""
+        """Mask of padding, (B, T): each record has a length of its own."""
         lengths_B = torch.tensor([max(1, int(look.length * shape[1])) for look in self.looks])
         padding_BT = torch.arange(shape[1]) >= lengths_B.unsqueeze(1)
         return padding_BT.flip(1) if self.padding_side == "left" else padding_BT
@@ -117,9 +117,9 @@ class _MadeUp:
         for i in self.special:
             ids_BT[ids_BT == i] = ordinary
         ids_BT[[look.kind == "constant" for look in self.looks]] = ordinary
-        is_loud = [look.kind == "loud" for look in self.looks]
-        if any(is_loud):
-            ids_BT[is_loud] = self.loudest(ordinary)
+        is_large = [look.kind == "large" for look in self.looks]
+        if any(is_large):
+            ids_BT[is_large] = self.largest_token(ordinary)
         padding_BT = self.padding(shape) if self.padding_id is not None and self.is_masked else None
         if self.end_id is not None:
             is_padded_right = padding_BT is not None and self.padding_side == "right"
@@ -127,7 +127,8 @@ class _MadeUp:
             ids_BT[torch.arange(shape[0]), last_B] = self.end_id
         return ids_BT if padding_BT is None else ids_BT.masked_fill(padding_BT, self.padding_id)  # type: ignore[arg-type]
 
-    def loudest(self, ordinary: int) -> int:
+    def largest_token(self, ordinary: int) -> int:
+        """The token that is embedded with the largest norm; `ordinary` if there is no table of floats."""
         weight_VD = getattr(self.embeddings, "weight", None)
         if not isinstance(weight_VD, torch.Tensor) or not weight_VD.is_floating_point() or weight_VD.dim() != 2:
             return ordinary
@@ -146,8 +147,8 @@ class _MadeUp:
 
     def features(self, shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.randn(shape, generator=self.generator)
-        loudness_B = torch.tensor([LOUD if look.kind == "loud" else 1.0 for look in self.looks])
-        return made * loudness_B.view(-1, *[1] * (made.dim() - 1))
+        sizes_B = torch.tensor([LARGE if look.kind == "large" else 1.0 for look in self.looks])
+        return made * sizes_B.view(-1, *[1] * (made.dim() - 1))
 
 
 def synthetic_batch(
@@ -161,15 +162,15 @@ def synthetic_batch(
 ) -> dict[str, Any]:
     """Made-up records with the keys, dtypes and dimensions of a collated batch.
 
-    Records that have the same look and the same place are the same, whatever the others look like. No value of `like`
+    Records with the same look and the same place are the same, whatever the others look like. No value of `like`
     survives, except in tensors of a kind not known here, where its first row is repeated.
 
     Args:
-        like: one collated batch.
-        model: says how many tokens and labels there are.
-        padding_id: token of padding.
+        like: one collated batch, for keys, dtypes and dimensions.
+        model: the model, which bounds tokens and labels.
+        padding_id: token of padding; None if nothing is padded.
         padding_side: "left" or "right".
-        looks: of the records, one each.
+        looks: one description for each record.
         num_tokens: width in tokens; None takes that of `like`, `MAX_TOKENS` at most.
     """
     device = next(model.parameters()).device
@@ -186,7 +187,7 @@ def synthetic_batch(
 def _records(
     like: Mapping[str, Any], made_up: _MadeUp, device: torch.device, num_tokens: int | None
 ) -> dict[str, Any]:
-    """`synthetic_batch` of one row per record."""
+    """Made-up records with one row each, for `synthetic_batch`."""
     num = len(made_up.looks)
     width = num_tokens or min([MAX_TOKENS, *(v.size(1) for v in like.values() if is_per_token(v, like))])
     batch: dict[str, Any] = {}

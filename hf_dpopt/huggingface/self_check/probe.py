@@ -31,15 +31,15 @@ Gradient = dict[str, torch.Tensor]
 
 @dataclasses.dataclass
 class Probe:
-    """An engine, the losses it is used with, and how random draws are made.
+    """An engine with its losses, whose random draws are under control.
 
     Args:
-        engine: as used in training.
-        losses: as used in training.
+        engine: the engine that training uses.
+        losses: the losses that training uses.
         tolerance: relative error that rounding may cause.
-        draws: per record; None where nothing is drawn.
-        uses_others: Python's or numpy's generator is drawn from, too.
-        is_entered: the draws are taken over in forwards and backwards, not in forwards only.
+        draws: mode that makes draws per record; None if nothing is drawn.
+        uses_others: whether Python's or numpy's generator is drawn from, too.
+        is_entered: whether the mode covers forwards and backwards, not forwards only.
     """
 
     engine: ClippingEngine
@@ -62,7 +62,7 @@ class Probe:
             return self.losses(batch)
 
     def gradient(self, batch: Mapping[str, Any], record: int, **how: Any) -> Gradient:
-        """Gradient of one record alone, by plain autograd."""
+        """Compute the gradient of one record alone, by plain autograd."""
         return plain_gradient(self.losses_of(batch, [record], **how)[0], self.engine.parameters)
 
     def engine_sum(
@@ -74,7 +74,7 @@ class Probe:
         scale: Scale | None = None,
         **how: Any,
     ) -> Gradient:
-        """What the engine makes of a batch."""
+        """Compute the engine's clipped sum of a batch."""
         sums = self.engine.empty_sum(scale)
         with clipped_by(self.engine, clipping):
             self.engine.add_clipped_sum(sums, lambda: self.losses_of(batch, records, **how), len(records))
@@ -85,9 +85,9 @@ class Probe:
 def probing(
     engine: ClippingEngine, losses: RecordLosses, batch: Mapping[str, Any], records: Sequence[int], tolerance: float
 ) -> Iterator[Probe]:
-    """A probe for a model that was tried on a batch; random draws are taken over where there are any.
+    """Make a probe for a model, after trying it on a batch; it controls random draws if there are any.
 
-    Looking at every operation costs time, so it is done no more than it takes: not at all if nothing is drawn, and in
+    Intercepting every operation costs time, so it is done only where needed: not at all if nothing is drawn, and in
     the backward only if that repeats the forward (checkpointing).
 
     Raises:
@@ -117,7 +117,7 @@ def probing(
 
 
 def _learn(probe: Probe, batch: Mapping[str, Any], records: Sequence[int]) -> None:
-    """Compares what a batch draws with what its first record draws alone."""
+    """Compare the draws of a batch with those of its first record alone."""
     assert probe.draws is not None
     together = probe.draws.shapes()
     if len(records) > 1:
@@ -144,7 +144,7 @@ def _others_were_used() -> bool:
 
 
 def plain_gradient(loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> Gradient:
-    """Gradient of a loss by plain autograd, zeros where it depends on nothing."""
+    """Compute the gradient of a loss by plain autograd; zeros for parameters that it does not depend on."""
     if not loss.requires_grad:
         return {name: wide(torch.zeros_like(p)) for name, p in parameters.items()}
     grads = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
@@ -156,7 +156,7 @@ def plain_gradient(loss: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -
 
 @contextlib.contextmanager
 def clipped_by(engine: ClippingEngine, clipping: Clipping) -> Iterator[None]:
-    """Another clipping rule for the engine, meanwhile."""
+    """Give the engine another clipping rule inside the context."""
     before, engine.clipping = engine.clipping, clipping
     try:
         yield
@@ -165,17 +165,17 @@ def clipped_by(engine: ClippingEngine, clipping: Clipping) -> Iterator[None]:
 
 
 def squared_norm(gradient: Gradient) -> torch.Tensor:
-    """Over all parameters together."""
+    """Squared L2 norm over all parameters together."""
     return torch.stack([g.square().sum() for g in gradient.values()]).sum()
 
 
 def distance(one: Gradient, other: Gradient) -> float:
-    """L2 distance of two gradients; not a number if either holds none."""
+    """L2 distance of two gradients; NaN if either holds NaN."""
     return _norm([torch.linalg.vector_norm(one[n] - other[n]) for n in other])
 
 
 def length(gradient: Gradient) -> float:
-    """L2 norm."""
+    """L2 norm of a gradient."""
     return _norm([torch.linalg.vector_norm(g) for g in gradient.values()])
 
 
@@ -184,7 +184,7 @@ def _norm(norms: list[torch.Tensor]) -> float:
 
 
 def check_equal(got: Gradient, want: Gradient, tolerance: float, what: str, fix: str) -> float:
-    """The relative error, if it is small enough; the error that is raised names the worst tensor."""
+    """Return the relative error if it is within the tolerance; else raise an error that names the worst tensor."""
     scale = max(length(want), 1e-12)
     errors = {n: float(torch.linalg.vector_norm(got[n] - want[n])) / scale for n in want}
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))

@@ -1,4 +1,4 @@
-"""Random draws that the records of a physical batch share, and that change what a record gives.
+"""Detection of random draws that the records of a physical batch share and that change their gradients.
 
 Records that share a draw are not independent given the batches: removing one regroups who shares what with whom, and
 the sum moves by more than a record's clipped gradient.
@@ -28,7 +28,7 @@ MAX_NAMED = 5
 
 
 def check_shared_draws(probe: Probe, batch: Mapping[str, Any], num: int) -> None:
-    """Refuses a model whose losses or gradients depend on a draw that all records of a batch share.
+    """Refuse a model whose losses or gradients depend on a draw that all records of a batch share.
 
     Raises:
         UnsupportedModuleError: naming the module that draws, and the option to set to 0.
@@ -76,7 +76,7 @@ def _depends_on_others(probe: Probe, batch: Mapping[str, Any], num: int, first: 
 
 @contextlib.contextmanager
 def _forced_uniforms(quantile: float) -> Iterator[None]:
-    """Python's and numpy's uniforms held at a quantile: what is rare under a seed happens."""
+    """Hold Python's and numpy's uniforms at a quantile, so that rare events happen."""
 
     def uniforms(size: Any = None) -> Any:
         return quantile if size is None else np.full(size, quantile)
@@ -110,7 +110,7 @@ def _refuse(model: nn.Module, found: list[SharedDraw]) -> None:
 
 
 def way_out(model: nn.Module, found: list[SharedDraw]) -> str:
-    """The options that look responsible and where they are."""
+    """Say which options look responsible, and where they are."""
     options = {
         f"{path}{name}": False if isinstance(value, bool) else 0.0
         for path, name, value in settings(model)
