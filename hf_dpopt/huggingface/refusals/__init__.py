@@ -1,6 +1,6 @@
-"""What cannot be private is refused by name, with the way out, before anything is touched.
+"""Refusals, before anything is touched, of what cannot be private, each with the way out.
 
-One file for each thing that is looked at; a new refusal is one line of a table there.
+One file for each thing that is examined; a new refusal is one line of a table there.
 """
 
 from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments

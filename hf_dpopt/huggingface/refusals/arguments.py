@@ -1,4 +1,4 @@
-"""Training arguments and what accelerate made of them."""
+"""Refusals of training arguments, and of settings that accelerate made from them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_REENTRANT = "Use activation_checkpointing_kwargs={'use_reentrant': False}, t
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Refuses training arguments under which the statement would be false."""
+    """Refuse training arguments under which the privacy statement would be false."""
     raise_first(_on_arguments(args))
 
 
@@ -102,7 +102,7 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
 
 
 def check_accumulation(args: TrainingArguments) -> None:
-    """Refuses accumulation that was set after the trainer took it over: an item of its loader is a whole step."""
+    """Refuse accumulation that was set after the trainer took it over: an item of its loader is a whole step."""
     raise_first(_on_accumulation(args))
 
 
@@ -175,7 +175,7 @@ def _on_side_channels(args: Any) -> Iterator[Refusal]:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Refuses what environment variables or `accelerate config` switched on behind the arguments."""
+    """Refuse settings that environment variables or `accelerate config` switched on behind the arguments."""
     raise_first(_on_accelerator(accelerator))
 
 

@@ -1,4 +1,4 @@
-"""Datasets and collators: what a record is, and whose records are looked at."""
+"""Refusals of datasets and collators: evaluation on training records, records that cannot be sampled."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ HELD_OUT = (
 
 
 def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> None:
-    """Refuses datasets that cannot be sampled, or whose evaluation would release the training data."""
+    """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
     raise_first(_on_data(training, eval_dataset, data_collator))
 
 
 def check_evaluation(dataset: Any, training: TrainingRows) -> None:
-    """Refuses metrics on training records.
+    """Refuse metrics on training records.
 
     Args:
-        dataset: what is to be evaluated on, or several by their names.
+        dataset: the evaluation set, or several by their names.
         training: rows of the training set.
 
     Raises:
@@ -42,9 +42,9 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
 
 
 def shared_rows(dataset: Any, training: Any) -> int:
-    """How many rows of `dataset` are in `training`, by their contents; all of them if it is known to be a part.
+    """Number of rows of `dataset` that are in `training`, by their contents; all if it is a view of it.
 
-    Looks at `MAX_COMPARED` rows of the training dataset at most.
+    Compares with at most `MAX_COMPARED` rows of the training dataset.
     """
     if training is None:
         return 0
@@ -86,6 +86,6 @@ def _on_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> I
     )
     yield (
         getattr(data_collator, "seed", None) is not None,
-        "The collator has a seed of its own: its coins are public, and one record more shifts those of the others.",
+        "The collator has a seed of its own: its draws are public, and one record more shifts those of the others.",
         "Leave seed=None; masks are then drawn from a secret key.",
     )

@@ -1,4 +1,4 @@
-"""Models whose records influence each other, or that change outside the optimizer."""
+"""Refusals of models whose records influence each other, or that change outside the optimizer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_dpopt.records.losses import base_model
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses models whose records influence each other, or that change outside the optimizer."""
+    """Refuse models whose records influence each other, or that change outside the optimizer."""
     raise_first(_on_model(model), UnsupportedModuleError)
 
 
@@ -70,7 +70,7 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
 
 
 def _rope_types(model: nn.Module) -> set[str]:
-    """The kinds of rotary embedding that configs (in whatever depth) and modules of the model name."""
+    """Names of the kinds of rotary embedding in configs (at any depth) and modules of the model."""
     found: set[str] = set()
     for path, name, value in settings(model):
         in_rope = "rope" in path or "rotary" in path

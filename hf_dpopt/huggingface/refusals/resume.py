@@ -1,6 +1,6 @@
-"""What a resumed run has to share with the run it goes on with, besides its plan: all that makes a record's gradient.
+"""Options that decide a record's gradient: a resumed run must share them, besides the plan, with the first run.
 
-No (key, step) is used twice whatever these options are; but a run that goes on with others is not the one that the
+No (key, step) is used twice whatever these options are; but a run that continues with others is not the one that the
 statement describes, and not bit-equal to one that was never interrupted.
 """
 
@@ -34,10 +34,10 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, colla
     """Public values that a record's gradient depends on; JSON-able.
 
     Args:
-        model: as it is trained.
-        losses: of the run.
-        args: of the run.
-        collator: of the training records.
+        model: the model as it is trained, adapters included.
+        losses: losses of the run's records.
+        args: training arguments of the run.
+        collator: collator of the training records.
     """
     adapters = getattr(model, "peft_config", {})
     dropouts = [module.p for module in model.modules() if isinstance(module, nn.modules.dropout._DropoutNd)]
@@ -45,7 +45,7 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, colla
         "model": type(base_model(model)).__name__,
         "config": _public(base_model(model).config.to_dict()),
         "adapters": {name: _public(adapter.to_dict()) for name, adapter in adapters.items()},
-        "trained": _trained(model),
+        "trained": _trained_parameters(model),
         "dropouts": dict(Counter(map(str, dropouts))),
         "loss": _loss(model, losses),
         "label_smoothing_factor": losses.label_smoothing,
@@ -55,7 +55,7 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, colla
 
 
 def _loss(model: nn.Module, losses: RecordLosses) -> str:
-    """The kind of loss; labels decide between the two of a classifier, and an evaluation writes down which."""
+    """Kind of the loss; one name for the two of a classifier, for labels decide, and evaluation stores the choice."""
     if losses.kind != "ForSequenceClassification":
         return losses.kind if losses.kind != "custom" else _name_of(losses.loss)
     config = base_model(model).config
@@ -63,7 +63,7 @@ def _loss(model: nn.Module, losses: RecordLosses) -> str:
     return "regression" if is_regression else "by the labels"
 
 
-def _trained(model: nn.Module) -> str:
+def _trained_parameters(model: nn.Module) -> str:
     shapes = sorted((name, tuple(p.shape)) for name, p in model.named_parameters() if p.requires_grad)
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:16]
     return f"{sum(p.numel() for p in model.parameters() if p.requires_grad)} numbers, names and shapes {digest}"
@@ -86,7 +86,7 @@ def _public(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; of an object, which may print its address, the type."""
+    """Convert a value to JSON types; an object, which may print its address, becomes its type."""
     if isinstance(value, enum.Enum):
         return _plain(value.value)
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""What stands before the clip and after the noise, and what it needs to know."""
+"""Refusals of preconditioners, filters and optimizers that do not go together or lack their inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_SHARED = 0.1  # of the public records, that the training set may hold too: s
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What arguments and the trainer's own parameters ask for, as far as it can be made without a model."""
+    """The stages that arguments and the trainer's parameters ask for, as far as they can be made without a model."""
 
     args: Any
     preclip: Preclip
@@ -53,7 +53,7 @@ class _Asked:
 def check_stages(
     args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any] = ()
 ) -> None:
-    """Refuses preconditioners, filters and optimizers that do not go together, or lack what they learn from."""
+    """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
     for name, allowed in CHOICES.items():
         value = getattr(args, name)
         if value is not None and value not in allowed:
@@ -68,16 +68,16 @@ def check_stages(
     for stage in postprocess:
         if not (callable(stage) and hasattr(stage, "state_dict") and hasattr(stage, "load_state_dict")):
             raise DPConfigError(
-                f"postprocess has {stage!r}, which is no map of gradients. Give objects with __call__, state_dict and "
+                f"postprocess={stage!r} is no map of gradients. Give objects with __call__, state_dict and "
                 "load_state_dict (see hf_dpopt.postprocess.Postprocess)."
             )
-    asked = _asked(args, own, given, public_dataset, postprocess)
+    asked = _request(args, own, given, public_dataset, postprocess)
     raise_first(_on_what_is_given_twice(asked))
     raise_first(_on_public_records(asked))
     raise_first(_on_noise_level(asked))
 
 
-def _asked(
+def _request(
     args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any]
 ) -> _Asked:
     low_pass = None
@@ -184,7 +184,7 @@ def _on_public_records(asked: _Asked) -> Iterator[Refusal]:
 
 
 def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
-    """What corrects for the noise has to know how loud it is."""
+    """Refusals of optimizers and filters that correct for the noise without knowing its level."""
     args, preclip, optimizer = asked.args, asked.preclip, type(asked.optimizer).__name__
     spoils = getattr(preclip, "unscale", False) or getattr(preclip, "variant", "") == "noise_first"
     yield (
@@ -196,7 +196,7 @@ def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
     silent = [type(stage).__name__ for stage in asked.postprocess if getattr(stage, "gain", None) is None]
     yield (
         asked.corrects and bool(silent),
-        f"{', '.join(silent)} changes the noisy gradient, and {optimizer} has to know how loud the noise in it is.",
+        f"{', '.join(silent)} changes the noisy gradient, and {optimizer} has to know the noise level in it.",
         "Give a map that multiplies all coordinates by one number the attribute gain; for others use adamw_torch.",
     )
     yield (

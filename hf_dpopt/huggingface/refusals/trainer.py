@@ -1,4 +1,4 @@
-"""Trainers that compute a loss of the batch, or replace what the private step stands on."""
+"""Refusals of trainers that compute a loss of the batch, or override methods that the private step needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.refusal import Refusal, raise_first
 
-# TRL's trainers whose loss is of pairs or of the batch: what is the case, and what can be done instead.
+# TRL's trainers whose loss is of pairs or of the batch: the reason, and the alternative.
 PREFERENCES = {
     "dpo_trainer": (
         "compares two answers in one loss, and its collator makes two rows of one record (chosen and rejected), which "
@@ -44,14 +44,15 @@ def check_loss(
     args: Any,
     per_example_loss_func: Any = None,
 ) -> None:
-    """Refuses losses of the whole batch.
+    """Refuse losses of the whole batch.
 
     Args:
-        trainer_class: what is made.
-        stock_compute_loss: those of transformers, which are replaced by losses of records.
-        compute_loss_func: given to the trainer.
-        args: its arguments.
-        per_example_loss_func: given to the trainer: training uses nothing else then, evaluation still the others.
+        trainer_class: class of the trainer.
+        stock_compute_loss: methods of transformers, which are replaced by losses of records.
+        compute_loss_func: the trainer's parameter of that name.
+        args: training arguments of the trainer.
+        per_example_loss_func: the trainer's parameter of that name; training then uses nothing else, evaluation still
+            uses the others.
 
     Raises:
         DPConfigError: naming a way out.
@@ -61,17 +62,17 @@ def check_loss(
         raise_first(_on_sft(args))
         stock_compute_loss = (*stock_compute_loss, trainer_class.compute_loss)  # type: ignore[attr-defined]
     elif owner.startswith("trl."):
-        what, mend = PREFERENCES.get(owner.rpartition(".")[2], OTHER_TRL)
-        raise DPConfigError(f"{_owner(trainer_class, 'compute_loss').__name__} {what} {mend}")
+        what, fix = PREFERENCES.get(owner.rpartition(".")[2], OTHER_TRL)
+        raise DPConfigError(f"{_owner(trainer_class, 'compute_loss').__name__} {what} {fix}")
     if per_example_loss_func is not None:
         return
-    mend = "Pass per_example_loss_func=f, with f(outputs, labels) -> one loss per record, shape (batch,)."
+    fix = "Pass per_example_loss_func=f, with f(outputs, labels) -> one loss per record, shape (batch,)."
     if compute_loss_func is not None:
-        raise DPConfigError(f"compute_loss_func returns one number for the batch, in which records are mixed. {mend}")
+        raise DPConfigError(f"A compute_loss_func returns one number for the batch, which mixes records. {fix}")
     if trainer_class.compute_loss not in stock_compute_loss:  # type: ignore[attr-defined]
         raise DPConfigError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for the batch and would not "
-            f"be used. {mend} Training then uses that, and evaluation goes on using compute_loss."
+            f"be used. {fix} Training then uses that, and evaluation goes on using compute_loss."
         )
 
 
@@ -81,7 +82,7 @@ def _owner(cls: type, method: str) -> type:
 
 
 def _on_sft(args: Any) -> Iterator[Refusal]:
-    """TRL's SFTTrainer: its default loss is the token mean, which is taken record by record here."""
+    """Refusals for TRL's SFTTrainer, whose default loss is the token mean, taken record by record here."""
     if not hasattr(args, "loss_type"):
         yield (
             True,
@@ -113,7 +114,7 @@ HOOK_POINTS = (
 
 
 def check_hooks(trainer_class: type, mixin: type) -> None:
-    """Refuses trainers in which another class stands in front of the private step."""
+    """Refuse trainers in which another class overrides the private step."""
     replaced = [n for n in HOOK_POINTS if getattr(trainer_class, n) is not getattr(mixin, n)]
     if replaced:
         raise DPConfigError(
