@@ -286,7 +286,7 @@ def _answers(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise DPConfigError(
             f"The tokenizer's chat template does not take a conversation of the roles "
-            f"{', '.join(message['role'] for message in messages)}: {reason}. Mend the data, or use --chat_template "
+            f"{', '.join(message['role'] for message in messages)}: {reason}. Fix the data, or use --chat_template "
             "plain."
         ) from error
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
@@ -504,8 +504,8 @@ def report(name: str, split: Split, block_size: int, *, counts: bool) -> None:
     if not lost:
         logger.info(text)
     elif split.num_without_target:
-        mend = " Raise --block_size, or shorten what stands before the target." if split.num_cut else ""
-        logger.warning(f"{text}{mend} {CONSOLE_ONLY}")
+        fix = " Raise --block_size, or shorten what stands before the target." if split.num_cut else ""
+        logger.warning(f"{text}{fix} {CONSOLE_ONLY}")
     else:
         logger.info(f"{text} {CONSOLE_ONLY}")
 

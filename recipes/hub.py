@@ -37,7 +37,7 @@ def is_reachable() -> bool:
     return reachable
 
 
-def load(what: str, loader: Callable[..., T], *args: Any, mend: str, **kwargs: Any) -> T:
+def load(what: str, loader: Callable[..., T], *args: Any, fix: str, **kwargs: Any) -> T:
     """Calls a loader of `transformers` or `datasets`; a failure becomes one sentence with the way out.
 
     The hub is asked for only if the first argument is not a local folder.
@@ -54,4 +54,4 @@ def load(what: str, loader: Callable[..., T], *args: Any, mend: str, **kwargs: A
             raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         state = "" if reachable else " The hub cannot be reached (or HF_HUB_OFFLINE=1 is set), nor is it in the cache."
-        raise DPConfigError(f"{what} cannot be loaded: {reason}.{state} {mend}") from error
+        raise DPConfigError(f"{what} cannot be loaded: {reason}.{state} {fix}") from error

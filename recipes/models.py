@@ -13,7 +13,7 @@ from recipes.options import ModelArguments
 
 logger = logging.getLogger(__name__)
 
-MEND = "Give --model_name_or_path a local folder with config.json, the weights and the tokenizer."
+FIX = "Give --model_name_or_path a local folder with config.json, the weights and the tokenizer."
 
 
 def source(model_args: ModelArguments) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def load_config(model_args: ModelArguments) -> Any:
     """The configuration, with the dropout that was asked for."""
     name = model_args.config_name or model_args.model_name_or_path
     config = hub.load(
-        f"The configuration of {name!r}", AutoConfig.from_pretrained, name, mend=MEND, **source(model_args)
+        f"The configuration of {name!r}", AutoConfig.from_pretrained, name, fix=FIX, **source(model_args)
     )
     if model_args.dropout >= 0:
         set_dropout(config, model_args.dropout)
@@ -43,7 +43,7 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
         f"The tokenizer of {name!r}",
         AutoTokenizer.from_pretrained,
         name,
-        mend=MEND,
+        fix=FIX,
         use_fast=model_args.use_fast_tokenizer,
         **source(model_args),
     )
@@ -58,7 +58,7 @@ def load_weights(auto_class: Any, model_args: ModelArguments, config: Any, **kwa
         f"The model {name!r}",
         auto_class.from_pretrained,
         name,
-        mend=MEND,
+        fix=FIX,
         config=config,
         **kwargs,
         **source(model_args),

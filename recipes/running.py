@@ -104,7 +104,7 @@ def result_text(lines: list[tuple[str, str]]) -> str:
 
 
 def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
-    """Exit status of a run: 0, or 2 with one line on stderr for what the user can mend."""
+    """Exit status of a run: 0, or 2 with one line on stderr for what the user can fix."""
     try:
         entry(argv)
     except (DPConfigError, DPBudgetExceeded, ValueError, OSError) as error:

@@ -33,7 +33,7 @@ def load_tables(
         return {split: read_table(path, kinds=kinds) for split, path in files.items()}
     found: Any = hub.load(
         f"The dataset {name!r}{f' ({config})' if config else ''}", load_dataset, name, config,
-        cache_dir=model_args.cache_dir, token=model_args.token, mend=LOCAL_FILES,
+        cache_dir=model_args.cache_dir, token=model_args.token, fix=LOCAL_FILES,
     )  # fmt: skip
     return {split: table_of_dataset(f"{name} {config or ''} [{split}]", dataset) for split, dataset in found.items()}
 

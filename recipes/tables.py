@@ -105,7 +105,7 @@ def _read_csv(path: Path, file: TextIO) -> Table:
                 start = reader.line_num + 1
         except csv.Error as error:
             raise DPConfigError(
-                f"{path}, line {start}: not valid csv ({error}). Mend the quotes of that row."
+                f"{path}, line {start}: not valid csv ({error}). Fix the quotes of that row."
             ) from None
 
     return _from_rows(path, rows())
@@ -165,7 +165,7 @@ def _read_jsonl(path: Path, file: TextIO) -> Table:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
             raise DPConfigError(
-                f"{path}, line {number}: not valid JSON ({error.msg}). Mend or remove that line."
+                f"{path}, line {number}: not valid JSON ({error.msg}). Fix or remove that line."
             ) from None
         lines.append(number)
     return _from_records(path, records, lines)
@@ -179,7 +179,7 @@ def _read_json(path: Path, file: TextIO) -> Table:
         if error.msg == "Extra data" or text.lstrip().startswith("{"):  # one object per line under the name .json
             file.seek(0)
             return _read_jsonl(path, file)
-        raise DPConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}). Mend that line.") from None
+        raise DPConfigError(f"{path}, line {error.lineno}: not valid JSON ({error.msg}). Fix that line.") from None
     if isinstance(whole, dict):
         whole = whole["data"] if isinstance(whole.get("data"), list) else [whole]
     if not isinstance(whole, list):

@@ -129,7 +129,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: GPT2Tokeni
     with pytest.raises(DPConfigError, match="Use --chat_template plain"):
         records(Chat("messages", plain=False), {"messages": [MESSAGES]}, tokenizer, 1000)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DPConfigError, match="roles system, user, assistant.*roles must alternate.*Mend the data"):
+    with pytest.raises(DPConfigError, match="roles system, user, assistant.*roles must alternate.*Fix the data"):
         records(Chat("messages", plain=False), {"messages": [MESSAGES]}, tokenizer, 1000)
 
 

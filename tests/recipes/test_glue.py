@@ -126,7 +126,7 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "extension": ({"train_file": "train.parquet"}, "Convert or rename it"),
     "empty": ({"train_file": "empty.tsv"}, "empty.tsv holds no rows. Name a file"),
     "broken gzip": ({"train_file": "cut.tsv.gz"}, "cut.tsv.gz is not a complete gzip file .* Fetch or compress it again"),
-    "broken json": ({"train_file": "broken.jsonl"}, "broken.jsonl, line 2: not valid JSON .* Mend or remove"),
+    "broken json": ({"train_file": "broken.jsonl"}, "broken.jsonl, line 2: not valid JSON .* Fix or remove"),
     "missing column": ({"text_column": "nope"}, "no column 'nope' .* It has: 'sentence', 'label'"),
     "unknown label": ({"validation_file": "odd.tsv"}, "odd.tsv, line 2: label '7' is not one of '0', '1'. Correct it"),
     "label range": ({"task_name": "sst2", "validation_file": "odd.tsv"}, "label '7' is not one of 'negative', 'positive'"),
