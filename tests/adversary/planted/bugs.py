@@ -311,7 +311,7 @@ BUGS: tuple[Bug, ...] = (
         (f"{SAMPLERS}::test_records_are_independent_coins",),
     ),
     Bug(
-        "the coins of every step are those of the first",
+        "the draws of every step are those of the first",
         "hf_dpopt/sampling/poisson.py",
         "random_words(key, step, self.num_examples) < self._threshold",
         "random_words(key, 1, self.num_examples) < self._threshold",
