@@ -33,7 +33,7 @@ env: $(STAMP)  ## create the environment in VENV (about two minutes; nothing to 
 
 # torch goes first and then fixes its own pin, so that resolving the rest can never replace the build that was chosen.
 $(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt pins versions that need Python 3.11 or newer. Mend: make env PYTHON=python3.11")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "constraints.txt pins versions that need Python 3.11 or newer. Fix: make env PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	{ grep -v '^torch==' constraints.txt; $(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))'; } > $(PINS)
@@ -60,10 +60,11 @@ costs: env  ## run the whole suite and record what each test costs
 frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
 	$(OFFLINE) $(BIN)/python -m tests.frozen
 
-lint: env  ## ruff and mypy
+lint: env  ## ruff, mypy, the order of imports (tests/test_house.py) and the words (tests/test_words.py)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(OFFLINE) $(BIN)/python -m pytest -q tests/test_house.py tests/test_words.py
 
 format: env  ## let ruff rewrite the code
 	$(BIN)/ruff check --fix .
