@@ -115,8 +115,7 @@ def check(source: str) -> Iterator[tuple[int, str, str]]:
             yield from _check_docstring(node)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.lstrip("_") in NAMES:
             yield node.lineno, "name", node.name
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            yield from _check_message(node.exc)
+        yield from _check_message(_message(node))
     for number, line in enumerate(source.splitlines(), 1):
         yield from ((number, "slang", word) for word in slang(line))
 
@@ -159,15 +158,23 @@ def arguments(docstring: str) -> Iterator[tuple[str, str]]:
         yield from re.findall(r"^    ([\w*`., ]+?):\s+(\S.*)$", section.group(1), re.MULTILINE)
 
 
-def _check_message(call: ast.Call) -> Iterator[tuple[int, str, str]]:
-    name = ast.unparse(call.func).rpartition(".")[2]
-    if not (re.match(r"DP|Unsupported", name) and call.args):
-        return
-    message = call.args[0]
+def _check_message(message: ast.expr | None) -> Iterator[tuple[int, str, str]]:
     if isinstance(message, ast.JoinedStr):
         message = message.values[0]  # a text, or a value, which may be anything
     if isinstance(message, ast.Constant) and isinstance(message.value, str) and not _START.match(message.value):
         yield message.lineno, "message", message.value
+
+
+def _message(node: ast.AST) -> ast.expr | None:
+    """The message of ``raise DP...Error(message)``, or of a refusal, ``yield applies, message, fix``."""
+    if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+        name = ast.unparse(node.exc.func).rpartition(".")[2]
+        return node.exc.args[0] if re.match(r"DP|Unsupported", name) else None
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Yield) and isinstance(node.value.value, ast.Tuple):
+        texts = node.value.value.elts[1:]
+        if len(texts) == 2 and all(isinstance(text, ast.Constant | ast.JoinedStr) for text in texts):
+            return texts[0]
+    return None
 
 
 def main(packages: list[str]) -> None:

@@ -64,7 +64,7 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
     )
     yield (
         args.ball_radius is not None,
-        "ball_radius belongs to finetuning.",
+        "`ball_radius` belongs to finetuning.",
         "Use --head_radius, which the epsilon of the head counts on.",
     )
     yield lora_r > 0, f"lora_r={lora_r}: the loss is not convex in an adapter.", FINETUNE
@@ -99,7 +99,7 @@ def _on_schedule(args: Any) -> Iterator[Refusal]:
     yield bool(args.weight_decay), f"weight_decay={args.weight_decay:g} belongs to finetuning.", "Use --l2."
     yield (
         bool(args.max_grad_norm),
-        "max_grad_norm clips a sum, and a clipped step is no contraction.",
+        "`max_grad_norm` clips a sum, and a clipped step is no contraction.",
         "Leave it at 0.",
     )
 
@@ -111,17 +111,17 @@ def _on_what_is_seen(args: Any) -> Iterator[Refusal]:
         yield value != never, f"{name}={value}: {what} show intermediate weights. {FINAL_ONLY}", f"Use --{name} no."
     yield (
         bool(args.load_best_model_at_end),
-        f"load_best_model_at_end chooses among iterates. {FINAL_ONLY}",
+        f"`load_best_model_at_end` chooses among iterates. {FINAL_ONLY}",
         "Leave it out.",
     )
     yield (
         bool(args.log_unprivatized),
-        f"log_unprivatized prints values of the training data. {FINAL_ONLY}",
+        f"`log_unprivatized` prints values of the training data. {FINAL_ONLY}",
         "Leave it out.",
     )
     yield (
         args.unsafe_fixed_noise_key is not None,
-        "unsafe_fixed_noise_key makes nothing private.",
+        "`unsafe_fixed_noise_key` makes nothing private.",
         "Leave it out; --noise_multiplier 0 runs without noise and says so.",
     )
     yield args.world_size > 1, "A head is trained by one process.", "Start the recipe without accelerate launch."

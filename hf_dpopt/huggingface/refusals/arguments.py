@@ -40,7 +40,7 @@ def _on_users(args: Any) -> Iterator[Refusal]:
 def _on_devices(args: Any) -> Iterator[Refusal]:
     yield (
         args.fp16,
-        "fp16 skips an update exactly when one record overflows, which tells that the record is there.",
+        "`fp16` skips an update exactly when one record overflows, which tells that the record is there.",
         "Use --bf16, or full precision.",
     )
     yield (
@@ -62,7 +62,7 @@ def _on_devices(args: Any) -> Iterator[Refusal]:
     )
     yield (
         args.parallelism_config is not None,
-        "parallelism_config (tensor, context, sequence parallelism) is not supported yet.",
+        "`parallelism_config` (tensor, context, sequence parallelism) is not supported yet.",
         DATA_PARALLEL,
     )
 
@@ -71,7 +71,7 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
     loader = args.accelerator_config
     yield (
         bool(args.auto_find_batch_size),
-        "auto_find_batch_size restarts after an out-of-memory error with the changed weights, uncounted.",
+        "`auto_find_batch_size` restarts after an out-of-memory error with the changed weights, uncounted.",
         "Set --per_device_train_batch_size to what fits; it does not change the result.",
     )
     yield (
@@ -82,7 +82,7 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
     accumulation = getattr(loader, "gradient_accumulation_kwargs", None) or {}
     yield (
         "num_steps" in accumulation,
-        f"accelerator_config.gradient_accumulation_kwargs sets num_steps={accumulation.get('num_steps')}, which the "
+        f"`accelerator_config.gradient_accumulation_kwargs` sets num_steps={accumulation.get('num_steps')}, which the "
         "Trainer would take for loader items, and an item is a whole step here.",
         "Use --gradient_accumulation_steps, or --expected_batch_size.",
     )
@@ -91,7 +91,7 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
         yield bool(getattr(loader, option)), what, DEALT
     yield (
         bool(args.ignore_data_skip),
-        "ignore_data_skip would serve the batches of earlier steps again.",
+        "`ignore_data_skip` would serve the batches of earlier steps again.",
         "Remove --ignore_data_skip: skipping costs nothing here.",
     )
     yield (
@@ -127,7 +127,7 @@ def _on_backward(args: Any) -> Iterator[Refusal]:
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
     yield (
         bool(args.torch_compile),
-        "torch_compile compiles the whole model, with it the places where per-record gradients are captured.",
+        "`torch_compile` compiles the whole model, with it the places where per-record gradients are captured.",
         "Remove --torch_compile, and compile parts: for layer in model.model.layers: layer.mlp.compile().",
     )
     dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
@@ -148,7 +148,7 @@ def _on_backward(args: Any) -> Iterator[Refusal]:
     )
     yield (
         args.neftune_noise_alpha is not None,
-        "neftune_noise_alpha scales its noise by the padded length, which depends on the other records.",
+        "`neftune_noise_alpha` scales its noise by the padded length, which depends on the other records.",
         "Remove --neftune_noise_alpha.",
     )
     what = "Reentrant checkpointing runs a second backward inside the first."
@@ -156,15 +156,15 @@ def _on_backward(args: Any) -> Iterator[Refusal]:
 
 
 def _on_side_channels(args: Any) -> Iterator[Refusal]:
-    yield bool(args.debug), "debug prints un-noised activations and gradients.", "Remove --debug."
+    yield bool(args.debug), "`debug` prints un-noised activations and gradients.", "Remove --debug."
     yield (
         args.include_num_input_tokens_seen not in ("no", False),
-        "include_num_input_tokens_seen logs the size of the sampled batches.",
+        "`include_num_input_tokens_seen` logs the size of the sampled batches.",
         "Leave it at 'no'.",
     )
     yield (
         bool(args.enable_jit_checkpoint),
-        "enable_jit_checkpoint saves between a gradient and its update, so the step would run twice.",
+        "`enable_jit_checkpoint` saves between a gradient and its update, so the step would run twice.",
         "Use --save_steps.",
     )
     yield (

@@ -42,7 +42,7 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
 
 
 def shared_rows(dataset: Any, training: Any) -> int:
-    """Number of rows of `dataset` that are in `training`, by their contents; all if it is a view of it.
+    """Number of rows of `dataset` that are in `training`, by their contents; all if both share stored rows.
 
     Compares with at most `MAX_COMPARED` rows of the training dataset.
     """

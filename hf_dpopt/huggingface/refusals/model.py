@@ -55,7 +55,7 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
     rotary = {kind for kind in _rope_types(model) if kind in ("longrope", "su") or "dynamic" in kind}
     yield (
         bool(rotary),
-        f"rope_type {', '.join(sorted(rotary))} depends on the longest record of the batch.",
+        f"`rope_type` {', '.join(sorted(rotary))} depends on the longest record of the batch.",
         "Use a model with another rope_type (default, linear, yarn, llama3).",
     )
     yield from _on_experts(model)

@@ -149,7 +149,7 @@ def _on_what_is_given_twice(asked: _Asked) -> Iterator[Refusal]:
     )
     yield (
         args.average_iterate is not None and bool(args.load_best_model_at_end),
-        "load_best_model_at_end would replace the average by single iterates, which is what is evaluated on the way.",
+        "`load_best_model_at_end` would replace the average by single iterates, which are evaluated on the way.",
         "Leave out one of load_best_model_at_end and average_iterate.",
     )
 

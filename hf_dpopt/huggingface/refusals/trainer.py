@@ -97,12 +97,12 @@ def _on_sft(args: Any) -> Iterator[Refusal]:
     )
     yield (
         args.packing or args.padding_free,
-        "packing and padding_free put several records into one row, where they would be clipped as one.",
+        "`packing` and `padding_free` put several records into one row, where they would be clipped as one.",
         "Set packing=False and padding_free=False.",
     )
     yield (
         args.activation_offloading,
-        "activation_offloading keeps layers' inputs where the capture of per-record gradients does not see them.",
+        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them.",
         "Set activation_offloading=False; use gradient_checkpointing.",
     )
 
