@@ -26,7 +26,7 @@ def _modules(package: Path) -> dict[str, Path]:
 
 
 def _imports(modules: dict[str, Path], name: str) -> Iterator[str]:
-    """Modules of ours that a module imports anywhere, also inside a function."""
+    """Modules that a module imports anywhere, also inside a function; ours as far down as files go."""
     for node in ast.walk(ast.parse(modules[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
@@ -52,3 +52,11 @@ def test_imports_between_packages_go_one_way(package: Path):
                 if ORDER.index(parts[1]) > ORDER.index(own[0]):
                     upwards.append(f"{name} imports {imported}")
     assert not upwards
+
+
+def test_one_package_imports_transformers(package: Path):
+    modules = _modules(package)
+    importing = {
+        name for name in modules for other in _imports(modules, name) if other.split(".")[0] == "transformers"
+    }
+    assert {name.split(".")[1] for name in importing} == {"huggingface"}

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
-from transformers import masking_utils
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.contributions import ClippedSum
@@ -167,13 +167,18 @@ def _restoring(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, tor
 def _masks_are_always_made() -> Iterator[None]:
     """Make transformers build every padding mask, as it does for a traced model.
 
-    It leaves out masks that hide nothing, and under vmap there is no single answer to that.
+    It leaves out masks that hide nothing, and under vmap there is no single answer to that. Where its module of masks
+    was never imported, no model makes any.
     """
-    before, masking_utils.is_tracing = masking_utils.is_tracing, lambda tensor=None: True  # type: ignore[attr-defined]
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if masks is None:
+        yield
+        return
+    before, masks.is_tracing = masks.is_tracing, lambda tensor=None: True
     try:
         yield
     finally:
-        masking_utils.is_tracing = before  # type: ignore[attr-defined]
+        masks.is_tracing = before
 
 
 def _devices(engine: ClippingEngine) -> list[torch.device]:

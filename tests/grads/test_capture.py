@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 
 import peft
@@ -10,15 +11,40 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_dpopt import UnsupportedModuleError, clipped_gradient_sum
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.capture import Capture
-from hf_dpopt.clipping.rules import broadcast, linear
+from hf_dpopt.clipping.rules import COMPOSITES, RULES, broadcast, class_path, conv1d, fallback, linear, rule_for
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
 from tests.grads.models import MODELS, batch_for, bert, gpt2, llama
 from tests.reference import clipping as reference
+
+
+def _class(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+def test_classes_that_have_a_rule_exist_under_the_names_they_are_known_by():
+    """One that moves would lose its rule: a layer to the fallback, which is slow, a composite to a refusal."""
+    assert all(class_path(_class(path)) == path for path in RULES)
+    named = [composite for composite in COMPOSITES if composite.class_path is not None]
+    assert all(hasattr(_class(composite.class_path), composite.method) for composite in named) and named
+
+
+def test_a_layer_has_the_rule_of_the_class_whose_forward_it_runs():
+    class Same(Conv1D):
+        pass
+
+    class Other(Conv1D):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    assert rule_for(Conv1D(3, 4)) is rule_for(Same(3, 4)) is conv1d.forward
+    assert rule_for(Other(3, 4)) is fallback.forward
 
 
 def test_trainable_experts_are_refused_and_a_frozen_mixture_is_not():

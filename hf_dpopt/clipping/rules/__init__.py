@@ -12,17 +12,22 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from hf_dpopt.clipping.rules import adapters, broadcast, conv1d, embedding, fallback, linear, norms, shared
 
 Rule = Callable[..., Any]
 
-RULES: dict[type[nn.Module], Rule] = {
-    nn.Linear: linear.forward,
-    Conv1D: conv1d.forward,
-    nn.Embedding: embedding.forward,
-    nn.LayerNorm: norms.layer_norm,
+
+def class_path(cls: type) -> str:
+    """The name a class is registered under: other packages need not be installed, nor imported, to be known here."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+RULES: dict[str, Rule] = {
+    class_path(nn.Linear): linear.forward,
+    "transformers.pytorch_utils.Conv1D": conv1d.forward,
+    class_path(nn.Embedding): embedding.forward,
+    class_path(nn.LayerNorm): norms.layer_norm,
 }
 
 
@@ -45,8 +50,7 @@ class Composite:
     owns: tuple[str, ...] = ()
 
     def matches(self, module: nn.Module) -> bool:
-        path = f"{type(module).__module__}.{type(module).__qualname__}"
-        return self.class_path in (None, path) and hasattr(module, self.method)
+        return self.class_path in (None, class_path(type(module))) and hasattr(module, self.method)
 
 
 _DEBERTA = "transformers.models.deberta_v2.modeling_deberta_v2"
@@ -79,8 +83,9 @@ def rule_for(module: nn.Module) -> Rule:
     A subclass may compute something else in its forward, so it is not served by the rule of its base unless it
     inherits the forward unchanged (`torch.nn.modules.linear.NonDynamicallyQuantizableLinear`, for one).
     """
-    for cls, rule in RULES.items():
-        if isinstance(module, cls) and type(module).forward is cls.forward:
+    for cls in type(module).__mro__:
+        rule = RULES.get(class_path(cls))
+        if rule is not None and type(module).forward is cls.forward:  # type: ignore[attr-defined]
             return rule
     if isinstance(module, nn.Embedding):
         return embedding.subclass

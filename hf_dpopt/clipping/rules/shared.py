@@ -8,6 +8,7 @@ B = records, S = positions, H = heads, D = width.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,13 +84,8 @@ def deberta_attention_bias(
 
     He et al. (2021), arXiv:2006.03654, Eq. 4. `query_layer` and `key_layer` are (B H, T, D / H).
     """
-    from transformers.models.deberta_v2.modeling_deberta_v2 import (
-        build_relative_position,
-        build_rpos,
-        scaled_size_sqrt,
-    )
-
     attention: Any = site.module
+    deberta: Any = sys.modules[type(attention).__module__]  # its own functions, without an import of transformers
     if rel_embeddings.dim() == 2 and not any(p.requires_grad for p in attention.parameters()):
         return site.original(query_layer, key_layer, relative_pos, rel_embeddings, scale_factor)
     num_heads, span = attention.num_attention_heads, attention.pos_ebd_size
@@ -98,7 +94,7 @@ def deberta_attention_bias(
     rel_BSD = rel_embeddings[:, : 2 * span]
     if relative_pos is None:
         longest = attention.max_relative_positions
-        relative_pos = build_relative_position(
+        relative_pos = deberta.build_relative_position(
             query_layer, key_layer, bucket_size=attention.position_buckets, max_position=longest
         )
     relative_pos = relative_pos.long().view(1, *relative_pos.shape[-2:])
@@ -110,15 +106,15 @@ def deberta_attention_bias(
         scores = torch.bmm(query_layer, position_keys.mT)
         index = (relative_pos + span).clamp(0, 2 * span - 1)
         scores = scores.gather(-1, index.expand(query_layer.size(0), query_layer.size(1), -1))
-        bias = bias + scores / scaled_size_sqrt(position_keys, scale_factor).to(scores.dtype)
+        bias = bias + scores / deberta.scaled_size_sqrt(position_keys, scale_factor).to(scores.dtype)
     if "p2c" in attention.pos_att_type:
         project = attention.query_proj if shared else attention.pos_query_proj
         position_queries = attention.transpose_for_scores(project(rel_BSD), num_heads)
         scores = torch.bmm(key_layer, position_queries.mT)
-        inverse = build_rpos(
+        inverse = deberta.build_rpos(
             query_layer, key_layer, relative_pos, attention.max_relative_positions, attention.position_buckets
         )
         index = (span - inverse).clamp(0, 2 * span - 1).view(1, *inverse.shape[-2:])
         scores = scores.gather(-1, index.expand(query_layer.size(0), key_layer.size(1), -1)).mT
-        bias = bias + scores / scaled_size_sqrt(position_queries, scale_factor).to(scores.dtype)
+        bias = bias + scores / deberta.scaled_size_sqrt(position_queries, scale_factor).to(scores.dtype)
     return bias

@@ -1,0 +1,144 @@
+"""Features of a frozen model: computed once, and kept as private data.
+
+Shape legend: N = records, H = hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface.head import features_instead_of_logits
+from hf_dpopt.records.collation import Collation
+
+
+def compute_features(
+    model: PreTrainedModel,
+    inputs: Sequence[Mapping[str, Any]],
+    collate: Callable[[list[Any]], Any],
+    *,
+    batch_size: int = 64,
+    cache: Path | None = None,
+    progress: str | None = None,
+) -> torch.Tensor:
+    """Features that the head of a frozen model sees of each record, in evaluation mode.
+
+    Formal guarantee: the features of a record depend on that record alone, up to rounding in float32. Only records
+    with the same number of tokens share a batch, so nothing is padded: models exist whose outputs change with the
+    padding, and one record more would change the features of others.
+
+    Args:
+        model: a classifier, in float32; see `find_head`. It is not changed.
+        inputs: tokenized records, without labels.
+        collate: makes a batch of records.
+        batch_size: most records in a batch, >= 1; changes speed and memory, the features only by rounding.
+        cache: private folder to keep the features in, under a digest of the model's weights and of all inputs;
+            features of private records are private data. None to keep nothing.
+        progress: label of the progress bar; None for no bar.
+
+    Returns:
+        float32, (N, H).
+    """
+    _check_model(model)
+    path = None if cache is None else cache / f"features-{_digest(model, inputs)}.npy"
+    if path is not None and path.is_file():
+        return torch.from_numpy(np.load(path))
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), features_instead_of_logits(model):
+            features = _in_order(model, inputs, collate, batch_size, progress)
+    finally:
+        model.train(was_training)
+    if path is not None:
+        _keep(path, features)
+    return features
+
+
+def _in_order(
+    model: PreTrainedModel,
+    inputs: Sequence[Mapping[str, Any]],
+    collate: Callable[[list[Any]], Any],
+    batch_size: int,
+    progress: str | None,
+) -> torch.Tensor:
+    found: torch.Tensor | None = None
+    collation = Collation.of(collate)
+    with tqdm(total=len(inputs), desc=progress, unit=" records", disable=progress is None) as bar:
+        for some in _of_equal_length(inputs, batch_size):
+            parts = collation.parts([inputs[i] for i in some])
+            if sum(len(part.places) for part in parts) != len(some):
+                raise DPConfigError(
+                    "The collator makes no row of some of the records. Correct these records or leave them out."
+                )
+            for part in parts:
+                features_BH = _of_batch(model, part.batch)
+                if found is None:
+                    found = torch.empty(len(inputs), features_BH.size(1))
+                found[[some[place] for place in part.places]] = features_BH
+            bar.update(len(some))
+    if found is None:
+        raise DPConfigError("There are no records to compute features of. Give a training set.")
+    return found
+
+
+def _of_batch(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    features_BH = model(**{k: v.to(model.device) for k, v in batch.items()}).logits.float().cpu()
+    if features_BH.dim() != 2:
+        raise DPConfigError(
+            f"{type(model).__name__} gives {features_BH.dim()}-dimensional features. Use a model that classifies "
+            "whole texts."
+        )
+    return features_BH
+
+
+def _of_equal_length(inputs: Sequence[Mapping[str, Any]], size: int) -> Iterator[list[int]]:
+    """Yield places of at most `size` records with the same number of tokens."""
+    lengths = np.array([len(inputs[i]["input_ids"]) for i in range(len(inputs))])
+    for length in np.unique(lengths):
+        mine = np.flatnonzero(lengths == length).tolist()
+        for first in range(0, len(mine), size):
+            yield mine[first : first + size]
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    """Refuse models in which the features of one record depend on others, by more than rounding."""
+    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32, torch.float64}
+    if kinds:
+        raise DPConfigError(
+            f"The model is in {', '.join(map(str, kinds))}: rounding depends on the other records of a batch, and is "
+            "no small matter there. Load it in float32 (model.float())."
+        )
+    if "big" in str(model.config.model_type) and "bird" in str(model.config.model_type):
+        raise DPConfigError(
+            f"{type(model).__name__} changes its attention for all records when it meets a short one. Use another "
+            "model."
+        )
+
+
+def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    for record in inputs:
+        for name in sorted(record):
+            values = np.asarray(record[name])
+            digest.update(f"{name} {values.shape}".encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def _keep(path: Path, features: torch.Tensor) -> None:
+    content = io.BytesIO()
+    np.save(content, features.numpy())
+    write_durably(path, content.getvalue(), mode=0o600)
