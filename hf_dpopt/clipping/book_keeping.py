@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import torch
 
-from hf_dpopt.clipping.contributions import ClippedSum, Contribution, Dense, Pack, squared_norms
+from hf_dpopt.clipping.clipped_sum import ClippedSum, Pack
+from hf_dpopt.clipping.contributions import Contribution, Dense
 from hf_dpopt.clipping.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.clipping.products import GramCache
+from hf_dpopt.clipping.record_norms import squared_norms
 from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import usable
 from hf_dpopt.clipping.units import Units

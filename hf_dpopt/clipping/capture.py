@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.contributions import Contribution
-from hf_dpopt.clipping.rules import COMPOSITES, Rule, flattening, rule_for
+from hf_dpopt.clipping.rules import COMPOSITES, flattening, rule_for
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
 
@@ -42,76 +43,6 @@ Receiver = Callable[[str, Contribution], None]
 
 def _not_recording(name: str, contribution: Contribution) -> None:
     raise AssertionError(f"{name} handed over a gradient outside of a step")
-
-
-class Site:
-    """One method under capture (mostly a layer's forward), with its rule, parameter names and sink.
-
-    Args:
-        name: path of the module in the model, for messages.
-        module: owner of the method and of the parameters.
-        parameter_names: path of a trained parameter below the module -> its name in the model.
-        rule: called with (site, *args) in place of the method.
-        sink: receives the contributions.
-        method: name of the method.
-        changes_shapes: the rule also replaces the method where no gradient is taken.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        parameter_names: dict[str, str],
-        rule: Rule,
-        sink: Capture,
-        method: str = "forward",
-        changes_shapes: bool = False,
-    ):
-        self.name, self.module, self.parameter_names, self.sink = name, module, parameter_names, sink
-        self.rule, self.method, self.changes_shapes = rule, method, changes_shapes
-        self.original: Any = None
-
-    @property
-    def num_records(self) -> int:
-        return self.sink.num_records
-
-    def trains(self, attribute: str) -> bool:
-        return attribute in self.parameter_names
-
-    def add(self, attribute: str, contribution: Contribution) -> None:
-        self.sink.add(self, self.parameter_names[attribute], contribution)
-
-    def cast(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The parameter in `dtype`, converted once in a step."""
-        return (
-            parameter if parameter.dtype == dtype else self.sink.copy_of(parameter, dtype, lambda: parameter.to(dtype))
-        )
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The recorded run is the one autograd follows: checkpointing runs two, and both must have the same shapes,
-        # which rules for whole methods change.
-        if not torch.is_grad_enabled() and not self.changes_shapes:
-            return self.original(*args, **kwargs)
-        return self.rule(self, *args, **kwargs)
-
-    def install(self) -> None:
-        self.had_its_own = self.method in self.module.__dict__
-        self.original = getattr(self.module, self.method)
-        setattr(self.module, self.method, self)
-
-    def remove(self) -> None:
-        if self.had_its_own:
-            setattr(self.module, self.method, self.original)
-        else:
-            delattr(self.module, self.method)
-
-    @contextlib.contextmanager
-    def original_forward(self) -> Iterator[None]:
-        self.remove()
-        try:
-            yield
-        finally:
-            self.install()
 
 
 class Capture:

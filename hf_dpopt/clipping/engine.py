@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.capture import Capture
-from hf_dpopt.clipping.contributions import ClippedSum, Contribution, Dense, squared_norms
+from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.contributions import Contribution, Dense
 from hf_dpopt.clipping.products import wide
+from hf_dpopt.clipping.record_norms import squared_norms
 from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from hf_dpopt.clipping.capture import Site
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.clipping.rules import conv1d, embedding, fallback, linear
+from hf_dpopt.clipping.site import Site
 
 MATMULS = (linear.forward, conv1d.forward)
 LOOK_UPS = (embedding.forward, embedding.subclass)

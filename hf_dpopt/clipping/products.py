@@ -55,9 +55,7 @@ def squares(
         of_left, of_right = (wide(x).square().sum(dim=(1, 2)) for x in (left_BTP, right_BTQ))
         return of_left * of_right, of_left * of_right
     if kernels.takes(left_BTP, right_BTQ, dtypes=(torch.bfloat16,)):
-        from hf_dpopt.clipping.kernels import outer
-
-        return outer.squares(left_BTP, right_BTQ)
+        return kernels.outer.squares(left_BTP, right_BTQ)
     right_blocks = (grams or GramCache()).blocks(right_BTQ)
     found = [
         _squares(wide(left_BTP[part]), [block[part] for block in right_blocks]) for part in _parts(left_BTP)
@@ -71,9 +69,7 @@ def add_weighted_sum_(
 ) -> None:
     """``total = beta total + sum_b factors_b left_b^T right_b``; beta is 1, or 0 to overwrite `total`."""
     if kernels.takes(left_BTP, right_BTQ, dtypes=(torch.bfloat16,)) and total_PQ.is_contiguous():
-        from hf_dpopt.clipping.kernels import outer
-
-        return outer.add_weighted_sum_(total_PQ, left_BTP, right_BTQ, factors_B, beta=beta)
+        return kernels.outer.add_weighted_sum_(total_PQ, left_BTP, right_BTQ, factors_B, beta=beta)
     left_is_narrower = left_BTP.size(2) <= right_BTQ.size(2)
     for part in _parts(right_BTQ if left_is_narrower else left_BTP):
         left, right, factors = left_BTP[part], right_BTQ[part], factors_B[part]

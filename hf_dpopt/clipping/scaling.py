@@ -15,14 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hf_dpopt.clipping.contributions import (
-    MAX_SQUARED,
-    Contribution,
-    Dense,
-    Outer,
-    Rows,
-    Transposed,
-)
+from hf_dpopt.clipping.contributions import MAX_SQUARED, Contribution, Dense, Outer, Rows, Transposed
 from hf_dpopt.clipping.products import GramCache, wide
 from hf_dpopt.common.errors import DPConfigError
 

@@ -18,8 +18,10 @@ import torch._functorch.config
 from torch import nn
 
 from hf_dpopt.clipping.capture import is_compiled
-from hf_dpopt.clipping.contributions import ClippedSum, Contribution, has_cancelled, squared_norms
+from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.contributions import Contribution
 from hf_dpopt.clipping.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
+from hf_dpopt.clipping.record_norms import has_cancelled, squared_norms
 from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units

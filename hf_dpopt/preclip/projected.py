@@ -10,7 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from hf_dpopt.clipping.contributions import ClippedSum, Contribution, Dense, Outer, Rows, Transposed
+from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.contributions import Contribution, Dense, Outer, Rows, Transposed
 from hf_dpopt.clipping.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.clipping.scaling import Scale

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.clipping.contributions import COUNT
+from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
 from hf_dpopt.common.errors import DPConfigError

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt.clipping.capture import Site
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError

@@ -74,11 +74,9 @@ class _TokenMean(torch.autograd.Function):
 def _token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[torch.Tensor, Any]:
     """Cross entropy of every token, (B, T), 0 without a target; and the normalisers for `_gradient_in_place`."""
     if _fused(logits_BTV):
-        from hf_dpopt.clipping.kernels import cross_entropy
-
         is_label_BT = (labels_BT >= 0) & (labels_BT < logits_BTV.size(-1))
         torch._assert_async((is_label_BT | (labels_BT == IGNORED)).all(), "a label is outside of the vocabulary")
-        return cross_entropy.losses(logits_BTV, labels_BT)
+        return kernels.cross_entropy.losses(logits_BTV, labels_BT)
     losses, normalisers = [], []
     for logits_TV, labels_T in zip(logits_BTV, labels_BT, strict=True):  # a record at a time: what is wide stays small
         logits_TV = _wide_logits(logits_TV)
@@ -96,9 +94,7 @@ def _gradient_in_place(
 ) -> None:
     """Overwrite the logits with the gradient of ``sum_b shares_b sum_t loss_bt``."""
     if _fused(logits_BTV):
-        from hf_dpopt.clipping.kernels import cross_entropy
-
-        return cross_entropy.gradient_(logits_BTV, labels_BT, shares_B, normalisers)
+        return kernels.cross_entropy.gradient_(logits_BTV, labels_BT, shares_B, normalisers)
     for b, logits_TV in enumerate(logits_BTV):
         wide_TV = _wide_logits(logits_TV)
         wide_TV.sub_(normalisers[b].unsqueeze(1)).exp_().mul_(shares_B[b])

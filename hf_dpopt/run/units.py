@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.clipping.contributions import ClippedSum
+from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.records.collation import trimmed
 from hf_dpopt.records.losses import RecordLosses, num_records

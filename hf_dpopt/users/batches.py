@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.clipping.contributions import ClippedSum
+from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.records.collation import Collation, Collator
 from hf_dpopt.records.losses import RecordLosses

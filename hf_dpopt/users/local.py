@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.clipping.contributions import ClippedSum
+from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.randomness.cipher import KEY_BYTES

@@ -7,16 +7,10 @@ import itertools
 import pytest
 import torch
 
-from hf_dpopt.clipping.contributions import (
-    ClippedSum,
-    Dense,
-    Outer,
-    Rows,
-    Transposed,
-    inner,
-    squared_norm,
-)
+from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.contributions import Dense, Outer, Rows, Transposed
 from hf_dpopt.clipping.products import BLOCK, GramCache
+from hf_dpopt.clipping.record_norms import inner, squared_norm
 
 B, T, P, Q = 4, 6, 5, 3
 

@@ -10,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.clipping import kernels, products
-from hf_dpopt.clipping.contributions import Outer, squared_norm
+from hf_dpopt.clipping.contributions import Outer
+from hf_dpopt.clipping.record_norms import squared_norm
 from tests.grads.models import MODELS, batch_for
 from tests.reference import clipping as reference
 

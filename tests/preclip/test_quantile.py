@@ -11,7 +11,7 @@ import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import ENGINES, make_engine
-from hf_dpopt.clipping.contributions import COUNT
+from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.postprocess import IndependentNoise

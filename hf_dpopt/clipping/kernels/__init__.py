@@ -1,22 +1,31 @@
 """Fused kernels for CUDA devices (Triton).
 
 Each computes what a few lines of torch compute elsewhere, with less memory traffic; those lines stay the reference and
-serve every other device. Nothing here imports Triton before it is used: installations for CPUs do not have it.
-`HF_DPOPT_KERNELS=0` in the environment keeps to torch.
+serve every other device. `HF_DPOPT_KERNELS=0` in the environment keeps to torch.
+
+The files of this folder are its attributes (`kernels.outer`), imported at their first use and not before: they import
+Triton, which installations for CPUs do not have.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any
 
 import torch
 
 SWITCH = "HF_DPOPT_KERNELS"
+FILES = ("cross_entropy", "layer_norm", "outer")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 @functools.cache
@@ -25,9 +34,8 @@ def _work_on(device: torch.device) -> bool:
     if os.environ.get(SWITCH) == "0" or importlib.util.find_spec("triton") is None:
         return False
     try:
-        from hf_dpopt.clipping.kernels import cross_entropy
-
-        cross_entropy.losses(torch.zeros(1, 1, 8, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
+        losses = __getattr__("cross_entropy").losses
+        losses(torch.zeros(1, 1, 8, device=device), torch.zeros(1, 1, dtype=torch.long, device=device))
     except Exception as error:  # whatever a compiler or driver raises
         warnings.warn(
             f"The fused kernels cannot be built for {device} ({type(error).__name__}: {error}), so clipping is "
@@ -46,18 +54,3 @@ def takes(*tensors: torch.Tensor, dtypes: tuple[torch.dtype, ...] = (torch.float
         and all(x.device == first.device and x.dtype in dtypes and x.numel() > 0 for x in tensors)
         and _work_on(first.device)
     )
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def on_device_of_first(launch: Callable[P, R]) -> Callable[P, R]:
-    """Make Triton launch on the device of the first tensor, not on the current one."""
-
-    @functools.wraps(launch)
-    def launched(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.cuda.device_of(args[0]):
-            return launch(*args, **kwargs)
-
-    return launched

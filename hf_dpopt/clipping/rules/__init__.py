@@ -8,14 +8,11 @@ parameters, or in `COMPOSITES`, for a method of a module that has children. Laye
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 from torch import nn
 
 from hf_dpopt.clipping.rules import adapters, broadcast, conv1d, embedding, fallback, linear, norms, shared
-
-Rule = Callable[..., Any]
+from hf_dpopt.clipping.site import Rule
 
 
 def class_path(cls: type) -> str:

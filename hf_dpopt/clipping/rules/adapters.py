@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from hf_dpopt.clipping.rules.broadcast import copy_per_record
 from hf_dpopt.clipping.rules.embedding import look_up
 from hf_dpopt.clipping.rules.linear import matmul
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
 
 
 def _is_idle(layer: Any) -> bool:

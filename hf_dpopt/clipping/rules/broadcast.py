@@ -6,16 +6,14 @@ over the tokens of a record and no further. Which layers are of this kind is fou
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dpopt.clipping.contributions import Dense
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
 
 
 class _CopyPerRecord(torch.autograd.Function):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_dpopt.clipping.contributions import Dense
 from hf_dpopt.clipping.rules.linear import autocast_to, matmul_contribution, tokens
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
+from hf_dpopt.clipping.site import Site
 
 
 class _Conv1D(torch.autograd.Function):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from hf_dpopt.clipping.contributions import Rows, Transposed
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
 
 
 class _Embedding(torch.autograd.Function):

@@ -6,17 +6,15 @@ it); costs a second forward of the module and B copies of its gradients. B = rec
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from hf_dpopt.clipping.contributions import Dense
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
 
 
 def _call(module: nn.Module, parameters: dict[str, torch.Tensor], args: tuple, kwargs: dict) -> torch.Tensor:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
+from hf_dpopt.clipping.site import Site
 
 # class -> the children it calls this way
 FLATTENING = {"transformers.models.opt.modeling_opt.OPTDecoderLayer": ("fc1", "fc2", "final_layer_norm")}

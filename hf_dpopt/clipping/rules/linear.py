@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from hf_dpopt.clipping.contributions import Contribution, Dense, Outer
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
-
+from hf_dpopt.clipping.site import Site
 
 ALIGNED = 8  # elements of bfloat16 in 16 bytes
 MANY = 1024  # outputs from which a padded copy of the weight pays

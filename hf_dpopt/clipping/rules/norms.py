@@ -5,16 +5,14 @@ B = records, T = tokens, D = width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_dpopt.clipping import kernels
 from hf_dpopt.clipping.contributions import Dense
 from hf_dpopt.clipping.products import wide
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
+from hf_dpopt.clipping.site import Site
 
 
 class _LayerNorm(torch.autograd.Function):
@@ -68,10 +66,10 @@ def _parameter_gradients(
         by_name = dict(zip(("weight", "bias"), zip(*grads, strict=True), strict=True))
         return {name: torch.stack(per_record) for name, per_record in by_name.items() if per_record[0] is not None}
     if len(shape) == 1 and x.dim() > 2 and kernels.takes(grad_output, x, mean, rstd):
-        from hf_dpopt.clipping.kernels import layer_norm
-
         grad_BTD, x_BTD = (tensor.flatten(1, -2) for tensor in (grad_output, x))
-        return dict(zip(("weight", "bias"), layer_norm.parameter_gradients(grad_BTD, x_BTD, mean, rstd), strict=True))
+        return dict(
+            zip(("weight", "bias"), kernels.layer_norm.parameter_gradients(grad_BTD, x_BTD, mean, rstd), strict=True)
+        )
     dims = tuple(range(1, x.dim() - len(shape)))  # the token dimensions between record and features
     grad = wide(grad_output)
     scaled = grad * ((wide(x) - wide(mean)) * wide(rstd))

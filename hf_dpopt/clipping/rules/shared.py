@@ -9,15 +9,13 @@ B = records, S = positions, H = heads, D = width.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_dpopt.clipping.contributions import Dense
+from hf_dpopt.clipping.site import Site
 from hf_dpopt.common.errors import UnsupportedModuleError
-
-if TYPE_CHECKING:
-    from hf_dpopt.clipping.capture import Site
 
 
 class _PerRecord(torch.autograd.Function):

@@ -1,0 +1,132 @@
+"""Sums of clipped gradients: the memory of a step, taken when it is needed.
+
+Shape legend: B = records, N = values of a record, U = units of privacy.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+
+from hf_dpopt.clipping.contributions import Contribution, Dense, flat_by_record
+from hf_dpopt.clipping.products import wide
+from hf_dpopt.clipping.scaling import Scale
+
+COUNT = "units within the clip"  # a coordinate of the sum that is no parameter
+MAX_PACKED = 2**15  # elements of a parameter that goes into a pack
+
+
+class Pack:
+    """Small materialised gradients of many parameters side by side: one operation for all instead of some for each.
+
+    Biases, norms and low-rank factors are most of the parameters of a model by number and few of them by size; a GPU
+    computes faster than Python can ask it one by one.
+
+    Args:
+        gradients: name -> per-record gradients of the one use of that parameter, on one device.
+    """
+
+    def __init__(self, gradients: Mapping[str, Dense]):
+        flat = [flat_by_record(dense.grad_B) for dense in gradients.values()]
+        self._names, self._sizes = list(gradients), [x_BN.size(1) for x_BN in flat]
+        self._shapes = [dense.grad_B.shape[1:] for dense in gradients.values()]
+        self._grad_BN = wide(torch.cat(flat, dim=1))
+
+    @staticmethod
+    def takes(uses: list[Contribution]) -> bool:
+        """Whether these contributions of a parameter can go into a pack."""
+        first = uses[0]
+        return len(uses) == 1 and isinstance(first, Dense) and first.grad_B[:1].numel() <= MAX_PACKED
+
+    def squared_norms(self, scale: Scale | None = None) -> torch.Tensor:
+        """Squared norms over all parameters of the pack, (B,), after division by the scale's D."""
+        if scale is None or not scale.parts.keys() & set(self._names):
+            return Dense(self._grad_BN).squares()[0]
+        like = zip(self._names, self._shapes, strict=True)
+        weights = [scale.weights(name, self._grad_BN.new_empty(1).expand(shape)) for name, shape in like]
+        return Dense(self._grad_BN * torch.cat(weights)).squares()[0]
+
+    def select(self, keep_B: torch.Tensor) -> Pack:
+        kept = copy.copy(self)
+        kept._grad_BN = self._grad_BN[keep_B]
+        return kept
+
+    def weighted_sums(self, factors_B: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name -> ``sum_b factors_b g_b``, flat."""
+        total_N = factors_B.to(self._grad_BN.dtype) @ self._grad_BN
+        return dict(zip(self._names, total_N.split(self._sizes), strict=True))
+
+
+class ClippedSum:
+    """A sum over records that allocates memory for a parameter when its first contribution comes.
+
+    A sum of all parameters that is there from the start would stand beside the activations of the whole forward, where
+    ordinary training has no gradients yet.
+
+    Args:
+        parameters: name -> parameter; all of them are in the result, those without contributions as zeros.
+        scale: multiplier of the records before the clip; None for 1.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor], scale: Scale | None = None):
+        self._parameters = parameters
+        self._totals: dict[str, torch.Tensor] = {}
+        self.scale, self._is_scaled = scale, False
+        self._count = 0.0  # of units, +1/2 for one within the clip and -1/2 for one that was clipped
+
+    def count(self, is_clipped_U: torch.Tensor) -> None:
+        """Count units that were not dropped."""
+        if self.scale is not None and self.scale.count_weight:
+            self._count += float((0.5 - is_clipped_U.double()).sum())
+
+    def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
+        """Add ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
+        assert not self._is_scaled, "the sum was taken"
+        if contribution.num_records == 0:
+            return
+        if name in self._totals:
+            contribution.add_weighted_sum_(self._totals[name], factors_B)
+        else:  # fresh memory, overwritten with beta=0: no pass of zeros
+            total = self._new(name, torch.empty)
+            contribution.add_weighted_sum_(total, factors_B, beta=0)
+            self._totals[name] = total
+
+    def add_pack(self, pack: Pack, factors_B: torch.Tensor) -> None:
+        """Add ``sum_b factors_b g_b`` of every gradient of the pack."""
+        parts = pack.weighted_sums(factors_B)
+        known = [name for name in parts if name in self._totals]
+        new = {name: self._new(name, torch.empty) for name in parts if name not in self._totals}
+        if known:
+            totals = [self._totals[name] for name in known]
+            torch._foreach_add_(totals, [parts[n].view_as(t) for n, t in zip(known, totals, strict=True)])
+        if new:  # copied: a view of the pack would keep all of it
+            torch._foreach_copy_(list(new.values()), [parts[name].view_as(total) for name, total in new.items()])
+        self._totals |= new
+
+    @staticmethod
+    def _dtype(parameter: torch.Tensor) -> torch.dtype:
+        return torch.promote_types(parameter.dtype, torch.float32)
+
+    def _new(self, name: str, make: Callable[..., torch.Tensor]) -> torch.Tensor:
+        p = self._parameters[name]  # contiguous, whatever the parameter is
+        return make(p.shape, dtype=self._dtype(p), device=p.device)
+
+    def result(self) -> dict[str, torch.Tensor]:
+        """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy.
+
+        What is added afterwards would not be scaled, so nothing can be.
+        """
+        if self.scale is not None and not self._is_scaled:
+            self._is_scaled = True
+            for name, total in self._totals.items():
+                self.scale.apply_(name, total)
+        sums = {
+            name: self._totals[name] if name in self._totals else self._new(name, torch.zeros)
+            for name in self._parameters
+        }
+        if self.scale is not None and self.scale.count_weight:
+            first = next(iter(sums.values()))
+            sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])
+        return sums
