@@ -1,9 +1,12 @@
-"""The package's own log: once on every line, whatever other libraries do to the root logger."""
+"""The package's own log: every line once, whatever the application and other libraries do to the root logger."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import logging
@@ -13,6 +16,7 @@ show(True)
 {after}
 logger.info("the plan")
 """
+TO_CONSOLE = "logging.basicConfig(level=logging.INFO)"
 
 
 def _lines(before: str = "", after: str = "") -> list[str]:
@@ -21,9 +25,29 @@ def _lines(before: str = "", after: str = "") -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_a_root_handler_that_comes_later_repeats_nothing():
-    assert _lines(after="logging.basicConfig(level=logging.INFO)") == ["[hf_dpopt] the plan"]
+def test_it_prints_where_nobody_set_up_logging():
+    assert _lines() == ["[hf_dpopt] the plan"]
 
 
-def test_an_application_that_set_up_logging_before_has_it_its_way():
-    assert _lines(before="logging.basicConfig(level=logging.INFO)") == ["INFO:hf_dpopt:the plan"]
+def test_it_prints_once_when_it_is_shown_twice():
+    assert _lines(before="show(True)") == ["[hf_dpopt] the plan"]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_application_that_sets_up_logging_has_it_its_way(order: str):
+    assert _lines(**{order: TO_CONSOLE}) == ["INFO:hf_dpopt:the plan"]
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_log_file_of_the_application_holds_the_lines(order: str, tmp_path: Path):
+    file = tmp_path / "log"
+    assert _lines(**{order: f"logging.basicConfig(filename={str(file)!r}, level=logging.INFO)"}) == []
+    assert file.read_text().splitlines() == ["INFO:hf_dpopt:the plan"]
+
+
+def test_a_handler_of_the_applications_own_for_this_log_is_enough():
+    assert _lines(after="logger.addHandler(logging.StreamHandler())") == ["the plan"]
+
+
+def test_other_processes_than_the_first_are_quiet():
+    assert _lines(after="show(False)") == []

@@ -97,7 +97,6 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _bytes_of(values: pa.Array, bounds: np.ndarray) -> Content:
-
     _, starts, data = values.buffers()
     if starts is None or not len(values):
         return np.zeros(0, dtype=np.uint8), np.zeros_like(bounds)
