@@ -218,12 +218,12 @@ def _without_padded_targets(row: Batch) -> Batch:
         return row
     targets, width = (labels[0] != IGNORED).nonzero().flatten(), labels.size(1)
     stop = int(targets[-1]) + 1 if len(targets) else 1
-    return {
-        key: value[:, :stop]
-        if key in TARGETS and isinstance(value, torch.Tensor) and value.shape[1:2] == (width,)
-        else value
-        for key, value in row.items()
-    }
+    cut = dict(row)
+    for key in TARGETS:
+        value = row.get(key)
+        if isinstance(value, torch.Tensor) and value.shape[1:2] == (width,):
+            cut[key] = value[:, :stop]
+    return cut
 
 
 # --- joining rows --------------------------------------------------------------------------------------------------
