@@ -21,6 +21,7 @@ RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
 MORE_LABELS = "If the labels are right: load the model with num_labels=<number of labels>."
 UNLABELLED = "A label of -1 marks records without a label (the test files of GLUE): leave them out."
 LABELS = "the labels of the model"
+CHOICES = "the choices of a record"
 LABEL_COLUMNS = ("labels", "label", "label_ids")
 
 
@@ -49,7 +50,7 @@ class Range:
         """Message for a value outside: the allowed range, and the way out if the value is right."""
         ignored = " (or -100, for what is no target)" if self.may_be_ignored else ""
         found = f"{column!r} holds {value}, which is outside 0 to {self.below - 1}{ignored}, {self.what}."
-        unlabelled = value == -1 and self.what == LABELS
+        unlabelled = value == -1 and self.what in (LABELS, CHOICES)
         return f"{found} {UNLABELLED if unlabelled else self.otherwise}".rstrip()
 
 
@@ -148,8 +149,9 @@ class Limits:
                 outside = values[~allowed.holds(values)]
                 if outside.numel():
                     return allowed.says(column, int(outside.flatten()[0]))
-        if self.label_is_a_choice and _chooses_nothing(batch).any():
-            return "'labels' holds a number that is none of the record's choices, which count from 0."
+        if self.label_is_a_choice and (is_none_B := _chooses_nothing(batch)).any():
+            value = int(batch["labels"].reshape(-1)[is_none_B][0])
+            return Range(batch["input_ids"].size(1), CHOICES).says("labels", value)
         return (
             "labels are floats, or more tokens come than the model has positions." if self.failing(batch).any() else ""
         )

@@ -159,12 +159,13 @@ def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypat
     assert seen and all(bool(((labels >= 0) & (labels < 3)).all()) for labels in seen)
 
 
-def test_a_label_that_is_no_choice_is_refused_where_it_is_seen(tmp_path):
+@pytest.mark.parametrize(("label", "told"), [(3, "holds 3, .* 0 to 2, the choices"), (-1, "-1 marks records without")])
+def test_a_label_that_is_no_choice_is_refused_where_it_is_seen(label, told, tmp_path):
     rows = _one_more_choice(24, 24)
-    rows[3]["label"] = 3
+    rows[3]["label"] = label
     make = tiny.trainer(
         tmp_path, model=_bert().float(), train_dataset=rows, max_steps=1,
         data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
     )  # fmt: skip
-    with pytest.raises(harness.REFUSALS, match="none of the record's choices"):
+    with pytest.raises(harness.REFUSALS, match=told):
         make.train()
