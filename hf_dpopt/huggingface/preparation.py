@@ -13,7 +13,7 @@ from hf_dpopt.huggingface.self_check.conditions import in_mode
 from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
-from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.records.trial import beside_shorter, try_collation
@@ -129,9 +129,7 @@ def make_collation(
         form = _form(dataset, clean, predicts_numbers)
         if form is not None:
             refuse_malformed(_cleaned(dataset, clean), limits, form)
-    config: Any = getattr(base_model(model), "config", None)
-    padding_id = getattr(config, "pad_token_id", None)
-    padding = Padding(padding_id if isinstance(padding_id, int) and padding_id >= 0 else 0)
+    padding = Padding(padding_id_of(model))
     return Collation(collator, form=form, limits=limits, padding=padding, clean=clean, place=place)
 
 

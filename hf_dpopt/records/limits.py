@@ -79,7 +79,7 @@ class Limits:
         """The limits of a model with a head of that kind (`RecordLosses.kind`)."""
         base = base_model(model)
         config: Any = getattr(base, "config", None)
-        vocabulary = _rows(base, "get_input_embeddings") or getattr(config, "vocab_size", None)
+        vocabulary = _vocabulary(base)
         found: dict[str, Range] = {}
         if isinstance(vocabulary, int):
             for column in ("input_ids", "decoder_input_ids"):
@@ -176,6 +176,15 @@ class Limits:
         return isinstance(record, Mapping) and is_flat(record.get("input_ids")) and len(record["input_ids"]) == 0
 
 
+def padding_id_of(model: nn.Module) -> int:
+    """The model's token of padding; 0 where its config names none, or one that it could not look up."""
+    base = base_model(model)
+    padding_id, vocabulary = getattr(getattr(base, "config", None), "pad_token_id", None), _vocabulary(base)
+    if not isinstance(padding_id, int) or padding_id < 0:
+        return 0
+    return 0 if isinstance(vocabulary, int) and padding_id >= vocabulary else padding_id
+
+
 def is_flat(values: Any) -> bool:
     """Whether these values form a flat list, one for each token of a record."""
     if isinstance(values, (torch.Tensor, np.ndarray)):
@@ -227,6 +236,11 @@ def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:
     ):
         return Range(num_labels, LABELS, otherwise=MORE_LABELS)
     return None
+
+
+def _vocabulary(base: Any) -> Any:
+    """Number of tokens the model reads; None for one that reads none."""
+    return _rows(base, "get_input_embeddings") or getattr(getattr(base, "config", None), "vocab_size", None)
 
 
 def _rows(base: Any, getter: str) -> int | None:

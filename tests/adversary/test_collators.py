@@ -177,3 +177,31 @@ def test_padding_wherever_the_tokenizer_sits(place, side, agrees, tmp_path):
         assert not refusal
     else:
         assert "padding" in refusal, refusal
+
+
+# --- padding that the model does not know ---------------------------------------------------------------------------
+
+
+def test_a_config_that_names_no_token_of_the_model_is_not_padded_with_it(tmp_path):
+    """A collator of one's own: rows are joined here, with the model's padding if its table has that token."""
+    rows = tiny.records(NUM)
+
+    def make(output_dir, dataset):
+        model = tiny.model(dropout=0.0)
+        model.config.pad_token_id = 10**6
+        return trainer(output_dir, dataset, model=model)
+
+    assert 1e-3 < influence(make, rows, 0, tmp_path) <= 1 + 1e-5
+
+
+def test_a_tokenizer_that_pads_with_a_new_token_is_refused(tmp_path):
+    """Every padded record would be left out of its step."""
+    rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
+    tokenizer = _words("right", "<pad>")
+    tokenizer.add_special_tokens({"pad_token": "<new>"})
+    assert tokenizer.pad_token_id >= tiny.VOCABULARY
+
+    def make(output_dir, dataset):
+        return trainer(output_dir, dataset, data_collator=tf.DataCollatorWithPadding(tokenizer))
+
+    assert_refused(make, rows, tmp_path, match="padding token .* outside 0 to 39, .*resize_token_embeddings")

@@ -19,6 +19,7 @@ from hf_dpopt.huggingface.self_check.influence import Columns, check_others, che
 from hf_dpopt.huggingface.self_check.made_up import LOOKS, MAX_TOKENS, padding_side_of, rows, synthetic_batch
 from hf_dpopt.huggingface.self_check.probe import NARROW_TOLERANCE, probing
 from hf_dpopt.huggingface.self_check.shared import check_shared_draws
+from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, base_model, num_records
 
 LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follows to float32
@@ -76,6 +77,13 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
         )
 
 
+def _check_padding_token(losses: RecordLosses, like: Mapping[str, Any], padding_id: int | None) -> None:
+    """Refuse padding that the model cannot look up: every record that is padded would be left out of its step."""
+    allowed = Limits.of(losses.model, losses.kind).ranges.get("input_ids")
+    if padding_id is not None and "input_ids" in like and allowed is not None and not allowed.holds(padding_id):
+        raise DPConfigError(f"The padding token is none of the model's: {allowed.says('input_ids', padding_id)}")
+
+
 def _forward_in_training_mode(losses: RecordLosses, batch: Mapping[str, Any]) -> None:
     model = losses.model
     with (
@@ -127,7 +135,8 @@ def self_check(
     num_records(like)  # refuses packed batches
     model, notes = engine.model, list[str]()
     if padding_id is None and "attention_mask" in like:
-        padding_id = getattr(getattr(base_model(model), "config", None), "pad_token_id", None) or 0
+        padding_id = padding_id_of(model)
+    _check_padding_token(losses, like, padding_id)
     columns = Columns(like, padding_id, padding_side or padding_side_of(like))
     batch = synthetic_batch(like, model, padding_id, padding_side=columns.padding_side)
     is_padded = padding_id is not None and "input_ids" in batch
