@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,5 +34,16 @@ def test_every_bug_was_caught_when_they_were_last_planted():
     planted = [(row["what"], row["file"]) for row in found["bugs"]]
     assert planted == [(bug.what, bug.file) for bug in BUGS], f"run: {found['command']}"
     assert all(row["caught_by"] for row in found["bugs"])
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]) for row in found["bugs"])
     assert len(BUGS) >= 20
     assert command.PAGE.read_text(encoding="utf-8") == command.page(found["bugs"]), f"run: {found['command']}"
+
+
+def test_rows_that_are_not_measured_again_keep_their_date(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    old, new = ({"what": bug.what, "file": bug.file, "caught_by": ["a"], "date": "2001-01-01"} for bug in BUGS[:2])
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(command, "PAGE", tmp_path / "page.md")
+    command.write([old, new])
+    command.write([{**new, "date": "2002-02-02"}])
+    rows = json.loads(command.RESULTS.read_text(encoding="utf-8"))["bugs"]
+    assert [row["date"] for row in rows] == ["2001-01-01", "2002-02-02"]

@@ -89,11 +89,11 @@ def main() -> None:
 
 
 def write(found: list[dict[str, Any]]) -> None:
-    """Both files, with what was found now and, of the bugs that are still planted, what was found before."""
+    """Both files, with what was found now and, of the bugs that are still planted, what was found before, and when."""
     before = json.loads(RESULTS.read_text(encoding="utf-8"))["bugs"] if RESULTS.exists() else []
     rows = {row["what"]: row for row in [*before, *found]}
     kept = [rows[bug.what] for bug in BUGS if bug.what in rows]
-    body = {"command": COMMAND, "date": str(datetime.date.today()), "bugs": kept}
+    body = {"command": COMMAND, "bugs": kept}
     RESULTS.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(kept), encoding="utf-8")
 
@@ -117,7 +117,7 @@ def _catch(bug: Bug, copy: Path) -> dict[str, Any]:
     finally:
         file.write_text(sound, encoding="utf-8")
     print(f"{time.monotonic() - start:5.1f} s  {bug.what}: {', '.join(red) or 'NOT CAUGHT'}", flush=True)
-    return {"what": bug.what, "file": bug.file, "caught_by": red}
+    return {"what": bug.what, "file": bug.file, "caught_by": red, "date": str(datetime.date.today())}
 
 
 def _red(copy: Path, tests: Iterable[str], *options: str) -> list[str]:
