@@ -95,15 +95,27 @@ def influence(
         without: the dataset that lacks the record, in which the others keep their order; None keeps the dataset and
             leaves the record out of the draw, which is the same for what happens inside a step.
     """
+    with_it, without_it = _with_and_without(make, dataset, record, folder, drawn, without)
+    squares = [(with_it[name] - without_it[name]).square().sum() for name in with_it]
+    return float(torch.stack(squares).sum().sqrt()) / CLIPPING_NORM
+
+
+def _with_and_without(
+    make: Make, dataset: Any, record: int, folder: Path, drawn: Sequence[int] | None, without: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     everyone = list(range(len(dataset))) if drawn is None else list(drawn)
     others = [i for i in everyone if i != record]
     with_it = clipped_sums(make, dataset, everyone, folder / "with")
     if without is None:
-        without_it = clipped_sums(make, dataset, others, folder / "without")
-    else:
-        without_it = clipped_sums(make, without, [i - (i > record) for i in others], folder / "without")
-    squares = [(with_it[name] - without_it[name]).square().sum() for name in with_it]
-    return float(torch.stack(squares).sum().sqrt()) / CLIPPING_NORM
+        return with_it, clipped_sums(make, dataset, others, folder / "without")
+    return with_it, clipped_sums(make, without, [i - (i > record) for i in others], folder / "without")
+
+
+def assert_adds_nothing(make: Make, dataset: Any, record: int, folder: Path, *, drawn: Sequence[int]) -> None:
+    """The record is left out of the sum of its step, and the others are not."""
+    with_it, without_it = _with_and_without(make, dataset, record, folder, drawn, None)
+    assert all(torch.equal(with_it[name], without_it[name]) for name in without_it)
+    assert any(bool(total.any()) for total in without_it.values()), "nobody added anything"
 
 
 def assert_kept(make: Make, dataset: Any, record: int, folder: Path, **how: Any) -> None:
