@@ -27,6 +27,7 @@ from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import data_mark
 from hf_dpopt.huggingface.preparation import look_at_records, make_collation, padding_of, pair_of_records
+from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
@@ -111,6 +112,7 @@ class DPTrainerMixin(_Trainer):
                 "TrainingArguments by hf_dpopt.DPTrainingArguments and set target_epsilon."
             )
         log.show(args.process_index == 0)
+        warn_if_alone(os.environ, args.world_size)
         given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
         refusals.check_loss(
             type(self),

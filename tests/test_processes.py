@@ -1,0 +1,50 @@
+"""A launcher that starts one process of several says nothing, so the trainer does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_dpopt.huggingface.processes import warn_if_alone
+
+OF_THE_LAUNCHER = {"ACCELERATE_USE_CPU": "True"}
+SEVERAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+SCRIPT = """
+import sys
+from tests import tiny
+tiny.trainer(sys.argv[1], max_steps=1).train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "num_processes", "warns"),
+    [
+        ({}, 1, False),
+        (OF_THE_LAUNCHER, 1, False),
+        (SEVERAL, 1, False),
+        (OF_THE_LAUNCHER | SEVERAL, 1, True),
+        (OF_THE_LAUNCHER | SEVERAL, 2, False),
+        (OF_THE_LAUNCHER | SEVERAL | {"RANK": "0"}, 1, False),
+    ],
+)
+def test_one_process_of_several_is_told(environment, num_processes, warns, caplog):
+    with caplog.at_level("WARNING"):
+        warn_if_alone(environment, num_processes)
+    assert ("torchrun --nproc_per_node" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(("num", "warns"), [("1", False), ("2", True)])
+def test_the_launcher_sets_what_it_is_known_by(num: str, warns: bool, tmp_path: Path, repo: Path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", num]
+    environment = os.environ | {"PYTHONPATH": str(repo)}
+    done = subprocess.run(
+        [*launch, str(script), str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert ("One process trains, although" in done.stderr) == warns
