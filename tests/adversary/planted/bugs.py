@@ -8,7 +8,7 @@ TRAINER = "tests/test_trainer.py"
 LOSSES = "tests/test_losses.py"
 STATE = "tests/test_private_state.py"
 LEDGER = "tests/accounting/test_ledger.py"
-REFUSALS = "tests/test_refusals.py"
+REFUSED_MODELS = "tests/refusals/test_models.py"
 SAMPLERS = "tests/sampling/test_samplers.py"
 ROWS = "tests/adversary/test_rows_of_an_index.py"
 COLLATORS = "tests/adversary/test_collators.py"
@@ -364,14 +364,14 @@ BUGS: tuple[Bug, ...] = (
         "hf_dpopt/huggingface/refusals/model.py",
         "isinstance(module, nn.modules.batchnorm._BatchNorm),",
         "False,",
-        (f"{REFUSALS}::test_models",),
+        (f"{REFUSED_MODELS}::test_models",),
     ),
     Bug(
         "rotary embeddings that look at the longest record are let in",
         "hf_dpopt/huggingface/refusals/model.py",
         "        bool(rotary),\n",
         "        False,\n",
-        (f"{REFUSALS}::test_rotary_embeddings_that_depend_on_the_batch",),
+        (f"{REFUSED_MODELS}::test_rotary_embeddings_that_depend_on_the_batch",),
     ),
     Bug(
         "the exact loss is logged",

@@ -1,0 +1,163 @@
+"""Arguments, environment and launchers that are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import transformers as tf
+from accelerate.utils import DistributedType, DynamoBackend
+
+from hf_dpopt import DPConfigError, DPTrainer
+from hf_dpopt.huggingface import refusals
+from tests.refusals.base import bert, num_charged, records
+
+
+def test_what_is_refused_below_is_the_option_not_the_run(arguments, tmp_path):
+    """The base of every case trains, so a refusal comes from what the case changes."""
+    assert DPTrainer(bert(), arguments(), train_dataset=records()).train().global_step == 2
+    assert num_charged(tmp_path / "out") == 2 and (tmp_path / "keys").exists()
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "fp16": ({"fp16": True}, "skips an update.*Use --bf16"),
+    "n_gpu": ({"late": {"_n_gpu": 2}}, "2 GPUs.*accelerate launch --num_processes 2"),
+    "fsdp": ({"fsdp": True}, "FSDP.*Use plain accelerate launch"),
+    "deepspeed": ({"late": {"deepspeed": "ds.json"}}, "DeepSpeed.*Use plain accelerate launch"),
+    "deepspeed from accelerate": (
+        {"late": {"deepspeed_plugin": object()}},
+        "DeepSpeed.*Use plain accelerate launch",
+    ),
+    "parallelism_config": ({"late": {"parallelism_config": object()}}, "parallelism_config.*Use plain accelerate"),
+    "torch_compile": ({"torch_compile": True}, "Remove --torch_compile"),
+    "torch_compile_mode": ({"torch_compile_mode": "default"}, "Remove --torch_compile"),
+    "liger": ({"use_liger_kernel": True}, "Remove --use_liger_kernel"),
+    "lomo": ({"optim": "lomo"}, "optim=lomo.*Use adamw_torch"),
+    "adalomo": ({"optim": "adalomo"}, "optim=adalomo.*Use adamw_torch"),
+    "galore layerwise": ({"optim": "galore_adamw_layerwise"}, "galore_adamw_layerwise.*Use adamw_torch"),
+    "apollo layerwise": ({"optim": "apollo_adamw_layerwise"}, "apollo_adamw_layerwise.*Use adamw_torch"),
+    "auto_find_batch_size": ({"auto_find_batch_size": True}, "Set --per_device_train_batch_size"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "Remove --neftune_noise_alpha"),
+    "group_by_length": ({"train_sampling_strategy": "group_by_length"}, "group_by_length.*Leave it at 'random'"),
+    "sequential": ({"train_sampling_strategy": "sequential"}, "sequential.*Leave it at 'random'"),
+    "split_batches": ({"accelerator_config": {"split_batches": True}}, "split_batches.*Remove it"),
+    "dispatch_batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches.*Remove it"),
+    "accumulation of accelerate": (
+        {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+        "num_steps=2.*Use --gradient_accumulation_steps",
+    ),
+    "ignore_data_skip": ({"ignore_data_skip": True}, "Remove --ignore_data_skip"),
+    "dataloader_in_order": ({"dataloader_in_order": False}, "dataloader_in_order=False.*Remove it"),
+    "reentrant": (
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+        "Reentrant.*'use_reentrant': False",
+    ),
+    "reentrant, old name": (
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "Reentrant.*'use_reentrant': False",
+    ),
+    "reentrant by torch's default": (  # torch takes reentrant where other keywords are given without this one
+        {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"preserve_rng_state": True}},
+        "Reentrant.*'use_reentrant': False",
+    ),
+    "debug": ({"debug": "underflow_overflow"}, "Remove --debug"),
+    "tokens seen": ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen.*Leave it at 'no'"),
+    "tokens seen, text": ({"include_num_input_tokens_seen": "non_padding"}, "Leave it at 'no'"),
+    "jit checkpoint": ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint.*Use --save_steps"),
+    "no budget": ({"noise_multiplier": None}, "Neither target_epsilon nor noise_multiplier.*Add --target_epsilon"),
+    "two budgets": ({"target_epsilon": 8.0}, "both of target_epsilon and noise_multiplier.*Give exactly one"),
+    "epsilon 0": ({"noise_multiplier": None, "target_epsilon": 0.0}, "target_epsilon=0.0.*Use a finite number > 0"),
+    "epsilon < 0": (
+        {"noise_multiplier": None, "target_epsilon": -1.0},
+        "target_epsilon=-1.0.*Use a finite number > 0",
+    ),
+    "epsilon nan": ({"noise_multiplier": None, "target_epsilon": float("nan")}, "target_epsilon=nan.*Use a finite"),
+    "delta 1": ({"target_delta": 1.0}, "target_delta=1.0.*at most 1 / number of records"),
+    "noise < 0": ({"noise_multiplier": -0.5}, "noise_multiplier=-0.5.*Use a finite number > 0"),
+    "clipping_norm": ({"clipping_norm": 0.0}, "clipping_norm=0.0.*Use a finite number > 0"),
+    "clipping": ({"clipping": "adaptive"}, "clipping='adaptive'.*Use one of: 'flat'"),
+    "clipping_engine": ({"clipping_engine": "vmap"}, "clipping_engine='vmap'.*Choose one of: auto, book_keeping"),
+    "sampling": ({"sampling": "shuffle"}, "sampling='shuffle'.*Use one of: 'auto'"),
+    "adjacency": ({"adjacency": "add"}, "adjacency='add'.*Use one of: 'auto', 'add_or_remove_one'"),
+    "privacy_unit": ({"privacy_unit": "user"}, "privacy_unit='user'.*--user_id_column author"),
+    "batch larger than the dataset": ({"expected_batch_size": 25}, "expected_batch_size.*25"),
+    "empty batch": ({"expected_batch_size": 0}, "expected_batch_size=0.*integer >= 1"),
+    "fixed key": ({"unsafe_fixed_noise_key": "42"}, "unsafe_fixed_noise_key.*64 hexadecimal"),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments(case, arguments, refused):
+    values, mend = ARGUMENTS[case]
+    args, model, dataset = arguments(**values), bert(), records()
+    with refused(mend):
+        DPTrainer(model, args, train_dataset=dataset)
+
+
+ENVIRONMENT = {
+    "fp16": ("ACCELERATE_MIXED_PRECISION", "fp16", "mixed precision is fp16.*ACCELERATE_MIXED_PRECISION"),
+    "fp8": ("ACCELERATE_MIXED_PRECISION", "fp8", "mixed precision is fp8.*ACCELERATE_MIXED_PRECISION"),
+    "dynamo": ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "ACCELERATE_DYNAMO_BACKEND=inductor.*Unset it"),
+    "wandb gradients": ("WANDB_WATCH", "gradients", "WANDB_WATCH.*Unset it"),
+    "wandb all": ("WANDB_WATCH", "all", "WANDB_WATCH.*Unset it"),
+}
+
+
+@pytest.mark.parametrize("case", ENVIRONMENT)
+def test_environment(case, arguments, refused, monkeypatch):
+    variable, value, mend = ENVIRONMENT[case]
+    monkeypatch.setenv(variable, value)
+    args, model, dataset = arguments(), bert(), records()
+    with refused(mend):
+        DPTrainer(model, args, train_dataset=dataset)
+
+
+@pytest.mark.parametrize("variable, value", [("ACCELERATE_DYNAMO_BACKEND", "no"), ("WANDB_WATCH", "false")])
+def test_harmless_environment_is_allowed(variable, value, arguments, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    DPTrainer(bert(), arguments(), train_dataset=records())
+
+
+def _accelerator(mode: str = "NO", **values: Any) -> SimpleNamespace:
+    state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO), fsdp_plugin=None)
+    defaults = {"mixed_precision": "no", "scaler": None, "state": state, "parallelism_config": None}
+    return SimpleNamespace(distributed_type=DistributedType(mode), **(defaults | values))
+
+
+ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
+    "fsdp": ({"mode": "FSDP"}, "mode FSDP.*choose plain multi-GPU or CPU"),
+    "deepspeed": ({"mode": "DEEPSPEED"}, "mode DEEPSPEED.*choose plain multi-GPU or CPU"),
+    "megatron": ({"mode": "MEGATRON_LM"}, "mode MEGATRON_LM.*choose plain multi-GPU or CPU"),
+    "tpu": ({"mode": "XLA"}, "mode XLA.*choose plain multi-GPU or CPU"),
+    "fp16": ({"mixed_precision": "fp16"}, "precision is fp16.*Use bf16 or no"),
+    "scaler": ({"scaler": object()}, "Use bf16 or no"),
+    "tensor parallelism": ({"parallelism_config": object()}, "parallelism_config.*Unset ACCELERATE_USE_PARALLELISM"),
+    "dynamo": (
+        {"state": SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.INDUCTOR), fsdp_plugin=None)},
+        "INDUCTOR.*without dynamo",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ACCELERATORS)
+def test_accelerator(case):
+    """States that this machine cannot be put in, so the check is called with what accelerate would hold."""
+    values, mend = ACCELERATORS[case]
+    with pytest.raises(DPConfigError, match=mend):
+        refusals.check_accelerator(_accelerator(**values))
+
+
+@pytest.mark.parametrize("mode", ["NO", "MULTI_CPU", "MULTI_GPU"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_plain_data_parallelism_is_allowed(mode, precision):
+    refusals.check_accelerator(_accelerator(mode, mixed_precision=precision))
+
+
+def test_stock_arguments(tmp_path, refused):
+    args = tf.TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none")
+    model, dataset = bert(), records()
+    with refused("got TrainingArguments.*Replace TrainingArguments by hf_dpopt.DPTrainingArguments"):
+        DPTrainer(model, args, train_dataset=dataset)
+    with refused("got NoneType.*DPTrainingArguments"):
+        DPTrainer(model, train_dataset=dataset)

@@ -1,0 +1,124 @@
+"""What only training shows, or what changes between the trainer's constructor and its steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as tf
+from torch import nn
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, UnsupportedModuleError
+from tests.refusals.base import BERT, NUM_RECORDS, bert, num_charged, records
+
+
+@pytest.mark.parametrize("between", [False, True])
+def test_accumulation_that_is_changed_after_the_trainer_was_made(between, arguments):
+    trainer = DPTrainer(bert(), arguments(), train_dataset=records())
+    if between:
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(DPConfigError, match="gradient_accumulation_steps=2 was set after.*make a new trainer"):
+        trainer.train()
+
+
+def test_hyperparameter_search(arguments):
+    trainer = DPTrainer(bert(), arguments(), train_dataset=records())
+    with pytest.raises(DPConfigError, match="budget per trial.*add up their epsilons"):
+        trainer.hyperparameter_search()
+
+
+class LeakingForSequenceClassification(tf.BertForSequenceClassification):
+    """Uses a weight outside the layer that owns it."""
+
+    def forward(self, *args, **kwargs):
+        outputs = super().forward(*args, **kwargs)
+        outputs.logits = outputs.logits * (1 + self.bert.pooler.dense.weight.mean())
+        return outputs
+
+
+class CountingForSequenceClassification(tf.BertForSequenceClassification):
+    """Counts what it was trained on, in a buffer that is saved with the model."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.register_buffer("num_seen", torch.zeros(()))
+
+    def forward(self, input_ids, **kwargs):
+        if self.training:
+            self.num_seen += input_ids.size(0)
+        return super().forward(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("skip_self_check", [False, True])
+def test_a_parameter_used_outside_its_layer(skip_self_check, arguments, refused_in_training):
+    model = LeakingForSequenceClassification(tf.BertConfig(**BERT))
+    args = arguments(skip_self_check=skip_self_check, expected_batch_size=NUM_RECORDS)
+    trainer = DPTrainer(model, args, train_dataset=records())
+    mend = "outside the layers that own them.*bert.pooler.dense.weight.*Freeze them"
+    with refused_in_training(mend, model, charged=int(skip_self_check), error=UnsupportedModuleError):
+        trainer.train()
+
+
+def test_a_buffer_that_changes_in_a_forward(arguments, refused_in_training):
+    model = CountingForSequenceClassification(tf.BertConfig(**BERT))
+    trainer = DPTrainer(model, arguments(), train_dataset=records())
+    with refused_in_training("buffers .num_seen.*Replace these layers", model, error=UnsupportedModuleError):
+        trainer.train()
+    assert model.num_seen == 0
+
+
+def test_an_optimizer_of_other_tensors(arguments, refused_in_training):
+    model = bert()
+    optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(3))], lr=0.1)
+    trainer = DPTrainer(model, arguments(), train_dataset=records(), optimizers=(optimizer, None))
+    with refused_in_training("updates 1 tensors.*model.parameters", model):
+        trainer.train()
+
+
+@pytest.mark.parametrize("unfreeze", [False, True])
+def test_parameters_that_are_frozen_or_unfrozen_on_the_way(unfreeze, arguments):
+    class Toggle(tf.TrainerCallback):
+        def on_step_end(self, args, state, control, model=None, **kwargs):
+            model.bert.embeddings.requires_grad_(unfreeze)
+
+    model = bert()
+    model.bert.embeddings.requires_grad_(not unfreeze)
+    trainer = DPTrainer(model, arguments(max_steps=3), train_dataset=records(), callbacks=[Toggle()])
+    with pytest.raises(DPConfigError, match="changed during training.*Decide what to train before"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("inside", [".", "keys", "a/b"])
+def test_keys_where_the_model_is_published(inside, arguments, tmp_path, refused_in_training):
+    model = bert()
+    args = arguments(private_state_dir=str(tmp_path / "out" / inside))
+    trainer = DPTrainer(model, args, train_dataset=records())
+    with refused_in_training("overlap.*Use two directories side by side", model):
+        trainer.train()
+    assert not list(tmp_path.rglob("*.key"))
+
+
+def test_training_without_training_data(arguments, refused_in_training):
+    model = bert()
+    trainer = DPTrainer(model, arguments(), eval_dataset=records(4))
+    with refused_in_training("Pass train_dataset", model):
+        trainer.train()
+
+
+def test_arguments_that_change_after_the_plan_was_made(arguments, refused_in_training):
+    model = bert()
+    trainer = DPTrainer(model, arguments(), train_dataset=records())
+    trainer.args.max_steps = 20
+    with refused_in_training("20 steps, but the plan was made for 2.*Make a new trainer", model):
+        trainer.train()
+
+
+def test_more_steps_than_the_budget_covers(arguments, tmp_path):
+    """The same run again: its two steps are charged, so the next two are refused before they run."""
+    budget = {"noise_multiplier": None, "target_epsilon": 3.0}
+    DPTrainer(bert(), arguments(**budget), train_dataset=records()).train()
+    assert num_charged(tmp_path / "out") == 2
+    with pytest.raises(DPBudgetExceeded, match="Raise --target_epsilon"):
+        DPTrainer(bert(), arguments(**budget), train_dataset=records()).train()
+    assert num_charged(tmp_path / "out") == 2
