@@ -67,7 +67,8 @@ def test_data_and_loss(case, arguments, refused):
 def test_records_as_long_as_the_positions_are_allowed(arguments):
     long = datasets.Dataset.from_list([*records(), long_record(17)]).select(range(len(records())))  # not its rows
     for dataset in ([*records(), long_record(16)], long):
-        DPTrainer(bert(), arguments(), train_dataset=dataset)
+        trainer = DPTrainer(bert(), arguments(), train_dataset=dataset)
+        assert trainer.plan.num_examples == len(dataset)
 
 
 def _train_itself(train: Any) -> Any:

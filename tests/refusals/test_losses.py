@@ -37,10 +37,11 @@ def test_a_loss_function_of_the_batch_beside_one_of_records(arguments, refused):
     with refused("compute_loss_func returns one number.*Pass per_example_loss_func=f"):
         DPTrainer(model, args, train_dataset=dataset, compute_loss_func=of_batch)
     by_record = partial(nn.functional.cross_entropy, reduction="none")
-    DPTrainer(
+    trainer = DPTrainer(
         model, args, train_dataset=dataset, compute_loss_func=of_batch,
         per_example_loss_func=lambda outputs, labels: by_record(outputs.logits, labels),
-    ).train()  # fmt: skip
+    )  # fmt: skip
+    assert trainer.train().global_step == 2
 
 
 def test_a_head_without_known_loss(arguments, refused):

@@ -12,7 +12,7 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPTrainer, UnsupportedModuleError
-from tests.refusals.base import BERT, LIKE_LLAMA, VOCABULARY, bert, records
+from tests.refusals.base import BERT, LIKE_LLAMA, NUM_RECORDS, VOCABULARY, bert, records
 
 
 def _bert_with(change: Callable[[nn.Module], Any]) -> Callable[[], nn.Module]:
@@ -179,7 +179,9 @@ ALLOWED_MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("case", ALLOWED_MODELS)
 def test_neighbours_of_refused_models_are_allowed(case, arguments):
-    DPTrainer(ALLOWED_MODELS[case](), arguments(), train_dataset=records())
+    model = ALLOWED_MODELS[case]()
+    trainer = DPTrainer(model, arguments(), train_dataset=records())
+    assert trainer.model is model and trainer.plan.num_examples == NUM_RECORDS
 
 
 def test_a_model_made_by_model_init_is_checked_when_it_is_there(arguments, refused_in_training):
@@ -207,7 +209,7 @@ def test_a_model_with_tokens_in_the_first_dimension(arguments, refused):
     with refused("XLNet computes with the tokens in the first dimension.*freeze model.transformer"):
         DPTrainer(model, args, train_dataset=dataset)
     model.transformer.requires_grad_(False)  # and the way out works
-    DPTrainer(model, args, train_dataset=dataset).train()
+    assert DPTrainer(model, args, train_dataset=dataset).train().global_step == 2
 
 
 def test_float16_parameters(arguments):

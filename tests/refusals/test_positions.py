@@ -90,11 +90,11 @@ def test_long_targets_of_a_decoder_are_refused():
 def test_what_is_not_a_stored_row_of_tokens_is_not_measured():
     """Padding that takes no position, rows that a transform makes, rows that are missing or no lists."""
     roberta = _tiny("Roberta", pad_token_id=1)
-    refusals.check_lengths([{"input_ids": [5] * 14 + [1] * 2}], roberta)
+    assert refusals.check_lengths([{"input_ids": [5] * 14 + [1] * 2}], roberta) is None
     with pytest.raises(DPConfigError, match="14 positions"):
         refusals.check_lengths([{"input_ids": [5] * 15 + [1]}], roberta)
     served = datasets.Dataset.from_dict({"input_ids": [[5] * 40]})
     served.set_transform(lambda batch: {"input_ids": [row[:8] for row in batch["input_ids"]]})
     for dataset in (served, datasets.Dataset.from_dict({"input_ids": [None, [5]]}), [{"input_ids": None}],
                     datasets.Dataset.from_dict({"input_ids": ["a text " * 9]})):  # fmt: skip
-        refusals.check_lengths(dataset, bert())
+        assert refusals.check_lengths(dataset, bert()) is None  # it raises else
