@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput, seed_worker
+from transformers.trainer_utils import TrainOutput
 
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.clipping.capture import Capture
@@ -26,7 +26,8 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import data_mark
-from hf_dpopt.huggingface.preparation import look_at_records, make_collation, padding_of, pair_of_records
+from hf_dpopt.huggingface.loader import TrainingRecords
+from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
@@ -38,7 +39,6 @@ from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
-from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits
@@ -47,10 +47,7 @@ from hf_dpopt.records.unit import check_unit
 from hf_dpopt.report.script_scan import warn_of_printed_rows
 from hf_dpopt.run.batches import (
     LogicalBatch,
-    LogicalBatchSampler,
     Records,
-    all_of_them,
-    as_is,
     explained_out_of_memory,
 )
 from hf_dpopt.run.keys import private_folder
@@ -59,7 +56,6 @@ from hf_dpopt.run.stages import Stages
 from hf_dpopt.run.step import private_step
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.users import UserData
-from hf_dpopt.users.batches import of_rows
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
 UNPRIVATIZED_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
@@ -274,7 +270,7 @@ class DPTrainerMixin(_Trainer):
             model, self._per_example_loss_func or "auto", label_smoothing=self.args.label_smoothing_factor
         )
         self._check_optimizer()
-        self._collation = self._make_collation(model)
+        self._collation, self._sample = self._records.collation(model, self._losses, self._prepare_inputs)
         self._run_self_check()
         public = functools.partial(self._public_gradients, model)
         stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
@@ -307,7 +303,7 @@ class DPTrainerMixin(_Trainer):
         chooses_once = users is not None and users.samples_records
         if not (chooses_once or ParticipationCheck.is_needed(plan.sampler, plan.num_steps)):
             return None
-        return data_mark(self._record_dataset) if users is None else users.index.digest
+        return data_mark(self._records.dataset) if users is None else users.index.digest
 
     def _gradient_options(self, model: nn.Module) -> dict[str, Any]:
         """What a resumed run has to share with this one, besides its plan."""
@@ -361,7 +357,7 @@ class DPTrainerMixin(_Trainer):
             self._collation.parts(self._sample[:2])[0].batch,
             padding_id=padding_id,
             padding_side=padding_side,
-            longest=longest_record(self._record_dataset),
+            longest=longest_record(self._records.dataset),
             is_scaled=not isinstance(self._planned().preclip, Identity),
             has_units=self._users is not None,
         )
@@ -413,30 +409,14 @@ class DPTrainerMixin(_Trainer):
     def get_train_dataloader(self) -> DataLoader:
         plan = self._planned()
         self._check_records_are_kept()  # once more: it may have been replaced since the trainer was made
-        dataset, self._record_collator = self.train_dataset, self.data_collator
-        self._record_columns: list[str] | None = None  # those that the collator may see
+        dataset, columns = self.train_dataset, None
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
             dataset = self._remove_unused_columns(dataset, description="training")
         elif self.args.remove_unused_columns:
             self._set_signature_columns_if_needed()
-            self._record_columns = self._signature_columns
-        self._record_dataset = dataset
-        workers = self.args.dataloader_num_workers
-        if self._users is not None:
-            records, choose = Records(dataset, self._users.batch), self._users.choose
-        else:
-            records, choose = Records(dataset, of_rows), all_of_them
-        batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run, choose)
-        # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
-        return DataLoader(
-            records,
-            batch_sampler=batches,  # type: ignore[arg-type]
-            collate_fn=as_is,  # type: ignore[arg-type]
-            num_workers=workers,
-            persistent_workers=self.args.dataloader_persistent_workers,
-            prefetch_factor=self.args.dataloader_prefetch_factor,
-            worker_init_fn=(lambda i: seed_worker(i, workers, self.args.process_index)) if workers else None,
-        )
+            columns = self._signature_columns
+        self._records = TrainingRecords(dataset, self.data_collator, columns, self._users)
+        return self._records.loader(self.args, plan.sampler.steps_per_epoch, self._current_run)
 
     def _current_run(self) -> PrivateRun:
         assert self._run is not None
@@ -445,26 +425,9 @@ class DPTrainerMixin(_Trainer):
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
         yield from batch.physical(self.args.per_device_train_batch_size, self._collation)
 
-    def _make_collation(self, model: nn.Module) -> Collation:
-        """How records become rows, tried on a sample of them: what would fail in a step is found here."""
-        collation = make_collation(
-            self._record_dataset, self._record_collator, model, self._losses, self._clean, self._prepare_inputs
-        )
-        self._sample = look_at_records(self._record_dataset, collation, self._losses)
-        return collation
-
-    def _clean(self, record: Any) -> Any:
-        """What of a record the collator and the model may see."""
-        if self._users is not None:
-            record = self._users.without_id(record)
-        columns = self._record_columns
-        if columns is None or not isinstance(record, Mapping):
-            return record
-        return {name: value for name, value in record.items() if name in columns}
-
     def _collated(self, records: list[Any]) -> Any:
         """A batch of public records."""
-        return self._prepare_inputs(self._record_collator([self._clean(record) for record in records]))
+        return self._prepare_inputs(self._records.collate(records))
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Of the training set what is public: where users are protected, how many records they have is not."""

@@ -1,0 +1,77 @@
+"""The training records of a run and the way they take: columns, loader, collation.
+
+The Trainer shuffles, cuts and pads by itself. Here a loader item is the logical batch of one step, uncollated; it is
+cut and collated inside the step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers.trainer_utils import seed_worker
+
+from hf_dpopt.huggingface.preparation import look_at_records, make_collation
+from hf_dpopt.records.collation import Collation
+from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.run.batches import LogicalBatchSampler, Records, all_of_them, as_is
+from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.users import UserData
+from hf_dpopt.users.batches import of_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingRecords:
+    """Training records, as the collator and the model may see them.
+
+    Args:
+        dataset: the training set, without the columns that the Trainer removes from a stored one.
+        collator: the Trainer's.
+        columns: names that the collator may see of a record; None for all of them.
+        users: users whose rows the records are; None where records are protected.
+    """
+
+    dataset: Any
+    collator: Any
+    columns: Collection[str] | None
+    users: UserData | None
+
+    def loader(self, args: Any, steps_per_epoch: int, current_run: Callable[[], PrivateRun]) -> DataLoader:
+        """A loader of logical batches; the run that draws them is there when it is asked for the first."""
+        if self.users is not None:
+            records, choose = Records(self.dataset, self.users.batch), self.users.choose
+        else:
+            records, choose = Records(self.dataset, of_rows), all_of_them
+        workers = args.dataloader_num_workers
+        # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
+        return DataLoader(
+            records,
+            batch_sampler=LogicalBatchSampler(steps_per_epoch, current_run, choose),  # type: ignore[arg-type]
+            collate_fn=as_is,  # type: ignore[arg-type]
+            num_workers=workers,
+            persistent_workers=args.dataloader_persistent_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            worker_init_fn=(lambda i: seed_worker(i, workers, args.process_index)) if workers else None,
+        )
+
+    def collation(
+        self, model: nn.Module, losses: RecordLosses, place: Callable[[Any], Any]
+    ) -> tuple[Collation, list[Any]]:
+        """Collation of the records, and the sample it was tried on: what would fail in a step is found here."""
+        made = make_collation(self.dataset, self.collator, model, losses, self.clean, place)
+        return made, look_at_records(self.dataset, made, losses)
+
+    def clean(self, record: Any) -> Any:
+        """The fields of a record that the collator and the model may see."""
+        if self.users is not None:
+            record = self.users.without_id(record)
+        if self.columns is None or not isinstance(record, Mapping):
+            return record
+        return {name: value for name, value in record.items() if name in self.columns}
+
+    def collate(self, records: list[Any]) -> Any:
+        """A batch of records that need no protection."""
+        return self.collator([self.clean(record) for record in records])
