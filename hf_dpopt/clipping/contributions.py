@@ -18,6 +18,7 @@ import torch
 
 from hf_dpopt.clipping import products
 from hf_dpopt.clipping.products import GramCache, scaled, wide
+from hf_dpopt.common.types import ClippedSums
 
 if TYPE_CHECKING:
     from hf_dpopt.clipping.scaling import Scale
@@ -281,7 +282,7 @@ class ClippedSum:
         p = self._parameters[name]  # contiguous, whatever the parameter is
         return make(p.shape, dtype=self._dtype(p), device=p.device)
 
-    def result(self) -> dict[str, torch.Tensor]:
+    def result(self) -> ClippedSums:
         """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy.
 
         What is added afterwards would not be scaled, so nothing can be.
@@ -297,7 +298,7 @@ class ClippedSum:
         if self.scale is not None and self.scale.count_weight:
             first = next(iter(sums.values()))
             sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])
-        return sums
+        return ClippedSums(sums)
 
 
 def _inner_outer_outer(x: Outer, y: Outer) -> torch.Tensor:

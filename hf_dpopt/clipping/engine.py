@@ -21,13 +21,14 @@ from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.types import Secret
 
 LossFunction = Callable[[], torch.Tensor]
 
 
-@dataclasses.dataclass
-class UnprivatizedStatistics:
-    """What a step saw before any noise. Secret: never logged by default, never written to disk."""
+@dataclasses.dataclass(repr=False)
+class UnprivatizedStatistics(Secret):
+    """What a step saw before any noise: its text does not show it, so no log line tells it by accident."""
 
     num_records: int = 0
     loss_sum: float = 0.0
