@@ -376,7 +376,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the exact loss is logged",
         "hf_dpopt/huggingface/trainer.py",
-        "logs = {key: value for key, value in logs.items() if key not in UNPRIVATIZED_LOGS}\n        if",
+        "logs = {key: value for key, value in logs.items() if key not in SECRET_LOG_KEYS}\n        if",
         "if",
         (f"{TRAINER}::test_nothing_unprivatized_is_logged_or_saved",),
     ),
