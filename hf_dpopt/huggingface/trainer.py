@@ -48,9 +48,9 @@ from hf_dpopt.run.batches import (
     LogicalBatch,
     LogicalBatchSampler,
     Records,
-    all_of_them,
-    as_is,
-    explained_out_of_memory,
+    explain_out_of_memory,
+    keep_uncollated,
+    take_all,
 )
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
@@ -422,13 +422,13 @@ class DPTrainerMixin(_Trainer):
         if self._users is not None:
             records, choose = Records(dataset, self._users.batch), self._users.choose
         else:
-            records, choose = Records(dataset, of_rows), all_of_them
+            records, choose = Records(dataset, of_rows), take_all
         batches = LogicalBatchSampler(plan.sampler.steps_per_epoch, self._current_run, choose)
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
             records,
             batch_sampler=batches,  # type: ignore[arg-type]
-            collate_fn=as_is,  # type: ignore[arg-type]
+            collate_fn=keep_uncollated,  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
@@ -484,7 +484,7 @@ class DPTrainerMixin(_Trainer):
             self.optimizer.train()
         device = self.args.device
         with (
-            explained_out_of_memory(self.args.per_device_train_batch_size, step),
+            explain_out_of_memory(self.args.per_device_train_batch_size, step),
             self.compute_loss_context_manager(),
             secret_randomness(run.chain.dropout_key, step, collectives.rank(), device),
         ):

@@ -80,7 +80,7 @@ def physical_parts(
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
+def explain_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
     """Adds to an out-of-memory error what a private run can do about it, and what became of the step."""
     try:
         yield
@@ -134,7 +134,7 @@ class Records(torch.utils.data.Dataset):
 Choose = Callable[[PrivateRun, int, np.ndarray], StepIndices]
 
 
-def all_of_them(run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
+def take_all(run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
     """The records that were drawn, which are units of their own."""
     return StepIndices(drawn.tolist(), step)
 
@@ -148,7 +148,7 @@ class LogicalBatchSampler:
         choose: what of the units that were drawn takes part in a step: (run, step, units on this rank) -> records.
     """
 
-    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun], choose: Choose = all_of_them):
+    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun], choose: Choose = take_all):
         self.steps_per_epoch, self.run, self.epoch, self._choose = steps_per_epoch, run, 0, choose
 
     @property
@@ -171,6 +171,6 @@ class LogicalBatchSampler:
             yield self._choose(run, step, drawn[collectives.rank() :: collectives.world_size()])
 
 
-def as_is(batch: LogicalBatch) -> LogicalBatch:
+def keep_uncollated(batch: LogicalBatch) -> LogicalBatch:
     """The loader's collate function: collation happens inside the step, physical batch by physical batch."""
     return batch
