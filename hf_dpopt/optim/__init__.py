@@ -10,8 +10,7 @@ import torch
 
 from hf_dpopt.optim.adagrad import DPAdaGrad
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
-from hf_dpopt.optim.arguments import from_arguments
-from hf_dpopt.optim.base import Filter, NoiseAwareOptimizer, state_bytes
+from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.optim.rmsprop import DPRMSProp
 
@@ -32,6 +31,5 @@ __all__ = [
     "DPRMSProp",
     "Filter",
     "NoiseAwareOptimizer",
-    "from_arguments",
     "state_bytes",
 ]

@@ -12,7 +12,8 @@ from hf_dpopt.common.checks import check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.refusal import Refusal, raise_first
 from hf_dpopt.huggingface.refusals.data import shared_rows
-from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer, from_arguments
+from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
+from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
@@ -95,7 +96,7 @@ def _asked(
     if cls_and_kwargs is not None and issubclass(cls_and_kwargs[0], NoiseAwareOptimizer):
         optimizer = cls_and_kwargs[0](_parameters(), **{"lr": args.learning_rate, **cls_and_kwargs[1]})
     elif not is_given and name is not None:
-        cls, options = from_arguments(name, args)
+        cls, options = optimizer_from_arguments(name, args)
         decay = {"weight_decay": args.weight_decay, "filter": low_pass}
         optimizer = cls(_parameters(), **options, **decay)  # refuses what is out of range
     return _Asked(

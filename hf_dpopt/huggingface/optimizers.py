@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.optim import OPTIMIZERS
 
 # Constructor argument -> the fields it comes from. The trainer gives weight_decay per group, and the last two itself.
 FIELDS = {
@@ -20,7 +21,7 @@ FIELDS = {
 }
 
 
-def from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and constructor arguments of the optimizer called `name`.
 
     Args:
@@ -32,8 +33,6 @@ def from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], d
     Raises:
         DPConfigError: for an unknown name or key, a key that has a field of its own, or a value of another type.
     """
-    from hf_dpopt.optim import OPTIMIZERS  # it exports this function
-
     if name not in OPTIMIZERS:
         raise DPConfigError(f"Optimizer {name!r} is unknown. Use one of: {', '.join(OPTIMIZERS)}.")
     cls = OPTIMIZERS[name]
