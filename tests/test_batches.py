@@ -168,13 +168,12 @@ def test_a_key_is_needed_only_when_iteration_starts(make_run):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run, monkeypatch):
+def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run):
     """Every record of a step on exactly one rank; with 64 ranks most shares are empty, and are items all the same."""
     run = make_run(sampling)
-    monkeypatch.setattr(collectives, "world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        run.ranks = DataParallel(world_size, rank)
         shares.append(served(loader(run, records())))
     want = drawn(run, range(1, 8))
     assert all(share.keys() == want.keys() for share in shares)

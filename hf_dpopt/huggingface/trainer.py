@@ -183,7 +183,7 @@ class DPTrainerMixin(_Trainer):
                 preclip=self._own_preclip,
             )
 
-        return collectives.agreed(planned)  # tuning on other hardware may end in other digits
+        return collectives.current_ranks().same(planned)  # tuning on other hardware may end in other digits
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:

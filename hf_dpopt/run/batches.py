@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.common import collectives
 from hf_dpopt.records.collation import Collation, Collator, Part, length_of
 from hf_dpopt.records.rows import read_one, read_rows, spread
 from hf_dpopt.run.run import PrivateRun
@@ -168,7 +167,7 @@ class LogicalBatchSampler:
         first = self.epoch * self.steps_per_epoch + 1
         for step in range(first, min(first + self.steps_per_epoch, run.plan.num_steps + 1)):
             drawn = run.draw(step)
-            yield self._choose(run, step, drawn[collectives.rank() :: collectives.world_size()])
+            yield self._choose(run, step, drawn[run.ranks.rank :: run.ranks.size])
 
 
 def keep_uncollated(batch: LogicalBatch) -> LogicalBatch:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common import collectives
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.noise.level import MechanismLevel
@@ -92,13 +92,14 @@ class PrivateRun:
         training: Mapping[str, Any] | None = None,
     ):
         self.plan = plan
+        self.ranks = current_ranks()
         self.output_dir = Path(output_dir)
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
         self._memory: KeyMemory | None = None
         self._is_closed = False
         self._preclip: Preconditioning | None = None
-        opened = collectives.agreed(
+        opened = self.ranks.same(
             lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training)
         )
         self.chain: Chain = opened[0]
@@ -400,7 +401,7 @@ def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, An
         DPConfigError: if a budget is to be kept and that run had no noise.
     """
     path = Path(output_dir) / LEDGER
-    if collectives.rank() != 0 or not path.exists():
+    if current_ranks().rank != 0 or not path.exists():
         return None
     plan = Ledger.read(path).plan
     if plan is not None and "noise_strategy" not in plan:

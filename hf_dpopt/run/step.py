@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dpopt import postprocess
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.common import collectives
+from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preconditioning
 from hf_dpopt.records.losses import RecordLosses
@@ -60,8 +60,8 @@ def private_step(
     for batch in physical_batches:
         for query in clipped:
             seen += add_batch(query, engine, losses, batch, sums_users=run.plan.sums_users)
-    sums = queries.joined([query.result() for query in clipped])
-    collectives.sum_over_ranks(sums)
+    sums = ClippedSums(queries.joined([query.result() for query in clipped]))
+    sums = run.ranks.sum(sums)
     # private from here
     run.noise.add_(sums, step)
     # released from here

@@ -78,7 +78,7 @@ class UserData:
                 folder.mkdir(exist_ok=True, mode=0o700)
                 return folder / UserIndex.build(dataset, column, folder).digest
 
-            index = UserIndex.load(collectives.agreed(build))
+            index = UserIndex.load(collectives.current_ranks().same(build))
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
