@@ -13,6 +13,7 @@ from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
 from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.optim.rmsprop import DPRMSProp
+from hf_dpopt.postprocess import Filter
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "dp_adamw": DPAdamW,

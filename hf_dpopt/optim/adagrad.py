@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hf_dpopt.optim.base import (
-    Filter,
     Group,
     NoiseAwareOptimizer,
     Tensors,
@@ -15,7 +14,7 @@ from hf_dpopt.optim.base import (
     relative_error,
     root_without_noise,
 )
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 
 class DPAdaGrad(NoiseAwareOptimizer):

@@ -9,8 +9,8 @@ import torch
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.optim.adam import DPAdamBC, Form
-from hf_dpopt.optim.base import Filter, Group, NoiseAwareOptimizer, Tensors, check_range
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Inner = Literal["adamw", "adam_bc"]
 GRAM_CHUNK = 4096  # columns that are widened to float64 at a time

@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import scipy.signal
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.types import Gradients
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.base import Filter
+from hf_dpopt.postprocess.buffers import (
+    STORAGE,
+    Shapes,
+    arithmetic,
+    check_same_filter,
+    check_shapes,
+    check_storage,
+    on_host,
+    storage_name,
+)
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import Recursion, check_start_up
-
-if TYPE_CHECKING:
-    from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-
-Gradients = dict[str, torch.Tensor]
-Shapes = dict[str, list[int]]
 
 # Zhang et al. (2024), arXiv:2408.13460: name -> (b, a without its leading 1)
 PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -38,11 +45,10 @@ PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 DESIGNS: dict[str, tuple[type, ...]] = {
     "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int, int),
 }  # fmt: skip
-STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
 
 
-class LowPassFilter:
+class LowPassFilter(Filter):
     r"""A linear recursive filter of every coordinate of the released gradient g_t.
 
     .. math::
@@ -167,8 +173,6 @@ class LowPassFilter:
                 f"{text!r} needs the noise level of the released gradient: parse(text, noise=...). Without one, use a "
                 "filter with fixed coefficients."
             )
-        from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR  # which is built on this module
-
         return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype)
 
     def parameters(self) -> dict[str, Any]:
@@ -226,8 +230,6 @@ class LowPassFilter:
         by_name = dict(zip(names, outputs, strict=True))
         return {name: by_name[name] for name in grads}
 
-    __call__ = update
-
     # --- state: made of released values, so it may be stored and published -------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,52 +257,6 @@ class LowPassFilter:
         self._ones = [[torch.tensor(value, dtype=torch.float64)] for value in state["ones"]]
         kept = [state["buffers"][name] for name in self._shapes or {}]
         self._buffers = [[buffers[i].clone() for buffers in kept] for i in range(self.num_buffers)]
-
-
-def arithmetic(g: torch.Tensor) -> torch.dtype:
-    """In which a gradient is filtered: float32 at least."""
-    return torch.promote_types(g.dtype, torch.float32)
-
-
-def storage_name(dtype: torch.dtype | None) -> str | None:
-    """As JSON can hold it; its key in `STORAGE`."""
-    return next(name for name, value in STORAGE.items() if value == dtype)
-
-
-def check_storage(dtype: torch.dtype | None) -> None:
-    """Refuses what cannot hold buffers."""
-    if dtype not in STORAGE.values():
-        raise DPConfigError(
-            f"dtype={dtype} cannot hold a filter's buffers. Use None, torch.float32 or torch.bfloat16."
-        )
-
-
-def check_shapes(before: Shapes | None, grads: Gradients) -> Shapes:
-    """Name -> shape; refuses those that differ from the ones before."""
-    shapes = {name: list(g.shape) for name, g in grads.items()}
-    if before is None or shapes == before:
-        return before or shapes
-    changed = [name for name in {**before, **shapes} if before.get(name) != shapes.get(name)]
-    raise DPConfigError(
-        f"The tensors of a filter are fixed at its first step, and {len(changed)} are now missing, new or of another "
-        f"shape: {', '.join(changed[:5])}. Give it the gradients of the same parameters in every step, or start a new "
-        "filter."
-    )
-
-
-def check_same_filter(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuses the state of another filter."""
-    if theirs != mine:
-        other, this = (", ".join(f"{name}={value}" for name, value in x.items()) for x in (theirs, mine))
-        raise DPConfigError(
-            f"This state belongs to another filter ({other}); this one is ({this}). Continue with the filter the run "
-            "was started with, or start the filter anew, without the state."
-        )
-
-
-def on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory."""
-    return x.detach().to("cpu", copy=True)
 
 
 def _chunks(sizes: Sequence[int]) -> list[slice]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hf_dpopt import postprocess
+import torch
+
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.postprocess import Postprocess
@@ -65,9 +66,10 @@ def private_step(
     # private from here
     run.noise.add_(sums, step)
     # released from here
-    released = postprocess.mean_over_expected_batch(sums, run.plan.config.expected_batch_size)
-    released = preclip.receive(queries.split(released, len(clipped)))
-    released = postprocess.apply(chain, released)
+    torch._foreach_div_(list(sums.values()), run.plan.config.expected_batch_size)
+    released = preclip.receive(queries.split(sums, len(clipped)))
+    for stage in chain:
+        released = stage(released)
     for name, p in engine.parameters.items():
         p.grad = released[name].to(p.dtype)
     return seen
