@@ -494,7 +494,6 @@ class DPTrainerMixin(_Trainer):
                 self._physical_batches(inputs),
                 run=run,
                 step=step,
-                preclip=self._stages.preclip,
                 chain=self._stages.chain,
             )
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
