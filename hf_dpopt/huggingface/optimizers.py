@@ -50,7 +50,7 @@ def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Opt
         if key not in allowed:
             mend = f"Use {', '.join(allowed)}." if allowed else "It has no options of its own."
             raise DPConfigError(f"optim_args has {key}={text}, which {name} does not know. {mend}")
-        kwargs[key] = _typed(key, text, hints[key])
+        kwargs[key] = _read_value(key, text, hints[key])
     missing = [n for n in allowed if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if missing:
         raise DPConfigError(f"{name} needs {', '.join(missing)}. Give it as --optim_args '{missing[0]}=...'.")
@@ -69,7 +69,7 @@ def _pairs(optim_args: str | None) -> list[tuple[str, str]]:
     return pairs
 
 
-def _typed(key: str, text: str, hint: Any) -> Any:
+def _read_value(key: str, text: str, hint: Any) -> Any:
     """The value a constructor argument of that type is given as text."""
     if get_origin(hint) in (Union, types.UnionType):  # optional
         if text.lower() == "none":

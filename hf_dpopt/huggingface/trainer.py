@@ -385,7 +385,7 @@ class DPTrainerMixin(_Trainer):
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
         if self._users is not None and self.args.log_unprivatized:
-            logger.warning(self._users.unprivatized())
+            logger.warning(self._users.describe_unprivatized())
         self._stages.announce()
         if plan.compared:
             logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")

@@ -111,7 +111,7 @@ class LowPassFilter(Filter):
     def butterworth(cls, order: int, cutoff: float, **options: Any) -> LowPassFilter:
         """Maximally flat; gain ``1/sqrt(2)`` at `cutoff`, a fraction of the Nyquist frequency (1/2 per step)."""
         _check_design(order, cutoff)
-        return cls._designed(*scipy.signal.butter(order, cutoff), **options)
+        return cls._from_polynomials(*scipy.signal.butter(order, cutoff), **options)
 
     @classmethod
     def chebyshev(cls, order: int, cutoff: float, ripple: float, **options: Any) -> LowPassFilter:
@@ -122,10 +122,10 @@ class LowPassFilter(Filter):
         _check_design(order, cutoff)
         if not (_is_real(ripple) and ripple > 0):
             raise DPConfigError(f"ripple={ripple!r} is no ripple. Use a number of decibels > 0; 0.5 is usual.")
-        return cls._designed(*scipy.signal.cheby1(order, ripple, cutoff), **options)
+        return cls._from_polynomials(*scipy.signal.cheby1(order, ripple, cutoff), **options)
 
     @classmethod
-    def _designed(cls, b: np.ndarray, a: np.ndarray, **options: Any) -> LowPassFilter:
+    def _from_polynomials(cls, b: np.ndarray, a: np.ndarray, **options: Any) -> LowPassFilter:
         return cls(b=(b * (a.sum() / b.sum())).tolist(), a=a[1:].tolist(), **options)
 
     @staticmethod

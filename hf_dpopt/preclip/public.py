@@ -99,9 +99,9 @@ class PublicPreconditioning(Preconditioning):
 
     @property
     def gain(self) -> float | None:
-        return (self._step or self._made()).gain
+        return (self._step or self._make_step()).gain
 
-    def _made(self) -> ScaledStep:
+    def _make_step(self) -> ScaledStep:
         return ScaledStep(
             self._moment.inverse(self._spec.eps),
             clipping_norm=self._clipping_norm,
@@ -113,7 +113,7 @@ class PublicPreconditioning(Preconditioning):
         if self._t % self._spec.refresh_every == 0 and self._refreshed_at != self._t:
             self._moment.update(self._public.mean())
             self._refreshed_at, self._step = self._t, None
-        self._step = self._step or self._made()
+        self._step = self._step or self._make_step()
         return (self._step.scale,)
 
     def receive(self, released: Released) -> Released:

@@ -288,8 +288,8 @@ def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
         DPConfigError: if the ledger has charged no run that reached ``resume_step``.
     """
     start_step = resume_step or 0
-    if start_step and not any(c.start_step <= start_step <= _reached(ledger, c) for c in ledger.chains):
-        reached = max((_reached(ledger, c) for c in ledger.chains), default=0)
+    if start_step and not any(c.start_step <= start_step <= _last_charged_step(ledger, c) for c in ledger.chains):
+        reached = max((_last_charged_step(ledger, c) for c in ledger.chains), default=0)
         raise DPConfigError(
             f"The checkpoint is at step {start_step}, but {ledger.path} has charged no run that reached it (it ends "
             f"at step {reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote "
@@ -314,7 +314,7 @@ def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) ->
         return "first run"
     if resume_step is None:
         return "training started over"
-    reached, kept = _reached(ledger, last), state.load_chain(last.chain_id)
+    reached, kept = _last_charged_step(ledger, last), state.load_chain(last.chain_id)
     if reached != resume_step:
         return f"resumed at step {resume_step}; step {reached} of the chain before was charged"
     if kept is None or kept.key_id != last.key_id:
@@ -327,7 +327,7 @@ def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) ->
     return ""
 
 
-def _reached(ledger: Ledger, chain: ChainRecord) -> int:
+def _last_charged_step(ledger: Ledger, chain: ChainRecord) -> int:
     """The last step charged to a chain, or where it starts."""
     return ledger.last_step(chain.chain_id) or chain.start_step
 

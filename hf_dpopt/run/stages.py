@@ -132,8 +132,8 @@ class Stages:
         kept, mine = state["made_of"], self.made_of
         if kept != mine:
             raise DPConfigError(
-                f"{path} was written by a run with {_listed(kept)} after the noise, and this one has {_listed(mine)}. "
-                "Resume with the options that the run began with."
+                f"{path} was written by a run with {_join_names(kept)} after the noise, and this one has "
+                f"{_join_names(mine)}. Resume with the options that the run began with."
             )
         self.preclip.load_state_dict(state["preclip"])
         for stage, of_stage in zip(self.chain + self.after, state["stages"], strict=True):
@@ -153,7 +153,7 @@ class Stages:
         return [_describe(stage) for stage in maps] + [type(self._optimizer).__name__]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(name.strip() for name in names)
 
 

@@ -40,7 +40,7 @@ class UserData:
         self.samples_records = config.sampling == CappedPoissonSampler.name
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
         self.users_at_once = users_at_once
-        self._capped: tuple[bytes, np.ndarray] | None = None
+        self._places: tuple[bytes, np.ndarray] | None = None
 
     @classmethod
     def of(
@@ -91,7 +91,7 @@ class UserData:
         )
         return made
 
-    def unprivatized(self) -> str:
+    def describe_unprivatized(self) -> str:
         """How many records there are, and how many users have more than take part."""
         over = float((self.index.sizes() > self.records_per_user).mean())
         return (
@@ -108,7 +108,7 @@ class UserData:
             )
         self.index.check_is_of(dataset, self.column)
 
-    def capped(self, key: bytes) -> np.ndarray:
+    def choose_places(self, key: bytes) -> np.ndarray:
         """What is in the places of a chain of steps that samples records, (users * records_per_user,).
 
         Every user has as many places; a record stands in them, or -1.
@@ -129,9 +129,9 @@ class UserData:
         """The records of the users that were drawn, on this rank."""
         key, limit = run.chain.sampling_key, self.records_per_user
         if self.samples_records:
-            if self._capped is None or self._capped[0] != key:
-                self._capped = (key, self.capped(key))
-            rows_N = self._capped[1][drawn]
+            if self._places is None or self._places[0] != key:
+                self._places = (key, self.choose_places(key))
+            rows_N = self._places[1][drawn]
             return StepIndices(rows_N[rows_N >= 0].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
