@@ -32,7 +32,7 @@ class Ranks(abc.ABC):
 
     Args:
         size: processes.
-        rank: of this one, 0-based.
+        rank: number of this one, 0-based.
     """
 
     def __init__(self, size: int, rank: int):
@@ -48,7 +48,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def same(self, compute: Callable[[], T]) -> T:
-        """What rank 0 computes, on every rank; its error stops every rank, with the same message.
+        """Computes on rank 0 and gives the result to every rank; its error stops every rank, with the same message.
 
         It travels in memory only, so secrets may pass.
         """

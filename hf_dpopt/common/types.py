@@ -28,7 +28,7 @@ Released = NewType("Released", Gradients)
 
 
 class Secret:
-    """What a step saw before the noise: never logged unasked, never written to disk.
+    """Values that a step saw before the noise: never logged unasked, never written to disk.
 
     Its text does not show it, so that a stray `print` or log line tells nothing; whoever is allowed to see a value
     reads the attribute by its name.

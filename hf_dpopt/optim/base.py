@@ -80,7 +80,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         return False
 
     def _gradient(self, group: Group, p: torch.Tensor) -> torch.Tensor:
-        """What the moments are made of. bf16 cannot hold a difference of nearly equal squares, so that takes fp32."""
+        """The gradient for the moments. bf16 cannot hold a difference of nearly equal squares, so that takes fp32."""
         assert p.grad is not None
         return p.grad.to(torch.promote_types(p.dtype, torch.float32)) if self._subtracts_noise(group) else p.grad
 
@@ -93,7 +93,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         Args:
             grads: what `_gradient` returned.
             filtered: what the filter made of them; None without a filter.
-            variance: of the noise in a coordinate of `grads`; 0.0 where `_subtracts_noise` is False.
+            variance: variance of the noise in a coordinate of `grads`; 0.0 where `_subtracts_noise` is False.
         """
 
     @torch.no_grad()

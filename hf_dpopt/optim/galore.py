@@ -39,7 +39,7 @@ class DPGaLore(DPAdamBC):
         lr: learning rate, >= 0.
         rank: r, >= 1.
         refresh_every: steps that share one P, >= 1.
-        scale: of the projected update, >= 0.
+        scale: factor of the projected update, >= 0.
         reset_on_refresh: forgets the moments when P changes. Not with a filter, whose start-up correction is common
             to all tensors.
         inner: ``adamw``, or ``adam_bc`` to subtract the noise; `variance_floor` and `form` are for the latter.

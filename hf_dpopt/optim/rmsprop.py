@@ -32,7 +32,7 @@ class DPRMSProp(NoiseAwareOptimizer):
         weight_decay: coupled (an L2 penalty), >= 0.
         unbiased: takes ``sqrt(max(v_t - u_t, floor))`` as the root, where u_t is the same average of the variance of
             the noise. Averages of bfloat16 weights are then float32.
-        variance_floor: of v_t - u_t with `unbiased`; gradient units squared, >= 0. None takes one standard deviation
+        variance_floor: floor of v_t - u_t with `unbiased`; gradient units squared, >= 0. None takes one stddev
             of v_t where there is only noise, as `DPAdamBC`.
         noise: needed by `step` with `unbiased`.
         filter: see `NoiseAwareOptimizer`.

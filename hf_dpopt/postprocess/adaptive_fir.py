@@ -50,9 +50,9 @@ class AdaptiveFIR(Filter):
 
     Args:
         taps: gradients that are kept and weighted, the present one included; >= 2.
-        noise: of the released gradient; asked once per step, and replaceable until the first.
+        noise: noise level of the released gradient; asked once per step, and replaceable until the first.
         refresh_every: steps between two estimates; the first is made when `taps` steps can be compared.
-        dtype: of the kept gradients: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
+        dtype: type they are kept in: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
         subtract_at_zero: see above.
 
     Raises:
@@ -91,7 +91,7 @@ class AdaptiveFIR(Filter):
         self._counts = [0] * taps
 
     def parameters(self) -> dict[str, Any]:
-        """What the filter is, as JSON can hold it; `from_parameters` takes it back."""
+        """Description of the filter, as JSON can hold it; `from_parameters` takes it back."""
         return {
             "taps": self.taps,
             "refresh_every": self.refresh_every,

@@ -19,7 +19,7 @@ class Postprocess(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs: tensors, numbers, texts, and lists and dicts of them; {} if there is none."""
+        """State for a checkpoint: tensors, numbers, texts, and lists and dicts of them; {} if there is none."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -32,7 +32,7 @@ class Postprocess(abc.ABC):
 
     @property
     def gain(self) -> float | None:
-        """What the latest release was multiplied by; None if that is not one number, which is all that is safe to say.
+        """Factor of the latest release; None if that is not one number, which is all that is safe to say.
 
         Optimizers and filters that correct for the noise multiply its level by it, and refuse None.
         """

@@ -44,7 +44,7 @@ class AfterStep(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; made of released weights."""
+        """State for a checkpoint; made of released weights."""
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class IterateAverage(AfterStep):
         model: the trained model.
         kind: "uniform" or "exponential".
         start: steps that are left out at the beginning; >= 0.
-        decay: of the exponential average, in [0, 1).
+        decay: decay of the exponential average, in [0, 1).
 
     Raises:
         DPConfigError: for values out of range.
@@ -148,7 +148,7 @@ class IterateAverage(AfterStep):
             p.copy_(weights[name])
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         own = {"name": "iterate_average", "kind": self.kind, "start": self.start}
         return own | ({"decay": self.decay} if self.kind == "exponential" else {})
 
@@ -198,7 +198,7 @@ class BallProjection(AfterStep):
                 p.copy_(self.center[name] + offsets[name] * (self.radius / norm))
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         return {"name": "ball_projection", "radius": self.radius}
 
     def state_dict(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class LowPassFilter(Filter):
     Args:
         b: weights of the gradients, the newest first.
         a: weights of the earlier outputs, without the leading 1: momentum is ``b=[0.1], a=[-0.9]``.
-        dtype: of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
+        dtype: type of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
         bias_correction: divide by c_t. Without it the first outputs are too small.
 
     Raises:
@@ -138,8 +138,8 @@ class LowPassFilter(Filter):
             text: a name in `PRESETS`, ``butterworth:ORDER:CUTOFF``, ``chebyshev:ORDER:CUTOFF:RIPPLE``,
                 ``b=1/11,1/11;a=-9/11`` (numbers or fractions; ``;a=`` may be left out) or ``adaptive:TAPS:EVERY``
                 (the steps between two estimates may be left out: 10).
-            noise: of the released gradient; an adaptive filter needs it.
-            dtype: of the buffers.
+            noise: noise level of the released gradient; an adaptive filter needs it.
+            dtype: type of the buffers.
 
         Raises:
             DPConfigError: if `text` is none of these.
@@ -176,7 +176,7 @@ class LowPassFilter(Filter):
         return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype)
 
     def parameters(self) -> dict[str, Any]:
-        """What the filter is, as JSON can hold it; `from_parameters` takes it back."""
+        """Description of the filter, as JSON can hold it; `from_parameters` takes it back."""
         return {
             "b": list(self.b),
             "a": list(self.a),

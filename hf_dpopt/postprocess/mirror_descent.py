@@ -59,7 +59,7 @@ class PublicMirrorDescent(Postprocess):
 
     @property
     def gain(self) -> float:
-        """Of the noise, in the latest step."""
+        """Factor of the noise in the latest step."""
         return self._gain
 
     def share(self, step: int) -> float:
@@ -74,7 +74,7 @@ class PublicMirrorDescent(Postprocess):
         return Released(mixed)
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         own = {"name": self.name, "schedule": self.schedule, "num_steps": self.num_steps, "weight": self.weight}
         return own | {"public": self.public.parameters()}
 

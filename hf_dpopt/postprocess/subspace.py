@@ -50,7 +50,7 @@ class ProjectedGradient(Postprocess):
         return coordinates
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         return {"name": self.name, **self.subspace.parameters()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class PublicSource(Protocol):
         """Parameter name -> gradient of the mean loss of the next public batch; the same bits on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is in the public records."""
+        """Place in the public records."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from there."""
@@ -47,7 +47,7 @@ class Preconditioning(abc.ABC):
 
     @property
     def gain(self) -> float | None:
-        """What `receive` multiplied the latest release by; None if that is not one number for all coordinates."""
+        """Factor of the latest release in `receive`; None if that is not one number for all coordinates."""
         return None
 
     def engine(self, engine: ClippingEngine) -> ClippingEngine:
@@ -56,11 +56,11 @@ class Preconditioning(abc.ABC):
 
     @abc.abstractmethod
     def scales(self) -> tuple[Scale | None, ...]:
-        """What the records of the next step are multiplied by before the clip, for each query of the step."""
+        """Scales of the records of the next step before the clip, one for each query of the step."""
 
     @abc.abstractmethod
     def receive(self, released: Released) -> Released:
-        """What the optimizer is to see of a step.
+        """Gives what the optimizer is to see of a step.
 
         Args:
             released: mean of the step, the queries side by side: `hf_dpopt.preclip.queries.split` tells them apart.

@@ -40,7 +40,7 @@ class DelayedPreconditioner(Preclip):
         second_moment: "rmsprop", "adagrad" or "yogi".
         eps: floor of D, in gradient units; > 0. None takes the stddev of the noise in the mean of the SGD phase:
             below it, a D is a draw of the noise.
-        beta: of the second moment, in [0, 1).
+        beta: decay of the second moment, in [0, 1).
         clipping_norm: bound on the norm of g / D in the adaptive phase; None for that of the clipping rule, which
             always holds in the SGD phase.
         learning_rate_ratio: what the release of the adaptive phase is multiplied by: with SGD, its step size relative
@@ -201,7 +201,7 @@ class DelayedPreconditioning(Preconditioning):
             torch._foreach_add_(list(self._sum.values()), [plain[name] for name in self._sum])
 
     def _turn(self) -> None:
-        """What changes between the step that was done and the next."""
+        """Changes phase, if it is time, between the step that was done and the next."""
         delay = self._spec.delay
         is_extra = self._spec.variant == "extra_query"
         position = self._t % (delay if is_extra else self._spec.period)

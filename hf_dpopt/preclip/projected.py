@@ -68,7 +68,7 @@ class ProjectingEngine(ClippingEngine):
         self.subspace = subspace
 
     def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
-        """Where the clipped coordinates of one logical batch add up. Begins the subspace's step."""
+        """A sum for the clipped coordinates of one logical batch. Begins the subspace's step."""
         if scale is not None:
             raise DPConfigError(
                 "A per-record scale and a projection before the clip exclude each other: the subspace is that of "

@@ -28,7 +28,7 @@ class PublicPreconditioner(Preclip):
         refresh_every: steps between two public batches; >= 1.
         second_moment: "rmsprop", "adagrad" or "yogi".
         eps: floor of D, in gradient units; > 0.
-        beta: of the second moment, in [0, 1).
+        beta: decay of the second moment, in [0, 1).
         clipping_norm: bound on the norm of g / D; None for that of the clipping rule.
         learning_rate_ratio: step size relative to the optimizer's.
         factored: D = rows columns^T (see `SecondMoment`): any model size.

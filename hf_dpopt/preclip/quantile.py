@@ -38,7 +38,7 @@ class QuantileClipping(Preclip):
     at most half its weight, together by `sensitivity_ratio` times C.
 
     Args:
-        quantile: of the norms that are to be within the clip, in (0, 1).
+        quantile: share of the norms that are to be within the clip, in (0, 1).
         learning_rate: eta, > 0, per step.
         count_noise: stddev of the noise in the share of units within the clip (unitless), > 0: the paper's
             ``sigma_b / m``, for which it takes 1/20.
@@ -126,7 +126,7 @@ class ClippingAtQuantile(Preconditioning):
 
     @property
     def _weight(self) -> float:
-        """Of a unit in the count, relative to the expected batch, such that the share has noise `count_noise`."""
+        """Weight of a unit in the count, relative to the expected batch, that gives the share noise `count_noise`."""
         variance = self._noise.variance()
         assert variance is not None
         return math.sqrt(variance) / self._spec.count_noise or 1.0  # without noise any weight will do

@@ -36,7 +36,7 @@ class PublicSubspaceProjection(Preclip):
         refresh_every: steps between two of them.
         project: "before_clip" (more signal per unit of sensitivity) or "after_noise" (the papers' order).
         adagrad: "none" for the projection alone, or "released" for `SubspaceAdaGrad`.
-        eps: of AdaGrad; gradient units.
+        eps: number added to AdaGrad's root; gradient units.
 
     Raises:
         DPConfigError: for values out of range, and ``adagrad="goe"``, which keeps un-noised state.

@@ -23,7 +23,7 @@ class StepIndices(list):
     """Record indices of one step on this rank, and the number of the step.
 
     Args:
-        indices: of the records, user after user if users are summed.
+        indices: indices of the records, user after user if users are summed.
         step: optimizer step.
         sizes: records of each user.
         seeds: secret, of what each user draws in the step (local shuffling and dropout).
@@ -63,10 +63,10 @@ class LogicalBatch:
 def physical_parts(
     records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
 ) -> Iterator[list[Part]]:
-    """What is made of every `size` records: one batch, mostly, whose places count from the first of them.
+    """Yields what is made of every `size` records: one batch, mostly, whose places count from the first of them.
 
     Args:
-        records: of one logical batch.
+        records: records of one logical batch.
         size: >= 1.
         collate: the collation of the run, or a collator.
         by_length: longest first: what does not fit is found at once, and shorter batches reuse the memory of longer
@@ -107,7 +107,7 @@ class Records(torch.utils.data.Dataset):
     """A map-style dataset that hands out logical batches, the empty one included.
 
     Args:
-        dataset: of records.
+        dataset: the records.
         make: (rows, the step and how many rows each unit has) -> the logical batch.
     """
 

@@ -36,12 +36,12 @@ _fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What is known of the use of a key.
+    """Knowledge about the use of a key.
 
     Attributes:
         chain_id, key_id, start_step: as in the ledger, see `ChainRecord`.
         step: the highest step that may have run; `start_step` if none has.
-        digest: of the ledger when that step was charged; None if a crash tore the write that said so.
+        digest: digest of the ledger when that step was charged; None if a crash tore the write that said so.
     """
 
     chain_id: str
@@ -60,7 +60,7 @@ class KeyMemory:
 
     Args:
         directory: private to the owner; below it is what is kept here.
-        ledger: of the run. Its family begins with its first chain.
+        ledger: ledger of the run. Its family begins with its first chain.
     """
 
     def __init__(self, directory: Path, ledger: Ledger):

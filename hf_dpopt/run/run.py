@@ -43,7 +43,7 @@ TRAINING = "training"  # entry of the recorded plan
 
 @dataclasses.dataclass(frozen=True)
 class PrivacySpent:
-    """What a run has spent so far; `epsilon` is for `num_steps` charged steps, over all resumes and branches."""
+    """Budget that a run has spent; `epsilon` is for `num_steps` charged steps, over all resumes and branches."""
 
     epsilon: float
     delta: float
@@ -342,7 +342,7 @@ class PrivateRun:
         """The plan's preconditioner for this run, made once, before its first step.
 
         Args:
-            engine: of the model.
+            engine: clipping engine of the model.
             public: gradients of public records, for preconditioners that need them.
 
         Raises:
@@ -403,7 +403,7 @@ class PrivateRun:
         return drawn
 
     def spent(self) -> PrivacySpent:
-        """What has been charged so far."""
+        """Budget that was charged so far."""
         return spent_for(self.plan, self.charged)
 
     def close(self) -> None:

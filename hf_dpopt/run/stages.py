@@ -25,11 +25,11 @@ OPTIMIZER_STATE = "optimizer.pt"
 
 
 class Stages:
-    """What stands around the private core in one run.
+    """The stages around the private core of one run.
 
     Args:
-        run: of the plan.
-        engine: of the model.
+        run: run of the plan.
+        engine: clipping engine of the model.
         optimizer: torch's own; told how loud the noise is if it is a `NoiseAwareOptimizer`.
         chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
             so in an attribute ``gain``. Callables that are no `Postprocess` are made one here.

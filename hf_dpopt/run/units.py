@@ -49,7 +49,7 @@ def add_batch(
     Args:
         sums: made by `engine.empty_sum`.
         engine: clips.
-        losses: of records.
+        losses: losses of records.
         batch: collated records, or whole users.
         sums_users: whether the plan clips whole users.
 

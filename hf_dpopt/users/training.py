@@ -100,7 +100,7 @@ class UserData:
         )
 
     def check(self, dataset: Any) -> None:
-        """Whether the index is that of the dataset that will be trained on."""
+        """Refuses a dataset to train on that is not the one of the index."""
         if len(dataset) != self.index.num_rows:
             raise DPConfigError(
                 "The trainer made other training records of those it was given (packing, splitting or filtering), so "
@@ -109,7 +109,7 @@ class UserData:
         self.index.check_is_of(dataset, self.column)
 
     def choose_places(self, key: bytes) -> np.ndarray:
-        """What is in the places of a chain of steps that samples records, (users * records_per_user,).
+        """Chooses what is in the places of a chain of steps that samples records, (users * records_per_user,).
 
         Every user has as many places; a record stands in them, or -1.
         """
@@ -139,7 +139,7 @@ class UserData:
         return StepIndices(chosen, step, [len(r) for r in rows], seeds)
 
     def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:
-        """What a loader makes of the records it read."""
+        """Makes a logical batch of the records that a loader read."""
         if self.samples_records:
             return of_rows(records, indices)
         if self.local_training is not None:
@@ -149,5 +149,5 @@ class UserData:
         return UserBatch(records, indices.step, indices.sizes, self.weight)
 
     def without_id(self, record: Any) -> dict[str, Any]:
-        """What of a record the collator and the model may see."""
+        """The part of a record that the collator and the model may see."""
         return {name: value for name, value in record.items() if name != self.column}
