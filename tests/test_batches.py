@@ -15,8 +15,8 @@ from accelerate.data_loader import skip_first_batches
 from torch.utils.data import DataLoader
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
-from hf_dpopt.common import collectives
-from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, as_is
+from hf_dpopt.common.collectives import DataParallel
+from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, keep_uncollated
 
 NUM_RECORDS, NUM_STEPS = 50, 12
 SAMPLINGS = ["poisson", "truncated_poisson", "fixed_order"]
@@ -70,7 +70,7 @@ def make_run(tmp_path):
 
 def loader(run: PrivateRun, dataset: Any, num_workers: int = 0) -> DataLoader:
     sampler = LogicalBatchSampler(run.plan.sampler.steps_per_epoch, lambda: run)
-    return DataLoader(Records(dataset), batch_sampler=sampler, collate_fn=as_is, num_workers=num_workers)
+    return DataLoader(Records(dataset), batch_sampler=sampler, collate_fn=keep_uncollated, num_workers=num_workers)
 
 
 def served(batches: Any) -> dict[int, list[int]]:
@@ -157,7 +157,7 @@ def test_a_key_is_needed_only_when_iteration_starts(make_run):
     """The Trainer makes the loader, and asks for its length, before the run is opened."""
     box: list[PrivateRun] = []
     sampler = LogicalBatchSampler(7, lambda: box[0])
-    items = DataLoader(Records(records()), batch_sampler=sampler, collate_fn=as_is)
+    items = DataLoader(Records(records()), batch_sampler=sampler, collate_fn=keep_uncollated)
     assert len(items) == 7
     box.append(make_run())
     assert served(items) == drawn(box[0], range(1, 8))
@@ -168,13 +168,12 @@ def test_a_key_is_needed_only_when_iteration_starts(make_run):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8, 64])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run, monkeypatch):
+def test_shares_of_the_ranks_are_a_partition(sampling, world_size, make_run):
     """Every record of a step on exactly one rank; with 64 ranks most shares are empty, and are items all the same."""
     run = make_run(sampling)
-    monkeypatch.setattr(collectives, "world_size", lambda: world_size)
     shares = []
     for rank in range(world_size):
-        monkeypatch.setattr(collectives, "rank", lambda rank=rank: rank)
+        run.ranks = DataParallel(world_size, rank)
         shares.append(served(loader(run, records())))
     want = drawn(run, range(1, 8))
     assert all(share.keys() == want.keys() for share in shares)

@@ -91,10 +91,7 @@ class _Run:
     def step(self, t: int, *, num_records: int = 0) -> torch.Tensor:
         x = torch.sin(torch.arange(num_records * SHAPE[1]) * (t + 0.5)).view(num_records, SHAPE[1])
         batches = [{"x": x, "labels": x[:, : SHAPE[0]] - 1}] if num_records else []
-        private_step(
-            self.engine, self.losses, batches, run=self.run, step=t, preclip=self.stages.preclip,
-            chain=self.stages.chain,
-        )  # fmt: skip
+        private_step(self.engine, self.losses, batches, run=self.run, step=t, chain=self.stages.chain)
         grad = self.model.weight.grad.clone()
         self.optimizer.step()
         return grad

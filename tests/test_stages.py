@@ -13,7 +13,7 @@ from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArgume
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
-from hf_dpopt.preclip import Identity, ScaleThenPrivatize
+from hf_dpopt.preclip import Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.run.stages import RELEASED_STATE
 from tests import tiny
 from tests.reference import clipping as reference
@@ -182,7 +182,7 @@ class Halved:
 def test_a_map_of_ones_own_runs_last_and_is_kept(tmp_path):
     run = trainer(tmp_path, postprocess=[own := Halved()], filter="momentum", optim="sgd", max_steps=3)
     run.train()
-    assert own.calls == 3 and run._stages.chain[-1] is own and len(run._stages.chain) == 2
+    assert own.calls == 3 and run._stages.chain[-1].own is own and len(run._stages.chain) == 2
     more = trainer(tmp_path, postprocess=[again := Halved()], filter="momentum", optim="sgd", max_steps=4)
     more.train(resume_from_checkpoint=True)
     assert again.calls == 4
@@ -350,10 +350,10 @@ def test_none_is_no_filter(tmp_path):
     assert tiny.arguments(tmp_path, filter="none").filter is None
 
 
-class Own:
+class Own(Preclip):
     """A spec that says one query and asks for two, or an engine with a clip of its own."""
 
-    name, num_queries, changes_every = "own", 1, None
+    name = "own"
 
     def __init__(self, num=1, norm=None):
         self.num, self.norm = num, norm
@@ -361,8 +361,8 @@ class Own:
     def parameters(self):
         return {"name": self.name}
 
-    def check_steps(self, num_steps):
-        pass
+    def sensitivity_ratio(self, noise_multiplier, expected_batch_size):
+        return 1.0
 
     def start(self, parameters, **unused):
         started = Identity().start()

@@ -113,7 +113,7 @@ class ClippedSum:
         p = self._parameters[name]  # contiguous, whatever the parameter is
         return make(p.shape, dtype=self._dtype(p), device=p.device)
 
-    def result(self) -> dict[str, torch.Tensor]:
+    def result(self) -> ClippedSums:
         """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy.
 
         What is added afterwards would not be scaled, so nothing can be.
@@ -129,4 +129,4 @@ class ClippedSum:
         if self.scale is not None and self.scale.count_weight:
             first = next(iter(sums.values()))
             sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])
-        return sums
+        return ClippedSums(sums)

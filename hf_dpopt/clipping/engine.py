@@ -23,13 +23,14 @@ from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.types import Secret
 
 LossFunction = Callable[[], torch.Tensor]
 
 
-@dataclasses.dataclass
-class UnprivatizedStatistics:
-    """Values of a step before any noise. Secret: never logged by default, never written to disk."""
+@dataclasses.dataclass(repr=False)
+class UnprivatizedStatistics(Secret):
+    """Values of a step before any noise; their text does not show them, so no log line tells them by accident."""
 
     num_records: int = 0
     loss_sum: float = 0.0

@@ -38,6 +38,7 @@ def usable(squared_norms: dict[str, torch.Tensor]) -> torch.Tensor:
 class _Clipping:
     clipping_norm: float
     name: ClassVar[str]
+    has_one_group: ClassVar[bool] = True  # one norm and one factor for all parameters of a record
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.clipping_norm) and self.clipping_norm > 0):
@@ -103,6 +104,7 @@ class PerLayerClipping(_Clipping):
     """
 
     name: ClassVar[str] = "per_layer"
+    has_one_group: ClassVar[bool] = False
 
     def group(self, parameter_name: str) -> str:
         return parameter_name.rpartition(".")[0]

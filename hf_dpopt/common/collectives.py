@@ -1,7 +1,8 @@
-"""Sums over ranks, and agreement between them. With one process, every function is the identity."""
+"""The processes of a run: sums over them, and agreement between them. With one process all of it is the identity."""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.types import ClippedSums, Gradients
 
 T = TypeVar("T")
 
@@ -25,17 +27,83 @@ def rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
-def sum_over_ranks(sums: dict[str, torch.Tensor]) -> None:
-    """Adds up every tensor over all ranks, in place, in float32.
+class Ranks(abc.ABC):
+    """The processes of a run, and which of them this one is.
 
-    The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical batch
-    is empty takes part with zeros.
+    Args:
+        size: processes.
+        rank: number of this one, 0-based.
     """
+
+    def __init__(self, size: int, rank: int):
+        self.size, self.rank = size, rank
+
+    @abc.abstractmethod
+    def sum(self, sums: ClippedSums) -> ClippedSums:
+        """Adds up every tensor over all ranks, in place, in float32; the same dict.
+
+        The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical
+        batch is empty takes part with zeros.
+        """
+
+    @abc.abstractmethod
+    def same(self, compute: Callable[[], T]) -> T:
+        """Computes on rank 0 and gives the result to every rank; its error stops every rank, with the same message.
+
+        It travels in memory only, so secrets may pass.
+        """
+
+    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that this rank holds, a view: all of it, unless parameters are sharded."""
+        return tensor
+
+
+class Single(Ranks):
+    """One process."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 0)
+
+    def sum(self, sums: ClippedSums) -> ClippedSums:
+        return sums
+
+    def same(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+
+class DataParallel(Ranks):
+    """Several processes, each with all of the model."""
+
+    def sum(self, sums: ClippedSums) -> ClippedSums:
+        sum_over_ranks(sums)
+        return sums
+
+    def same(self, compute: Callable[[], T]) -> T:
+        computed: Any = None
+        if self.rank == 0:
+            try:
+                computed = compute()
+            except Exception as error:
+                computed = error
+        box = [computed]
+        dist.broadcast_object_list(box, src=0)
+        if isinstance(box[0], Exception):
+            raise box[0]
+        return box[0]
+
+
+def current_ranks() -> Ranks:
+    """The processes there are now."""
+    return DataParallel(world_size(), rank()) if world_size() > 1 else Single()
+
+
+def sum_over_ranks(gradients: Gradients) -> None:
+    """Adds up every tensor over all ranks, in place: see `Ranks.sum`, which does so to what is secret."""
     if world_size() == 1:
         return
     bucket: list[torch.Tensor] = []
-    for name in sorted(sums):
-        bucket.append(sums[name])
+    for name in sorted(gradients):
+        bucket.append(gradients[name])
         if sum(t.numel() for t in bucket) >= BUCKET_ELEMENTS:
             _reduce(bucket)
             bucket = []
@@ -48,29 +116,6 @@ def _reduce(bucket: list[torch.Tensor]) -> None:
     dist.all_reduce(flat, op=dist.ReduceOp.SUM)
     for t, part in zip(bucket, flat.split([t.numel() for t in bucket]), strict=True):
         t.copy_(part.view_as(t))
-
-
-def from_main(value: Any) -> Any:
-    """The value rank 0 holds, on every rank; in memory only, so secrets may pass."""
-    if world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def agreed(compute: Callable[[], T]) -> T:
-    """What rank 0 computes, on every rank; its error stops every rank, with the same message."""
-    computed: Any = None
-    if rank() == 0:
-        try:
-            computed = compute()
-        except Exception as error:
-            computed = error
-    computed = from_main(computed)
-    if isinstance(computed, Exception):
-        raise computed
-    return computed
 
 
 def broadcast_parameters(model: torch.nn.Module) -> None:

@@ -6,6 +6,16 @@ import logging
 
 logger = logging.getLogger("hf_dpopt")
 
+# What the stock Trainer computes from the batches it saw: un-noised data, in no log and in no file that is released.
+# `train_samples_per_second` is not among them: the private trainer counts expected, public numbers of samples.
+SECRET_LOG_KEYS = frozenset({"loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second"})
+SECRET_LOG_PREFIX = "unprivatized_"
+
+
+def is_secret_key(key: str) -> bool:
+    """Whether a value under this key, in a log or a file of results, was computed from un-noised data."""
+    return key in SECRET_LOG_KEYS or key.startswith(SECRET_LOG_PREFIX)
+
 
 class _Console(logging.StreamHandler):
     """Prints where nobody else handles a record.

@@ -17,7 +17,7 @@ from transformers.trainer_utils import seed_worker
 from hf_dpopt.huggingface.preparation import look_at_records, make_collation
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.run.batches import LogicalBatchSampler, Records, all_of_them, as_is
+from hf_dpopt.run.batches import LogicalBatchSampler, Records, keep_uncollated, take_all
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.users import UserData
 from hf_dpopt.users.batches import of_rows
@@ -44,13 +44,13 @@ class TrainingRecords:
         if self.users is not None:
             records, choose = Records(self.dataset, self.users.batch), self.users.choose
         else:
-            records, choose = Records(self.dataset, of_rows), all_of_them
+            records, choose = Records(self.dataset, of_rows), take_all
         workers = args.dataloader_num_workers
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
             records,
             batch_sampler=LogicalBatchSampler(steps_per_epoch, current_run, choose),  # type: ignore[arg-type]
-            collate_fn=as_is,  # type: ignore[arg-type]
+            collate_fn=keep_uncollated,  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor,

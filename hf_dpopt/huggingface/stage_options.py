@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dpopt import optim
 from hf_dpopt.clipping import ClippingEngine
+from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
+from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
@@ -26,7 +27,7 @@ def optimizer_of(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]
     name = args.optimizer_name()
     if name is None:
         return None
-    cls, options = optim.from_arguments(name, args)
+    cls, options = optimizer_from_arguments(name, args)
     return cls, {**options, "filter": low_pass_of(args)}
 
 
@@ -34,7 +35,7 @@ def chain_of(args: Any, optimizer: torch.optim.Optimizer, num_steps: int, public
     """Maps of the released mean gradient; a filter is among them unless the optimizer has a place for it."""
     chain: list[Postprocess] = []
     low_pass = low_pass_of(args)
-    if low_pass is not None and not isinstance(optimizer, optim.NoiseAwareOptimizer):
+    if low_pass is not None and not isinstance(optimizer, NoiseAwareOptimizer):
         chain.append(low_pass)
     if args.public_mirror_descent is not None:
         gradients = public(1)

@@ -22,7 +22,7 @@ from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, ma
 from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.log import logger
+from hf_dpopt.common.log import SECRET_LOG_KEYS, logger
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import data_mark
@@ -48,7 +48,7 @@ from hf_dpopt.report.script_scan import warn_of_printed_rows
 from hf_dpopt.run.batches import (
     LogicalBatch,
     Records,
-    explained_out_of_memory,
+    explain_out_of_memory,
 )
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
@@ -58,7 +58,6 @@ from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.users import UserData
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
-UNPRIVATIZED_LOGS = ("loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second")
 
 
 if TYPE_CHECKING:  # the mixin stands in front of a Trainer; the class itself has no base
@@ -182,7 +181,7 @@ class DPTrainerMixin(_Trainer):
                 preclip=self._own_preclip,
             )
 
-        return collectives.agreed(planned)  # tuning on other hardware may end in other digits
+        return collectives.current_ranks().same(planned)  # tuning on other hardware may end in other digits
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:
@@ -384,7 +383,7 @@ class DPTrainerMixin(_Trainer):
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
         if self._users is not None and self.args.log_unprivatized:
-            logger.warning(self._users.unprivatized())
+            logger.warning(self._users.describe_unprivatized())
         self._stages.announce()
         if plan.compared:
             logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
@@ -450,7 +449,7 @@ class DPTrainerMixin(_Trainer):
             self.optimizer.train()
         device = self.args.device
         with (
-            explained_out_of_memory(self.args.per_device_train_batch_size, step),
+            explain_out_of_memory(self.args.per_device_train_batch_size, step),
             self.compute_loss_context_manager(),
             secret_randomness(run.chain.dropout_key, step, collectives.rank(), device),
         ):
@@ -460,7 +459,6 @@ class DPTrainerMixin(_Trainer):
                 self._physical_batches(inputs),
                 run=run,
                 step=step,
-                preclip=self._stages.preclip,
                 chain=self._stages.chain,
             )
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
@@ -488,7 +486,7 @@ class DPTrainerMixin(_Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Un-noised training values never reach the log; `epsilon` so far joins every line."""
-        logs = {key: value for key, value in logs.items() if key not in UNPRIVATIZED_LOGS}
+        logs = {key: value for key, value in logs.items() if key not in SECRET_LOG_KEYS}
         if self.plan is not None and self._run is not None:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
@@ -507,7 +505,7 @@ class DPTrainerMixin(_Trainer):
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
         self._stages.finish()
         output = super()._finalize_training(trial, num_train_samples, start_time)
-        metrics = {k: v for k, v in output.metrics.items() if k not in UNPRIVATIZED_LOGS}
+        metrics = {k: v for k, v in output.metrics.items() if k not in SECRET_LOG_KEYS}
         spent = self.privacy_spent()
         metrics |= {"epsilon": spent.epsilon, "delta": spent.delta}
         return TrainOutput(output.global_step, float("nan"), metrics)

@@ -10,10 +10,10 @@ import torch
 
 from hf_dpopt.optim.adagrad import DPAdaGrad
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
-from hf_dpopt.optim.arguments import from_arguments
-from hf_dpopt.optim.base import Filter, NoiseAwareOptimizer, state_bytes
+from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.optim.rmsprop import DPRMSProp
+from hf_dpopt.postprocess import Filter
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "dp_adamw": DPAdamW,
@@ -32,6 +32,5 @@ __all__ = [
     "DPRMSProp",
     "Filter",
     "NoiseAwareOptimizer",
-    "from_arguments",
     "state_bytes",
 ]

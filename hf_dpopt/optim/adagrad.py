@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hf_dpopt.optim.base import (
-    Filter,
     Group,
     NoiseAwareOptimizer,
     Tensors,
@@ -15,7 +14,7 @@ from hf_dpopt.optim.base import (
     relative_error,
     root_without_noise,
 )
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 
 class DPAdaGrad(NoiseAwareOptimizer):
@@ -33,7 +32,7 @@ class DPAdaGrad(NoiseAwareOptimizer):
         weight_decay: coupled (an L2 penalty), >= 0.
         unbiased: takes ``sqrt(max(V_t - U_t, floor))`` as the root, where U_t is the sum of the noise's variances.
             Sums of bfloat16 weights are then float32.
-        variance_floor: of the sum V_t - U_t with `unbiased`; gradient units squared, >= 0. None takes
+        variance_floor: floor of the sum V_t - U_t with `unbiased`; gradient units squared, >= 0. None takes
             ``U_t sqrt(2 / t)``, one standard deviation of V_t where there is only noise.
         noise: needed by `step` with `unbiased`.
         filter: see `NoiseAwareOptimizer`.

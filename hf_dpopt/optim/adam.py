@@ -8,7 +8,6 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.optim.base import (
-    Filter,
     Group,
     NoiseAwareOptimizer,
     Tensors,
@@ -16,7 +15,7 @@ from hf_dpopt.optim.base import (
     relative_error,
     root_without_noise,
 )
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Form = Literal["clamped_variance", "clamped_stddev"]
 

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
+import abc
 import collections
 import math
 import numbers
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Tensors = list[torch.Tensor]
 Group = dict[str, Any]
 
 
-class Filter(Protocol):
-    """What makes a direction of the gradients of this step and earlier ones, for instance a low-pass filter."""
-
-    def update(self, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Name -> gradient, to name -> bias-corrected filtered gradient; changes no tensor it is given."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-class NoiseAwareOptimizer(torch.optim.Optimizer):
+class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
     """A torch optimizer that may ask how loud the noise in its gradients is, and may filter them.
 
     The state is made of released gradients and public numbers only, so checkpoints of it may be published. The noise
@@ -54,6 +44,12 @@ class NoiseAwareOptimizer(torch.optim.Optimizer):
     ):
         self.noise, self.filter = noise, filter
         super().__init__(params, defaults)
+
+    def set_noise(self, level: NoiseLevel) -> None:
+        """Takes the level of the noise in `p.grad`, for the filter too."""
+        self.noise = level
+        if self.filter is not None:
+            self.filter.set_noise(level)
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -84,10 +80,11 @@ class NoiseAwareOptimizer(torch.optim.Optimizer):
         return False
 
     def _gradient(self, group: Group, p: torch.Tensor) -> torch.Tensor:
-        """What the moments are made of. bf16 cannot hold a difference of nearly equal squares, so that takes fp32."""
+        """The gradient for the moments. bf16 cannot hold a difference of nearly equal squares, so that takes fp32."""
         assert p.grad is not None
         return p.grad.to(torch.promote_types(p.dtype, torch.float32)) if self._subtracts_noise(group) else p.grad
 
+    @abc.abstractmethod
     def _update(
         self, group: Group, params: Tensors, grads: Tensors, filtered: Tensors | None, variance: float
     ) -> None:
@@ -96,9 +93,8 @@ class NoiseAwareOptimizer(torch.optim.Optimizer):
         Args:
             grads: what `_gradient` returned.
             filtered: what the filter made of them; None without a filter.
-            variance: of the noise in a coordinate of `grads`; 0.0 where `_subtracts_noise` is False.
+            variance: variance of the noise in a coordinate of `grads`; 0.0 where `_subtracts_noise` is False.
         """
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

@@ -9,8 +9,8 @@ import torch
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.optim.adam import DPAdamBC, Form
-from hf_dpopt.optim.base import Filter, Group, NoiseAwareOptimizer, Tensors, check_range
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Inner = Literal["adamw", "adam_bc"]
 GRAM_CHUNK = 4096  # columns that are widened to float64 at a time
@@ -39,7 +39,7 @@ class DPGaLore(DPAdamBC):
         lr: learning rate, >= 0.
         rank: r, >= 1.
         refresh_every: steps that share one P, >= 1.
-        scale: of the projected update, >= 0.
+        scale: factor of the projected update, >= 0.
         reset_on_refresh: forgets the moments when P changes. Not with a filter, whose start-up correction is common
             to all tensors.
         inner: ``adamw``, or ``adam_bc`` to subtract the noise; `variance_floor` and `form` are for the latter.

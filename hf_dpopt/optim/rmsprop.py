@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from hf_dpopt.optim.base import (
-    Filter,
     Group,
     NoiseAwareOptimizer,
     Tensors,
@@ -15,7 +14,7 @@ from hf_dpopt.optim.base import (
     relative_error,
     root_without_noise,
 )
-from hf_dpopt.postprocess.noise_level import NoiseLevel
+from hf_dpopt.postprocess import Filter, NoiseLevel
 
 
 class DPRMSProp(NoiseAwareOptimizer):
@@ -33,7 +32,7 @@ class DPRMSProp(NoiseAwareOptimizer):
         weight_decay: coupled (an L2 penalty), >= 0.
         unbiased: takes ``sqrt(max(v_t - u_t, floor))`` as the root, where u_t is the same average of the variance of
             the noise. Averages of bfloat16 weights are then float32.
-        variance_floor: of v_t - u_t with `unbiased`; gradient units squared, >= 0. None takes one standard deviation
+        variance_floor: floor of v_t - u_t with `unbiased`; gradient units squared, >= 0. None takes one stddev
             of v_t where there is only noise, as `DPAdamBC`.
         noise: needed by `step` with `unbiased`.
         filter: see `NoiseAwareOptimizer`.

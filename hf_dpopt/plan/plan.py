@@ -26,7 +26,6 @@ from hf_dpopt.plan import pairs
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.resolve import choose_noise, restarted_with, stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
-from hf_dpopt.preclip.base import sensitivity_ratio
 from hf_dpopt.sampling import BallsInBinsSampler, CappedPoissonSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
@@ -85,7 +84,7 @@ class PrivacyPlan:
         In the coordinates of the clip, those of g / D where records are divided by D; gradient units without D.
         """
         per_clip = self.noise_multiplier * SENSITIVITY_FACTOR[self.adjacency]
-        ratio = sensitivity_ratio(self.preclip, per_clip, self.sampler.expected_batch_size)
+        ratio = self.preclip.sensitivity_ratio(per_clip, self.sampler.expected_batch_size)
         return ratio * self.clipper.sensitivity(self.adjacency)
 
     @property
@@ -339,8 +338,7 @@ def make_plan(
         config, num_examples=num_examples, num_steps=num_steps, delta=delta, workload=workload, recorded=recorded
     )
     config, sampler, strategy, noise_steps = chosen
-    if hasattr(preclip, "check_config"):
-        preclip.check_config(config)
+    preclip.check_config(config)
     _check_noise(config, strategy, sampler, num_steps, noise_steps)
     if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
         noise_multiplier = recorded["noise_multiplier"]
@@ -351,7 +349,7 @@ def make_plan(
     check_noise_multiplier(noise_multiplier)
     per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
     # refuses a count that costs more than the budget
-    sensitivity_ratio(preclip, per_clip, sampler.expected_batch_size)
+    preclip.sensitivity_ratio(per_clip, sampler.expected_batch_size)
     return PrivacyPlan(
         config=config,
         num_examples=int(num_examples),

@@ -10,9 +10,10 @@ import torch
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess.low_pass import (
+from hf_dpopt.common.types import Gradients
+from hf_dpopt.postprocess.base import Filter
+from hf_dpopt.postprocess.buffers import (
     STORAGE,
-    Gradients,
     Shapes,
     arithmetic,
     check_same_filter,
@@ -27,7 +28,7 @@ from hf_dpopt.postprocess.recursion import start_up_gain
 LOUDER = 1e-9  # by which the noise of a step may be louder after an adaptive filter: rounding
 
 
-class AdaptiveFIR:
+class AdaptiveFIR(Filter):
     r"""A weighted mean of the last released gradients; the weights are estimated every `refresh_every` steps.
 
     .. math::
@@ -49,9 +50,9 @@ class AdaptiveFIR:
 
     Args:
         taps: gradients that are kept and weighted, the present one included; >= 2.
-        noise: of the released gradient; asked once per step, and replaceable until the first.
+        noise: noise level of the released gradient; asked once per step, and replaceable until the first.
         refresh_every: steps between two estimates; the first is made when `taps` steps can be compared.
-        dtype: of the kept gradients: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
+        dtype: type they are kept in: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
         subtract_at_zero: see above.
 
     Raises:
@@ -90,13 +91,16 @@ class AdaptiveFIR:
         self._counts = [0] * taps
 
     def parameters(self) -> dict[str, Any]:
-        """What the filter is, as JSON can hold it; `from_parameters` takes it back."""
+        """Description of the filter, as JSON can hold it; `from_parameters` takes it back."""
         return {
             "taps": self.taps,
             "refresh_every": self.refresh_every,
             "dtype": storage_name(self.dtype),
             "subtract_at_zero": self.subtract_at_zero,
         }
+
+    def set_noise(self, level: NoiseLevel) -> None:
+        self.noise = level
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, Any], noise: NoiseLevel) -> AdaptiveFIR:
@@ -131,8 +135,6 @@ class AdaptiveFIR:
                 torch._foreach_add_(m, old, alpha=weight)
         by_name = dict(zip(self._shapes, m, strict=True))
         return {name: by_name[name].to(grads[name].dtype) for name in grads}
-
-    __call__ = update
 
     def _keep(self, g: list[torch.Tensor]) -> None:
         """Puts a copy of g first; the oldest of all leaves its place in memory for it."""

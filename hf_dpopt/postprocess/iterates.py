@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import math
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from hf_dpopt.common.errors import DPConfigError
 Weights = dict[str, torch.Tensor]
 
 
-class AfterStep:
+class AfterStep(abc.ABC):
     """Something done to the trainable parameters of a model after every step of its optimizer."""
 
     def __init__(self, model: nn.Module):
@@ -37,17 +38,30 @@ class AfterStep:
             )
         return optimizer.register_step_post_hook(lambda *_: self.update())
 
+    @abc.abstractmethod
     def update(self) -> None:
-        """What the hook does."""
-        raise NotImplementedError
+        """Changes the weights, or takes note of them: what the hook calls."""
 
+    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs; made of released weights."""
-        raise NotImplementedError
+        """State for a checkpoint; made of released weights."""
 
+    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the state was taken."""
-        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Gives the model the weights that the run ends with; called after the last step. Does nothing by default."""
+        return None
+
+    @property
+    def label(self) -> str:
+        """Name in logs, reports and checkpoints."""
+        return type(self).__name__
+
+    def parameters(self) -> dict[str, Any]:
+        """Public options, as JSON can hold them."""
+        return {}
 
     def _snapshot(self) -> Weights:
         wide = torch.float32
@@ -65,7 +79,7 @@ class IterateAverage(AfterStep):
         model: the trained model.
         kind: "uniform" or "exponential".
         start: steps that are left out at the beginning; >= 0.
-        decay: of the exponential average, in [0, 1).
+        decay: decay of the exponential average, in [0, 1).
 
     Raises:
         DPConfigError: for values out of range.
@@ -125,13 +139,16 @@ class IterateAverage(AfterStep):
         """Gives the model the averaged weights for good: after the last step."""
         self._set(self.average())
 
+    def finish(self) -> None:
+        self.move()
+
     @torch.no_grad()
     def _set(self, weights: Weights) -> None:
         for name, p in self._parameters.items():
             p.copy_(weights[name])
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         own = {"name": "iterate_average", "kind": self.kind, "start": self.start}
         return own | ({"decay": self.decay} if self.kind == "exponential" else {})
 
@@ -181,7 +198,7 @@ class BallProjection(AfterStep):
                 p.copy_(self.center[name] + offsets[name] * (self.radius / norm))
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         return {"name": "ball_projection", "radius": self.radius}
 
     def state_dict(self) -> dict[str, Any]:

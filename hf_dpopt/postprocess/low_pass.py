@@ -5,21 +5,28 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import scipy.signal
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.types import Gradients
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.base import Filter
+from hf_dpopt.postprocess.buffers import (
+    STORAGE,
+    Shapes,
+    arithmetic,
+    check_same_filter,
+    check_shapes,
+    check_storage,
+    on_host,
+    storage_name,
+)
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import Recursion, check_start_up
-
-if TYPE_CHECKING:
-    from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-
-Gradients = dict[str, torch.Tensor]
-Shapes = dict[str, list[int]]
 
 # Zhang et al. (2024), arXiv:2408.13460: name -> (b, a without its leading 1)
 PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -38,11 +45,10 @@ PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 DESIGNS: dict[str, tuple[type, ...]] = {
     "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int, int),
 }  # fmt: skip
-STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
 
 
-class LowPassFilter:
+class LowPassFilter(Filter):
     r"""A linear recursive filter of every coordinate of the released gradient g_t.
 
     .. math::
@@ -56,7 +62,7 @@ class LowPassFilter:
     Args:
         b: weights of the gradients, the newest first.
         a: weights of the earlier outputs, without the leading 1: momentum is ``b=[0.1], a=[-0.9]``.
-        dtype: of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
+        dtype: type of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
         bias_correction: divide by c_t. Without it the first outputs are too small.
 
     Raises:
@@ -105,7 +111,7 @@ class LowPassFilter:
     def butterworth(cls, order: int, cutoff: float, **options: Any) -> LowPassFilter:
         """Maximally flat; gain ``1/sqrt(2)`` at `cutoff`, a fraction of the Nyquist frequency (1/2 per step)."""
         _check_design(order, cutoff)
-        return cls._designed(*scipy.signal.butter(order, cutoff), **options)
+        return cls._from_polynomials(*scipy.signal.butter(order, cutoff), **options)
 
     @classmethod
     def chebyshev(cls, order: int, cutoff: float, ripple: float, **options: Any) -> LowPassFilter:
@@ -116,10 +122,10 @@ class LowPassFilter:
         _check_design(order, cutoff)
         if not (_is_real(ripple) and ripple > 0):
             raise DPConfigError(f"ripple={ripple!r} is no ripple. Use a number of decibels > 0; 0.5 is usual.")
-        return cls._designed(*scipy.signal.cheby1(order, ripple, cutoff), **options)
+        return cls._from_polynomials(*scipy.signal.cheby1(order, ripple, cutoff), **options)
 
     @classmethod
-    def _designed(cls, b: np.ndarray, a: np.ndarray, **options: Any) -> LowPassFilter:
+    def _from_polynomials(cls, b: np.ndarray, a: np.ndarray, **options: Any) -> LowPassFilter:
         return cls(b=(b * (a.sum() / b.sum())).tolist(), a=a[1:].tolist(), **options)
 
     @staticmethod
@@ -132,8 +138,8 @@ class LowPassFilter:
             text: a name in `PRESETS`, ``butterworth:ORDER:CUTOFF``, ``chebyshev:ORDER:CUTOFF:RIPPLE``,
                 ``b=1/11,1/11;a=-9/11`` (numbers or fractions; ``;a=`` may be left out) or ``adaptive:TAPS:EVERY``
                 (the steps between two estimates may be left out: 10).
-            noise: of the released gradient; an adaptive filter needs it.
-            dtype: of the buffers.
+            noise: noise level of the released gradient; an adaptive filter needs it.
+            dtype: type of the buffers.
 
         Raises:
             DPConfigError: if `text` is none of these.
@@ -167,12 +173,10 @@ class LowPassFilter:
                 f"{text!r} needs the noise level of the released gradient: parse(text, noise=...). Without one, use a "
                 "filter with fixed coefficients."
             )
-        from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR  # which is built on this module
-
         return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype)
 
     def parameters(self) -> dict[str, Any]:
-        """What the filter is, as JSON can hold it; `from_parameters` takes it back."""
+        """Description of the filter, as JSON can hold it; `from_parameters` takes it back."""
         return {
             "b": list(self.b),
             "a": list(self.a),
@@ -226,8 +230,6 @@ class LowPassFilter:
         by_name = dict(zip(names, outputs, strict=True))
         return {name: by_name[name] for name in grads}
 
-    __call__ = update
-
     # --- state: made of released values, so it may be stored and published -------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -255,52 +257,6 @@ class LowPassFilter:
         self._ones = [[torch.tensor(value, dtype=torch.float64)] for value in state["ones"]]
         kept = [state["buffers"][name] for name in self._shapes or {}]
         self._buffers = [[buffers[i].clone() for buffers in kept] for i in range(self.num_buffers)]
-
-
-def arithmetic(g: torch.Tensor) -> torch.dtype:
-    """In which a gradient is filtered: float32 at least."""
-    return torch.promote_types(g.dtype, torch.float32)
-
-
-def storage_name(dtype: torch.dtype | None) -> str | None:
-    """As JSON can hold it; its key in `STORAGE`."""
-    return next(name for name, value in STORAGE.items() if value == dtype)
-
-
-def check_storage(dtype: torch.dtype | None) -> None:
-    """Refuses what cannot hold buffers."""
-    if dtype not in STORAGE.values():
-        raise DPConfigError(
-            f"dtype={dtype} cannot hold a filter's buffers. Use None, torch.float32 or torch.bfloat16."
-        )
-
-
-def check_shapes(before: Shapes | None, grads: Gradients) -> Shapes:
-    """Name -> shape; refuses those that differ from the ones before."""
-    shapes = {name: list(g.shape) for name, g in grads.items()}
-    if before is None or shapes == before:
-        return before or shapes
-    changed = [name for name in {**before, **shapes} if before.get(name) != shapes.get(name)]
-    raise DPConfigError(
-        f"The tensors of a filter are fixed at its first step, and {len(changed)} are now missing, new or of another "
-        f"shape: {', '.join(changed[:5])}. Give it the gradients of the same parameters in every step, or start a new "
-        "filter."
-    )
-
-
-def check_same_filter(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuses the state of another filter."""
-    if theirs != mine:
-        other, this = (", ".join(f"{name}={value}" for name, value in x.items()) for x in (theirs, mine))
-        raise DPConfigError(
-            f"This state belongs to another filter ({other}); this one is ({this}). Continue with the filter the run "
-            "was started with, or start the filter anew, without the state."
-        )
-
-
-def on_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory."""
-    return x.detach().to("cpu", copy=True)
 
 
 def _chunks(sizes: Sequence[int]) -> list[slice]:

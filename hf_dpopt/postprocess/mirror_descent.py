@@ -10,7 +10,9 @@ import torch
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.public.gradients import Gradients, PublicGradients
+from hf_dpopt.common.types import Released
+from hf_dpopt.postprocess.base import Postprocess
+from hf_dpopt.public.gradients import PublicGradients
 
 # share of the private gradient after the fraction x of the schedule
 SCHEDULES: dict[str, Callable[[float], float]] = {
@@ -20,7 +22,7 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 }
 
 
-class PublicMirrorDescent:
+class PublicMirrorDescent(Postprocess):
     r"""``a_t g~_t + (1 - a_t) grad of the public loss``, at the current weights.
 
     The first-order form of mirror descent with the public loss as mirror map (the exact one minimises the public loss
@@ -53,20 +55,26 @@ class PublicMirrorDescent:
         check_count("num_steps", num_steps)
         self.public, self.num_steps, self.schedule, self.weight = public, int(num_steps), schedule, float(weight)
         self._step = 0
-        self.gain = 1.0  # of the noise, in the latest step
+        self._gain = 1.0
+
+    @property
+    def gain(self) -> float:
+        """Factor of the noise in the latest step."""
+        return self._gain
 
     def share(self, step: int) -> float:
         """a_t, share of the private gradient in step t (from 0)."""
         return self.weight * SCHEDULES[self.schedule](step / self.num_steps)
 
     @torch.no_grad()
-    def __call__(self, released: Gradients) -> Gradients:
+    def __call__(self, released: Released, /) -> Released:
         share, public = self.share(self._step), self.public.mean()
-        self._step, self.gain = self._step + 1, share
-        return {name: share * g + (1 - share) * public[name].to(g.dtype) for name, g in released.items()}
+        self._step, self._gain = self._step + 1, share
+        mixed = {name: share * g + (1 - share) * public[name].to(g.dtype) for name, g in released.items()}
+        return Released(mixed)
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         own = {"name": self.name, "schedule": self.schedule, "num_steps": self.num_steps, "weight": self.weight}
         return own | {"public": self.public.parameters()}
 

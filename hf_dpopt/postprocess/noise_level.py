@@ -24,7 +24,7 @@ class IndependentNoise:
     """Noise of one stddev in every step, independent over the steps.
 
     Args:
-        stddev: of a coordinate of the released mean gradient, gradient units; >= 0.
+        stddev: stddev of a coordinate of the released mean gradient, gradient units; >= 0.
     """
 
     stddev: float = 0.0

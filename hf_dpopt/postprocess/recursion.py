@@ -45,7 +45,7 @@ class Recursion:
     """
 
     def __init__(self, b: Sequence[float], a: Sequence[float] = ()):
-        self.b, self.a = _stripped(b) or (0.0,), _stripped(a)
+        self.b, self.a = _without_zeros(b) or (0.0,), _without_zeros(a)
         _check(self.b, self.a)
         n = self.num_buffers = max(len(self.a), len(self.b) - 1)
         numerator, denominator = [*self.b, *[0.0] * (n + 1 - len(self.b))], [1.0, *self.a, *[0.0] * (n - len(self.a))]
@@ -157,7 +157,7 @@ def _add_(x: Tensors, y: Tensors, alpha: float) -> None:
         torch._foreach_add_(x, y, alpha=alpha)
 
 
-def _stripped(coefficients: Sequence[float]) -> tuple[float, ...]:
+def _without_zeros(coefficients: Sequence[float]) -> tuple[float, ...]:
     """Without zeros at the end."""
     values = [float(x) for x in coefficients]
     if not all(map(math.isfinite, values)):

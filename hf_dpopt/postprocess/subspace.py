@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.types import Released
+from hf_dpopt.postprocess.base import Postprocess
 from hf_dpopt.postprocess.noise_level import NoiseLevel
-from hf_dpopt.public.gradients import Gradients
 from hf_dpopt.public.subspace import COORDINATES, PublicSubspace, retained
 
 PRECONDITIONERS = ("released", "none", "goe")
 
 
-class ProjectedGradient:
+class ProjectedGradient(Postprocess):
     r"""``V V^T g~``: what of the released gradient lies in the public subspace (projected DP-SGD).
 
     Takes either gradients of the parameters, which it projects (noise first, the paper's order), or the coordinates
@@ -37,19 +38,19 @@ class ProjectedGradient:
     def __init__(self, subspace: PublicSubspace):
         self.subspace = subspace
 
-    def __call__(self, released: Gradients) -> Gradients:
+    def __call__(self, released: Released, /) -> Released:
         if released.keys() == {COORDINATES}:
             coordinates = released[COORDINATES]
         else:
             self.subspace.advance()
             coordinates = self.subspace.project(released)
-        return self.subspace.lift(self._precondition(coordinates))
+        return Released(self.subspace.lift(self._precondition(coordinates)))
 
     def _precondition(self, coordinates: torch.Tensor) -> torch.Tensor:
         return coordinates
 
     def parameters(self) -> dict[str, Any]:
-        """What a report says about it."""
+        """Public options, for a report."""
         return {"name": self.name, **self.subspace.parameters()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -110,6 +111,9 @@ class SubspaceAdaGrad(ProjectedGradient):
         self._squared_variance = 0.0  # sum of v_s^2
         self._largest_variance = 0.0
         self._version = 0  # of the subspace whose coordinates S is in
+
+    def set_noise(self, level: NoiseLevel) -> None:
+        self.noise = level
 
     @property
     def noise_level(self) -> float:

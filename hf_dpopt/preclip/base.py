@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -12,7 +12,8 @@ import torch
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess import Gradients, NoiseLevel
+from hf_dpopt.common.types import Gradients, Released
+from hf_dpopt.postprocess import NoiseLevel
 
 
 class PublicSource(Protocol):
@@ -22,54 +23,85 @@ class PublicSource(Protocol):
         """Parameter name -> gradient of the mean loss of the next public batch; the same bits on every rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is in the public records."""
+        """Place in the public records."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from there."""
 
 
-class Preconditioning(Protocol):
+class RunOptions(Protocol):
+    """The options of a run that a preconditioner may have to refuse; a `PrivacyConfig` has them."""
+
+    @property
+    def noise_mechanism(self) -> str: ...
+
+    @property
+    def clipping(self) -> str: ...
+
+    @property
+    def adjacency(self) -> str: ...
+
+
+class Preconditioning(abc.ABC):
     """A preconditioner at work in one run. All it keeps was released or public, so it may be stored."""
 
     @property
     def gain(self) -> float | None:
-        """What `receive` multiplies the latest release by; None if that is not one number for all coordinates."""
+        """Factor of the latest release in `receive`; None if that is not one number for all coordinates."""
+        return None
 
     def engine(self, engine: ClippingEngine) -> ClippingEngine:
         """The clipping engine of the run: the given one, or one that clips in the coordinates of a subspace."""
+        return engine
 
+    @abc.abstractmethod
     def scales(self) -> tuple[Scale | None, ...]:
-        """What the records of the next step are multiplied by before the clip, for each query of the step."""
+        """Scales of the records of the next step before the clip, one for each query of the step."""
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
-        """Takes the released means of the step, one for each query, and gives what the optimizer is to see."""
+    @abc.abstractmethod
+    def receive(self, released: Released) -> Released:
+        """Gives what the optimizer is to see of a step.
 
+        Args:
+            released: mean of the step, the queries side by side: `hf_dpopt.preclip.queries.split` tells them apart.
+        """
+
+    @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """All that the next steps need, for a checkpoint."""
 
+    @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues where the state was taken, bit for bit."""
 
 
-class Preclip(Protocol):
-    """Public description of a preconditioner: a frozen dataclass, checked at construction."""
+class Preclip(abc.ABC):
+    """Public description of a preconditioner: a frozen dataclass, checked at construction.
+
+    `sensitivity_ratio` has no default: a preconditioner that left it out would be accounted for as another one.
+    """
 
     name: ClassVar[str]
 
-    @property
-    def num_queries(self) -> int:
-        """Clipped sums that a step releases; one record moves all of them together by ``sqrt(num_queries) C``."""
+    @abc.abstractmethod
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        """How far a unit moves all that a step sums, relative to how far it moves one clipped sum.
 
-    @property
-    def changes_every(self) -> int | None:
-        """Steps after which the coordinates may change, where correlated noise has to start anew; None for never."""
+        1.0 for one sum of clipped gradients, ``sqrt(num_queries)`` for several, more if anything else is counted.
 
+        Args:
+            noise_multiplier: stddev of the noise / bound on one unit.
+            expected_batch_size: units.
+
+        Raises:
+            DPConfigError: if what is counted beside the gradients would take the whole budget.
+        """
+
+    @abc.abstractmethod
     def parameters(self) -> dict[str, Any] | None:
         """Name and options; JSON-able. None for no division at all."""
 
-    def check_steps(self, num_steps: int) -> None:
-        """Refuses a run in which it would never act."""
-
+    @abc.abstractmethod
     def start(
         self,
         parameters: Mapping[str, torch.Tensor],
@@ -87,33 +119,42 @@ class Preclip(Protocol):
             public: gradients of public records, where they are needed.
         """
 
+    @property
+    def num_queries(self) -> int:
+        """Clipped sums that a step releases; a step that asks for another number is refused."""
+        return 1
 
-def sensitivity_ratio(spec: Preclip, noise_multiplier: float, expected_batch_size: int) -> float:
-    """How far a unit moves all that a step sums, relative to how far it moves one clipped sum.
+    @property
+    def changes_every(self) -> int | None:
+        """Steps after which the coordinates may change, where correlated noise has to start anew; None for never."""
+        return None
 
-    Args:
-        spec: with a method of that name, if it sums more than clipped gradients.
-        noise_multiplier: stddev of the noise / bound on one unit.
-        expected_batch_size: units.
-    """
-    own = getattr(spec, "sensitivity_ratio", None)
-    return math.sqrt(spec.num_queries) if own is None else own(noise_multiplier, expected_batch_size)
-
-
-class ActsAtOnce:
-    """What has a part in every step, of runs of any length."""
+    @property
+    def needs_start(self) -> bool:
+        """Whether a run has to be told to start it: it learns from the model, and keeps state from step to step."""
+        return True
 
     def check_steps(self, num_steps: int) -> None:
-        pass
+        """Refuses a run in which it would never act; it acts at once, unless it says otherwise."""
+        return None
+
+    def check_config(self, config: RunOptions) -> None:
+        """Refuses the options of a run that it was not proven for; it goes with all, unless it says otherwise."""
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
-class Identity(ActsAtOnce):
+class Identity(Preclip):
     """Records reach the clip as they are."""
 
     name: ClassVar[str] = "none"
-    num_queries: ClassVar[int] = 1
-    changes_every: ClassVar[int | None] = None
+
+    @property
+    def needs_start(self) -> bool:
+        return False
+
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        return 1.0
 
     def parameters(self) -> None:
         return None
@@ -122,21 +163,16 @@ class Identity(ActsAtOnce):
         return _Nothing()
 
 
-class InPlace:
-    """What clips with the engine that is there."""
-
-    def engine(self, engine: ClippingEngine) -> ClippingEngine:
-        return engine
-
-
-class _Nothing(InPlace):
-    gain = 1.0
+class _Nothing(Preconditioning):
+    @property
+    def gain(self) -> float:
+        return 1.0
 
     def scales(self) -> tuple[Scale | None, ...]:
         return (None,)
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
-        return released[0]
+    def receive(self, released: Released) -> Released:
+        return released
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -154,7 +190,7 @@ def check_keys(state: Mapping[str, Any], expected: set[str]) -> None:
         )
 
 
-def multiply_(gradients: Gradients, factor: float) -> Gradients:
+def multiply_(gradients: Released, factor: float) -> Released:
     """All tensors by one number, in place."""
     if factor != 1.0:
         torch._foreach_mul_(list(gradients.values()), factor)

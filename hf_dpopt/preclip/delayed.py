@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,10 @@ import torch
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import check_clipping_norm, check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import InPlace, PublicSource, check_keys
+from hf_dpopt.common.types import Gradients, Released
+from hf_dpopt.postprocess import NoiseLevel
+from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, check_keys
+from hf_dpopt.preclip.queries import split
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import SecondMoment, check_moment
 
@@ -22,7 +24,7 @@ SMALLEST_EPS = 1e-8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedPreconditioner:
+class DelayedPreconditioner(Preclip):
     r"""`delay` steps of private SGD, then `adaptive_steps` steps of private RMSProp, and again.
 
     With G the mean of the releases g~ of an SGD phase: ``v = beta v + (1 - beta) G^2`` at its end, ``D = 1`` in the
@@ -38,7 +40,7 @@ class DelayedPreconditioner:
         second_moment: "rmsprop", "adagrad" or "yogi".
         eps: floor of D, in gradient units; > 0. None takes the stddev of the noise in the mean of the SGD phase:
             below it, a D is a draw of the noise.
-        beta: of the second moment, in [0, 1).
+        beta: decay of the second moment, in [0, 1).
         clipping_norm: bound on the norm of g / D in the adaptive phase; None for that of the clipping rule, which
             always holds in the SGD phase.
         learning_rate_ratio: what the release of the adaptive phase is multiplied by: with SGD, its step size relative
@@ -95,6 +97,9 @@ class DelayedPreconditioner:
     def num_queries(self) -> int:
         return 2 if self.variant == "extra_query" else 1
 
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        return math.sqrt(self.num_queries)
+
     @property
     def changes_every(self) -> int:
         if self.variant == "extra_query":
@@ -121,7 +126,7 @@ class DelayedPreconditioner:
         return DelayedPreconditioning(self, parameters, clipping_norm, noise)
 
 
-class DelayedPreconditioning(InPlace):
+class DelayedPreconditioning(Preconditioning):
     """`DelayedPreconditioner` at work. Two buffers of the model's size: v, and G or 1 / D; factored, one at a time."""
 
     def __init__(
@@ -170,8 +175,9 @@ class DelayedPreconditioning(InPlace):
             return (Scale(factor=scale.factor),)
         return (scale,)
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
-        step, plain, update = self._step(), released[0], released[-1]
+    def receive(self, released: Released) -> Released:
+        queries = split(released, self._spec.num_queries)
+        step, plain, update = self._step(), queries[0], queries[-1]
         is_divided_now = self._spec.variant == "noise_first" and self.uses_preconditioner
         self._gain = None if is_divided_now else step.gain
         if self._is_averaging:
@@ -188,14 +194,14 @@ class DelayedPreconditioning(InPlace):
     def _is_averaging(self) -> bool:
         return self._spec.variant == "extra_query" or self._t % self._spec.period < self._spec.delay
 
-    def _add(self, plain: Gradients) -> None:
+    def _add(self, plain: Released) -> None:
         if not self._sum:
             self._sum = {name: g.clone() for name, g in plain.items()}
         else:
             torch._foreach_add_(list(self._sum.values()), [plain[name] for name in self._sum])
 
     def _turn(self) -> None:
-        """What changes between the step that was done and the next."""
+        """Changes phase, if it is time, between the step that was done and the next."""
         delay = self._spec.delay
         is_extra = self._spec.variant == "extra_query"
         position = self._t % (delay if is_extra else self._spec.period)

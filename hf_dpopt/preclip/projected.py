@@ -15,7 +15,7 @@ from hf_dpopt.clipping.contributions import Contribution, Dense, Outer, Rows, Tr
 from hf_dpopt.clipping.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.clipping.thresholds import Clipping, PerLayerClipping, usable
+from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.public.subspace import COORDINATES, PublicSubspace
@@ -60,7 +60,7 @@ class ProjectingEngine(ClippingEngine):
     name = "projecting"
 
     def __init__(self, model: nn.Module, clipping: Clipping, subspace: PublicSubspace):
-        if isinstance(clipping, PerLayerClipping):
+        if not clipping.has_one_group:
             raise DPConfigError(
                 "clipping='per_layer' bounds layers, and coordinates of a subspace belong to none. Use "
                 "clipping='flat' or 'automatic' with project='before_clip'."
@@ -69,7 +69,7 @@ class ProjectingEngine(ClippingEngine):
         self.subspace = subspace
 
     def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
-        """Where the clipped coordinates of one logical batch add up. Begins the subspace's step."""
+        """A sum for the clipped coordinates of one logical batch. Begins the subspace's step."""
         if scale is not None:
             raise DPConfigError(
                 "A per-record scale and a projection before the clip exclude each other: the subspace is that of "
@@ -133,10 +133,10 @@ def coordinates(use: Contribution, basis: torch.Tensor) -> torch.Tensor:
     basis_kN = basis.reshape(len(basis), -1)
     at_once = max(1, MAX_FORMED // max(1, basis_kN.size(1)))
     parts = [slice(first, first + at_once) for first in range(0, use.num_records, at_once)]
-    return torch.cat([_formed(use, part).reshape(-1, basis_kN.size(1)) @ basis_kN.T for part in parts])
+    return torch.cat([_form(use, part).reshape(-1, basis_kN.size(1)) @ basis_kN.T for part in parts])
 
 
-def _formed(use: Contribution, part: slice) -> torch.Tensor:
+def _form(use: Contribution, part: slice) -> torch.Tensor:
     """Gradients of some records, (b, *shape)."""
     match use:
         case Outer(left_BTP, right_BTQ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,14 +11,15 @@ import torch
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import check_clipping_norm, check_count, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys
+from hf_dpopt.common.types import Released
+from hf_dpopt.postprocess import NoiseLevel
+from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, check_keys
 from hf_dpopt.preclip.scale import ScaledStep
 from hf_dpopt.preclip.second_moments import SecondMoment, check_moment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublicPreconditioner(ActsAtOnce):
+class PublicPreconditioner(Preclip):
     r"""``D = sqrt(v) + eps`` with v the second moment of gradients of public records.
 
     Formal guarantee: as without it, for D depends on public records and on the released weights alone.
@@ -27,7 +28,7 @@ class PublicPreconditioner(ActsAtOnce):
         refresh_every: steps between two public batches; >= 1.
         second_moment: "rmsprop", "adagrad" or "yogi".
         eps: floor of D, in gradient units; > 0.
-        beta: of the second moment, in [0, 1).
+        beta: decay of the second moment, in [0, 1).
         clipping_norm: bound on the norm of g / D; None for that of the clipping rule.
         learning_rate_ratio: step size relative to the optimizer's.
         factored: D = rows columns^T (see `SecondMoment`): any model size.
@@ -44,7 +45,6 @@ class PublicPreconditioner(ActsAtOnce):
     learning_rate_ratio: float = 1.0
     factored: bool = False
     name: ClassVar[str] = "adadps"
-    num_queries: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_count("refresh_every", self.refresh_every)
@@ -53,6 +53,9 @@ class PublicPreconditioner(ActsAtOnce):
         check_positive(learning_rate_ratio=self.learning_rate_ratio)
         if self.clipping_norm is not None:
             check_clipping_norm("clipping_norm", self.clipping_norm)
+
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        return 1.0
 
     @property
     def changes_every(self) -> int:
@@ -78,7 +81,7 @@ class PublicPreconditioner(ActsAtOnce):
         return PublicPreconditioning(self, parameters, clipping_norm, public)
 
 
-class PublicPreconditioning(InPlace):
+class PublicPreconditioning(Preconditioning):
     """`PublicPreconditioner` at work."""
 
     def __init__(
@@ -96,9 +99,9 @@ class PublicPreconditioning(InPlace):
 
     @property
     def gain(self) -> float | None:
-        return (self._step or self._made()).gain
+        return (self._step or self._make_step()).gain
 
-    def _made(self) -> ScaledStep:
+    def _make_step(self) -> ScaledStep:
         return ScaledStep(
             self._moment.inverse(self._spec.eps),
             clipping_norm=self._clipping_norm,
@@ -110,13 +113,13 @@ class PublicPreconditioning(InPlace):
         if self._t % self._spec.refresh_every == 0 and self._refreshed_at != self._t:
             self._moment.update(self._public.mean())
             self._refreshed_at, self._step = self._t, None
-        self._step = self._step or self._made()
+        self._step = self._step or self._make_step()
         return (self._step.scale,)
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
+    def receive(self, released: Released) -> Released:
         assert self._step is not None, "scales() comes first"
         self._t += 1
-        return self._step.receive(released[0])
+        return self._step.receive(released)
 
     def state_dict(self) -> dict[str, Any]:
         return {

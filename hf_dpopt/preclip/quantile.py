@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -23,21 +23,22 @@ from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys, multiply_
+from hf_dpopt.common.types import Released
+from hf_dpopt.postprocess import NoiseLevel
+from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, RunOptions, check_keys, multiply_
 
 FARTHEST = 1e6  # that C may get from the first one, either way; it stays among the norms that are allowed, too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantileClipping(ActsAtOnce):
+class QuantileClipping(Preclip):
     """The spec; see the module.
 
     Formal guarantee: a unit more or less moves the sum of the clipped gradients by at most C and the weighted count by
     at most half its weight, together by `sensitivity_ratio` times C.
 
     Args:
-        quantile: of the norms that are to be within the clip, in (0, 1).
+        quantile: share of the norms that are to be within the clip, in (0, 1).
         learning_rate: eta, > 0, per step.
         count_noise: stddev of the noise in the share of units within the clip (unitless), > 0: the paper's
             ``sigma_b / m``, for which it takes 1/20.
@@ -50,8 +51,6 @@ class QuantileClipping(ActsAtOnce):
     learning_rate: float = 0.2
     count_noise: float = 0.05
     name: ClassVar[str] = "quantile"
-    num_queries: ClassVar[int] = 1
-    changes_every: ClassVar[int | None] = None  # goes with independent noise alone, see `check_config`
 
     def __post_init__(self) -> None:
         check_positive(learning_rate=self.learning_rate, count_noise=self.count_noise)
@@ -61,8 +60,8 @@ class QuantileClipping(ActsAtOnce):
     def parameters(self) -> dict[str, Any]:
         return {"name": self.name, **dataclasses.asdict(self)}
 
-    def check_config(self, config: Any) -> None:
-        """Refuses what the count was not proven for."""
+    def check_config(self, config: RunOptions) -> None:
+        """Refuses what the count was not proven for; so it goes with independent noise alone."""
         if config.noise_mechanism != "gaussian":
             raise DPConfigError(
                 f"A clipping norm that changes in every step changes the coordinates that {config.noise_mechanism} "
@@ -110,7 +109,7 @@ class QuantileClipping(ActsAtOnce):
         return ClippingAtQuantile(self, noise, clipping_norm)
 
 
-class ClippingAtQuantile(InPlace):
+class ClippingAtQuantile(Preconditioning):
     """`QuantileClipping` at work; C relative to the first one is all it keeps, and was made of released counts."""
 
     def __init__(self, spec: QuantileClipping, noise: NoiseLevel, clipping_norm: float):
@@ -127,7 +126,7 @@ class ClippingAtQuantile(InPlace):
 
     @property
     def _weight(self) -> float:
-        """Of a unit in the count, relative to the expected batch, such that the share has noise `count_noise`."""
+        """Weight of a unit in the count, relative to the expected batch, that gives the share noise `count_noise`."""
         variance = self._noise.variance()
         assert variance is not None
         return math.sqrt(variance) / self._spec.count_noise or 1.0  # without noise any weight will do
@@ -135,8 +134,8 @@ class ClippingAtQuantile(InPlace):
     def scales(self) -> tuple[Scale | None, ...]:
         return (Scale({}, 1 / self.ratio, count_weight=self._weight),)
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
-        gradients = dict(released[0])
+    def receive(self, released: Released) -> Released:
+        gradients = Released(dict(released))
         share = gradients.pop(COUNT).item() / self._weight + 0.5
         self._last = self.ratio
         multiply_(gradients, self.ratio)

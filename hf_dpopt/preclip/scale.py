@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,8 +12,9 @@ import torch
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.common.checks import check_clipping_norm, check_clipping_ratio, check_positive
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess import Gradients, NoiseLevel
-from hf_dpopt.preclip.base import ActsAtOnce, InPlace, PublicSource, check_keys, multiply_
+from hf_dpopt.common.types import Released
+from hf_dpopt.postprocess import NoiseLevel
+from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, check_keys, multiply_
 
 Parts = Mapping[str, Diagonal | Factored]
 
@@ -50,7 +51,7 @@ class ScaledStep:
     def gain(self) -> float | None:
         return None if self._unscale else self._factor
 
-    def receive(self, released: Gradients) -> Gradients:
+    def receive(self, released: Released) -> Released:
         if self._unscale and self.scale is not None:
             for name, part in self.scale.parts.items():
                 part.multiply_(released[name])
@@ -58,7 +59,7 @@ class ScaledStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ScaleThenPrivatize(ActsAtOnce):
+class ScaleThenPrivatize(Preclip):
     """Division by a fixed D, which is public or was released before the run.
 
     Formal guarantee: as without D. The clip bounds ``g_b / D``, so the sum of one step moves by at most the clipping
@@ -80,13 +81,14 @@ class ScaleThenPrivatize(ActsAtOnce):
     learning_rate_ratio: float = 1.0
     unscale: bool = False
     name: ClassVar[str] = "scale"
-    num_queries: ClassVar[int] = 1
-    changes_every: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
         check_positive(learning_rate_ratio=self.learning_rate_ratio)
         if self.clipping_norm is not None:
             check_clipping_norm("clipping_norm", self.clipping_norm)
+
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        return 1.0
 
     def parameters(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -132,7 +134,7 @@ class ScaleThenPrivatize(ActsAtOnce):
         return FixedScale(step)
 
 
-class FixedScale(InPlace):
+class FixedScale(Preconditioning):
     """`ScaleThenPrivatize` at work: the same in every step, so there is nothing to keep."""
 
     def __init__(self, step: ScaledStep):
@@ -145,8 +147,8 @@ class FixedScale(InPlace):
     def scales(self) -> tuple[Scale | None, ...]:
         return (self._step.scale,)
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
-        return self._step.receive(released[0])
+    def receive(self, released: Released) -> Released:
+        return self._step.receive(released)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +12,10 @@ from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess import Gradients, NoiseLevel
+from hf_dpopt.common.types import Released
+from hf_dpopt.postprocess import NoiseLevel
 from hf_dpopt.postprocess.subspace import PRECONDITIONERS, ProjectedGradient, SubspaceAdaGrad
-from hf_dpopt.preclip.base import ActsAtOnce, Preconditioning, PublicSource
+from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource
 from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.public.subspace import RefreshedSubspace
@@ -23,7 +24,7 @@ PROJECTIONS = ("before_clip", "after_noise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublicSubspaceProjection(ActsAtOnce):
+class PublicSubspaceProjection(Preclip):
     r"""``V V^T`` with V the top singular vectors of public gradients, and AdaGrad with a full matrix in between.
 
     Formal guarantee: as without it, for V depends on public records and released weights alone. Before the clip, a
@@ -35,7 +36,7 @@ class PublicSubspaceProjection(ActsAtOnce):
         refresh_every: steps between two of them.
         project: "before_clip" (more signal per unit of sensitivity) or "after_noise" (the papers' order).
         adagrad: "none" for the projection alone, or "released" for `SubspaceAdaGrad`.
-        eps: of AdaGrad; gradient units.
+        eps: number added to AdaGrad's root; gradient units.
 
     Raises:
         DPConfigError: for values out of range, and ``adagrad="goe"``, which keeps un-noised state.
@@ -51,7 +52,6 @@ class PublicSubspaceProjection(ActsAtOnce):
     adagrad: str = "none"
     eps: float = 1e-8
     name: ClassVar[str] = "subspace"
-    num_queries: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
@@ -83,6 +83,9 @@ class PublicSubspaceProjection(ActsAtOnce):
     def changes_every(self) -> int | None:
         return self.refresh_every if self.project == "before_clip" else None
 
+    def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
+        return 1.0
+
     def parameters(self) -> dict[str, Any]:
         return {"name": self.name, **dataclasses.asdict(self)}
 
@@ -109,10 +112,8 @@ class PublicSubspaceProjection(ActsAtOnce):
         return SubspaceProjection(made, is_before_clip=self.project == "before_clip")
 
 
-class SubspaceProjection:
-    """`PublicSubspaceProjection` at work."""
-
-    gain = None  # the noise lies in the subspace: its level differs between coordinates
+class SubspaceProjection(Preconditioning):
+    """`PublicSubspaceProjection` at work. The noise lies in the subspace: no one gain, for coordinates differ."""
 
     def __init__(self, projected: ProjectedGradient, *, is_before_clip: bool):
         self._projected, self._is_before_clip = projected, is_before_clip
@@ -125,8 +126,8 @@ class SubspaceProjection:
     def scales(self) -> tuple[Scale | None, ...]:
         return (None,)
 
-    def receive(self, released: Sequence[Gradients]) -> Gradients:
-        return self._projected(released[0])
+    def receive(self, released: Released) -> Released:
+        return self._projected(released)
 
     def state_dict(self) -> dict[str, Any]:
         return self._projected.state_dict()

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.public.gradients import Gradients, PublicGradients, check_finite
 
@@ -72,11 +72,11 @@ class PublicSubspace:
                 finite or all zero.
         """
         self._check(per_record)
-        mix_mk, num_directions = collectives.agreed(lambda: self._mix(per_record))  # unlike processors would differ
+        mix_mk, num_directions = current_ranks().same(lambda: self._mix(per_record))  # unlike processors would differ
         old_mk = _inner(per_record, self.basis) if self.basis else None
         for name, grads in per_record.items():
             self.basis[name] = _combine(mix_mk, grads)
-        correction_kk = collectives.agreed(lambda: _inverse_root(_inner(self.basis, self.basis), num_directions))
+        correction_kk = current_ranks().same(lambda: _inverse_root(_inner(self.basis, self.basis), num_directions))
         for name, columns in self.basis.items():
             self.basis[name] = _combine(correction_kk, columns)
         if old_mk is not None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dpopt.common import collectives
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.records import row_hashes
 from hf_dpopt.records.arrow import is_arrow, is_stream
 from hf_dpopt.records.row_hashes import Hashes, Key
@@ -63,7 +63,7 @@ class TrainingRows:
         """
         if dataset is None or self.dataset is None:
             return False
-        return collectives.agreed(lambda: share_rows(dataset, self.dataset) or self._are_copied_in(dataset))
+        return current_ranks().same(lambda: share_rows(dataset, self.dataset) or self._are_copied_in(dataset))
 
     def _are_copied_in(self, dataset: Any) -> bool:
         if not hasattr(self.dataset, "__len__") or not len(self.dataset):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import SECRET_LOG_KEYS, SECRET_LOG_PREFIX, is_secret_key
 from hf_dpopt.report.model_card import strip_training_losses
 
 CHUNK_BYTES = 8 * 2**20
@@ -29,16 +30,13 @@ MIN_SECRET_BYTES = 16
 # torch's generator states (they replay dropout), key files, and the folder of ledgers and keys itself.
 FORBIDDEN_NAMES = ("rng_state*.pth", "*.key", "*.noise", "*.dp_private", "noise_buffer*")
 
-# What the stock Trainer writes about the batches it saw. 0 and None are placeholders; any other number is data.
-# `train_samples_per_second` is not among them: the private trainer counts expected, public numbers of samples.
-UNNOISED_KEYS = frozenset({"loss", "train_loss", "total_flos", "num_input_tokens_seen", "train_tokens_per_second"})
-UNNOISED_PREFIX = "unprivatized_"
+# Where the stock Trainer writes SECRET_LOG_KEYS. 0 and None are placeholders; any other number is data.
 RESULT_FILES = ("trainer_state.json", "*_results.json")
 TOKEN_FIELDS = frozenset({"hub_token", "push_to_hub_token"})
 # Maps the characters that occur in spellings as text to 1 and all other bytes to 0.
 _IS_TEXT = bytes(chr(byte) in string.ascii_letters + string.digits + "+/-_, " for byte in range(256))
 _EVENT_TAG = re.compile(
-    rb"train/((?:" + "|".join(UNNOISED_KEYS).encode() + rb")|unprivatized_\w+)\x15(.{4})", re.DOTALL
+    rb"train/(" + "|".join([*SECRET_LOG_KEYS, SECRET_LOG_PREFIX + r"\w+"]).encode() + rb")\x15(.{4})", re.DOTALL
 )
 
 
@@ -186,7 +184,7 @@ def _unnoised(value: Any, where: str) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             place = f"{where}.{key}" if where else key
-            if isinstance(item, (int, float)) and item and (key in UNNOISED_KEYS or key.startswith(UNNOISED_PREFIX)):
+            if isinstance(item, (int, float)) and item and is_secret_key(key):
                 yield place, float(item)
             yield from _unnoised(item, place)
     elif isinstance(value, list):

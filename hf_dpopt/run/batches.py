@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.common import collectives
 from hf_dpopt.records.collation import Collation, Collator, Part, length_of
 from hf_dpopt.records.rows import read_one, read_rows, spread
 from hf_dpopt.run.run import PrivateRun
@@ -24,7 +23,7 @@ class StepIndices(list):
     """Record indices of one step on this rank, and the number of the step.
 
     Args:
-        indices: of the records, user after user if users are summed.
+        indices: indices of the records, user after user if users are summed.
         step: optimizer step.
         sizes: records of each user.
         seeds: secret, of what each user draws in the step (local shuffling and dropout).
@@ -64,10 +63,10 @@ class LogicalBatch:
 def physical_parts(
     records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
 ) -> Iterator[list[Part]]:
-    """What is made of every `size` records: one batch, mostly, whose places count from the first of them.
+    """Yields what is made of every `size` records: one batch, mostly, whose places count from the first of them.
 
     Args:
-        records: of one logical batch.
+        records: records of one logical batch.
         size: >= 1.
         collate: the collation of the run, or a collator.
         by_length: longest first: what does not fit is found at once, and shorter batches reuse the memory of longer
@@ -80,7 +79,7 @@ def physical_parts(
 
 
 @contextlib.contextmanager
-def explained_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
+def explain_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
     """Adds to an out-of-memory error what a private run can do about it, and what became of the step."""
     try:
         yield
@@ -108,7 +107,7 @@ class Records(torch.utils.data.Dataset):
     """A map-style dataset that hands out logical batches, the empty one included.
 
     Args:
-        dataset: of records.
+        dataset: the records.
         make: (rows, the step and how many rows each unit has) -> the logical batch.
     """
 
@@ -134,7 +133,7 @@ class Records(torch.utils.data.Dataset):
 Choose = Callable[[PrivateRun, int, np.ndarray], StepIndices]
 
 
-def all_of_them(run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
+def take_all(run: PrivateRun, step: int, drawn: np.ndarray) -> StepIndices:
     """The records that were drawn, which are units of their own."""
     return StepIndices(drawn.tolist(), step)
 
@@ -148,7 +147,7 @@ class LogicalBatchSampler:
         choose: what of the units that were drawn takes part in a step: (run, step, units on this rank) -> records.
     """
 
-    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun], choose: Choose = all_of_them):
+    def __init__(self, steps_per_epoch: int, run: Callable[[], PrivateRun], choose: Choose = take_all):
         self.steps_per_epoch, self.run, self.epoch, self._choose = steps_per_epoch, run, 0, choose
 
     @property
@@ -168,9 +167,9 @@ class LogicalBatchSampler:
         first = self.epoch * self.steps_per_epoch + 1
         for step in range(first, min(first + self.steps_per_epoch, run.plan.num_steps + 1)):
             drawn = run.draw(step)
-            yield self._choose(run, step, drawn[collectives.rank() :: collectives.world_size()])
+            yield self._choose(run, step, drawn[run.ranks.rank :: run.ranks.size])
 
 
-def as_is(batch: LogicalBatch) -> LogicalBatch:
+def keep_uncollated(batch: LogicalBatch) -> LogicalBatch:
     """The loader's collate function: collation happens inside the step, physical batch by physical batch."""
     return batch

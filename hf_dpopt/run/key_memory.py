@@ -36,12 +36,12 @@ _fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mark:
-    """What is known of the use of a key.
+    """Knowledge about the use of a key.
 
     Attributes:
         chain_id, key_id, start_step: as in the ledger, see `ChainRecord`.
         step: the highest step that may have run; `start_step` if none has.
-        digest: of the ledger when that step was charged; None if a crash tore the write that said so.
+        digest: digest of the ledger when that step was charged; None if a crash tore the write that said so.
     """
 
     chain_id: str
@@ -60,7 +60,7 @@ class KeyMemory:
 
     Args:
         directory: private to the owner; below it is what is kept here.
-        ledger: of the run. Its family begins with its first chain.
+        ledger: ledger of the run. Its family begins with its first chain.
     """
 
     def __init__(self, directory: Path, ledger: Ledger):
@@ -147,7 +147,7 @@ class KeyMemory:
         for mark in self.marks():
             chain = known.get(mark.chain_id)
             if chain is not None and (chain.key_id, chain.start_step) != (mark.key_id, mark.start_step):
-                raise _damaged(self._path(mark.chain_id), f"it is of another key than chain {mark.chain_id}")
+                raise _damage_error(self._path(mark.chain_id), f"it is of another key than chain {mark.chain_id}")
             if chain is None and mark.step > mark.start_step:
                 self._ledger.start_chain(
                     chain_id=mark.chain_id, key_id=mark.key_id, start_step=mark.start_step, note=ELSEWHERE
@@ -190,9 +190,9 @@ class KeyMemory:
         """A mark, and the slot that was written last."""
         content = path.read_bytes()
         header = _page(content, 0)
-        public = _unsealed(header)
+        public = _unseal(header)
         if len(content) != 3 * PAGE or public is None or public["chain_id"] != path.stem:
-            raise _damaged(path, "its header is not what was written")
+            raise _damage_error(path, "its header is not what was written")
         found: dict[int, tuple[int, str]] = {}
         num_torn = 0
         for slot, start in enumerate(SLOTS):
@@ -203,7 +203,7 @@ class KeyMemory:
             elif any(page):
                 num_torn += 1
         if not found:
-            raise _damaged(path, "neither of its two places holds what was written")
+            raise _damage_error(path, "neither of its two places holds what was written")
         newest = max(found, key=lambda slot: found[slot])
         last, last_digest = found[newest]
         return Mark(**public, step=last + num_torn, digest=None if num_torn else last_digest), newest
@@ -229,7 +229,7 @@ def _header_of(chain: ChainRecord) -> bytes:
     return body + _seal(body)
 
 
-def _unsealed(header: bytes) -> dict[str, Any] | None:
+def _unseal(header: bytes) -> dict[str, Any] | None:
     body, seal = header[:-_SEAL_BYTES], header[-_SEAL_BYTES:]
     return json.loads(body.rstrip(b"\0")) if seal == _seal(body) else None
 
@@ -247,7 +247,7 @@ def _make_folder(folder: Path) -> None:
             fsync_directory(made.parent)
 
 
-def _damaged(path: Path, what: str) -> DPConfigError:
+def _damage_error(path: Path, what: str) -> DPConfigError:
     return DPConfigError(
         f"{path} is damaged: {what}. It says how far a noise key of this run was used, so nobody knows what the steps "
         "to come would repeat, nor what was spent. Put the file back if there is a copy; else start over in another "

@@ -56,17 +56,17 @@ class Chain:
 
     @functools.cached_property
     def noise_key(self) -> bytes:
-        """For the noise source; secret."""
+        """Key of the noise source; secret."""
         return derive_key(self.root, "noise")
 
     @functools.cached_property
     def sampling_key(self) -> bytes:
-        """For the sampler's coins; secret, for amplification by sampling holds against who does not know them."""
+        """Key of the sampler's draws; secret, for amplification by sampling holds against who does not know them."""
         return derive_key(self.root, "sampling")
 
     @functools.cached_property
     def dropout_key(self) -> bytes:
-        """For dropout and augmentation; secret."""
+        """Key of dropout and augmentation; secret."""
         return derive_key(self.root, "dropout")
 
 
@@ -81,7 +81,7 @@ def fixed_chain(key_hex: str) -> Chain:
 
 
 def default_private_dir(output_dir: str | os.PathLike[str]) -> Path:
-    """Where the keys of the runs in ``output_dir`` live: one folder per real path, in the user's state directory.
+    """Folder of the keys of the runs in ``output_dir``: one per real path, in the user's state directory.
 
     Below ``$HF_DPOPT_PRIVATE_DIR`` if it is set, else ``$XDG_STATE_HOME/hf_dpopt``, else ``~/.local/state/hf_dpopt``.
     """
@@ -94,7 +94,7 @@ def default_private_dir(output_dir: str | os.PathLike[str]) -> Path:
 
 
 def private_folder(given: str | os.PathLike[str] | None, output_dir: str | os.PathLike[str]) -> Path:
-    """Where the secrets of a run are kept, made if it is not there; for what is private and no key.
+    """Folder of the secrets of a run, made if it is not there; for what is private and no key.
 
     Raises:
         DPConfigError: as `PrivateState`.
@@ -174,7 +174,7 @@ class PrivateState:
             return None  # half a file
 
     def memory(self, ledger: Ledger) -> KeyMemory:
-        """What is known here of the use of the keys of a ledger, and of copies of it."""
+        """Knowledge about the use of the keys of a ledger, and of copies of it."""
         return KeyMemory(self.directory, ledger)
 
     def check_data(self, chain: Chain, mark: str) -> None:
@@ -204,7 +204,7 @@ class PrivateState:
             )
 
     def secrets(self) -> list[bytes]:
-        """What a release may not contain, of the chains kept here or used by this object: keys, and noise buffers.
+        """Secrets of the chains kept here or used by this object, which no release may contain: keys, noise buffers.
 
         Keys are root and derived ones, each as its raw bytes; spelling them out (hexadecimal, base64) is the release
         scan's part. Of every noise buffer kept here, its first bytes that tell it from all others.
@@ -222,7 +222,7 @@ class PrivateState:
         The marks of their use stay: an ``output_dir`` that is put back to a backup must still be found out.
 
         Args:
-            chain_ids: of the chains to forget, whether their keys are here or not; None: all that the directory holds.
+            chain_ids: chains to forget, whether their keys are here or not; None: all that the directory holds.
         """
         mine = None if chain_ids is None else tuple(chain_ids)
         for path in self._chains_dir.iterdir():  # also what a crash left half-written: .ID.key.PID.tmp
@@ -288,8 +288,8 @@ def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
         DPConfigError: if the ledger has charged no run that reached ``resume_step``.
     """
     start_step = resume_step or 0
-    if start_step and not any(c.start_step <= start_step <= _reached(ledger, c) for c in ledger.chains):
-        reached = max((_reached(ledger, c) for c in ledger.chains), default=0)
+    if start_step and not any(c.start_step <= start_step <= _last_charged_step(ledger, c) for c in ledger.chains):
+        reached = max((_last_charged_step(ledger, c) for c in ledger.chains), default=0)
         raise DPConfigError(
             f"The checkpoint is at step {start_step}, but {ledger.path} has charged no run that reached it (it ends "
             f"at step {reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote "
@@ -314,7 +314,7 @@ def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) ->
         return "first run"
     if resume_step is None:
         return "training started over"
-    reached, kept = _reached(ledger, last), state.load_chain(last.chain_id)
+    reached, kept = _last_charged_step(ledger, last), state.load_chain(last.chain_id)
     if reached != resume_step:
         return f"resumed at step {resume_step}; step {reached} of the chain before was charged"
     if kept is None or kept.key_id != last.key_id:
@@ -327,7 +327,7 @@ def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) ->
     return ""
 
 
-def _reached(ledger: Ledger, chain: ChainRecord) -> int:
+def _last_charged_step(ledger: Ledger, chain: ChainRecord) -> int:
     """The last step charged to a chain, or where it starts."""
     return ledger.last_step(chain.chain_id) or chain.start_step
 

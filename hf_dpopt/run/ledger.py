@@ -365,7 +365,7 @@ class Ledger:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str], inside: str = "") -> Iterator[str]:
-    """What differs between two plans, in mappings entry by entry. A field that the older one lacks counts as None."""
+    """Differences between two plans, in mappings entry by entry. A field that the older one lacks counts as None."""
     for name in names:
         then, now = old.get(name), new.get(name)
         if isinstance(then, dict) and isinstance(now, dict):

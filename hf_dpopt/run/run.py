@@ -10,16 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common import collectives
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
-from hf_dpopt.postprocess import Postprocess
-from hf_dpopt.preclip import Identity, Preconditioning, PublicSource
+from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
+from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.run.key_memory import KeyMemory, is_own
 from hf_dpopt.run.keys import (
@@ -41,7 +43,7 @@ TRAINING = "training"  # entry of the recorded plan
 
 @dataclasses.dataclass(frozen=True)
 class PrivacySpent:
-    """What a run has spent so far; `epsilon` is for `num_steps` charged steps, over all resumes and branches."""
+    """Budget that a run has spent; `epsilon` is for `num_steps` charged steps, over all resumes and branches."""
 
     epsilon: float
     delta: float
@@ -63,6 +65,7 @@ class PrivateRun:
     Formal guarantee: `charge` returns only after the step is on the disk, in the ledger and then beside the key, never
     lets (key, step) be used twice, also where the ledger was put back to an earlier state or copied, and never lets
     the charged steps exceed `target_epsilon`. It fails if the private directory is put back together with the ledger.
+    `release` is the one way from the secret sums of a step to what may be stored.
 
     Args:
         plan: what is executed.
@@ -92,15 +95,15 @@ class PrivateRun:
         training: Mapping[str, Any] | None = None,
     ):
         self.plan = plan
+        self.ranks = current_ranks()
         self.output_dir = Path(output_dir)
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
         self._memory: KeyMemory | None = None
         self._is_closed = False
         self._preclip: Preconditioning | None = None
-        opened = collectives.agreed(
-            lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training)
-        )
+        self._begun: int | None = None  # step that was charged and is not released yet
+        opened = self.ranks.same(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
@@ -282,44 +285,22 @@ class PrivateRun:
                 self._memory.note(step)
         self.charged[-1] += 1
 
-    def start_preclip(self, engine: ClippingEngine, *, public: PublicSource | None = None) -> Preconditioning:
-        """The plan's preconditioner for this run, made once, before its first step.
+    def begin(self, step: int, engine: ClippingEngine) -> tuple[Scale | None, ...]:
+        """Charges a step that the noise was made for, before any record of its batch is looked at.
 
         Args:
-            engine: of the model.
-            public: gradients of public records, for preconditioners that need them.
+            step: optimizer step, 1-based.
+            engine: that will clip it.
+
+        Returns:
+            What records are multiplied by before the clip, for each query that the noise was calibrated to.
 
         Raises:
-            DPConfigError: if it does not fit the model, or public gradients are missing.
+            DPConfigError: for a preconditioner that was not started, or that asks for other queries, and for another
+                clip: one record would move the sums by more. Nothing is charged then.
+            DPBudgetExceeded: see `charge`.
         """
-        norm = self.plan.config.clipping_norm
-        self._preclip = self.plan.preclip.start(
-            engine.parameters, clipping_norm=norm, noise=self.noise_level(), public=public
-        )
-        return self._preclip
-
-    def allowed(self, preclip: Preconditioning | None) -> Preconditioning:
-        """The preconditioner of a step, if it is one that this run started; none at all if the plan has none.
-
-        Raises:
-            DPConfigError: for that of another run, or none where the plan has one.
-        """
-        if preclip is None and isinstance(self.plan.preclip, Identity):
-            return Identity().start()
-        if preclip is None or preclip is not self._preclip:
-            raise DPConfigError(
-                "The plan's noise is calibrated to its own preconditioner, which keeps state from step to step. Make "
-                "it once, preclip = run.start_preclip(engine), and give it to every step: private_step(.., "
-                "preclip=preclip)."
-            )
-        return preclip
-
-    def checked(self, engine: ClippingEngine, scales: tuple[Scale | None, ...]) -> tuple[Scale | None, ...]:
-        """The scales of a step, one for each query that the noise was calibrated to, and an engine with its clip.
-
-        Raises:
-            DPConfigError: for more or fewer queries, or another clip: one record would move the sums by more.
-        """
+        scales = self.preclip.scales()
         planned = self.plan.preclip.num_queries
         if len(scales) != planned:
             raise DPConfigError(
@@ -331,20 +312,80 @@ class PrivateRun:
                 f"The engine clips by {engine.clipping}, and the noise was calibrated to {self.plan.clipper}. Make it "
                 "with the plan's: make_engine(model, plan.clipper)."
             )
+        self.charge(step)
+        self._begun = step
         return scales
 
-    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Postprocess] = ()) -> MechanismLevel:
+    def release(self, sums: ClippedSums, step: int) -> Released:
+        """The mean gradient with the noise of a step: the only door from what is secret to what is public.
+
+        It is divided by the public expected size: the realised size of a logical batch is data.
+
+        Args:
+            sums: over all ranks, of all queries; float32. Changed in place, and not to be used again.
+            step: the one that has begun.
+
+        Raises:
+            DPConfigError: for a step that was not charged, or has been released.
+        """
+        if step != self._begun:
+            raise DPConfigError(
+                f"Step {step} was not begun, so nobody paid for its release. Call run.begin(step, engine) first, once "
+                "for every release."
+            )
+        self._begun = None
+        self.noise.add_(sums, step)
+        torch._foreach_div_(list(sums.values()), self.plan.config.expected_batch_size)
+        return Released(sums)
+
+    def start_preclip(self, engine: ClippingEngine, *, public: PublicSource | None = None) -> Preconditioning:
+        """The plan's preconditioner for this run, made once, before its first step.
+
+        Args:
+            engine: clipping engine of the model.
+            public: gradients of public records, for preconditioners that need them.
+
+        Raises:
+            DPConfigError: if it does not fit the model, or public gradients are missing.
+        """
+        norm = self.plan.config.clipping_norm
+        self._preclip = self.plan.preclip.start(
+            engine.parameters, clipping_norm=norm, noise=self.noise_level(), public=public
+        )
+        return self._preclip
+
+    @property
+    def preclip(self) -> Preconditioning:
+        """The preconditioner that this run started; that of another run has no way in.
+
+        Raises:
+            DPConfigError: if there is none yet, and the plan has one.
+        """
+        if self._preclip is None:
+            if self.plan.preclip.needs_start:
+                raise DPConfigError(
+                    "The plan's noise is calibrated to its preconditioner, which has not been started. Do so once, "
+                    "before the first step: preclip = run.start_preclip(engine)."
+                )
+            self._preclip = self.plan.preclip.start(
+                {}, clipping_norm=self.plan.config.clipping_norm, noise=self.noise_level()
+            )
+        return self._preclip
+
+    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Map] = ()) -> MechanismLevel:
         """How loud the noise is in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
 
         Args:
             preclip: the preconditioner of the run, which may multiply what was released.
             chain: maps that come between; those that say no ``gain`` leave a level that is not known.
         """
-        plan, stages = self.plan, (*([] if preclip is None else [preclip]), *chain)
+        plan = self.plan
+        stages: list[Preconditioning | Postprocess] = [] if preclip is None else [preclip]
+        stages += map(as_postprocess, chain)
 
         def gain() -> float | None:
-            gains = [getattr(stage, "gain", None) for stage in stages]
-            return None if None in gains else math.prod(gains)  # type: ignore[arg-type]
+            gains = [gain for stage in stages if (gain := stage.gain) is not None]
+            return math.prod(gains) if len(gains) == len(stages) else None
 
         return MechanismLevel(
             plan.mechanism,
@@ -362,7 +403,7 @@ class PrivateRun:
         return drawn
 
     def spent(self) -> PrivacySpent:
-        """What has been charged so far."""
+        """Budget that was charged so far."""
         return spent_for(self.plan, self.charged)
 
     def close(self) -> None:
@@ -400,7 +441,7 @@ def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, An
         DPConfigError: if a budget is to be kept and that run had no noise.
     """
     path = Path(output_dir) / LEDGER
-    if collectives.rank() != 0 or not path.exists():
+    if current_ranks().rank != 0 or not path.exists():
         return None
     plan = Ledger.read(path).plan
     if plan is not None and "noise_strategy" not in plan:

@@ -14,11 +14,9 @@ import torch
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.noise.level import MechanismLevel
-from hf_dpopt.noise.strategies import IdentityStrategy
 from hf_dpopt.optim import NoiseAwareOptimizer
-from hf_dpopt.postprocess import NoiseLevel, Postprocess
-from hf_dpopt.postprocess.iterates import AfterStep, IterateAverage
+from hf_dpopt.postprocess import Filter, Map, Postprocess, as_postprocess
+from hf_dpopt.postprocess.iterates import AfterStep
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run.run import PrivateRun
 
@@ -27,14 +25,14 @@ OPTIMIZER_STATE = "optimizer.pt"
 
 
 class Stages:
-    """What stands around the private core in one run.
+    """The stages around the private core of one run.
 
     Args:
-        run: of the plan.
-        engine: of the model.
-        optimizer: torch's own; told how loud the noise is if it asks for that.
+        run: run of the plan.
+        engine: clipping engine of the model.
+        optimizer: torch's own; told how loud the noise is if it is a `NoiseAwareOptimizer`.
         chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
-            so in an attribute ``gain``.
+            so in an attribute ``gain``. Callables that are no `Postprocess` are made one here.
         public: gradients of public records, where something needs them.
         after: maps of the released weights, called after every step of the optimizer.
 
@@ -50,20 +48,22 @@ class Stages:
         run: PrivateRun,
         engine: ClippingEngine,
         optimizer: torch.optim.Optimizer,
-        chain: Sequence[Postprocess] = (),
+        chain: Sequence[Map] = (),
         *,
         public: PublicSource | None = None,
         after: Sequence[AfterStep] = (),
     ):
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
-        self.chain, self.after = tuple(chain), tuple(after)
-        every, correlated = run.plan.preclip.changes_every, not isinstance(run.plan.strategy, IdentityStrategy)
-        self._is_misaligned = bool(every and correlated and run.first_step % every)
+        self.chain, self.after = tuple(map(as_postprocess, chain)), tuple(after)
+        # correlated noise starts anew where the preconditioner may change; independent noise has nothing to restart
+        every, is_restarted = run.plan.preclip.changes_every, run.plan.config.noise_restart_every is not None
+        self._is_misaligned = bool(every and is_restarted and run.first_step % every)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         for place, stage in enumerate(self.chain):
-            tell_noise(run.noise_level(self.preclip, self.chain[:place]), stage)
-        tell_noise(run.noise_level(self.preclip, self.chain), optimizer)
+            stage.set_noise(run.noise_level(self.preclip, self.chain[:place]))
+        if isinstance(optimizer, NoiseAwareOptimizer):
+            optimizer.set_noise(run.noise_level(self.preclip, self.chain))
         self._hooks = [stage.attach(optimizer) for stage in self.after]
 
     def announce(self) -> None:
@@ -76,22 +76,27 @@ class Stages:
         if self._spec is not None:
             given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
             logger.info(f"Preconditioner: {self._spec['name']} ({given}).")
-        stages = [*self.chain, getattr(self._optimizer, "filter", None), *self.after]
-        named = [f"{type(stage).__name__} {_described(stage)}" for stage in stages if stage is not None]
+        maps: list[Postprocess | AfterStep] = [*self.chain, *self._inner_filter, *self.after]
+        named = [_describe(stage) for stage in maps]
         if named:
             logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
 
     def finish(self) -> None:
         """Gives the model its averaged weights, where there is an average: after the last step."""
         for stage in self.after:
-            if isinstance(stage, IterateAverage):
-                stage.move()
+            stage.finish()
 
     def close(self) -> None:
         """Takes the hooks off the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    @property
+    def _inner_filter(self) -> tuple[Filter, ...]:
+        """The filter inside of the optimizer, if there is one."""
+        inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
+        return () if inner is None else (inner,)
 
     @property
     def _has_state(self) -> bool:
@@ -127,8 +132,8 @@ class Stages:
         kept, mine = state["made_of"], self.made_of
         if kept != mine:
             raise DPConfigError(
-                f"{path} was written by a run with {_listed(kept)} after the noise, and this one has {_listed(mine)}. "
-                "Resume with the options that the run began with."
+                f"{path} was written by a run with {_join_names(kept)} after the noise, and this one has "
+                f"{_join_names(mine)}. Resume with the options that the run began with."
             )
         self.preclip.load_state_dict(state["preclip"])
         for stage, of_stage in zip(self.chain + self.after, state["stages"], strict=True):
@@ -144,24 +149,14 @@ class Stages:
     @property
     def made_of(self) -> list[str]:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
-        stages = (*self.chain, *self.after)
-        return [f"{type(stage).__name__} {_described(stage)}" for stage in stages] + [type(self._optimizer).__name__]
+        maps: list[Postprocess | AfterStep] = [*self.chain, *self.after]
+        return [_describe(stage) for stage in maps] + [type(self._optimizer).__name__]
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return ", ".join(name.strip() for name in names)
 
 
-def _described(stage: Any) -> str:
-    parameters = getattr(stage, "parameters", None)
-    return str(parameters()) if callable(parameters) else ""
-
-
-def tell_noise(level: NoiseLevel | MechanismLevel, *stages: Any) -> None:
-    """Gives the noise level to what has a place for it, filters inside of optimizers included."""
-    for stage in stages:
-        if hasattr(stage, "noise"):
-            stage.noise = level
-        inner = getattr(stage, "filter", None)
-        if inner is not None and hasattr(inner, "noise"):
-            inner.noise = level
+def _describe(stage: Postprocess | AfterStep) -> str:
+    parameters = stage.parameters()
+    return f"{stage.label} {parameters or ''}"

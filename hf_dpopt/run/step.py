@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hf_dpopt import postprocess
+import torch
+
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.common import collectives
-from hf_dpopt.postprocess import Postprocess
-from hf_dpopt.preclip import Preconditioning
+from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.types import ClippedSums, Released
+from hf_dpopt.postprocess import Map
+from hf_dpopt.preclip import queries
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.run import queries
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.units import add_batch
 
@@ -23,8 +24,7 @@ def private_step(
     *,
     run: PrivateRun,
     step: int,
-    preclip: Preconditioning | None = None,
-    chain: Sequence[Postprocess] = (),
+    chain: Sequence[Map] = (),
 ) -> UnprivatizedStatistics:
     r"""Leaves ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
 
@@ -39,35 +39,50 @@ def private_step(
         losses: the model's per-record losses.
         physical_batches: this rank's share of the logical batch, collated, on the device; may be empty. With users as
             the unit, `hf_dpopt.users.batches` of whole users.
-        run: keys, ledger and plan of the run.
+        run: keys, ledger and plan of the run, and the preconditioner D that `run.start_preclip(engine)` made, if the
+            plan has one.
         step: optimizer step, 1-based; every step of a run once, in order.
-        preclip: D, made once by `run.start_preclip(engine)`; None for the plan's if that is no division at all.
         chain: maps of the released mean gradient.
 
     Returns:
         What the step saw before the noise, on this rank. Secret.
 
     Raises:
-        DPConfigError: before the step is charged, for an engine, a preconditioner or scales that the plan's noise was
-            not made for.
+        DPConfigError: before the step is charged, for an engine or scales that the plan's noise was not made for, and
+            for a preconditioner that was not started.
         DPBudgetExceeded: before the step runs, if it would spend more than the target.
     """
-    preclip = run.allowed(preclip)
-    scales = run.checked(engine, preclip.scales())
-    run.charge(step)
+    scales = run.begin(step, engine)
+    # private from here
+    sums, seen = clip_and_sum(engine, losses, physical_batches, scales, sums_users=run.plan.sums_users)
+    sums = run.ranks.sum(sums)
+    released = run.release(sums, step)
+    # released from here
+    released = run.preclip.receive(released)
+    for stage in chain:
+        released = stage(released)
+    write_gradients(engine.parameters, released)
+    return seen
+
+
+def clip_and_sum(
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    physical_batches: Iterable[Any],
+    scales: Sequence[Scale | None],
+    *,
+    sums_users: bool,
+) -> tuple[ClippedSums, UnprivatizedStatistics]:
+    """The clipped sums of this rank, one query for each scale, side by side; and what was seen. Both are secret."""
     clipped = [engine.empty_sum(scale) for scale in scales]
     seen = UnprivatizedStatistics()
     for batch in physical_batches:
         for query in clipped:
-            seen += add_batch(query, engine, losses, batch, sums_users=run.plan.sums_users)
-    sums = queries.joined([query.result() for query in clipped])
-    collectives.sum_over_ranks(sums)
-    # private from here
-    run.noise.add_(sums, step)
-    # released from here
-    released = postprocess.mean_over_expected_batch(sums, run.plan.config.expected_batch_size)
-    released = preclip.receive(queries.split(released, len(clipped)))
-    released = postprocess.apply(chain, released)
-    for name, p in engine.parameters.items():
+            seen += add_batch(query, engine, losses, batch, sums_users=sums_users)
+    return queries.join([query.result() for query in clipped]), seen
+
+
+def write_gradients(parameters: Mapping[str, torch.nn.Parameter], released: Released) -> None:
+    """Assigns the gradient of every trained parameter, in its dtype: whatever was there is gone."""
+    for name, p in parameters.items():
         p.grad = released[name].to(p.dtype)
-    return seen

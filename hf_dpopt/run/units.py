@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import abc
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -15,10 +16,21 @@ from hf_dpopt.records.losses import RecordLosses, num_records
 from hf_dpopt.records.rows import is_environment
 
 
-class WholeUnits(Protocol):
+class WholeUnits(abc.ABC):
     """A batch that knows which of its rows belong together; see `hf_dpopt.users.batches`."""
 
-    def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics: ...
+    @property
+    def are_users(self) -> bool:
+        """Whether the units are users; False where the rows of a record stand in for those of a user."""
+        return True
+
+    @abc.abstractmethod
+    def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
+        """Adds what the units give, each clipped once."""
+
+    @abc.abstractmethod
+    def apart(self) -> Sequence[WholeUnits]:
+        """The units, each as a batch of its own."""
 
 
 def add_batch(
@@ -37,23 +49,23 @@ def add_batch(
     Args:
         sums: made by `engine.empty_sum`.
         engine: clips.
-        losses: of records.
+        losses: losses of records.
         batch: collated records, or whole users.
         sums_users: whether the plan clips whole users.
 
     Raises:
         DPConfigError: for records where users are clipped, or the other way round.
     """
-    if getattr(batch, "are_users", hasattr(batch, "add_to")) != sums_users:
+    if (isinstance(batch, WholeUnits) and batch.are_users) != sums_users:
         given, planned = ("single records", "whole users") if sums_users else ("whole users", "single records")
         raise DPConfigError(
             f"The plan clips {planned}, and a batch of {given} was given, whose sum moves by another amount. Pass "
             "hf_dpopt.users.UsersBatch for privacy_unit='user', collated records for privacy_unit='example'."
         )
     try:
-        return _add(sums, engine, _FailingApart(losses), batch)
+        return _add(sums, engine, _LossesWhoseFailureShows(losses), batch)
     except _ForwardFailed:
-        units = _apart(batch)
+        units = _take_apart(batch)
         if len(units) < 2:
             return UnprivatizedStatistics(num_records=1, num_dropped=1)
     seen = UnprivatizedStatistics()
@@ -62,15 +74,17 @@ def add_batch(
     return seen
 
 
-def _add(sums: ClippedSum, engine: ClippingEngine, losses: Any, batch: Any) -> UnprivatizedStatistics:
-    if hasattr(batch, "add_to"):
+def _add(
+    sums: ClippedSum, engine: ClippingEngine, losses: Any, batch: Mapping[str, Any] | WholeUnits
+) -> UnprivatizedStatistics:
+    if isinstance(batch, WholeUnits):
         return batch.add_to(sums, engine, losses)
     return engine.add_clipped_sum(sums, lambda: losses(batch), num_records(batch))
 
 
-def _apart(batch: Any) -> list[Any]:
+def _take_apart(batch: Mapping[str, Any] | WholeUnits) -> Sequence[Mapping[str, Any] | WholeUnits]:
     """The units of a batch, each as a batch of its own."""
-    if hasattr(batch, "add_to"):
+    if isinstance(batch, WholeUnits):
         return batch.apart()
     return [
         trimmed({k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()})
@@ -82,7 +96,7 @@ class _ForwardFailed(Exception):
     """A forward that the model could not do; nothing was added to a sum."""
 
 
-class _FailingApart:
+class _LossesWhoseFailureShows:
     """The losses of a run, whose failures can be told from those of the clip."""
 
     def __init__(self, losses: RecordLosses):

@@ -18,12 +18,13 @@ from hf_dpopt.clipping.units import Units
 from hf_dpopt.records.collation import Collation, Collator
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, StepIndices, physical_parts
+from hf_dpopt.run.units import WholeUnits
 
 MAX_FILLED = 1.25  # rows that users are filled up to / rows they have
 
 
 @dataclasses.dataclass(frozen=True)
-class UsersBatch:
+class UsersBatch(WholeUnits):
     """Rows of several users, collated.
 
     Args:
@@ -59,7 +60,7 @@ class UsersBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class UserInParts:
+class UserInParts(WholeUnits):
     """One user whose rows do not fit into a physical batch: the gradient is summed over parts, then clipped."""
 
     batches: Sequence[Mapping[str, Any]]

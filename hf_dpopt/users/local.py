@@ -28,13 +28,14 @@ from hf_dpopt.randomness.framework import seed_torch
 from hf_dpopt.records.collation import Collation, Collator, length_of
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch
+from hf_dpopt.run.units import WholeUnits
 from hf_dpopt.users.batches import by_user
 
 LARGEST_MOVE = 100.0  # of one coordinate; a user beyond it has diverged, and gives nothing
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalUser:
+class LocalUser(WholeUnits):
     """One user, trained alone.
 
     Args:
@@ -77,7 +78,7 @@ class LocalUser:
 
 
 @dataclasses.dataclass(frozen=True)
-class LocalUsers:
+class LocalUsers(WholeUnits):
     """Several users, trained side by side by `torch.func.vmap`, each on weights of their own.
 
     Args:

@@ -40,7 +40,7 @@ class UserData:
         self.samples_records = config.sampling == CappedPoissonSampler.name
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
         self.users_at_once = users_at_once
-        self._capped: tuple[bytes, np.ndarray] | None = None
+        self._places: tuple[bytes, np.ndarray] | None = None
 
     @classmethod
     def of(
@@ -78,7 +78,7 @@ class UserData:
                 folder.mkdir(exist_ok=True, mode=0o700)
                 return folder / UserIndex.build(dataset, column, folder).digest
 
-            index = UserIndex.load(collectives.agreed(build))
+            index = UserIndex.load(collectives.current_ranks().same(build))
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
@@ -91,7 +91,7 @@ class UserData:
         )
         return made
 
-    def unprivatized(self) -> str:
+    def describe_unprivatized(self) -> str:
         """How many records there are, and how many users have more than take part."""
         over = float((self.index.sizes() > self.records_per_user).mean())
         return (
@@ -100,7 +100,7 @@ class UserData:
         )
 
     def check(self, dataset: Any) -> None:
-        """Whether the index is that of the dataset that will be trained on."""
+        """Refuses a dataset to train on that is not the one of the index."""
         if len(dataset) != self.index.num_rows:
             raise DPConfigError(
                 "The trainer made other training records of those it was given (packing, splitting or filtering), so "
@@ -108,8 +108,8 @@ class UserData:
             )
         self.index.check_is_of(dataset, self.column)
 
-    def capped(self, key: bytes) -> np.ndarray:
-        """What is in the places of a chain of steps that samples records, (users * records_per_user,).
+    def choose_places(self, key: bytes) -> np.ndarray:
+        """Chooses what is in the places of a chain of steps that samples records, (users * records_per_user,).
 
         Every user has as many places; a record stands in them, or -1.
         """
@@ -129,9 +129,9 @@ class UserData:
         """The records of the users that were drawn, on this rank."""
         key, limit = run.chain.sampling_key, self.records_per_user
         if self.samples_records:
-            if self._capped is None or self._capped[0] != key:
-                self._capped = (key, self.capped(key))
-            rows_N = self._capped[1][drawn]
+            if self._places is None or self._places[0] != key:
+                self._places = (key, self.choose_places(key))
+            rows_N = self._places[1][drawn]
             return StepIndices(rows_N[rows_N >= 0].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
@@ -139,7 +139,7 @@ class UserData:
         return StepIndices(chosen, step, [len(r) for r in rows], seeds)
 
     def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:
-        """What a loader makes of the records it read."""
+        """Makes a logical batch of the records that a loader read."""
         if self.samples_records:
             return of_rows(records, indices)
         if self.local_training is not None:
@@ -149,5 +149,5 @@ class UserData:
         return UserBatch(records, indices.step, indices.sizes, self.weight)
 
     def without_id(self, record: Any) -> dict[str, Any]:
-        """What of a record the collator and the model may see."""
+        """The part of a record that the collator and the model may see."""
         return {name: value for name, value in record.items() if name != self.column}

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
-from hf_dpopt.run import queries
+from hf_dpopt.preclip import queries
 from hf_dpopt.run.run import PrivateRun
 from tests import tiny
 
@@ -38,16 +38,16 @@ def forced_draws(
         indices: of the records; or a function of the step, which counts from 1.
     """
     seen: list[dict[str, torch.Tensor]] = []
-    draw, joined = PrivateRun.draw, queries.joined
+    draw, join = PrivateRun.draw, queries.join
 
     def spy(sums: Any) -> Any:
         seen.append({name: total.detach().double().clone() for name, total in sums[0].items()})
-        return joined(sums)
+        return join(sums)
 
     with pytest.MonkeyPatch.context() as patch:
         drawn = indices if callable(indices) else lambda step: indices
         patch.setattr(PrivateRun, "draw", lambda run, step: np.array(drawn(step), dtype=np.int64))
-        patch.setattr(queries, "joined", spy)
+        patch.setattr(queries, "join", spy)
         yield seen
     assert PrivateRun.draw is draw
 

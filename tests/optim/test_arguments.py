@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPRMSProp, from_arguments
+from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
+from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPRMSProp
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6}
 
@@ -40,7 +41,7 @@ def fields(optim_args=None):
     ],
 )
 def test_values_are_typed_and_make_an_optimizer(name, optim_args, cls, kwargs):
-    made, given = from_arguments(name, fields(optim_args))
+    made, given = optimizer_from_arguments(name, fields(optim_args))
     assert (made, given) == (cls, kwargs)
     assert {key: type(value) for key, value in given.items()} == {key: type(value) for key, value in kwargs.items()}
     group = made([torch.nn.Parameter(torch.zeros(2))], **given).param_groups[0]
@@ -71,11 +72,16 @@ def test_values_are_typed_and_make_an_optimizer(name, optim_args, cls, kwargs):
 )
 def test_what_it_cannot_read_is_refused_by_name(name, optim_args, match):
     with pytest.raises(ValueError, match=match):
-        from_arguments(name, fields(optim_args))
+        optimizer_from_arguments(name, fields(optim_args))
 
 
 def test_the_fields_are_those_of_training_arguments(tmp_path):
     from transformers import TrainingArguments
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim_args="rank=4", learning_rate=0.25)
-    assert from_arguments("dp_galore", args)[1] == {"lr": 0.25, "betas": (0.9, 0.999), "eps": 1e-8, "rank": 4}
+    assert optimizer_from_arguments("dp_galore", args)[1] == {
+        "lr": 0.25,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "rank": 4,
+    }

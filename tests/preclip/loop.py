@@ -77,9 +77,7 @@ class Loop:
         self.batches.append(rows.tolist())
         parts = [rows[i : i + physical] for i in range(0, len(rows), physical)]
         batches = [{"x": self.x[part], "labels": self.y[part]} for part in parts]
-        private_step(
-            self.engine, self.losses, batches, run=self.run, step=t, preclip=self.preclip, chain=chain
-        )  # fmt: skip
+        private_step(self.engine, self.losses, batches, run=self.run, step=t, chain=chain)
         self.optimizer.step()
 
     def weights(self) -> list[torch.Tensor]:

@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt import DPConfigError, PrivacyConfig, make_plan, private_step
-from hf_dpopt.preclip import DelayedPreconditioner, ScaleThenPrivatize
+from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, private_step
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.common.types import ClippedSums
+from hf_dpopt.preclip import PRECLIPS, DelayedPreconditioner, Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.run.run import LEDGER
 from hf_dpopt.run.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
+from tests.preclip.loop import model as loop_model
 
 
 @pytest.mark.parametrize("name", ["dp2_rmsprop", "dp2_adagrad", "dp2_yogi"])
@@ -64,16 +67,54 @@ def test_the_ledger_names_the_preconditioner_and_keeps_to_it(tmp_path):
 def test_a_step_takes_the_preconditioner_of_its_own_run_alone(tmp_path):
     spec = DelayedPreconditioner(delay=2)
     loop = Loop(tmp_path, plan(6, spec))
-    others = spec.start(loop.engine.parameters, clipping_norm=1.0, noise=loop.run.noise_level())
-    for wrong in (None, others):
-        with pytest.raises(DPConfigError, match="start_preclip"):
-            private_step(loop.engine, loop.losses, [], run=loop.run, step=1, preclip=wrong)
-    assert loop.run.charged == [0]  # refused before it was charged
     loop.step(1)
-    plain = Loop(tmp_path / "plain", plan(6))
-    private_step(plain.engine, plain.losses, [], run=plain.run, step=1)  # none is needed where there is none
+    assert loop.run.preclip is loop.preclip
+    idle = PrivateRun(plan(6, spec), output_dir=tmp_path / "idle", private_state_dir=tmp_path / "keys of idle")
     with pytest.raises(DPConfigError, match="start_preclip"):
-        private_step(plain.engine, plain.losses, [], run=plain.run, step=2, preclip=others)
+        private_step(loop.engine, loop.losses, [], run=idle, step=1)
+    assert idle.charged == [0]  # refused before it was charged
+    plain = PrivateRun(plan(6), output_dir=tmp_path / "plain", private_state_dir=tmp_path / "keys of plain")
+    private_step(loop.engine, loop.losses, [], run=plain, step=1)  # nothing to start where there is none
+
+
+def test_nothing_is_released_that_was_not_charged_and_nothing_twice(tmp_path):
+    run = PrivateRun(plan(6), output_dir=tmp_path / "out", private_state_dir=tmp_path / "keys")
+    sums = ClippedSums({"weight": torch.zeros(3)})
+    with pytest.raises(DPConfigError, match=r"not begun.*run\.begin"):
+        run.release(sums, 1)
+    run.begin(1, make_engine(loop_model(), run.plan.clipper))
+    assert run.charged == [1]
+    assert run.release(sums, 1)["weight"].abs().min() > 0
+    with pytest.raises(DPConfigError, match="not begun"):
+        run.release(sums, 1)
+
+
+def test_a_preconditioner_whose_author_misspells_the_sensitivity_cannot_be_made():
+    """Else it would be accounted for as one that sums clipped gradients alone: a false epsilon."""
+
+    class Extension(Preclip):
+        name = "extension"
+
+        def sensitivity_ration(self, noise_multiplier, expected_batch_size):
+            return 1.0688
+
+        def parameters(self):
+            return {"name": self.name}
+
+        def start(self, parameters, **unused):
+            return Identity().start()
+
+    class Mended(Extension):
+        sensitivity_ratio = Extension.sensitivity_ration
+
+    with pytest.raises(TypeError, match="abstract method '?sensitivity_ratio"):
+        Extension()
+    assert plan(6, Mended()).sensitivity == 1.0688 * CLIP_SGD
+
+
+def test_every_registered_preconditioner_says_its_sensitivity_itself():
+    for cls, _ in PRECLIPS.values():
+        assert "sensitivity_ratio" in vars(cls), cls
 
 
 SPECS = {
@@ -182,7 +223,7 @@ def test_a_level_within_the_chain_is_that_of_the_maps_before(tmp_path):
     loop = Loop(tmp_path, made)
     first, second = Gained(), Gained()
     Stages(loop.run, loop.engine, loop.optimizer, [first, second])
-    loop.preclip = loop.run._preclip
+    loop.preclip = loop.run.preclip
     for t in range(1, 7):
         loop.step(t, chain=(first, second))
     noising = made.strategy.noising_matrix(6)

@@ -9,7 +9,7 @@ import torch
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.postprocess import IndependentNoise
-from hf_dpopt.preclip import DelayedPreconditioner, make_preclip
+from hf_dpopt.preclip import DelayedPreconditioner, make_preclip, queries
 from tests.preclip.loop import EXPECTED, Loop, plan
 from tests.preclip.loop import gradient as of_record
 from tests.reference.dp2 import trajectory
@@ -102,7 +102,7 @@ def test_a_state_continues_bit_for_bit_in_every_phase(factored, variant):
 
     def take(state, step):
         scales = state.scales()
-        out = state.receive([{n: g.clone() for n, g in query.items()} for query in step])
+        out = state.receive(queries.join([{n: g.clone() for n, g in query.items()} for query in step]))
         whole = [
             {n: s.weights(n, p) for n, p in shapes.items()} | {"factor": torch.tensor(s.factor)} for s in scales if s
         ]

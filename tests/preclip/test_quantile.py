@@ -96,7 +96,7 @@ def _run(tmp_path, noise_multiplier, num_steps, **options):
         rows = torch.tensor(run.draw(step))
         batch = {"x": x[rows], "labels": norms[rows]}
         losses = lambda b: model(b["x"]).squeeze(1) * b["labels"]  # noqa: E731
-        private_step(engine, losses, [batch], run=run, step=step, preclip=preclip)
+        private_step(engine, losses, [batch], run=run, step=step)
         clips.append(5.0 * preclip.ratio)
     return clips, model
 
@@ -181,7 +181,7 @@ def test_a_rate_that_is_far_too_large_ends_at_the_bounds():
     spec = make_plan(_config(preconditioner_kwargs={"learning_rate": 5000.0}), num_examples=500, num_steps=3).preclip
     clipping = spec.start(tiny.model().state_dict(), clipping_norm=1.0, noise=IndependentNoise(0.1))
     for share, end in ((-0.5, FARTHEST), (0.5, 1 / FARTHEST), (-0.5, FARTHEST)):
-        clipping.receive([{"w": torch.ones(2), COUNT: torch.tensor(share * clipping._weight)}])
+        clipping.receive({"w": torch.ones(2), COUNT: torch.tensor(share * clipping._weight)})
         assert clipping.ratio == pytest.approx(end)
 
 

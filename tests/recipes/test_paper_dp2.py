@@ -122,7 +122,7 @@ def test_the_loop_is_private_step(case, task, tmp_path, monkeypatch):
     plan = training.dataclasses.replace(plan, config=config)
     run = PrivateRun(plan, output_dir=tmp_path / "run", private_state_dir=tmp_path / "keys")
     public = training.public_gradients(task, model)
-    preclip = run.start_preclip(engine, public=public)
+    run.start_preclip(engine, public=public)
     steps = [PublicMirrorDescent(public, num_steps=7)] if method.mirror else []
     optimizer = training.make_optimizer(method, hyper, model.parameters())
     for step in range(1, 8):
@@ -130,7 +130,7 @@ def test_the_loop_is_private_step(case, task, tmp_path, monkeypatch):
         batches = [{"features": features, "labels": labels}] if len(labels) else []
         private_step(
             engine, lambda batch: task.losses(model(batch["features"]), batch["labels"]), batches,
-            run=run, step=step, preclip=preclip, chain=steps,
+            run=run, step=step, chain=steps,
         )  # fmt: skip
         optimizer.step()
     run.close()

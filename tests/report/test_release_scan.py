@@ -16,6 +16,7 @@ import torch
 from transformers import TrainerState, TrainingArguments
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import SECRET_LOG_KEYS
 from hf_dpopt.report import Finding, add_privacy_section, refuse_release, release_scan, scan_for_secrets, write_report
 from tests import tiny
 from tests.report.conftest import MakeFacts
@@ -129,7 +130,7 @@ def test_other_names_can_be_forbidden(clean: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["all_results.json", "train_results.json", "checkpoint-2/trainer_state.json"])
-@pytest.mark.parametrize("name", [*sorted(release_scan.UNNOISED_KEYS), "unprivatized_clip_fraction"])
+@pytest.mark.parametrize("name", [*sorted(SECRET_LOG_KEYS), "unprivatized_clip_fraction"])
 def test_un_noised_numbers_are_found_in_results_and_state(clean: Path, file: str, name: str) -> None:
     path = clean / file
     content = json.loads(path.read_text()) if path.exists() else {}

@@ -11,9 +11,10 @@ import torch
 from hf_dpopt.common.checks import check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.huggingface.refusals.data import shared_rows
-from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer, from_arguments
-from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
+from hf_dpopt.postprocess import IndependentNoise, as_postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Preclip, PublicSubspaceProjection, make_preclip
@@ -60,10 +61,10 @@ def check_stages(
             raise DPConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
     check_count("public_batch_size", args.public_batch_size)
     check_positive(ball_radius=args.ball_radius)
-    if own is not None and not callable(getattr(own, "start", None)):
+    if own is not None and not isinstance(own, Preclip):
         raise DPConfigError(
-            f"preclip={own!r} is no preconditioner. Give an object such as ScaleThenPrivatize(scale=..); names go to "
-            "the argument preconditioner."
+            f"preclip={own!r} is no preconditioner. Give an object such as ScaleThenPrivatize(scale=..), or one of "
+            "a class of your own that extends hf_dpopt.preclip.Preclip; names go to the argument preconditioner."
         )
     for stage in postprocess:
         if not (callable(stage) and hasattr(stage, "state_dict") and hasattr(stage, "load_state_dict")):
@@ -95,7 +96,7 @@ def _request(
     if cls_and_kwargs is not None and issubclass(cls_and_kwargs[0], NoiseAwareOptimizer):
         optimizer = cls_and_kwargs[0](_parameters(), **{"lr": args.learning_rate, **cls_and_kwargs[1]})
     elif not is_given and name is not None:
-        cls, options = from_arguments(name, args)
+        cls, options = optimizer_from_arguments(name, args)
         decay = {"weight_decay": args.weight_decay, "filter": low_pass}
         optimizer = cls(_parameters(), **options, **decay)  # refuses what is out of range
     return _Asked(
@@ -193,7 +194,7 @@ def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
         f"{optimizer if asked.corrects else args.filter} corrects for one level.",
         "Use --optim adamw_torch, dp_adamw or sgd, and a fixed filter.",
     )
-    silent = [type(stage).__name__ for stage in asked.postprocess if getattr(stage, "gain", None) is None]
+    silent = [stage.label for stage in map(as_postprocess, asked.postprocess) if stage.gain is None]
     yield (
         asked.corrects and bool(silent),
         f"{', '.join(silent)} changes the noisy gradient, and {optimizer} has to know the noise level in it.",

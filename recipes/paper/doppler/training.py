@@ -17,13 +17,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt import postprocess
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.noise import make_noise_source
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan, make_plan
-from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel
+from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel, Released
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes.paper.doppler.task import Classifier, Data, Size, evaluate
@@ -107,8 +106,9 @@ def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, An
         sums = {name: total.float() for name, total in clipped.result().items()}
         before = {name: total / run.batch for name, total in sums.items()} if observe else {}
         noise.add_(sums, step)
-        released = postprocess.mean_over_expected_batch(sums, run.batch)
-        filtered = postprocess.apply(chain, released)
+        released = filtered = Released({name: total.div_(run.batch) for name, total in sums.items()})
+        for stage in chain:
+            filtered = stage(filtered)
         if observe:
             observe(step, before, released, filtered)
         for name, p in engine.parameters.items():

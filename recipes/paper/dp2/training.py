@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt import postprocess
 from hf_dpopt.clipping import ClippingEngine, make_engine
 from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise import make_noise_source
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
-from hf_dpopt.preclip import Preconditioning
+from hf_dpopt.preclip import Preconditioning, queries
 from hf_dpopt.public import PublicGradients
-from hf_dpopt.run import queries
 from recipes.paper.dp2.data import Task
 
 DELTA = 1e-5
@@ -130,14 +129,14 @@ def public_gradients(task: Task, model: torch.nn.Linear) -> PublicGradients:
 
 def clipped_sums(
     engine: ClippingEngine, task: Task, rows: torch.Tensor, scales: Sequence[Scale | None]
-) -> dict[str, torch.Tensor]:
+) -> ClippedSums:
     """Of one batch, for every query."""
     sums = [engine.empty_sum(scale) for scale in scales]
     if len(rows):
         features, labels = task.train.batch(rows)
         for query in sums:
             engine.add_clipped_sum(query, lambda: task.losses(engine.model(features), labels), len(rows))
-    return queries.joined([query.result() for query in sums])
+    return queries.join([query.result() for query in sums])
 
 
 def train_once(
@@ -176,9 +175,9 @@ def train_once(
             noises += noise.draw_stddev**2 * sum(total.numel() for total in sums.values())
         noise.add_(sums, step)
         done = step
-        released = postprocess.mean_over_expected_batch(sums, batch)
-        released = preclip.receive(queries.split(released, len(scales)))
-        released = postprocess.apply(chain, released)
+        released = preclip.receive(Released({name: total.div_(batch) for name, total in sums.items()}))
+        for stage in chain:
+            released = stage(released)
         for name, p in engine.parameters.items():
             p.grad = released[name]
         optimizer.step()

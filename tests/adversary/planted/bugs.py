@@ -264,15 +264,17 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the sum is divided by the records that were drawn",
         "hf_dpopt/run/step.py",
-        "released = postprocess.mean_over_expected_batch(sums, run.plan.config.expected_batch_size)",
-        "released = postprocess.mean_over_expected_batch(sums, max(1, seen.num_records))",
+        "    released = run.release(sums, step)\n",
+        "    released = run.release(sums, step)\n"
+        "    for x in released.values():\n"
+        "        x.mul_(run.plan.config.expected_batch_size / max(1, seen.num_records))\n",
         (f"{TRAINER}::test_without_noise_a_step_is_the_clipped_sum_of_the_drawn_records", LEAVE_ONE_OUT),
     ),
     Bug(
         "a step without records releases no noise",
         "hf_dpopt/run/step.py",
-        "    run.noise.add_(sums, step)\n",
-        "    if seen.num_records:\n        run.noise.add_(sums, step)\n",
+        "    released = run.release(sums, step)\n",
+        "    released = run.release(sums, step) if seen.num_records else sums\n",
         (f"{TRAINER}::test_a_noise_only_step_noises_every_coordinate",),
     ),
     Bug(
@@ -376,7 +378,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the exact loss is logged",
         "hf_dpopt/huggingface/trainer.py",
-        "logs = {key: value for key, value in logs.items() if key not in UNPRIVATIZED_LOGS}\n        if",
+        "logs = {key: value for key, value in logs.items() if key not in SECRET_LOG_KEYS}\n        if",
         "if",
         (f"{TRAINER}::test_nothing_unprivatized_is_logged_or_saved",),
     ),

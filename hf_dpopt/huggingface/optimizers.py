@@ -9,6 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.optim import OPTIMIZERS
 
 # Constructor argument -> the fields it comes from. The trainer gives weight_decay per group, and the last two itself.
 FIELDS = {
@@ -20,7 +21,7 @@ FIELDS = {
 }
 
 
-def from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Class and constructor arguments of the optimizer called `name`.
 
     Args:
@@ -32,8 +33,6 @@ def from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], d
     Raises:
         DPConfigError: for an unknown name or key, a key that has a field of its own, or a value of another type.
     """
-    from hf_dpopt.optim import OPTIMIZERS  # it exports this function
-
     if name not in OPTIMIZERS:
         raise DPConfigError(f"Optimizer {name!r} is unknown. Use one of: {', '.join(OPTIMIZERS)}.")
     cls = OPTIMIZERS[name]
@@ -51,7 +50,7 @@ def from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Optimizer], d
         if key not in allowed:
             mend = f"Use {', '.join(allowed)}." if allowed else "It has no options of its own."
             raise DPConfigError(f"optim_args has {key}={text}, which {name} does not know. {mend}")
-        kwargs[key] = _typed(key, text, hints[key])
+        kwargs[key] = _read_value(key, text, hints[key])
     missing = [n for n in allowed if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if missing:
         raise DPConfigError(f"{name} needs {', '.join(missing)}. Give it as --optim_args '{missing[0]}=...'.")
@@ -70,7 +69,7 @@ def _pairs(optim_args: str | None) -> list[tuple[str, str]]:
     return pairs
 
 
-def _typed(key: str, text: str, hint: Any) -> Any:
+def _read_value(key: str, text: str, hint: Any) -> Any:
     """The value a constructor argument of that type is given as text."""
     if get_origin(hint) in (Union, types.UnionType):  # optional
         if text.lower() == "none":

@@ -1,0 +1,106 @@
+"""What every map of released gradients offers."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_dpopt.common.types import Gradients, Released
+from hf_dpopt.postprocess.noise_level import NoiseLevel
+
+
+class Postprocess(abc.ABC):
+    """A map of the released mean gradient, called once per optimizer step; it may keep state."""
+
+    @abc.abstractmethod
+    def __call__(self, released: Released, /) -> Released:
+        """Parameter name -> float32 tensor of the parameter's shape, to the same."""
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint: tensors, numbers, texts, and lists and dicts of them; {} if there is none."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues where the state was taken, bit for bit."""
+
+    @property
+    def label(self) -> str:
+        """Name in logs, reports and checkpoints."""
+        return type(self).__name__
+
+    @property
+    def gain(self) -> float | None:
+        """Factor of the latest release; None if that is not one number, which is all that is safe to say.
+
+        Optimizers and filters that correct for the noise multiply its level by it, and refuse None.
+        """
+        return None
+
+    def parameters(self) -> dict[str, Any]:
+        """Public options, as JSON can hold them."""
+        return {}
+
+    def set_noise(self, level: NoiseLevel) -> None:
+        """Takes the level of the noise in what it will be given; does nothing unless the map corrects for noise."""
+        return None
+
+
+class Filter(Postprocess):
+    """A map that makes a direction of this step's gradients and earlier ones, for instance a low-pass filter.
+
+    In the chain it maps what was released; in an optimizer it takes the place of the first moment.
+    """
+
+    @abc.abstractmethod
+    def update(self, grads: Gradients) -> Gradients:
+        """Name -> gradient, to name -> bias-corrected filtered gradient; changes no tensor it is given."""
+
+    def __call__(self, released: Released, /) -> Released:
+        return Released(self.update(released))
+
+
+Map = Callable[[Released], Released]  # what a chain may hold: a `Postprocess`, or a plain callable
+
+
+def as_postprocess(stage: Map) -> Postprocess:
+    """The map itself if it is a `Postprocess`, else an adapter around it: the one place that looks for what it has.
+
+    Args:
+        stage: a callable; it may have state_dict with load_state_dict, parameters, and attributes gain and noise.
+    """
+    return stage if isinstance(stage, Postprocess) else _Adapter(stage)
+
+
+class _Adapter(Postprocess):
+    """A callable of the user's own as a `Postprocess`."""
+
+    def __init__(self, own: Any):
+        self.own = own
+
+    def __call__(self, released: Released, /) -> Released:
+        return self.own(released)
+
+    @property
+    def label(self) -> str:
+        return type(self.own).__name__
+
+    @property
+    def gain(self) -> float | None:
+        return getattr(self.own, "gain", None)
+
+    def parameters(self) -> dict[str, Any]:
+        parameters = getattr(self.own, "parameters", None)
+        return parameters() if callable(parameters) else {}
+
+    def set_noise(self, level: NoiseLevel) -> None:
+        if hasattr(self.own, "noise"):
+            self.own.noise = level
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.own.state_dict() if hasattr(self.own, "state_dict") else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if hasattr(self.own, "load_state_dict"):
+            self.own.load_state_dict(state)
