@@ -20,12 +20,12 @@ from pathlib import Path
 import torch
 from step_cost import MODELS, Case, seconds
 
-from hf_dpopt.noise import GaussianMechanism
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
     DampedAntiPGD,
+    GaussianMechanism,
     NoiseStrategy,
     TreeAggregation,
 )

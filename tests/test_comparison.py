@@ -11,8 +11,8 @@ from transformers import TrainingArguments
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise.strategies import momentum_workload
-from hf_dpopt.noise.strategies.parameters import from_parameters
+from hf_dpopt.noise import momentum_workload
+from hf_dpopt.noise.parameters import from_parameters
 from hf_dpopt.noise.streams import make_stream
 from hf_dpopt.noise.streams.cost import stream_cost
 from hf_dpopt.plan.compare import CANDIDATES, as_text, compare_mechanisms, predicted_errors

@@ -14,7 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, make_plan
-from hf_dpopt.noise.strategies import BandedToeplitz, Participation
+from hf_dpopt.noise import BandedToeplitz, Participation
 from hf_dpopt.noise.streams import CorrelatedStream
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.run.keys import PrivateState

@@ -27,7 +27,7 @@ from hf_dpopt.accounting import random_allocation
 from hf_dpopt.accounting.random_allocation import Ring
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 
 ADJACENCIES = ("add_or_remove_one", "zero_out")
 

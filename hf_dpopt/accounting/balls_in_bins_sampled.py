@@ -34,7 +34,7 @@ from hf_dpopt.accounting.balls_in_bins import (
 )
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy
+from hf_dpopt.noise.strategy import NoiseStrategy
 
 AT_ONCE = 10_000  # samples that a thread holds in memory
 NUM_SAMPLES = 4_000_000  # of a verification, in each direction

@@ -20,8 +20,7 @@ from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.statement import disagreements, read_head_report
 from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
-from hf_dpopt.noise import MECHANISMS
-from hf_dpopt.noise.strategies import Workload, momentum_workload
+from hf_dpopt.noise import MECHANISMS, Workload, momentum_workload
 from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan, make_plan

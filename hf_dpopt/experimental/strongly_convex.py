@@ -20,9 +20,9 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.banded import BandedInverse, BandedToeplitz
-from hf_dpopt.noise.strategies.base import ToeplitzStrategy
-from hf_dpopt.noise.strategies.toeplitz import NuDPFTRL
+from hf_dpopt.noise.banded import BandedInverse, BandedToeplitz
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
+from hf_dpopt.noise.strategy import ToeplitzStrategy
 
 CONVERGED = 1e-4  # relative change of the bound that ends the alternation
 UNRESOLVED = 1e-3  # relative change of the squared sensitivity on half the frequencies: it grows with the steps

@@ -30,7 +30,7 @@ from hf_dpopt.huggingface.preparation import look_at_records, make_collation, pa
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise.strategies import IdentityStrategy
+from hf_dpopt.noise import IdentityStrategy
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.plan import PrivacyPlan, make_plan
 from hf_dpopt.postprocess import Postprocess

@@ -13,10 +13,25 @@ from typing import Any, Protocol
 
 import torch
 
-from hf_dpopt.noise.correlated import CorrelatedNoise
+from hf_dpopt.noise.banded import BandedInverse, BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
+from hf_dpopt.noise.dense import DenseStrategy
 from hf_dpopt.noise.families import MECHANISMS, Family, Setting, make_strategy
 from hf_dpopt.noise.gaussian import GaussianMechanism, GaussianStream
-from hf_dpopt.noise.strategies import NoiseStrategy
+from hf_dpopt.noise.mechanism import CorrelatedNoise
+from hf_dpopt.noise.nu_dpftrl import (
+    AntiPGD,
+    DampedAntiPGD,
+    IdentityStrategy,
+    LambdaCGD,
+    NuDPFTRL,
+    OptimalCC,
+)
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.restarted import Restarted, Stamped
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.tree import TreeAggregation
+from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload, prefix_sum_workload
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
 
 
@@ -61,16 +76,36 @@ class NoiseMechanism(Protocol):
 
 
 __all__ = [
-    "MECHANISMS",
+    "AntiPGD",
+    "BandedInverse",
+    "BandedToeplitz",
+    "BufferedLinearToeplitz",
+    "ColumnNormalized",
     "CorrelatedNoise",
+    "DampedAntiPGD",
+    "DenseStrategy",
     "Family",
     "GaussianMechanism",
     "GaussianStream",
+    "IdentityStrategy",
+    "LambdaCGD",
+    "MECHANISMS",
     "NoiseMechanism",
     "NoiseSource",
     "NoiseStrategy",
     "NoiseStream",
+    "NuDPFTRL",
+    "OptimalCC",
+    "Participation",
+    "Restarted",
     "Setting",
+    "Stamped",
+    "ToeplitzStrategy",
+    "TreeAggregation",
+    "Workload",
+    "linear_cooldown",
     "make_noise_source",
     "make_strategy",
+    "momentum_workload",
+    "prefix_sum_workload",
 ]

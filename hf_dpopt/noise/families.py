@@ -13,21 +13,15 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
-    BandedInverse,
-    BandedToeplitz,
-    BufferedLinearToeplitz,
-    ColumnNormalized,
-    DampedAntiPGD,
-    IdentityStrategy,
-    NoiseStrategy,
-    NuDPFTRL,
-    Participation,
-    Restarted,
-    TreeAggregation,
-    Workload,
-    tuning,
-)
+from hf_dpopt.noise import tuning
+from hf_dpopt.noise.banded import BandedInverse, BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
+from hf_dpopt.noise.nu_dpftrl import DampedAntiPGD, IdentityStrategy, NuDPFTRL
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.restarted import Restarted
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
+from hf_dpopt.noise.workloads import Workload
 
 DEFAULT_BANDS = 16  # in a fixed order, where more bands are better but each keeps a copy of the gradient
 DEFAULT_INVERSE_BANDS = 64  # fewer are bad for long runs

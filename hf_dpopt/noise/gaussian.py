@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.common.checks import check_noise_multiplier
-from hf_dpopt.noise.strategies import IdentityStrategy
+from hf_dpopt.noise.nu_dpftrl import IdentityStrategy
 from hf_dpopt.randomness.cipher import NoiseSource
 
 

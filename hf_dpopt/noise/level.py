@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import IdentityStrategy
+from hf_dpopt.noise.nu_dpftrl import IdentityStrategy
 
 if TYPE_CHECKING:
     from hf_dpopt.noise import NoiseMechanism

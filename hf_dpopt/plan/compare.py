@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import Workload
+from hf_dpopt.noise import Workload
 from hf_dpopt.noise.streams.cost import StreamCost
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.resolve import refuse_options_of_auto

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
-from hf_dpopt.noise.strategies import Workload, tuning
+from hf_dpopt.noise import Workload, tuning
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 
 

@@ -21,7 +21,7 @@ from dp_accounting import ComposedDpEvent, DpEvent, GaussianDpEvent, NoOpDpEvent
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise.strategies import IdentityStrategy, NoiseStrategy, Participation, TreeAggregation
+from hf_dpopt.noise import IdentityStrategy, NoiseStrategy, Participation, TreeAggregation
 from hf_dpopt.sampling import BallsInBinsSampler, CyclicPoissonSampler, FixedOrderSampler, Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 

@@ -19,8 +19,14 @@ from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR, Clipping, make_clipper
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise import CorrelatedNoise, GaussianMechanism, NoiseMechanism
-from hf_dpopt.noise.strategies import IdentityStrategy, NoiseStrategy, Workload
+from hf_dpopt.noise import (
+    CorrelatedNoise,
+    GaussianMechanism,
+    IdentityStrategy,
+    NoiseMechanism,
+    NoiseStrategy,
+    Workload,
+)
 from hf_dpopt.noise.streams.cost import StreamCost, stream_cost
 from hf_dpopt.plan import pairs
 from hf_dpopt.plan.config import PrivacyConfig

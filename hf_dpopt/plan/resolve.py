@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS, Setting, make_strategy
-from hf_dpopt.noise.strategies import NoiseStrategy, Workload
-from hf_dpopt.noise.strategies.parameters import from_parameters
+from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, make_strategy
+from hf_dpopt.noise.parameters import from_parameters
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.cyclic import choose_num_bands
 from hf_dpopt.sampling import SAMPLERS, CappedPoissonSampler, CyclicPoissonSampler, Sampler

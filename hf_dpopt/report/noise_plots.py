@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy, Workload
+from hf_dpopt.noise import NoiseStrategy, ToeplitzStrategy, Workload
 from hf_dpopt.plan.compare import ComparedNoise, predicted_errors
 
 FORMATS = ("png", "svg")

@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
-from hf_dpopt.noise.strategies import IdentityStrategy, Participation
+from hf_dpopt.noise import IdentityStrategy, Participation
 from hf_dpopt.randomness.cipher import derive_key, random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 

@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
 
 Steps = int | Sequence[int]  # optimizer steps of one uninterrupted chain, or of each chain of a run that branched
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
 from hf_dpopt.randomness.cipher import derive_key, random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat
 

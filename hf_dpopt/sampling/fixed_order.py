@@ -10,7 +10,7 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
 from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 

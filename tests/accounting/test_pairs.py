@@ -11,7 +11,7 @@ from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,

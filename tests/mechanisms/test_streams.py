@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -20,9 +20,9 @@ from hf_dpopt.noise.strategies import (
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.noise.strategies.tree import _tree
 from hf_dpopt.noise.streams import make_stream
 from hf_dpopt.noise.streams import tree as tree_stream
+from hf_dpopt.noise.tree import _tree
 from hf_dpopt.randomness.cipher import make_noise_source
 
 N, SCALE, KEY = 23, 0.7, bytes(range(32))

@@ -8,21 +8,17 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
-    BandedToeplitz,
-    BufferedLinearToeplitz,
-    ColumnNormalized,
-    NoiseStrategy,
-    Restarted,
-    ToeplitzStrategy,
-    TreeAggregation,
-)
+from hf_dpopt.noise.banded import BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
+from hf_dpopt.noise.restarted import Restarted
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams.banded import RecurrentStream
 from hf_dpopt.noise.streams.base import CorrelatedStream
 from hf_dpopt.noise.streams.blt import BufferedStream
 from hf_dpopt.noise.streams.restarted import RestartedStream
 from hf_dpopt.noise.streams.rows import HistoryStream, RegeneratedStream, rows_of
 from hf_dpopt.noise.streams.tree import TreeStream
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.randomness.cipher import NoiseSource
 
 BACKENDS = ("auto", "history", "regenerate")

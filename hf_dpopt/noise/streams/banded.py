@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.noise.strategies import BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.banded import BandedToeplitz, ColumnNormalized
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 

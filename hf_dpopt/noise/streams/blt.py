@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.noise.strategies import BufferedLinearToeplitz
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 

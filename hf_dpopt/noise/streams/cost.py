@@ -6,16 +6,12 @@ import dataclasses
 
 import numpy as np
 
-from hf_dpopt.noise.strategies import (
-    BandedToeplitz,
-    BufferedLinearToeplitz,
-    ColumnNormalized,
-    IdentityStrategy,
-    NoiseStrategy,
-    Restarted,
-    ToeplitzStrategy,
-    TreeAggregation,
-)
+from hf_dpopt.noise.banded import BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
+from hf_dpopt.noise.nu_dpftrl import IdentityStrategy
+from hf_dpopt.noise.restarted import Restarted
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.noise.strategies import TreeAggregation
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.randomness.cipher import NoiseSource
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     NuDPFTRL,
     Participation,
     Workload,
@@ -19,7 +19,7 @@ from hf_dpopt.noise.strategies import (
     momentum_workload,
     prefix_sum_workload,
 )
-from hf_dpopt.noise.strategies.tuning import optimize_nu
+from hf_dpopt.noise.tuning import optimize_nu
 from recipes.paper.correlated_noise import output
 
 N, EPOCHS = 2000, 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,
@@ -26,8 +26,8 @@ from hf_dpopt.noise.strategies import (
     Participation,
     TreeAggregation,
 )
-from hf_dpopt.noise.strategies.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
 from hf_dpopt.noise.streams import make_stream
+from hf_dpopt.noise.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
 from hf_dpopt.randomness.cipher import make_noise_source
 from recipes.paper.correlated_noise import output
 

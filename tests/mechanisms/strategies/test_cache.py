@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import DenseStrategy, NuDPFTRL, Participation, momentum_workload
-from hf_dpopt.noise.strategies import cache as module
-from hf_dpopt.noise.strategies.cache import cache_dir, cached
-from hf_dpopt.noise.strategies.tuning import (
+from hf_dpopt.noise import DenseStrategy, NuDPFTRL, Participation, momentum_workload
+from hf_dpopt.noise import cache as module
+from hf_dpopt.noise.cache import cache_dir, cached
+from hf_dpopt.noise.tuning import (
     optimize_banded,
     optimize_blt,
     optimize_damped,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -21,8 +21,8 @@ from hf_dpopt.noise.strategies import (
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.noise.strategies import parameters as module
-from hf_dpopt.noise.strategies.parameters import from_parameters, to_json
+from hf_dpopt.noise import parameters as module
+from hf_dpopt.noise.parameters import from_parameters, to_json
 
 BANDS = BandedToeplitz((1.0, 1 / 3, 0.1))
 STRATEGIES = [

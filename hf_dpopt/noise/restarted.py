@@ -11,9 +11,9 @@ from scipy.linalg import block_diag
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.base import NoiseStrategy
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.tree import TreeAggregation
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 
 
 class _Blocks(NoiseStrategy):

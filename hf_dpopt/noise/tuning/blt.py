@@ -9,17 +9,17 @@ from scipy.special import expit
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.blt import BufferedLinearToeplitz
-from hf_dpopt.noise.strategies.cache import cached
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.tuning.descent import descend
-from hf_dpopt.noise.strategies.tuning.objective import (
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
+from hf_dpopt.noise.cache import cached
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.tuning.descent import descend
+from hf_dpopt.noise.tuning.objective import (
     Error,
     ErrorAndSlope,
     squared_error,
     squared_sensitivity,
 )
-from hf_dpopt.noise.strategies.workloads import Workload
+from hf_dpopt.noise.workloads import Workload
 
 LOWEST_FREQUENCY = 0.1  # of a fit, in radians per run
 

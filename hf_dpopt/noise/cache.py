@@ -22,9 +22,9 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from hf_dpopt.common.durable import write_durably
-from hf_dpopt.noise.strategies.base import NoiseStrategy
-from hf_dpopt.noise.strategies.dense import DenseStrategy
-from hf_dpopt.noise.strategies.parameters import from_parameters
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.parameters import from_parameters
+from hf_dpopt.noise.strategy import NoiseStrategy
 
 VERSION = 1  # of entries and tunings; raise it when a tuning gives another result for the same inputs
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.banded import BandedInverse, BandedToeplitz, ColumnNormalized
-from hf_dpopt.noise.strategies.base import NoiseStrategy
-from hf_dpopt.noise.strategies.blt import BufferedLinearToeplitz
-from hf_dpopt.noise.strategies.dense import DenseStrategy
-from hf_dpopt.noise.strategies.restarted import Restarted, Stamped
-from hf_dpopt.noise.strategies.toeplitz import DampedAntiPGD, IdentityStrategy, NuDPFTRL
-from hf_dpopt.noise.strategies.tree import TreeAggregation
+from hf_dpopt.noise.banded import BandedInverse, BandedToeplitz, ColumnNormalized
+from hf_dpopt.noise.blt import BufferedLinearToeplitz
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.nu_dpftrl import DampedAntiPGD, IdentityStrategy, NuDPFTRL
+from hf_dpopt.noise.restarted import Restarted, Stamped
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 
 _STRATEGIES: dict[str, type[NoiseStrategy]] = {
     strategy.name: strategy

@@ -9,13 +9,13 @@ from scipy.signal import correlate, lfilter
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.banded import BandedToeplitz
-from hf_dpopt.noise.strategies.cache import cached
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.toeplitz import NuDPFTRL
-from hf_dpopt.noise.strategies.tuning.descent import descend
-from hf_dpopt.noise.strategies.tuning.objective import squared_error, squared_sensitivity
-from hf_dpopt.noise.strategies.workloads import Workload
+from hf_dpopt.noise.banded import BandedToeplitz
+from hf_dpopt.noise.cache import cached
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.tuning.descent import descend
+from hf_dpopt.noise.tuning.objective import squared_error, squared_sensitivity
+from hf_dpopt.noise.workloads import Workload
 
 LARGEST = 1e15  # noise beyond it belongs to a C whose inverse grows without bound; a step of the search went too far
 

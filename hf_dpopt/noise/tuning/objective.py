@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from scipy.signal import correlate, fftconvolve
 
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.workloads import Workload, scheduled_error_form, scheduled_errors
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.workloads import Workload, scheduled_error_form, scheduled_errors
 
 Error = Literal["mean", "max"]
 ErrorAndSlope = Callable[[np.ndarray], tuple[float, np.ndarray]]

@@ -6,10 +6,10 @@ What an ``optimize_`` function finds is kept on disk, see `cache`.
 
 from __future__ import annotations
 
-from hf_dpopt.noise.strategies.tuning.banded import choose_num_bands, optimize_banded
-from hf_dpopt.noise.strategies.tuning.blt import fit_blt, optimize_blt
-from hf_dpopt.noise.strategies.tuning.dense import optimize_dense
-from hf_dpopt.noise.strategies.tuning.nu import optimize_damped, optimize_nu
+from hf_dpopt.noise.tuning.banded import choose_num_bands, optimize_banded
+from hf_dpopt.noise.tuning.blt import fit_blt, optimize_blt
+from hf_dpopt.noise.tuning.dense import optimize_dense
+from hf_dpopt.noise.tuning.nu import optimize_damped, optimize_nu
 
 __all__ = [
     "choose_num_bands",

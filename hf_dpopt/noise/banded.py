@@ -8,10 +8,10 @@ from typing import ClassVar
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import sensitivity
-from hf_dpopt.noise.strategies.base import NoiseStrategy, ToeplitzStrategy, inverse_coefs
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.toeplitz import NuDPFTRL
+from hf_dpopt.noise import sensitivity
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, inverse_coefs
 
 
 def _check_coefs(coefs: tuple[float, ...], what: str) -> None:

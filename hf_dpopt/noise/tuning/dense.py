@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 import torch
 
-from hf_dpopt.noise.strategies.base import lower_root
-from hf_dpopt.noise.strategies.cache import cached
-from hf_dpopt.noise.strategies.dense import DenseStrategy
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.toeplitz import NuDPFTRL
-from hf_dpopt.noise.strategies.tuning.descent import descend
-from hf_dpopt.noise.strategies.workloads import Workload
+from hf_dpopt.noise.cache import cached
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import lower_root
+from hf_dpopt.noise.tuning.descent import descend
+from hf_dpopt.noise.workloads import Workload
 
 DUALITY_GAP = 1e-5  # relative, of the mean square error
 BLURS = (3e-3, 3e-4, 3e-5)  # one after the other; the last costs less than 1e-5 of the loss

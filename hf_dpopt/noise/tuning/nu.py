@@ -8,10 +8,10 @@ from typing import TypeVar
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from hf_dpopt.noise.strategies.cache import cached
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.toeplitz import DampedAntiPGD, NuDPFTRL
-from hf_dpopt.noise.strategies.workloads import Workload
+from hf_dpopt.noise.cache import cached
+from hf_dpopt.noise.nu_dpftrl import DampedAntiPGD, NuDPFTRL
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.workloads import Workload
 
 Damped = TypeVar("Damped", NuDPFTRL, DampedAntiPGD)
 

@@ -9,9 +9,9 @@ import numpy as np
 from scipy.linalg import solve_triangular
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import sensitivity
-from hf_dpopt.noise.strategies.base import NoiseStrategy
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise import sensitivity
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
 
 
 class DenseStrategy(NoiseStrategy):

@@ -12,8 +12,8 @@ from typing import ClassVar
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.base import ToeplitzStrategy
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import ToeplitzStrategy
 
 
 @dataclasses.dataclass(frozen=True)

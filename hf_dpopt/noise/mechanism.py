@@ -10,7 +10,7 @@ import torch
 
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.streams import CorrelatedStream, make_stream
 from hf_dpopt.randomness.cipher import NoiseSource
 

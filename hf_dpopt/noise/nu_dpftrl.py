@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.base import ToeplitzStrategy
+from hf_dpopt.noise.strategy import ToeplitzStrategy
 
 
 def _check_nu(nu: float) -> None:

@@ -20,9 +20,9 @@ from scipy.linalg import toeplitz
 from scipy.signal import fftconvolve, lfilter
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import sensitivity
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.workloads import Workload, scheduled_errors
+from hf_dpopt.noise import sensitivity
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.workloads import Workload, scheduled_errors
 
 
 class NoiseStrategy(abc.ABC):
