@@ -34,7 +34,7 @@ from hf_dpopt.accounting.balls_in_bins import (
 )
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.common.protocols import StrategyMatrices
 
 AT_ONCE = 10_000  # samples that a thread holds in memory
 NUM_SAMPLES = 4_000_000  # of a verification, in each direction
@@ -150,7 +150,7 @@ class DeltaEstimate:
 
 
 def balls_in_bins_delta(
-    strategy: NoiseStrategy,
+    strategy: StrategyMatrices,
     draw_stddev: float,
     epsilon: float,
     *,
@@ -409,7 +409,7 @@ class Calibration:
 
 
 def calibrate_balls_in_bins(
-    strategy: NoiseStrategy,
+    strategy: StrategyMatrices,
     num_steps: int,
     num_bins: int,
     *,

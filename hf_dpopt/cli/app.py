@@ -23,7 +23,8 @@ from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
 from hf_dpopt.noise import MECHANISMS, Workload, momentum_workload
 from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.users import UserPlans, plan_for_users
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.noise_plots import plot_comparison, pyplot

@@ -1,46 +1,28 @@
-"""The family of nu-DP-FTRL and its relatives with closed-form coefficients.
-
-Generating functions, with z the delay of one step: ``B(z) = 1`` (independent noise), ``1 - z`` (anti-PGD),
-``1 - (1 - nu) z`` (damped) and ``(1 - (1 - nu) z)^(1/2)`` (nu-DP-FTRL).
-"""
+"""nu-DP-FTRL: correlations that forget at a rate nu, ``B(z) = (1 - (1 - nu) z)^(1/2)``, z the delay of one step."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategy import ToeplitzStrategy
+from hf_dpopt.noise.blt import fit_blt
+from hf_dpopt.noise.cache import cached
+from hf_dpopt.noise.objective import best_damping
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.workloads import Workload
+
+DEFAULT_BUFFERS = 6
 
 
-def _check_nu(nu: float) -> None:
+def check_nu(nu: float) -> None:
+    """Refuses a damping outside [0, 1]."""
     if not 0 <= nu <= 1:
         raise DPConfigError(f"nu={nu} is outside [0, 1]. 0 is optimal continual counting, 1 is independent noise.")
-
-
-def _unit(n: int) -> np.ndarray:
-    coefs = np.zeros(n)
-    coefs[0] = 1.0
-    return coefs
-
-
-@dataclasses.dataclass(frozen=True)
-class IdentityStrategy(ToeplitzStrategy):
-    """Independent noise, as in DP-SGD."""
-
-    name: ClassVar[str] = "identity"
-
-    @property
-    def num_bands(self) -> int | None:
-        return 1
-
-    def strategy_coefs(self, n: int) -> np.ndarray:
-        return _unit(n)
-
-    def noising_coefs(self, n: int) -> np.ndarray:
-        return _unit(n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +39,10 @@ class NuDPFTRL(ToeplitzStrategy):
 
     nu: float
     name: ClassVar[str] = "nu_dpftrl"
+    default_backend: ClassVar[str] = "regenerate"
 
     def __post_init__(self) -> None:
-        _check_nu(self.nu)
+        check_nu(self.nu)
         object.__setattr__(self, "nu", float(self.nu))
 
     def strategy_coefs(self, n: int) -> np.ndarray:
@@ -76,35 +59,36 @@ def OptimalCC() -> NuDPFTRL:
     return NuDPFTRL(0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class DampedAntiPGD(ToeplitzStrategy):
-    """Every step takes back ``1 - nu`` of the noise of the one before; DP-lambda-CGD with ``lambda = 1 - nu``.
+@cached
+def optimize_nu(n: int, participation: Participation, workload: Workload | None = None) -> NuDPFTRL:
+    """The damping of nu-DP-FTRL with the least mean error.
 
     References:
-        Choquette-Choo et al. (2023), arXiv:2310.06771, Section 2 and Table 2; DP-lambda-CGD (2026), arXiv:2601.22334.
+        Choquette-Choo et al. (2023), arXiv:2310.06771, Section 4 (nu minimises the predicted error).
     """
-
-    nu: float
-    name: ClassVar[str] = "damped_anti_pgd"
-
-    def __post_init__(self) -> None:
-        _check_nu(self.nu)
-        object.__setattr__(self, "nu", float(self.nu))
-
-    def strategy_coefs(self, n: int) -> np.ndarray:
-        return (1 - self.nu) ** np.arange(n)
-
-    def noising_coefs(self, n: int) -> np.ndarray:
-        coefs = _unit(n)
-        coefs[1:2] = self.nu - 1
-        return coefs
+    return best_damping(NuDPFTRL, n, participation, workload)
 
 
-def AntiPGD() -> DampedAntiPGD:
-    """Every step takes back the noise of the one before: no noise adds up, and the sensitivity is the root of n."""
-    return DampedAntiPGD(0.0)
+@register(
+    "nu_dpftrl",
+    sampler="fixed_order",
+    summary="nu-DP-FTRL in buffers; for runs of any length",
+    compared_with=("fixed_order", "balls_in_bins"),
+)
+def tune_nu_dpftrl(
+    setting: Setting, nu: float | None = None, num_buffers: int | Literal["auto"] | None = "auto"
+) -> NoiseStrategy:
+    """The best damping, its coefficients fitted by buffers.
 
-
-def LambdaCGD(lambda_: float) -> DampedAntiPGD:
-    """DP-lambda-CGD under its own parameter."""
-    return DampedAntiPGD(1 - lambda_)
+    Args:
+        setting: the run.
+        nu: damping, in [0, 1]; None for the best.
+        num_buffers: buffers of the fit; None for the exact coefficients, which a backend that keeps or draws again the
+            noise of earlier steps asks for.
+    """
+    if num_buffers == "auto":
+        num_buffers = DEFAULT_BUFFERS if setting.backend == "auto" else None
+    exact = NuDPFTRL(nu) if nu is not None else optimize_nu(setting.num_steps, setting.participation, setting.workload)
+    if num_buffers is None or exact.nu == 1:
+        return exact
+    return fit_blt(exact.nu, num_buffers, num_steps=setting.num_steps)

@@ -76,7 +76,7 @@ class PrivacyConfig:
         noise_mechanism: name in the registry `hf_dpopt.noise.MECHANISMS`, or ``auto`` for the one that
             `hf_dpopt.plan.compare` takes for the run.
         noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
-            and ``offload`` of its stream (`hf_dpopt.noise.streams.make_stream`).
+            and ``offload`` of its stream (`hf_dpopt.noise.NoiseStrategy.stream`).
         noise_restart_every: steps after which correlated noise starts anew; None for never.
         noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
         preconditioner: what divides a record's gradient before the clip: a name in `hf_dpopt.preclip.PRECLIPS`.

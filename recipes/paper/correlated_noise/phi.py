@@ -17,9 +17,9 @@ from hf_dpopt.noise import (
     Workload,
     linear_cooldown,
     momentum_workload,
+    optimize_nu,
     prefix_sum_workload,
 )
-from hf_dpopt.noise.tuning import optimize_nu
 from recipes.paper.correlated_noise import output
 
 N, EPOCHS = 2000, 20

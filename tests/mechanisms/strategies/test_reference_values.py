@@ -20,8 +20,6 @@ from hf_dpopt.noise import (
     TreeAggregation,
     linear_cooldown,
     momentum_workload,
-)
-from hf_dpopt.noise.tuning import (
     optimize_banded,
     optimize_blt,
     optimize_damped,

@@ -20,9 +20,9 @@ from hf_dpopt.noise import (
     Participation,
     Stamped,
     TreeAggregation,
+    fit_blt,
 )
 from hf_dpopt.noise.sensitivity import toeplitz_sensitivity, toeplitz_sensitivity_bound
-from hf_dpopt.noise.tuning import fit_blt
 
 
 def patterns(n: int, participation: Participation):

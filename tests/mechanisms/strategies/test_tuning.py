@@ -16,18 +16,16 @@ from hf_dpopt.noise import (
     Participation,
     TreeAggregation,
     Workload,
+    choose_num_bands,
     linear_cooldown,
     momentum_workload,
-)
-from hf_dpopt.noise.sensitivity import toeplitz_sensitivity
-from hf_dpopt.noise.tuning import (
-    choose_num_bands,
     optimize_banded,
     optimize_blt,
     optimize_damped,
     optimize_nu,
 )
-from hf_dpopt.noise.tuning.objective import squared_error, squared_sensitivity
+from hf_dpopt.noise.objective import squared_error, squared_sensitivity
+from hf_dpopt.noise.sensitivity import toeplitz_sensitivity
 
 N = 40
 WORKLOADS = {
