@@ -148,11 +148,17 @@ class Sampler(abc.ABC):
     def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
         """Sign of what these steps cost above those planned: 0 for the same, None if only epsilon can tell.
 
+        A sampler without a rule of its own says None: what is compared is then computed.
+
         Args:
             strategy: C.
             chains: steps that each chain is charged as, > 0.
             planned: steps that the plan is charged as, in one chain.
         """
+        return None
+
+    def _excess_of_participations(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        """`excess` where the event is one mechanism, as often as a record may take part."""
         if len({self.sensitivity_of(strategy, t) for t in (*chains, planned)}) > 1:
             return None  # a chain shorter than the bands has columns of other norms
         return self.max_participations(chains) - self.max_participations(planned)

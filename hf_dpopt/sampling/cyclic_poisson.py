@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
@@ -104,6 +105,9 @@ class CyclicPoissonSampler(Sampler):
 
     def _correlated_event(self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int) -> dp_accounting.DpEvent:
         return self.event(noise_stddev / self.sensitivity_of(strategy, num_steps), num_steps)
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        return self._excess_of_participations(strategy, chains, planned)
 
     def with_groups(self, num_groups: int) -> Sampler:
         return dataclasses.replace(self, num_groups=num_groups)

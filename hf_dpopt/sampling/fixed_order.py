@@ -62,7 +62,7 @@ class FixedOrderSampler(Sampler):
 
     def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
         if strategy.is_independent:
-            return super().excess(strategy, chains, planned)
+            return self._excess_of_participations(strategy, chains, planned)
         return sum(chains) - planned if len(chains) == 1 else None
 
     def max_participations(self, num_steps: Steps) -> int:

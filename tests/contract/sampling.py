@@ -66,12 +66,12 @@ def check_rate(name: str) -> None:
 
 
 def check_participation(name: str) -> None:
-    """No record takes part more often, or sooner again, than the sampler promises."""
+    """No record takes part more often, or sooner again, than the sampler promises, wherever a chain begins."""
     sampler = sampler_of(name)
-    for key in _keys(5):
-        promise = ParticipationCheck(sampler, key, 1)
+    for first, key in enumerate(_keys(5), start=1):
+        promise = ParticipationCheck(sampler, key, first)
         counts = np.zeros(NUM_EXAMPLES, int)
-        for step in range(1, NUM_STEPS + 1):
+        for step in range(first, first + NUM_STEPS):
             batch = sampler.draw(key, step)
             promise.observe(step, batch)  # raises where it is broken
             counts[batch] += 1
@@ -147,7 +147,7 @@ def check_excess(name: str) -> None:
             continue
         planned = sampler.release(strategy, 2.0, NUM_STEPS, planned_steps=NUM_STEPS)
         most = accountants.epsilon(planned, DELTA, sampler.adjacencies[0]).epsilon
-        for chains in ([NUM_STEPS], [NUM_STEPS - 4], [6, 9], [2 * NUM_STEPS]):
+        for chains in ([NUM_STEPS], [NUM_STEPS - 4], [6, 9], [7, 8], [2 * NUM_STEPS]):
             sign = sampler.excess(strategy, chains, NUM_STEPS)
             if sign is not None:
                 event = sampler.release(strategy, 2.0, chains, planned_steps=NUM_STEPS)
