@@ -8,8 +8,8 @@ import json
 from collections.abc import Callable
 
 import torch
-from hf_dpopt.common.types import Released
 
+from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess import Filter, Postprocess
 
 SHAPES = {"b.weight": (3, 5), "a.bias": (4,), "scalar": ()}

@@ -11,7 +11,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_dpopt.clipping.rules import RULES
 from hf_dpopt.noise import MECHANISMS
@@ -20,6 +19,7 @@ from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.sampling import SAMPLERS
 from tests import tiny
 from tests.contract import noise, optimizers, postprocess, rules, sampling
+from tests.test_correlated_training import run_and_die_everywhere, trainer
 
 REGISTRIES = (MECHANISMS, _BY_NAME, SAMPLERS, RULES, OPTIMIZERS)
 
@@ -93,31 +93,17 @@ def test_optimizer(examples, check):
     ids=["mechanism", "sampler", "optimizer"],
 )
 def test_a_run_trains_stops_and_goes_on(examples, tmp_path, options):
-    """What went on from a checkpoint ends in the same weights as what never stopped."""
-    ends = []
-    for name, stops in (("whole", [6]), ("resumed", [3, 6])):
-        for i, stop in enumerate(stops):
-            trainer = tiny.trainer(
-                tmp_path / name, model=tiny.model(dropout=0.0), private_state_dir=str(tmp_path / f"keys {name}"),
-                save_strategy="steps", save_steps=3, max_steps=6, unsafe_fixed_noise_key="5a" * 32, **options,
-            )  # fmt: skip
-            if stop < 6:
-                trainer.add_callback(_StopAt(stop))
-            trainer.train(resume_from_checkpoint=bool(i))
-        ends.append([p.detach().clone() for p in trainer.model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    """A process that died after the third step goes on from its checkpoint, to the weights it would have had."""
+    whole = run_and_die_everywhere(tmp_path, **options)
+    resumed = trainer(tmp_path / "died/3", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "died/3/out/checkpoint-3"))
+    want = tiny.weights(whole.model)
+    assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items())
+    assert resumed.privacy_spent() == whole.privacy_spent()
 
 
 def test_a_run_with_a_filter_of_ones_own(examples, tmp_path):
     stage = examples["two_step_mean"].TwoStepMean()
-    trainer = tiny.trainer(tmp_path / "out", private_state_dir=str(tmp_path / "keys"), postprocess=[stage])
-    trainer.train()
-    assert set(stage.state_dict()["last"]) == {n for n, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-class _StopAt(TrainerCallback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        control.should_training_stop |= state.global_step == self.step
+    run = tiny.trainer(tmp_path / "out", private_state_dir=str(tmp_path / "keys"), postprocess=[stage])
+    run.train()
+    assert set(stage.state_dict()["last"]) == {n for n, p in run.model.named_parameters() if p.requires_grad}
