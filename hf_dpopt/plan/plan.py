@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
+from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR, Clipping, make_clipper
@@ -55,6 +57,7 @@ class PrivacyPlan:
             a run that was continued beyond its first plan.
         sampler, preclip, clipper, mechanism: the stages of the step.
         compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
+        certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
     """
 
     config: PrivacyConfig
@@ -68,6 +71,7 @@ class PrivacyPlan:
     mechanism: NoiseMechanism
     preclip: Preclip = Identity()
     compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    certificate: Certificate | None = dataclasses.field(default=None, compare=False)
 
     @property
     def adjacency(self) -> str:
@@ -261,11 +265,20 @@ class PrivacyPlan:
             "epsilon": self.epsilon() if math.isfinite(self.epsilon()) else "inf",  # JSON has no infinity
             "accountant": self._spent.accountant,
             "dp_accounting": events.dp_accounting_version(),
+            **({} if self.certificate is None else {"certificate": self.certificate.parameters()}),
         }
 
     @functools.cached_property
     def _spent(self) -> accountants.Spent:
-        return accountants.epsilon(self.event, self.delta, self.adjacency)
+        computed = accountants.epsilon(self.event, self.delta, self.adjacency)
+        proof = self.certificate
+        if not self.is_private or proof is None or proof.epsilon >= computed.epsilon:
+            return computed
+        return accountants.Spent(
+            proof.epsilon,
+            f"balls in bins (verified by {proof.num_samples} samples in each direction; the probability "
+            f"{proof.failure:g} of a false verification is part of delta)",
+        )
 
 
 def build_plan(
@@ -307,9 +320,15 @@ def build_plan(
         noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:
         noise_multiplier = config.noise_multiplier
+    certificate = None
     if noise_multiplier is None:
-        noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
+        noise_multiplier, certificate = _calibrate(config, strategy, sampler, noise_steps, delta)
     check_noise_multiplier(noise_multiplier)
+    if recorded is not None:
+        certificate = _kept_certificate(recorded, strategy)
+    elif certificate is None and config.is_private and noise_multiplier > 0:
+        stddev = _stddev(config, strategy, sampler, noise_multiplier, noise_steps)
+        certificate = sampler.certify(strategy, stddev, noise_steps, delta, num_samples=config.amplification_samples)
     per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
     # refuses a count that costs more than the budget
     preclip.sensitivity_ratio(per_clip, sampler.expected_batch_size)
@@ -325,6 +344,7 @@ def build_plan(
         mechanism=_make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps),
         preclip=preclip,
         compared=compared,
+        certificate=_covering(certificate, config, strategy, sampler, noise_multiplier, num_steps, delta),
     )
 
 
@@ -359,7 +379,59 @@ def _make_mechanism(
     )
 
 
+def _stddev(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, noise_multiplier: float, num_steps: int
+) -> float:
+    """Stddev of the draws / bound on one record."""
+    return events.noise_stddev_over_clip(
+        noise_multiplier * sampler.sensitivity_of(strategy, num_steps), config.adjacency
+    )
+
+
 def _calibrate(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
+) -> tuple[float, Certificate | None]:
+    """Noise multiplier for the budget, and the proof of it if it was found by samples."""
+    assert config.target_epsilon is not None
+    computed = _calibrate_computed(config, strategy, sampler, num_steps, delta)
+    made = sampler.calibrate(
+        strategy, num_steps, epsilon=config.target_epsilon, delta=delta, num_samples=config.amplification_samples
+    )
+    if made is None:
+        return computed, None
+    multiplier = made.event.noise_multiplier / _stddev(config, strategy, sampler, 1.0, num_steps)
+    while _stddev(config, strategy, sampler, multiplier, num_steps) < made.event.noise_multiplier:
+        multiplier = math.nextafter(multiplier, math.inf)  # the proof is for this much noise, not for an ulp less
+    return (multiplier, made.certificate) if multiplier < computed else (computed, None)
+
+
+def _kept_certificate(recorded: Mapping[str, Any], strategy: NoiseStrategy) -> Certificate | None:
+    """The proof that the run began with: samples taken after its first step would prove less."""
+    same_noise = json.loads(json.dumps(strategy.parameters())) == recorded["noise_strategy"]
+    if "certificate" not in recorded or not same_noise:  # other noise is refused by the ledger
+        return None
+    return Certificate.read(recorded["certificate"], strategy)
+
+
+def _covering(
+    certificate: Certificate | None,
+    config: PrivacyConfig,
+    strategy: NoiseStrategy,
+    sampler: Sampler,
+    noise_multiplier: float,
+    num_steps: int,
+    delta: float,
+) -> Certificate | None:
+    """The certificate if it is one for this plan; a run that was made longer has none."""
+    if certificate is None:
+        return None
+    stddev = _stddev(config, strategy, sampler, noise_multiplier, certificate.event.num_steps)
+    event = dataclasses.replace(certificate.event, noise_multiplier=stddev, num_steps=num_steps)
+    is_same = event.num_bins == sampler.steps_per_epoch and event.strategy == strategy
+    return certificate if is_same and certificate.covers(event, delta) else None
+
+
+def _calibrate_computed(
     config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
 ) -> float:
     sensitivity = sampler.sensitivity_of(strategy, num_steps)

@@ -11,11 +11,20 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
+from hf_dpopt.accounting.balls_in_bins_sampled import (
+    Calibration,
+    Certificate,
+    calibrate_balls_in_bins,
+    verified_epsilon,
+)
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import derive_key, random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
+
+MAX_CERTIFIED_BINS = 500  # a verification takes time with their number: about two minutes of two cores for as many
 
 
 @functools.lru_cache(maxsize=1)
@@ -72,6 +81,28 @@ class BallsInBinsSampler(Sampler):
 
     def _correlated_event(self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int) -> dp_accounting.DpEvent:
         return BallsInBinsDpEvent(strategy, noise_stddev, num_steps, self.steps_per_epoch)
+
+    def certify(
+        self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int, delta: float, *, num_samples: int
+    ) -> Certificate | None:
+        """Correlated noise alone: for independent noise the computed epsilon is exact but for rounding."""
+        if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
+            return None
+        event = BallsInBinsDpEvent(strategy, noise_stddev, num_steps, self.steps_per_epoch)
+        try:
+            return verified_epsilon(event, delta, num_samples=num_samples)
+        except DPConfigError:  # too few samples for a delta as small as this
+            return None
+
+    def calibrate(
+        self, strategy: NoiseStrategy, num_steps: int, *, epsilon: float, delta: float, num_samples: int
+    ) -> Calibration | None:
+        if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
+            return None
+        made = calibrate_balls_in_bins(
+            strategy, num_steps, self.steps_per_epoch, epsilon=epsilon, delta=delta, num_samples=num_samples
+        )
+        return made if made.certificate is not None else None
 
     def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
         return sum(chains) - planned if len(chains) == 1 else None

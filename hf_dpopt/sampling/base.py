@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 
+from hf_dpopt.accounting.balls_in_bins_sampled import Calibration, Certificate
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
@@ -162,6 +163,18 @@ class Sampler(abc.ABC):
         if len({self.sensitivity_of(strategy, t) for t in (*chains, planned)}) > 1:
             return None  # a chain shorter than the bands has columns of other norms
         return self.max_participations(chains) - self.max_participations(planned)
+
+    def certify(
+        self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int, delta: float, *, num_samples: int
+    ) -> Certificate | None:
+        """Proof by samples of the epsilon of one chain; None where the computed one is as good."""
+        return None
+
+    def calibrate(
+        self, strategy: NoiseStrategy, num_steps: int, *, epsilon: float, delta: float, num_samples: int
+    ) -> Calibration | None:
+        """Least noise that samples prove, and their certificate; None where a computation finds it."""
+        return None
 
     def steps_for_log(self, num_steps: int, planned: int) -> int:
         """So many steps, or a few more whose epsilon is known sooner: what a log line during the run may show."""
