@@ -20,16 +20,15 @@ from pathlib import Path
 import torch
 from step_cost import MODELS, Case, seconds
 
-from hf_dpopt.noise import GaussianMechanism
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
     DampedAntiPGD,
     NoiseStrategy,
     TreeAggregation,
+    independent_noise,
 )
-from hf_dpopt.noise.streams import make_stream
 from hf_dpopt.randomness.cipher import make_noise_source
 
 STRATEGIES: dict[str, NoiseStrategy] = {
@@ -50,10 +49,10 @@ def measure(name: str, finetuning: str, repetitions: int, warm_up: int) -> list[
     sums = {n: torch.zeros(p.shape) for n, p in case.engine.parameters.items()}
     num = sum(t.numel() for t in sums.values())
     streams = {
-        label: make_stream(strategy, make_noise_source("secure", os.urandom(32)), scale=1.0, num_steps=10**4)
+        label: strategy.stream(make_noise_source("secure", os.urandom(32)), scale=1.0, num_steps=10**4)
         for label, strategy in STRATEGIES.items()
     }
-    independent = GaussianMechanism(1.0).stream(make_noise_source("secure", os.urandom(32)), 1.0)
+    independent = independent_noise(1.0).stream(make_noise_source("secure", os.urandom(32)), 1.0)
     for stream in (independent, *streams.values()):
         for step in range(warm_up):
             stream.add_(sums, step)

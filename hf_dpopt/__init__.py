@@ -5,7 +5,8 @@ from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainin
 from hf_dpopt.huggingface.functional import clipped_gradient_sum
 from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.run.run import PrivacySpent, PrivateRun
 from hf_dpopt.run.step import private_step
 

@@ -14,7 +14,7 @@ import torch
 from hf_dpopt.cli import app
 from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import make_plan
+from hf_dpopt.plan.make import make_plan
 from hf_dpopt.report import RunFacts, write_report
 from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger

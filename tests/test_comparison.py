@@ -11,11 +11,8 @@ from transformers import TrainingArguments
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise.strategies import momentum_workload
-from hf_dpopt.noise.strategies.parameters import from_parameters
-from hf_dpopt.noise.streams import make_stream
-from hf_dpopt.noise.streams.cost import stream_cost
-from hf_dpopt.plan.compare import CANDIDATES, as_text, compare_mechanisms, predicted_errors
+from hf_dpopt.noise import from_parameters, momentum_workload
+from hf_dpopt.plan.compare import all_candidates, as_text, compare_mechanisms, predicted_errors
 from tests.mechanisms.test_families import VARIANTS, mechanism_of
 
 N = 24
@@ -65,7 +62,7 @@ class _Seeded:
 
 def test_rows_keep_the_budget_and_the_first_one_is_taken():
     rows = compare()
-    assert {(row.mechanism, row.plan.sampler.name) for row in rows} == set(CANDIDATES)
+    assert {(row.mechanism, row.plan.sampler.name) for row in rows} == set(all_candidates())
     assert all(7.9 < row.plan.epsilon() <= 8.0 for row in rows)
     assert rows[0].rmse <= 1.02 * min(row.rmse for row in rows)
     plan = make_plan(config(noise_mechanism="auto"), num_examples=400, num_steps=N)
@@ -77,7 +74,7 @@ def test_rows_keep_the_budget_and_the_first_one_is_taken():
 def test_an_adaptive_optimizer_counts_the_noise_of_single_steps():
     rows = compare(dataclasses.replace(momentum_workload(N, 0.0), adaptive=True))
     for row in rows:
-        noise = make_stream(row.plan.strategy, _Seeded(1), scale=row.plan.draw_stddev, num_steps=N) if (
+        noise = row.plan.strategy.stream(_Seeded(1), scale=row.plan.draw_stddev, num_steps=N) if (
             row.mechanism != "gaussian"
         ) else None  # fmt: skip
         if noise is not None:
@@ -106,7 +103,7 @@ def test_the_stated_memory_is_what_a_stream_keeps(name):
     for step in range(mechanism.num_steps):
         stream.add_({"w": torch.zeros(1000)}, step)
         kept.append(stream.bytes_kept() / 4000)
-    cost = stream_cost(mechanism.strategy, mechanism.num_steps, backend=mechanism.backend, block=mechanism.block)
+    cost = mechanism.strategy.cost(mechanism.num_steps, backend=mechanism.backend, block=mechanism.block)
     # a tree's stack grows and shrinks; what waits in a block of regenerated outputs shrinks from step to step
     assert kept[-1] <= cost.kept + 2 and np.mean(kept) <= cost.kept + 1 and cost.kept <= max(kept) + 2
 

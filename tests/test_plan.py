@@ -13,9 +13,10 @@ from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.events import NonPrivateDpEvent
 from hf_dpopt.clipping.thresholds import CLIPPINGS
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import GaussianMechanism
+from hf_dpopt.noise import NoiseMechanism
 from hf_dpopt.plan.config import PrivacyConfig, PrivacyWarning
-from hf_dpopt.plan.plan import MAX_STEPS, RESUME_KEYS, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import MAX_STEPS, RESUME_KEYS
 from hf_dpopt.sampling import SAMPLERS
 
 # Three epochs of SST-2 in batches of 1024.
@@ -196,7 +197,7 @@ def test_event_noise_and_sensitivity_agree(adjacency, clips, clipping):
     stream = plan.mechanism.stream(None, plan.clipper.sensitivity(plan.adjacency))
     assert stream.draw_stddev == pytest.approx(told)
     assert plan.unit == "example" and plan.adjacency == adjacency
-    assert isinstance(plan.mechanism, GaussianMechanism)
+    assert isinstance(plan.mechanism, NoiseMechanism)
 
 
 def test_noise_of_a_resumed_run_is_kept():

@@ -27,7 +27,7 @@ from hf_dpopt.accounting import random_allocation
 from hf_dpopt.accounting.random_allocation import Ring
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.common.protocols import StrategyMatrices
 
 ADJACENCIES = ("add_or_remove_one", "zero_out")
 
@@ -51,7 +51,7 @@ class BallsInBinsDpEvent(DpEvent):
         DPConfigError: outside these ranges, and for a strategy without a proof.
     """
 
-    strategy: NoiseStrategy
+    strategy: StrategyMatrices
     noise_multiplier: float
     num_steps: int
     num_bins: int
@@ -75,10 +75,14 @@ class BallsInBinsDpEvent(DpEvent):
 
 
 @functools.lru_cache(maxsize=64)
-def bin_lags(strategy: NoiseStrategy, num_steps: int, num_bins: int) -> np.ndarray:
+def bin_lags(strategy: StrategyMatrices, num_steps: int, num_bins: int) -> np.ndarray:
     """Largest inner product of two ``m_j`` whose bins are 0, 1, .. apart, (bins,); read-only."""
-    if isinstance(strategy, ToeplitzStrategy):
-        first = _first_bin(strategy, num_steps, num_bins)  # the pair with bin 0 is cut last
+    check_count("num_steps", num_steps)
+    check_count("num_bins", num_bins)
+    coefs = strategy.toeplitz_coefs(num_steps)
+    if coefs is not None:
+        _check_entries(strategy, coefs)
+        first = _first_bin(coefs, num_bins)  # the pair with bin 0 is cut last
         lags = np.array([first[: max(0, num_steps - k)] @ first[k:] for k in range(num_bins)])
     else:
         gram = bin_grams(strategy, num_steps, num_bins)
@@ -88,7 +92,7 @@ def bin_lags(strategy: NoiseStrategy, num_steps: int, num_bins: int) -> np.ndarr
 
 
 @functools.lru_cache(maxsize=4)
-def bin_grams(strategy: NoiseStrategy, num_steps: int, num_bins: int) -> np.ndarray:
+def bin_grams(strategy: StrategyMatrices, num_steps: int, num_bins: int) -> np.ndarray:
     """Inner products of the ``m_j``, (bins, bins); read-only.
 
     Raises:
@@ -96,8 +100,10 @@ def bin_grams(strategy: NoiseStrategy, num_steps: int, num_bins: int) -> np.ndar
     """
     check_count("num_steps", num_steps)
     check_count("num_bins", num_bins)
-    if isinstance(strategy, ToeplitzStrategy):
-        gram = _shifted_grams(_first_bin(strategy, num_steps, num_bins), num_bins)
+    coefs = strategy.toeplitz_coefs(num_steps)
+    if coefs is not None:
+        _check_entries(strategy, coefs)
+        gram = _shifted_grams(_first_bin(coefs, num_bins), num_bins)
     else:
         matrix = strategy.strategy_matrix(num_steps)
         _check_entries(strategy, matrix)
@@ -112,19 +118,16 @@ def bin_grams(strategy: NoiseStrategy, num_steps: int, num_bins: int) -> np.ndar
     return gram
 
 
-def _first_bin(strategy: ToeplitzStrategy, num_steps: int, num_bins: int) -> np.ndarray:
-    """``m_0``; the others are it, delayed and cut."""
-    check_count("num_steps", num_steps)
-    check_count("num_bins", num_bins)
-    coefs = strategy.strategy_coefs(num_steps)
-    _check_entries(strategy, coefs)
+def _first_bin(coefs: np.ndarray, num_bins: int) -> np.ndarray:
+    """``m_0`` of a Toeplitz C with this first column; the others are it, delayed and cut."""
+    num_steps = len(coefs)
     first = np.zeros(num_steps)
     for t in range(0, num_steps, num_bins):
         first[t:] += coefs[: num_steps - t]
     return first
 
 
-def _check_entries(strategy: NoiseStrategy, entries: np.ndarray) -> None:
+def _check_entries(strategy: StrategyMatrices, entries: np.ndarray) -> None:
     if (entries < 0).any():
         raise DPConfigError(
             f"{strategy.name} has negative entries; the dominating pair of balls in bins is proven for entries >= 0. "

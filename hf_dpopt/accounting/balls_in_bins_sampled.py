@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ from hf_dpopt.accounting.balls_in_bins import (
 )
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy
+from hf_dpopt.common.protocols import StrategyMatrices
 
 AT_ONCE = 10_000  # samples that a thread holds in memory
 NUM_SAMPLES = 4_000_000  # of a verification, in each direction
@@ -150,7 +151,7 @@ class DeltaEstimate:
 
 
 def balls_in_bins_delta(
-    strategy: NoiseStrategy,
+    strategy: StrategyMatrices,
     draw_stddev: float,
     epsilon: float,
     *,
@@ -185,7 +186,11 @@ def balls_in_bins_delta(
 
 @dataclasses.dataclass(frozen=True)
 class Certificate:
-    """The outcome of one verification: estimates of delta, and the largest ones that are accepted."""
+    """Outcome of one verification: estimates of delta, and the largest ones that are accepted.
+
+    Formal guarantee: that of `verify`, for a certificate that was made before the first step of the run it is for, and
+    is kept with it. `failure` is part of `delta`.
+    """
 
     event: BallsInBinsDpEvent
     epsilon: float
@@ -219,6 +224,26 @@ class Certificate:
         """Every number; JSON-able. The strategy by its parameters."""
         event = {**_shallow(self.event), "strategy": self.event.strategy.parameters()}
         return {**_shallow(self), "event": event, "accepted": self.accepted}
+
+    @classmethod
+    def read(cls, parameters: Mapping[str, Any], strategy: StrategyMatrices) -> Certificate:
+        """Certificate that `parameters` gave, for the strategy it was made for.
+
+        Raises:
+            DPConfigError: for numbers that no certificate wrote, or those of another strategy.
+        """
+        try:
+            values = {field.name: parameters[field.name] for field in dataclasses.fields(cls)}
+            event = {**values.pop("event"), "strategy": strategy}
+            if not all(type(value) in (int, float) for value in values.values()):
+                raise TypeError("a value is not a number")
+            found = cls(event=BallsInBinsDpEvent(**event), **values)
+            as_written = json.loads(json.dumps(found.parameters())) == json.loads(json.dumps(dict(parameters)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise DPConfigError(f"The certificate was edited: {error}. Use the ledger as the run wrote it.") from error
+        if not as_written or not found.accepted:
+            raise DPConfigError("The certificate is not one of this run's noise. Use the ledger as the run wrote it.")
+        return found
 
 
 def _shallow(record: Any) -> dict[str, Any]:
@@ -409,7 +434,7 @@ class Calibration:
 
 
 def calibrate_balls_in_bins(
-    strategy: NoiseStrategy,
+    strategy: StrategyMatrices,
     num_steps: int,
     num_bins: int,
     *,

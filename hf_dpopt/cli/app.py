@@ -20,11 +20,11 @@ from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.statement import disagreements, read_head_report
 from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
-from hf_dpopt.noise import MECHANISMS
-from hf_dpopt.noise.strategies import Workload, momentum_workload
+from hf_dpopt.noise import MECHANISMS, Workload, momentum_workload
 from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.users import UserPlans, plan_for_users
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.noise_plots import plot_comparison, pyplot

@@ -13,6 +13,7 @@ import torch
 from hf_dpopt.clipping.contributions import Contribution, Dense, flat_by_record
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.types import ClippedSums
 
 COUNT = "units within the clip"  # a coordinate of the sum that is no parameter
 MAX_PACKED = 2**15  # elements of a parameter that goes into a pack

@@ -20,9 +20,9 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.banded import BandedInverse, BandedToeplitz
-from hf_dpopt.noise.strategies.base import ToeplitzStrategy
-from hf_dpopt.noise.strategies.toeplitz import NuDPFTRL
+from hf_dpopt.noise.banded_inverse import BandedInverse
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
+from hf_dpopt.noise.strategy import ToeplitzStrategy
 
 CONVERGED = 1e-4  # relative change of the bound that ends the alternation
 UNRESOLVED = 1e-3  # relative change of the squared sensitivity on half the frequencies: it grows with the steps
@@ -279,8 +279,8 @@ def _cvxpy() -> Any:
 
 def _spectrum(noise: ToeplitzStrategy | np.ndarray, num: int) -> np.ndarray:
     """``|B|^2`` at frequencies evenly spaced from 0 to pi, checked; (num / 2 + 1,) of a strategy."""
-    if isinstance(noise, ToeplitzStrategy):
-        if isinstance(noise, BandedToeplitz):
+    if not isinstance(noise, np.ndarray):
+        if noise.num_bands is not None:
             spectrum = 1 / np.abs(np.fft.rfft(noise.strategy_coefs(num))) ** 2
         else:
             spectrum = np.abs(np.fft.rfft(noise.noising_coefs(num // 2), num)) ** 2

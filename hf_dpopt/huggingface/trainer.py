@@ -32,9 +32,9 @@ from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise.strategies import IdentityStrategy
 from hf_dpopt.plan.compare import as_text
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.public.gradients import PublicGradients
@@ -377,7 +377,7 @@ class DPTrainerMixin(_Trainer):
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{sum(run.charged)} already charged"
         )
-        if not isinstance(plan.strategy, IdentityStrategy):
+        if not plan.strategy.is_independent:
             logger.info(
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 
-from hf_dpopt.noise.strategies import Workload, momentum_workload
+from hf_dpopt.noise import Workload, momentum_workload
 
 MAX_SCHEDULED_STEPS = 4096  # a schedule makes the matrix of the workload dense; beyond, noise is tuned without it
 

@@ -1,74 +1,58 @@
-"""Independent Gaussian noise: the mechanism of DP-SGD, and the trivial strategy of a matrix mechanism."""
+"""Independent noise, fresh in every step: the mechanism of DP-SGD, and the trivial strategy C = B = I.
+
+Formal guarantee: if one record moves the sum of step t by at most ``query_sensitivity`` (L2, over all tensors
+together), step t is a Gaussian mechanism, and steps compose with fresh noise each. Every coordinate of every tensor is
+noised in every step, the empty one included. Abadi et al. (2016), arXiv:1607.00133, Alg. 1.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
-from hf_dpopt.common.checks import check_noise_multiplier
-from hf_dpopt.noise.strategies import IdentityStrategy
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
+from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
+from hf_dpopt.noise.streams import NoiseStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 
 
 @dataclasses.dataclass(frozen=True)
-class GaussianMechanism:
-    """Gaussian noise, fresh in every step.
+class IdentityStrategy(ToeplitzStrategy):
+    """Independent noise, as in DP-SGD."""
 
-    Adds ``noise_multiplier * sensitivity() * query_sensitivity * z_t`` to the clipped sum of step t, z_t ~ N(0, I)
-    independent over steps and coordinates. The strategy matrix is the identity, so `sensitivity` is 1.
-
-    Formal guarantee: if one record moves the sum of step t by at most ``query_sensitivity`` (L2, over all tensors
-    together), step t is a Gaussian mechanism with ``noise_multiplier``, and steps compose with fresh noise each.
-    Every coordinate of every tensor is noised in every step, the empty one included.
-
-    Args:
-        noise_multiplier: noise stddev / sensitivity; unitless, finite, >= 0. 0.0 adds nothing and guarantees nothing.
-
-    Raises:
-        DPConfigError: if ``noise_multiplier`` is negative or not finite.
-
-    References:
-        Abadi et al. (2016), arXiv:1607.00133, Alg. 1.
-    """
-
-    noise_multiplier: float
-
-    def __post_init__(self) -> None:
-        check_noise_multiplier(self.noise_multiplier)
-
-    def sensitivity(self) -> float:
-        """Sensitivity of the strategy (unitless): what multiplies that of one step's sum."""
-        return 1.0
+    name: ClassVar[str] = "identity"
+    is_independent: ClassVar[bool] = True
 
     @property
-    def strategy(self) -> IdentityStrategy:
-        """No correlation."""
-        return IdentityStrategy()
+    def num_bands(self) -> int | None:
+        return 1
 
-    def row_norm(self, t: int) -> float:
-        """Stddev of the noise of step t relative to that of its draw."""
-        return 1.0
+    def strategy_coefs(self, n: int) -> np.ndarray:
+        coefs = np.zeros(n)
+        coefs[0] = 1.0
+        return coefs
 
-    def stream(
-        self, source: NoiseSource, query_sensitivity: float, *, first_step: int = 0, num_steps: int | None = None
-    ) -> GaussianStream:
-        """The noise of one run.
+    def noising_coefs(self, n: int) -> np.ndarray:
+        return self.strategy_coefs(n)
 
-        Args:
-            source: standard normals under a key that no other run uses.
-            query_sensitivity: largest L2 change of one step's clipped sum between adjacent datasets, as the clipper
-                states it; gradient units, finite, > 0.
-            first_step, num_steps: without effect: steps are independent, and any number may follow.
-        """
-        assert math.isfinite(query_sensitivity) and query_sensitivity > 0, query_sensitivity
-        return GaussianStream(source, draw_stddev=self.noise_multiplier * self.sensitivity() * query_sensitivity)
+    def restarted(self, every: int) -> NoiseStrategy | None:
+        raise DPConfigError("Independent noise has nothing to restart: leave noise_restart_every out.")
+
+    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+        return IndependentStream(source, draw_stddev=common["scale"])
 
 
-class GaussianStream:
-    """The noise of one run, step by step; `draw_stddev` is absolute, in gradient units."""
+class IndependentStream(NoiseStream):
+    """Noise of any number of steps, which a step needs the key alone for.
+
+    Args:
+        source: standard normals under a key that no other stream uses.
+        draw_stddev: stddev of a coordinate; absolute, in gradient units; 0 adds nothing.
+    """
 
     def __init__(self, source: NoiseSource, *, draw_stddev: float):
         self.draw_stddev = draw_stddev
@@ -76,23 +60,38 @@ class GaussianStream:
         self._last_step = -1
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
-        """Adds the noise of ``step`` in place, to every coordinate of every tensor.
+        """Adds the noise of `step` in place, to every coordinate of every tensor.
 
         Args:
             sums: clipped sums over the whole logical batch, float32; the tensors of all ranks and shards together, for
                 a tensor's noise depends on the position of its name in sorted order.
             step: optimizer step; larger than in every earlier call, for a step's noise hides one batch only.
+
+        Raises:
+            DPConfigError: for a step that had its noise already, or sums that are not float32.
         """
-        assert step > self._last_step, f"noise of step {step} was asked for after that of step {self._last_step}"
-        assert all(total.dtype == torch.float32 for total in sums.values()), {n: t.dtype for n, t in sums.items()}
+        if step <= self._last_step:
+            raise DPConfigError(
+                f"The noise of step {step} was asked for after that of step {self._last_step}. A step's noise hides "
+                "one batch only: count the steps upwards."
+            )
+        if any(total.dtype != torch.float32 for total in sums.values()):
+            raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
         self._last_step = step
         for tensor, name in enumerate(sorted(sums)):
             normal = self._source.normal(sums[name].shape, step=step, tensor=tensor, device=sums[name].device)
             sums[name].add_(normal, alpha=self.draw_stddev)
 
-    def state(self) -> dict[str, Any]:
-        """Nothing: a step needs the key alone."""
-        return {}
-
-    def continue_at(self, num_steps: int, state: dict[str, Any] | None) -> None:
+    def continue_at(self, num_steps: int, state: State | None) -> None:
         """Nothing to bring back: steps are told apart by their numbers."""
+
+
+@register(
+    INDEPENDENT,
+    sampler="truncated_poisson",
+    summary="independent noise: DP-SGD",
+    compared_with=("truncated_poisson",),
+)
+def tune_independent(setting: Setting) -> NoiseStrategy:
+    """Nothing to tune."""
+    return IdentityStrategy()

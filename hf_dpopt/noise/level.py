@@ -1,17 +1,13 @@
-"""How loud a mechanism's noise is in the released mean gradient: the `NoiseLevel` of a run."""
+"""Level of the noise in the released mean gradient: the `NoiseLevel` of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import IdentityStrategy
-
-if TYPE_CHECKING:
-    from hf_dpopt.noise import NoiseMechanism
+from hf_dpopt.noise.mechanism import NoiseMechanism
 
 
 class MechanismLevel:
@@ -57,7 +53,7 @@ class MechanismLevel:
 
     def covariance(self, lag: int) -> float:
         t = self._t()
-        if lag > t or isinstance(self._mechanism.strategy, IdentityStrategy):
+        if lag > t or self._mechanism.strategy.is_independent:
             return 0.0
         rows, gain = self._rows(t - lag, t + 1), self._gain_now()
         before = self._gains.get(t - lag, gain)  # known if it was asked for then
@@ -66,7 +62,7 @@ class MechanismLevel:
     def variance_of_mean(self, num_steps: int) -> float:
         t = self._t()
         known = min(num_steps, t + 1)  # what came before belongs to a chain with noise of its own
-        if isinstance(self._mechanism.strategy, IdentityStrategy):
+        if self._mechanism.strategy.is_independent:
             return (self._stddev * self._gain_now()) ** 2 / num_steps
         of_known = float(np.square(self._rows(t + 1 - known, t + 1).sum(axis=0)).sum())
         of_others = (num_steps - known) * self._mechanism.row_norm(0) ** 2

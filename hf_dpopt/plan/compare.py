@@ -9,33 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import Workload
-from hf_dpopt.noise.streams.cost import StreamCost
+from hf_dpopt.noise import MECHANISMS, StreamCost, Workload
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan, build_plan
 from hf_dpopt.plan.resolve import refuse_options_of_auto
 
-if TYPE_CHECKING:
-    from hf_dpopt.plan.plan import PrivacyPlan
-
-# What is compared where nothing was asked for: (mechanism, sampler). The others are for research, or never better.
-CANDIDATES = (
-    ("gaussian", "truncated_poisson"),
-    ("banded", "cyclic_poisson"),
-    ("blt", "fixed_order"),
-    ("nu_dpftrl", "fixed_order"),
-    ("nu_dpftrl", "balls_in_bins"),
-    ("anti_pgd", "fixed_order"),
-    ("honaker", "fixed_order"),
-    ("tree", "fixed_order"),
-)
 INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
-MAX_MATRIX_STEPS = 4096  # the error of a tree needs its matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +66,7 @@ def compare_mechanisms(
     num_examples: int,
     num_steps: int,
     workload: Workload | None = None,
-    candidates: tuple[tuple[str, str], ...] = CANDIDATES,
+    candidates: Sequence[tuple[str, str]] | None = None,
 ) -> list[ComparedNoise]:
     """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
 
@@ -89,23 +74,22 @@ def compare_mechanisms(
         config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
         num_examples, num_steps: of the run.
         workload: what the optimizer makes of the gradients; None for plain sums.
-        candidates: (mechanism, sampler) to compare.
+        candidates: (mechanism, sampler) to compare; None for all that their registrations name.
 
     Raises:
         DPConfigError: without a budget, or if no mechanism fits what was asked for.
     """
-    from hf_dpopt.plan.plan import make_plan  # a plan may ask for a comparison
-
     if config.target_epsilon is None:
         raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
     refuse_options_of_auto(config)
     rows, refused = [], []
-    for name, sampling in candidates:
-        if config.sampling not in ("auto", sampling) or (name in ("tree", "honaker") and num_steps > MAX_MATRIX_STEPS):
+    for name, sampling in all_candidates() if candidates is None else candidates:
+        longest = MECHANISMS[name].max_compared_steps
+        if config.sampling not in ("auto", sampling) or (longest is not None and num_steps > longest):
             continue
         asked = dataclasses.replace(config, noise_mechanism=name, sampling=sampling)  # type: ignore[arg-type]
         try:
-            plan = make_plan(asked, num_examples=num_examples, num_steps=num_steps, workload=workload)
+            plan = build_plan(asked, num_examples=num_examples, num_steps=num_steps, workload=workload)
         except DPConfigError as error:
             refused.append(f"{name}: {error}")
             continue
@@ -116,6 +100,11 @@ def compare_mechanisms(
     as_good = [row for row in rows if row.score <= (1 + INDIFFERENT) * rows[0].score]
     best = min(as_good, key=lambda row: row.cost.kept)
     return [best, *(row for row in rows if row is not best)]
+
+
+def all_candidates() -> list[tuple[str, str]]:
+    """Pairs of (mechanism, sampler) to compare; the others are for research, or were never better."""
+    return [(name, sampling) for name, made in MECHANISMS.items() for sampling in made.compared_with]
 
 
 def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.ndarray:

@@ -76,11 +76,13 @@ class PrivacyConfig:
         noise_mechanism: name in the registry `hf_dpopt.noise.MECHANISMS`, or ``auto`` for the one that
             `hf_dpopt.plan.compare` takes for the run.
         noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
-            and ``offload`` of its stream (`hf_dpopt.noise.streams.make_stream`).
+            and ``offload`` of its stream (`hf_dpopt.noise.NoiseStrategy.stream`).
         noise_restart_every: steps after which correlated noise starts anew; None for never.
         noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
         preconditioner: what divides a record's gradient before the clip: a name in `hf_dpopt.preclip.PRECLIPS`.
         preconditioner_kwargs: its options (``delay``, ``clipping_norm``, ``learning_rate_ratio``, ``factored`` ...).
+        amplification_samples: samples of a verified bound on epsilon, drawn before the first step where the computed
+            one is loose: ``balls_in_bins`` with correlated noise. 0 takes the computed bound.
         unsafe_fixed_noise_key: 64 hexadecimal digits that replace the operating system's randomness. For tests only:
             the run is stamped NOT PRIVATE and its epsilon is infinite.
 
@@ -108,6 +110,7 @@ class PrivacyConfig:
     noise_rng: NoiseRng = "secure"
     preconditioner: str = "none"
     preconditioner_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    amplification_samples: int = 4_000_000
     unsafe_fixed_noise_key: str | None = None
 
     def __post_init__(self) -> None:

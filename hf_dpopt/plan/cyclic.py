@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
-from hf_dpopt.noise.strategies import Workload, tuning
+from hf_dpopt.noise import Workload, banded
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 
 
@@ -72,4 +72,4 @@ def choose_num_bands(
         )
 
     most = max(1, min(num_steps, num_examples // batch_size, max_bands or num_steps))
-    return tuning.choose_num_bands(num_steps, most, noise_multiplier_of, workload)
+    return banded.choose_num_bands(num_steps, most, noise_multiplier_of, workload)

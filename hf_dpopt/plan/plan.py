@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,20 +15,18 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
+from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR, Clipping, make_clipper
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise import CorrelatedNoise, GaussianMechanism, NoiseMechanism
-from hf_dpopt.noise.strategies import IdentityStrategy, NoiseStrategy, Workload
-from hf_dpopt.noise.streams.cost import StreamCost, stream_cost
-from hf_dpopt.plan import pairs
+from hf_dpopt.noise import NoiseMechanism, NoiseStrategy, StreamCost, Workload
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.resolve import choose_noise, restarted_with, stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
-from hf_dpopt.sampling import BallsInBinsSampler, CappedPoissonSampler, FixedOrderSampler, Sampler
-from hf_dpopt.sampling.base import Steps, as_chains
+from hf_dpopt.sampling import Sampler
+from hf_dpopt.sampling.base import Steps, as_chains, charged_steps
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
 MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_accounting computes huge integers
@@ -42,7 +41,7 @@ RESUME_KEYS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyPlan:
-    """Everything public about a private run. Made by `make_plan`; holds no key and nothing that depends on records.
+    """Everything public about a private run. Made by `hf_dpopt.plan.make`; holds no key and no data.
 
     Formal guarantee: ``num_steps`` steps that draw their batches from ``sampler`` under a secret key, divide by the
     scales of ``preclip``, clip with ``clipper``, sum, and add the noise of ``mechanism`` at ``sensitivity``, are
@@ -58,6 +57,7 @@ class PrivacyPlan:
             a run that was continued beyond its first plan.
         sampler, preclip, clipper, mechanism: the stages of the step.
         compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
+        certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
     """
 
     config: PrivacyConfig
@@ -71,6 +71,7 @@ class PrivacyPlan:
     mechanism: NoiseMechanism
     preclip: Preclip = Identity()
     compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    certificate: Certificate | None = dataclasses.field(default=None, compare=False)
 
     @property
     def adjacency(self) -> str:
@@ -101,7 +102,7 @@ class PrivacyPlan:
     def cost(self) -> StreamCost:
         """What the noise of a step costs, per trained coordinate."""
         options = stream_options(self.config)
-        return stream_cost(self.strategy, self.noise_steps, backend=options["backend"], block=options["block"])
+        return self.strategy.cost(self.noise_steps, backend=options["backend"], block=options["block"])
 
     @property
     def horizon(self) -> int | None:
@@ -143,7 +144,7 @@ class PrivacyPlan:
     @property
     def sums_users(self) -> bool:
         """Whether the clip is that of whole users; else it is that of records."""
-        return self.unit == "user" and not isinstance(self.sampler, CappedPoissonSampler)
+        return self.unit == "user" and not self.sampler.samples_records_of_users
 
     @property
     def is_private(self) -> bool:
@@ -160,7 +161,7 @@ class PrivacyPlan:
         if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
         stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
-        return pairs.release(self.strategy, self.sampler, stddev, num_steps, planned_steps=self.noise_steps)
+        return self.sampler.release(self.strategy, stddev, num_steps, planned_steps=self.noise_steps)
 
     def epsilon(self, num_steps: Steps | None = None) -> float:
         """Epsilon after that many steps; all planned steps by default.
@@ -188,32 +189,18 @@ class PrivacyPlan:
         return max(rough, planned) if excess > 0 else min(rough, planned)
 
     def _cheap(self, num_steps: Steps) -> Steps:
-        """So many steps or a few more: whole epochs of balls in bins, whose epsilon takes a second to compute.
+        """So many steps or a few more, whose epsilon is known sooner.
 
         For the log of a run on its way alone; what a run of several chains, or beyond its plan, costs is exact.
         """
         chains = as_chains(num_steps)
-        if not isinstance(self.sampler, BallsInBinsSampler) or len(chains) != 1 or chains[0] > self.num_steps:
-            return num_steps
-        epoch = self.sampler.steps_per_epoch
-        return min(-(-chains[0] // epoch) * epoch, self.num_steps)
+        return self.sampler.steps_for_log(chains[0], self.num_steps) if len(chains) == 1 else num_steps
 
     def excess(self, num_steps: Steps) -> int | None:
         """Sign of what those steps cost above the plan: 0 for the same, None if that is not known without epsilon."""
-        chains = [steps for steps in as_chains(num_steps) if steps > 0]
-        if not isinstance(self.strategy, IdentityStrategy):
-            # what a chain is charged as, see `pairs.release`
-            chains = [steps if self.strategy.anytime else self.noise_steps for steps in chains]
-            planned = self.num_steps if self.strategy.anytime else self.noise_steps
-        else:
-            planned = self.num_steps
-        by_steps = isinstance(self.sampler, FixedOrderSampler) and not isinstance(self.strategy, IdentityStrategy)
-        if by_steps or isinstance(self.sampler, BallsInBinsSampler):
-            return sum(chains) - planned if len(chains) == 1 else None
-        sensitivities = {pairs.strategy_sensitivity(self.strategy, self.sampler, t) for t in (*chains, planned)}
-        if len(sensitivities) > 1:  # a chain shorter than the bands has columns of other norms
-            return None
-        return self.sampler.max_participations(chains) - self.sampler.max_participations(planned)
+        charged = [charged_steps(self.strategy, t, self.noise_steps) for t in as_chains(num_steps) if t > 0]
+        planned = self.num_steps if self.strategy.anytime else self.noise_steps
+        return self.sampler.excess(self.strategy, charged, planned)
 
     def epsilon_replace_one(self, num_steps: Steps | None = None) -> float | None:
         """Epsilon, same noise, when one record is swapped for another; None without a proof.
@@ -278,14 +265,23 @@ class PrivacyPlan:
             "epsilon": self.epsilon() if math.isfinite(self.epsilon()) else "inf",  # JSON has no infinity
             "accountant": self._spent.accountant,
             "dp_accounting": events.dp_accounting_version(),
+            **({} if self.certificate is None else {"certificate": self.certificate.parameters()}),
         }
 
     @functools.cached_property
     def _spent(self) -> accountants.Spent:
-        return accountants.epsilon(self.event, self.delta, self.adjacency)
+        computed = accountants.epsilon(self.event, self.delta, self.adjacency)
+        proof = self.certificate
+        if not self.is_private or proof is None or proof.epsilon >= computed.epsilon:
+            return computed
+        return accountants.Spent(
+            proof.epsilon,
+            f"balls in bins (verified by {proof.num_samples} samples in each direction; the probability "
+            f"{proof.failure:g} of a false verification is part of delta)",
+        )
 
 
-def make_plan(
+def build_plan(
     config: PrivacyConfig,
     *,
     num_examples: int,
@@ -294,27 +290,13 @@ def make_plan(
     workload: Workload | None = None,
     recorded: Mapping[str, Any] | None = None,
     preclip: Preclip | None = None,
+    compared: tuple[Any, ...] = (),
 ) -> PrivacyPlan:
-    """Builds the plan of a run, calibrating the noise where a budget was given.
+    """Builds the plan of a run whose mechanism has a name; arguments as for `hf_dpopt.plan.make.make_plan`.
 
     Args:
-        config: what was asked for.
-        num_examples: records in the training set, or users if they are what is sampled; >= 1. Treated as public.
-        num_steps: optimizer steps of the whole run; >= 1.
-        noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
-            stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
-        workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
-            on privacy. None for plain sums.
-        recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise, and that delta
-            unless another is asked for.
-        preclip: a preconditioner of one's own; None for the one that ``config`` names.
-
-    Raises:
-        DPConfigError: for a combination without a privacy proof, or values out of range, a delta above 1/n among them.
-        DPBudgetExceeded: for more steps than the recorded noise was made for.
-
-    Warns:
-        PrivacyWarning: if delta is 1/n or more, n the number of records or users that are protected.
+        config: what was asked for; a `noise_mechanism` of "auto" only with `recorded`.
+        compared: what the mechanism was chosen from; empty where it was named.
     """
     check_count("num_examples", num_examples)
     check_count("num_steps", num_steps)
@@ -327,12 +309,6 @@ def make_plan(
     )
     preclip = preclip or make_preclip(config.preconditioner, config.preconditioner_kwargs)
     preclip.check_steps(num_steps)
-    compared: tuple[Any, ...] = ()
-    if config.noise_mechanism == "auto" and recorded is None:
-        from hf_dpopt.plan.compare import compare_mechanisms  # it makes plans itself
-
-        rows = compare_mechanisms(config, num_examples=num_examples, num_steps=num_steps, workload=workload)
-        compared, config = tuple(rows), rows[0].plan.config
     config = restarted_with(config, preclip.changes_every)
     chosen = choose_noise(
         config, num_examples=num_examples, num_steps=num_steps, delta=delta, workload=workload, recorded=recorded
@@ -344,9 +320,15 @@ def make_plan(
         noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:
         noise_multiplier = config.noise_multiplier
+    certificate = None
     if noise_multiplier is None:
-        noise_multiplier = _calibrate(config, strategy, sampler, noise_steps, delta)
+        noise_multiplier, certificate = _calibrate(config, strategy, sampler, noise_steps, delta)
     check_noise_multiplier(noise_multiplier)
+    if recorded is not None:
+        certificate = _kept_certificate(recorded, strategy)
+    elif certificate is None and config.is_private and noise_multiplier > 0:
+        stddev = _stddev(config, strategy, sampler, noise_multiplier, noise_steps)
+        certificate = sampler.certify(strategy, stddev, noise_steps, delta, num_samples=config.amplification_samples)
     per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
     # refuses a count that costs more than the budget
     preclip.sensitivity_ratio(per_clip, sampler.expected_batch_size)
@@ -362,6 +344,7 @@ def make_plan(
         mechanism=_make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps),
         preclip=preclip,
         compared=compared,
+        certificate=_covering(certificate, config, strategy, sampler, noise_multiplier, num_steps, delta),
     )
 
 
@@ -370,13 +353,13 @@ def _check_noise(
 ) -> None:
     """Refuses noise that has no proof with these batches, or not for so many steps."""
     sampler.check_adjacency(config.adjacency)
-    pairs.check_pair(strategy, sampler)
-    if not 0 < pairs.strategy_sensitivity(strategy, sampler, noise_steps) < math.inf:
+    sampler.check_strategy(strategy)
+    if not 0 < sampler.sensitivity_of(strategy, noise_steps) < math.inf:
         raise DPConfigError(
             f"The sensitivity of the {config.noise_mechanism} noise is no finite number > 0: its coefficients are out "
             "of the range of floating-point numbers. Use coefficients near 1."
         )
-    pairs.release(strategy, sampler, 1.0, noise_steps, planned_steps=noise_steps)
+    sampler.release(strategy, 1.0, noise_steps, planned_steps=noise_steps)
     if not strategy.anytime and num_steps > noise_steps:
         raise DPBudgetExceeded(
             f"The {config.noise_mechanism} noise of this run was made for {noise_steps} steps, and {num_steps} were "
@@ -387,31 +370,81 @@ def _check_noise(
 def _make_mechanism(
     config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, noise_multiplier: float, noise_steps: int
 ) -> NoiseMechanism:
-    if isinstance(strategy, IdentityStrategy):
-        return GaussianMechanism(noise_multiplier)
-    return CorrelatedNoise(
+    return NoiseMechanism(
         noise_multiplier=noise_multiplier,
         strategy=strategy,
-        strategy_sensitivity=pairs.strategy_sensitivity(strategy, sampler, noise_steps),
+        strategy_sensitivity=sampler.sensitivity_of(strategy, noise_steps),
         num_steps=noise_steps,
         **stream_options(config),
     )
 
 
+def _stddev(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, noise_multiplier: float, num_steps: int
+) -> float:
+    """Stddev of the draws / bound on one record."""
+    return events.noise_stddev_over_clip(
+        noise_multiplier * sampler.sensitivity_of(strategy, num_steps), config.adjacency
+    )
+
+
 def _calibrate(
     config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
+) -> tuple[float, Certificate | None]:
+    """Noise multiplier for the budget, and the proof of it if it was found by samples."""
+    assert config.target_epsilon is not None
+    computed = _calibrate_computed(config, strategy, sampler, num_steps, delta)
+    made = sampler.calibrate(
+        strategy, num_steps, epsilon=config.target_epsilon, delta=delta, num_samples=config.amplification_samples
+    )
+    if made is None:
+        return computed, None
+    multiplier = made.event.noise_multiplier / _stddev(config, strategy, sampler, 1.0, num_steps)
+    while _stddev(config, strategy, sampler, multiplier, num_steps) < made.event.noise_multiplier:
+        multiplier = math.nextafter(multiplier, math.inf)  # the proof is for this much noise, not for an ulp less
+    return (multiplier, made.certificate) if multiplier < computed else (computed, None)
+
+
+def _kept_certificate(recorded: Mapping[str, Any], strategy: NoiseStrategy) -> Certificate | None:
+    """The proof that the run began with: samples taken after its first step would prove less."""
+    same_noise = json.loads(json.dumps(strategy.parameters())) == recorded["noise_strategy"]
+    if "certificate" not in recorded or not same_noise:  # other noise is refused by the ledger
+        return None
+    return Certificate.read(recorded["certificate"], strategy)
+
+
+def _covering(
+    certificate: Certificate | None,
+    config: PrivacyConfig,
+    strategy: NoiseStrategy,
+    sampler: Sampler,
+    noise_multiplier: float,
+    num_steps: int,
+    delta: float,
+) -> Certificate | None:
+    """The certificate if it is one for this plan; a run that was made longer has none."""
+    if certificate is None:
+        return None
+    stddev = _stddev(config, strategy, sampler, noise_multiplier, certificate.event.num_steps)
+    event = dataclasses.replace(certificate.event, noise_multiplier=stddev, num_steps=num_steps)
+    is_same = event.num_bins == sampler.steps_per_epoch and event.strategy == strategy
+    return certificate if is_same and certificate.covers(event, delta) else None
+
+
+def _calibrate_computed(
+    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
 ) -> float:
-    sensitivity = pairs.strategy_sensitivity(strategy, sampler, num_steps)
+    sensitivity = sampler.sensitivity_of(strategy, num_steps)
 
     assert config.target_epsilon is not None
 
     def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
         stddev = events.noise_stddev_over_clip(noise_multiplier * sensitivity, config.adjacency)
-        event = pairs.release(strategy, sampler, stddev, num_steps, planned_steps=num_steps)
+        event = sampler.release(strategy, stddev, num_steps, planned_steps=num_steps)
         return accountants.epsilon(event, delta, config.adjacency, relative_error=relative_error).epsilon
 
     unit = events.noise_stddev_over_clip(sensitivity, config.adjacency)
-    event = pairs.release(strategy, sampler, unit, num_steps, planned_steps=num_steps)
+    event = sampler.release(strategy, unit, num_steps, planned_steps=num_steps)
     precision = events.gaussian_precision(events.flatten(event))
     if precision is not None:
         return calibrate_gaussian(epsilon_at, config.target_epsilon, delta, precision, config.adjacency)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS, Setting, make_strategy
-from hf_dpopt.noise.strategies import NoiseStrategy, Workload
-from hf_dpopt.noise.strategies.parameters import from_parameters
+from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, from_parameters, is_whole, make_strategy
+from hf_dpopt.noise.registry import STREAM_OPTIONS
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.cyclic import choose_num_bands
-from hf_dpopt.sampling import SAMPLERS, CappedPoissonSampler, CyclicPoissonSampler, Sampler
+from hf_dpopt.sampling import SAMPLERS, Sampler
 
-STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
 MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
-NO_MATRIX = "dense"  # the ledger has its digest alone, so it is tuned again
 
 
 class NoiseChoice(NamedTuple):
@@ -52,26 +49,31 @@ def choose_noise(
     if recorded is not None and config.noise_mechanism == "auto":
         config = _as_recorded(config, recorded)
     kept = _kept(config, recorded)
+    mechanism = MECHANISMS[config.noise_mechanism]
     options = {name: value for name, value in config.noise_kwargs.items() if name not in STREAM_OPTIONS}
-    if config.noise_mechanism == "gaussian" and set(config.noise_kwargs) - set(options):
+    if mechanism.keeps_nothing and set(config.noise_kwargs) - set(options):
         raise DPConfigError("Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs.")
     sampler = make_sampler(config, num_examples)
-    if isinstance(sampler, CyclicPoissonSampler) and config.noise_mechanism == "banded":
+    if sampler.has_groups and mechanism.num_bands_of is not None:
         if recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
             bands = recorded["sampler"].get("num_groups", 1)
         else:
-            bands = _num_bands(config, sampler, options, num_steps, delta, workload)
-        sampler = dataclasses.replace(sampler, num_groups=bands)
-        if "coefs" not in options:
-            options["num_bands"] = bands
+            asked = mechanism.num_bands_of(options)
+            bands = _best_num_bands(config, sampler, num_steps, delta, workload) if asked is None else asked
+            if asked is None:
+                options["num_bands"] = bands
+        sampler = sampler.with_groups(bands)
     if config.adjacency == "auto":
         config = dataclasses.replace(config, adjacency=sampler.adjacencies[0])  # type: ignore[arg-type]
     config = dataclasses.replace(config, sampling=sampler.name)  # type: ignore[arg-type]
     if kept is not None:
         return NoiseChoice(config, sampler, *kept)
-    setting = Setting(num_steps=int(num_steps), participation=sampler.participation(num_steps), workload=workload)
-    if config.noise_mechanism == "nu_dpftrl" and stream_options(config)["backend"] in ("history", "regenerate"):
-        options.setdefault("num_buffers", None)  # asked for the exact coefficients
+    setting = Setting(
+        num_steps=int(num_steps),
+        participation=sampler.participation(num_steps),
+        workload=workload,
+        backend=stream_options(config)["backend"],
+    )
     strategy = make_strategy(config.noise_mechanism, setting, options, restart_every=config.noise_restart_every)
     return NoiseChoice(config, sampler, strategy, int(num_steps))
 
@@ -103,39 +105,24 @@ def restarted_with(config: PrivacyConfig, changes_every: int | None) -> PrivacyC
 def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
     """The sampler a config names; of several groups, with one group."""
     name = MECHANISMS[config.noise_mechanism].sampler if config.sampling == "auto" else config.sampling
-    options: dict[str, Any] = {}
-    if name == CappedPoissonSampler.name:
-        options["records_per_user"] = config.records_per_user
-    return SAMPLERS[name](
-        num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size), **options
-    )
+    given = {field: getattr(config, field) for field in SAMPLERS[name].takes}
+    return SAMPLERS[name](num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size), **given)
 
 
 def stream_options(config: PrivacyConfig) -> dict[str, Any]:
-    """How the noise is kept between steps: `backend`, `block` and `offload` of `make_stream`."""
+    """How the noise is kept between steps: `backend`, `block` and `offload` of `NoiseStrategy.stream`."""
     given = {name: value for name, value in config.noise_kwargs.items() if name in STREAM_OPTIONS}
-    if given.get("backend") == "blt" and config.noise_mechanism == "nu_dpftrl":
-        given["backend"] = "auto"  # buffers are what it has by default
     return {**STREAM_OPTIONS, **given}
 
 
-def _num_bands(
-    config: PrivacyConfig,
-    sampler: CyclicPoissonSampler,
-    options: Mapping[str, Any],
-    num_steps: int,
-    delta: float,
-    workload: Workload | None,
+def _best_num_bands(
+    config: PrivacyConfig, sampler: Sampler, num_steps: int, delta: float, workload: Workload | None
 ) -> int:
-    """Bands, and so groups, that were asked for; the best for the budget if nobody said."""
-    if options.get("coefs") is not None:
-        if not isinstance(options["coefs"], Sequence) or isinstance(options["coefs"], str):
-            raise DPConfigError(
-                f"coefs={options['coefs']!r} is no list of bands. Use noise_kwargs={{'coefs': [1.0, 0.5]}}."
-            )
-        return len(options["coefs"])
-    if options.get("num_bands") is not None:
-        return options["num_bands"]
+    """Bands, and so groups, with the least error for the budget.
+
+    Raises:
+        DPConfigError: without a budget.
+    """
     if config.target_epsilon is None:
         raise DPConfigError(
             "How many bands are best depends on the budget, and noise_multiplier gives none. Use target_epsilon, or "
@@ -175,14 +162,9 @@ def refuse_options_of_auto(config: PrivacyConfig) -> None:
         )
 
 
-def _is_whole(parameters: Mapping[str, Any]) -> bool:
-    """Whether a strategy can be read back from its parameters."""
-    return parameters["name"] != NO_MATRIX and ("base" not in parameters or _is_whole(parameters["base"]))
-
-
 def _kept(config: PrivacyConfig, recorded: Mapping[str, Any] | None) -> tuple[NoiseStrategy, int] | None:
     """Strategy and steps of the run that is continued, if the same noise was asked for."""
-    if recorded is None or not _is_whole(recorded["noise_strategy"]):
+    if recorded is None or not is_whole(recorded["noise_strategy"]):
         return None
     asked = (config.noise_mechanism, dict(config.noise_kwargs), config.noise_restart_every)
     if asked != tuple(recorded[name] for name in ("noise_mechanism", "noise_kwargs", "noise_restart_every")):

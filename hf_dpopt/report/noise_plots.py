@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy, Workload
+from hf_dpopt.noise import NoiseStrategy, Workload
 from hf_dpopt.plan.compare import ComparedNoise, predicted_errors
 
 FORMATS = ("png", "svg")
@@ -84,15 +84,13 @@ def pyplot() -> Any:
 
 def _row_of_noise(strategy: NoiseStrategy, n: int) -> np.ndarray:
     """Weights of the draws in the noise of the last of n steps, the newest draw first."""
-    if isinstance(strategy, ToeplitzStrategy):
-        return strategy.noising_coefs(n)
-    return strategy.noising_matrix(n)[-1][::-1]
+    return strategy.noising_rows(n - 1, n, n)[0][::-1]
 
 
 def _coefficients(in_time: Any, in_frequency: Any, rows: Sequence[ComparedNoise], colors: Mapping[str, str]) -> None:
     for row in rows:
         strategy, n = row.plan.strategy, row.plan.num_steps
-        if not isinstance(strategy, ToeplitzStrategy):
+        if strategy.toeplitz_coefs(1) is None:
             continue  # a tree has another row in every step
         coefs = _row_of_noise(strategy, n)
         used = np.flatnonzero(np.abs(coefs[1:]) > NEGLIGIBLE * abs(coefs[0])) + 1

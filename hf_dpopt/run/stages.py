@@ -56,9 +56,8 @@ class Stages:
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
         self.chain, self.after = tuple(map(as_postprocess, chain)), tuple(after)
-        # correlated noise starts anew where the preconditioner may change; independent noise has nothing to restart
-        every, is_restarted = run.plan.preclip.changes_every, run.plan.config.noise_restart_every is not None
-        self._is_misaligned = bool(every and is_restarted and run.first_step % every)
+        every, correlated = run.plan.preclip.changes_every, not run.plan.strategy.is_independent
+        self._is_misaligned = bool(every and correlated and run.first_step % every)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         for place, stage in enumerate(self.chain):
             stage.set_noise(run.noise_level(self.preclip, self.chain[:place]))

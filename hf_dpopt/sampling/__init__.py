@@ -1,4 +1,18 @@
-"""How logical batches are formed. A new sampler is one file and one line here."""
+"""How logical batches are formed. A new sampler is one file and one line here.
+
+Which noise goes with which sampler, every sampler says itself (`Sampler.refuses`); side by side:
+
+============  =============================  =====================================================================
+noise         sampler                        event
+============  =============================  =====================================================================
+independent   Poisson, truncated, fixed      the sampler's own, per step
+any           fixed order                    one Gaussian of noise stddev / sensitivity (arXiv:2211.06530)
+<= p bands    cyclic Poisson, p groups       ceil(T / p) Poisson-sampled Gaussians (arXiv:2306.08153, Theorem 4)
+C >= 0        balls in bins                  the mixture over the bins (arXiv:2410.06266)
+============  =============================  =====================================================================
+
+A pair that is not here has no proof and is refused.
+"""
 
 from __future__ import annotations
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
 import numpy as np
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
-from hf_dpopt.noise.strategies import IdentityStrategy, Participation
+from hf_dpopt.accounting.balls_in_bins_sampled import (
+    Calibration,
+    Certificate,
+    calibrate_balls_in_bins,
+    verified_epsilon,
+)
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.gaussian import IdentityStrategy
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import derive_key, random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
+
+MAX_CERTIFIED_BINS = 500  # a verification takes time with their number: about two minutes of two cores for as many
 
 
 @functools.lru_cache(maxsize=1)
@@ -60,6 +72,46 @@ class BallsInBinsSampler(Sampler):
         if not chains:
             return dp_accounting.NoOpDpEvent()
         return chains[0] if len(chains) == 1 else dp_accounting.ComposedDpEvent(chains)
+
+    def refuses(self, strategy: NoiseStrategy) -> str:
+        """Strategies without a square matrix; the event looks at the signs of all coefficients."""
+        if strategy.is_square:
+            return ""
+        return "its analysis needs a square matrix. Use nu_dpftrl or blt, or sampling='fixed_order'."
+
+    def _correlated_event(self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int) -> dp_accounting.DpEvent:
+        return BallsInBinsDpEvent(strategy, noise_stddev, num_steps, self.steps_per_epoch)
+
+    def certify(
+        self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int, delta: float, *, num_samples: int
+    ) -> Certificate | None:
+        """Correlated noise alone: for independent noise the computed epsilon is exact but for rounding."""
+        if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
+            return None
+        event = BallsInBinsDpEvent(strategy, noise_stddev, num_steps, self.steps_per_epoch)
+        try:
+            return verified_epsilon(event, delta, num_samples=num_samples)
+        except DPConfigError:  # too few samples for a delta as small as this
+            return None
+
+    def calibrate(
+        self, strategy: NoiseStrategy, num_steps: int, *, epsilon: float, delta: float, num_samples: int
+    ) -> Calibration | None:
+        if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
+            return None
+        made = calibrate_balls_in_bins(
+            strategy, num_steps, self.steps_per_epoch, epsilon=epsilon, delta=delta, num_samples=num_samples
+        )
+        return made if made.certificate is not None else None
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        return sum(chains) - planned if len(chains) == 1 else None
+
+    def steps_for_log(self, num_steps: int, planned: int) -> int:
+        """Whole epochs, for the epsilon of every other number of steps takes a second to compute."""
+        if num_steps > planned:
+            return num_steps
+        return min(-(-num_steps // self.steps_per_epoch) * self.steps_per_epoch, planned)
 
     def max_participations(self, num_steps: Steps) -> int:
         # each chain has bins of its own

@@ -1,17 +1,24 @@
-"""What every sampler offers: the batches, and the event that says what those batches cost."""
+"""Contract of a sampler: its batches, the noise they have a proof with, and what a run of the two releases.
+
+`noise_stddev` is that of the draws Z relative to the bound on ONE record (dp_accounting's convention, see
+`hf_dpopt.accounting.events`), called sigma_z in the papers.
+"""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.accounting.balls_in_bins_sampled import Calibration, Certificate
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
 
 Steps = int | Sequence[int]  # optimizer steps of one uninterrupted chain, or of each chain of a run that branched
 
@@ -37,6 +44,9 @@ class Sampler(abc.ABC):
 
     name: ClassVar[str]
     adjacencies: ClassVar[tuple[str, ...]]  # those for which `event` has a proof
+    has_groups: ClassVar[bool] = False  # records take turns in groups, as many as a strategy may have bands
+    samples_records_of_users: ClassVar[bool] = False  # with users as the unit; else whole users are sampled
+    takes: ClassVar[tuple[str, ...]] = ()  # fields that a config of the run gives, besides batch size and examples
 
     def __post_init__(self) -> None:
         if self.num_examples < 1:
@@ -77,6 +87,105 @@ class Sampler(abc.ABC):
         """How often, and how far apart, one record takes part in one chain: what correlated noise can rely on."""
         return Participation(max(1, num_steps))
 
+    # --- noise -------------------------------------------------------------------------------------------------------
+
+    def refuses(self, strategy: NoiseStrategy) -> str:
+        """Reason why a strategy has no proof with these batches, and what would do; empty for one that has.
+
+        A sampler without a rule of its own allows independent noise alone.
+        """
+        if strategy.is_independent:
+            return ""
+        return (
+            "a record may take part in any step, so the noise of correlated steps does not compose, and no "
+            "amplification is known. Use sampling='fixed_order' (or 'cyclic_poisson' for banded noise), or 'auto'."
+        )
+
+    def check_strategy(self, strategy: NoiseStrategy) -> None:
+        """Refuses a strategy whose noise has no proof with these batches.
+
+        Raises:
+            DPConfigError: with the reason, and the samplers that would do.
+        """
+        if reason := self.refuses(strategy):
+            raise DPConfigError(f"{strategy.name} noise with sampling={self.name!r} has no privacy proof: {reason}")
+
+    def sensitivity_of(self, strategy: NoiseStrategy, num_steps: int) -> float:
+        """Sensitivity of C that the noise multiplier of `num_steps` steps is relative to; unitless, 1 without C."""
+        if strategy.is_independent:
+            return 1.0
+        return sensitivity_over(strategy, num_steps, self.participation(num_steps))
+
+    def release(
+        self, strategy: NoiseStrategy, noise_stddev: float, num_steps: Steps, *, planned_steps: int
+    ) -> dp_accounting.DpEvent:
+        """What the noisy sums of a run release, over all its chains.
+
+        Formal guarantee: every chain has noise of its own, so their events compose (correctness.md, F6: with z shared
+        up to a branch, the squared sensitivities add up just the same). The first t steps of an anytime strategy are
+        charged as such; of any other, as all `planned_steps`.
+
+        Args:
+            strategy: C, which the sampler does not refuse.
+            noise_stddev: stddev of the draws / bound on one record; unitless, > 0.
+            num_steps: optimizer steps, >= 0; a sequence if the run has several chains.
+            planned_steps: those the strategy was made for.
+
+        Raises:
+            DPBudgetExceeded: for a chain of more steps than planned, if the strategy is not anytime.
+            DPConfigError: for a pair without a proof.
+        """
+        if strategy.is_independent:
+            return self.event(noise_stddev, num_steps)
+        self.check_strategy(strategy)
+        chains = [charged_steps(strategy, t, planned_steps) for t in as_chains(num_steps) if t > 0]
+        events = [self._correlated_event(strategy, noise_stddev, t) for t in chains]
+        return dp_accounting.ComposedDpEvent(events) if events else dp_accounting.NoOpDpEvent()
+
+    def _correlated_event(self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int) -> dp_accounting.DpEvent:
+        """One chain under a strategy that `refuses` lets pass: without amplification, one Gaussian mechanism."""
+        return dp_accounting.GaussianDpEvent(noise_stddev / self.sensitivity_of(strategy, num_steps))
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        """Sign of what these steps cost above those planned: 0 for the same, None if only epsilon can tell.
+
+        A sampler without a rule of its own says None: what is compared is then computed.
+
+        Args:
+            strategy: C.
+            chains: steps that each chain is charged as, > 0.
+            planned: steps that the plan is charged as, in one chain.
+        """
+        return None
+
+    def _excess_of_participations(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        """`excess` where the event is one mechanism, as often as a record may take part."""
+        if len({self.sensitivity_of(strategy, t) for t in (*chains, planned)}) > 1:
+            return None  # a chain shorter than the bands has columns of other norms
+        return self.max_participations(chains) - self.max_participations(planned)
+
+    def certify(
+        self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int, delta: float, *, num_samples: int
+    ) -> Certificate | None:
+        """Proof by samples of the epsilon of one chain; None where the computed one is as good."""
+        return None
+
+    def calibrate(
+        self, strategy: NoiseStrategy, num_steps: int, *, epsilon: float, delta: float, num_samples: int
+    ) -> Calibration | None:
+        """Least noise that samples prove, and their certificate; None where a computation finds it."""
+        return None
+
+    def steps_for_log(self, num_steps: int, planned: int) -> int:
+        """So many steps, or a few more whose epsilon is known sooner: what a log line during the run may show."""
+        return num_steps
+
+    def with_groups(self, num_groups: int) -> Sampler:
+        """The same with another number of groups; itself where there are none."""
+        return self
+
+    # --- what it promises --------------------------------------------------------------------------------------------
+
     def max_participations(self, num_steps: Steps) -> int:
         """Largest number of steps, over all chains, in which one record can take part."""
         return sum(as_chains(num_steps))
@@ -115,6 +224,28 @@ class Sampler(abc.ABC):
     def parameters(self) -> dict[str, Any]:
         """Every public value that fixes the law of the batches; JSON-able."""
         return {"name": self.name, **dataclasses.asdict(self)}
+
+
+@functools.lru_cache(maxsize=4096)
+def sensitivity_over(strategy: NoiseStrategy, num_steps: int, participation: Participation) -> float:
+    """Sensitivity of C over the participation patterns, which a calibration asks for many times."""
+    return strategy.sensitivity(num_steps, participation)
+
+
+def charged_steps(strategy: NoiseStrategy, num_steps: int, planned_steps: int) -> int:
+    """Steps that a chain is charged as: its own under an anytime strategy, else all that were planned.
+
+    Raises:
+        DPBudgetExceeded: for more steps than planned, if the strategy is not anytime.
+    """
+    if strategy.anytime:
+        return num_steps
+    if num_steps > planned_steps:
+        raise DPBudgetExceeded(
+            f"{strategy.name} noise was made for {planned_steps} steps, and {num_steps} were asked for. Plan more "
+            "steps, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker, anti_pgd)."
+        )
+    return planned_steps
 
 
 def as_chains(num_steps: Steps) -> tuple[int, ...]:

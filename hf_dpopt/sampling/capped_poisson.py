@@ -39,6 +39,8 @@ class CappedPoissonSampler(PoissonSampler):
 
     name: ClassVar[str] = "capped_poisson"
     adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
+    samples_records_of_users: ClassVar[bool] = True
+    takes: ClassVar[tuple[str, ...]] = ("records_per_user",)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
@@ -11,9 +12,10 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import derive_key, random_words
-from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat
+from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat, sensitivity_over
 
 
 @functools.lru_cache(maxsize=1)
@@ -46,6 +48,7 @@ class CyclicPoissonSampler(Sampler):
     num_groups: int = 1
 
     name: ClassVar[str] = "cyclic_poisson"
+    has_groups: ClassVar[bool] = True
     adjacencies: ClassVar[tuple[str, ...]] = ("add_or_remove_one", "zero_out")
 
     def __post_init__(self) -> None:
@@ -78,6 +81,36 @@ class CyclicPoissonSampler(Sampler):
         if self.group_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.group_rate, step)
         return repeat(step, self.max_participations(num_steps))
+
+    def refuses(self, strategy: NoiseStrategy) -> str:
+        """Strategies of more bands than groups: Theorem 4 needs orthogonal columns."""
+        bands = strategy.num_bands
+        if strategy.is_independent:
+            return ""
+        if bands is None:
+            return (
+                "a record's group comes back every few steps, and noise without bands ties all its steps "
+                "together. Use noise_mechanism='banded', or sampling='fixed_order'."
+            )
+        if bands > self.num_groups:
+            return (
+                f"{bands} bands tie steps together that are {self.num_groups} apart, when a record's group "
+                f"comes back. Use num_bands <= {self.num_groups}, or more groups."
+            )
+        return ""
+
+    def sensitivity_of(self, strategy: NoiseStrategy, num_steps: int) -> float:
+        """Largest column norm: a record meets one column at a time."""
+        return 1.0 if strategy.is_independent else sensitivity_over(strategy, num_steps, Participation())
+
+    def _correlated_event(self, strategy: NoiseStrategy, noise_stddev: float, num_steps: int) -> dp_accounting.DpEvent:
+        return self.event(noise_stddev / self.sensitivity_of(strategy, num_steps), num_steps)
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        return self._excess_of_participations(strategy, chains, planned)
+
+    def with_groups(self, num_groups: int) -> Sampler:
+        return dataclasses.replace(self, num_groups=num_groups)
 
     def max_participations(self, num_steps: Steps) -> int:
         # each chain has groups of its own

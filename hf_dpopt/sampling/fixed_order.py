@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 
@@ -53,6 +55,15 @@ class FixedOrderSampler(Sampler):
 
     def participation(self, num_steps: int) -> Participation:
         return Participation(max(1, -(-num_steps // self.steps_per_epoch)), self.steps_per_epoch, "fixed_epoch")
+
+    def refuses(self, strategy: NoiseStrategy) -> str:
+        """Nothing: any C is one Gaussian mechanism of its sensitivity (arXiv:2211.06530)."""
+        return ""
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        if strategy.is_independent:
+            return self._excess_of_participations(strategy, chains, planned)
+        return sum(chains) - planned if len(chains) == 1 else None
 
     def max_participations(self, num_steps: Steps) -> int:
         # Each chain has an order of its own: a record may be first in the one and last in the other.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
 import numpy as np
 
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import random_words
 from hf_dpopt.sampling.base import Sampler, Steps, repeat
 
@@ -45,6 +47,9 @@ class PoissonSampler(Sampler):
         if self.sample_rate < 1:
             step = dp_accounting.PoissonSampledDpEvent(self.sample_rate, step)
         return repeat(step, self.max_participations(num_steps))
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        return self._excess_of_participations(strategy, chains, planned)
 
     def describe(self, unit: str = "record") -> str:
         return (

@@ -33,7 +33,7 @@ from hf_dpopt.accounting.balls_in_bins_sampled import (
     verify,
 )
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     ColumnNormalized,

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import Participation
-from hf_dpopt.noise.strategies.tuning import optimize_banded
+from hf_dpopt.noise import Participation, optimize_banded
 from hf_dpopt.plan.cyclic import choose_num_bands, cyclic_noise_multiplier
 
 # 2000 steps with 500 of 50000 records, delta 1e-5: epsilon, bands, noise multiplier and error of prefix sums

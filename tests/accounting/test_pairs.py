@@ -11,7 +11,7 @@ from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -25,9 +25,8 @@ from hf_dpopt.noise.strategies import (
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.plan import pairs
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import make_plan
+from hf_dpopt.plan.make import make_plan
 from hf_dpopt.sampling import (
     BallsInBinsSampler,
     CyclicPoissonSampler,
@@ -41,7 +40,7 @@ DELTA = 1e-5
 
 def epsilon(strategy, sampler, stddev, num_steps, *, planned=None, adjacency="zero_out", delta=DELTA):
     planned = planned or num_steps
-    event = pairs.release(strategy, sampler, stddev, num_steps, planned_steps=planned)
+    event = sampler.release(strategy, stddev, num_steps, planned_steps=planned)
     return accountants.epsilon(event, delta, adjacency).epsilon
 
 
@@ -177,9 +176,9 @@ def test_every_pair_has_a_proof_or_raises_with_the_reason(sampler, name):
 
 def test_plain_poisson_sampling_and_correlated_noise_is_refused_in_words():
     with pytest.raises(DPConfigError, match="may take part in any step.*Use sampling='fixed_order'"):
-        pairs.check_pair(NuDPFTRL(0.1), POISSON)
+        POISSON.check_strategy(NuDPFTRL(0.1))
     with pytest.raises(DPConfigError, match="5 bands tie steps together that are 4 apart.*Use num_bands <= 4"):
-        pairs.check_pair(STRATEGIES["5 bands"], CYCLIC)
+        CYCLIC.check_strategy(STRATEGIES["5 bands"])
 
 
 def test_neighbouring_streams_differ_by_no_more_than_the_sensitivity():
@@ -187,7 +186,7 @@ def test_neighbouring_streams_differ_by_no_more_than_the_sensitivity():
     rng = np.random.default_rng(5)
     for name in ("nu", "blt", "tree", "full honaker", "4 bands", "inverse bands", "dense", "restarted bands"):
         strategy, sampler, n = STRATEGIES[name], FIXED, 16
-        bound = pairs.strategy_sensitivity(strategy, sampler, n)
+        bound = sampler.sensitivity_of(strategy, n)
         key, reached = bytes(32), 0.0
         for record in range(8):
             steps = [t for t in range(n) if record in sampler.draw(key, t + 1)]

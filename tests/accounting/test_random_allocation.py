@@ -29,7 +29,7 @@ from hf_dpopt.accounting.random_allocation import (
     product,
     trim,
 )
-from hf_dpopt.noise.strategies import BandedToeplitz, IdentityStrategy, NuDPFTRL
+from hf_dpopt.noise import BandedToeplitz, IdentityStrategy, NuDPFTRL
 
 
 def gaussian_delta(mu, epsilon):

@@ -21,7 +21,8 @@ from transformers import TrainerCallback
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement

@@ -1,4 +1,4 @@
-"""`GaussianMechanism`: independent noise, the trivial strategy."""
+"""`independent_noise`: independent noise, the trivial strategy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import GaussianMechanism, make_noise_source
+from hf_dpopt.noise import independent_noise, make_noise_source
 
 
 @pytest.fixture(params=["secure", "fast"])
@@ -19,17 +19,17 @@ def kind(request) -> str:
 @pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
 def test_impossible_noise_multipliers_are_refused(value):
     with pytest.raises(DPConfigError, match="Use a finite number > 0"):
-        GaussianMechanism(noise_multiplier=value)
+        independent_noise(noise_multiplier=value)
 
 
 def test_independent_noise_is_the_trivial_strategy():
-    assert GaussianMechanism(1.3).sensitivity() == 1.0
+    assert independent_noise(1.3).sensitivity() == 1.0
 
 
 def test_noise_is_that_of_the_source_by_sorted_name(kind):
     key = os.urandom(32)
     sums = {"z": torch.zeros(3, 2), "a": torch.zeros(4)}
-    GaussianMechanism(2.0).stream(make_noise_source(kind, key), 0.25).add_(sums, 9)
+    independent_noise(2.0).stream(make_noise_source(kind, key), 0.25).add_(sums, 9)
     source = make_noise_source(kind, key)
     assert torch.equal(sums["a"], 0.5 * source.normal((4,), step=9, tensor=0))
     assert torch.equal(sums["z"], 0.5 * source.normal((3, 2), step=9, tensor=1))
@@ -38,12 +38,12 @@ def test_noise_is_that_of_the_source_by_sorted_name(kind):
 def test_noise_multiplier_zero_changes_nothing(kind):
     sums = {"w": torch.randn(1000)}
     before = sums["w"].clone()
-    GaussianMechanism(0.0).stream(make_noise_source(kind, os.urandom(32)), 1.0).add_(sums, 1)
+    independent_noise(0.0).stream(make_noise_source(kind, os.urandom(32)), 1.0).add_(sums, 1)
     assert torch.equal(sums["w"], before)
 
 
 def test_the_noise_is_as_large_as_the_sensitivity_says():
     """``replace_one`` doubles the sensitivity and with it the noise."""
     source = make_noise_source("secure", os.urandom(32))
-    once, twice = (GaussianMechanism(0.7).stream(source, c).draw_stddev for c in (1.0, 2.0))
+    once, twice = (independent_noise(0.7).stream(source, c).draw_stddev for c in (1.0, 2.0))
     assert (once, twice) == (0.7, 1.4)

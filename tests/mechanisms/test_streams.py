@@ -7,28 +7,25 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
     ColumnNormalized,
     DampedAntiPGD,
     DenseStrategy,
-    IdentityStrategy,
     NuDPFTRL,
     Restarted,
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.noise.strategies.tree import _tree
-from hf_dpopt.noise.streams import make_stream
-from hf_dpopt.noise.streams import tree as tree_stream
+from hf_dpopt.noise import tree as tree_stream
+from hf_dpopt.noise.tree import _tree
 from hf_dpopt.randomness.cipher import make_noise_source
 
 N, SCALE, KEY = 23, 0.7, bytes(range(32))
 SHAPES = {"b.weight": (3, 5), "a.bias": (4,), "scalar": ()}
 STRATEGIES = {
-    "identity": IdentityStrategy(),
     "nu": NuDPFTRL(0.05),
     "damped": DampedAntiPGD(0.1),
     "inverse-bands": BandedInverse.of_nu(4),
@@ -68,7 +65,7 @@ def _source():
 
 
 def _stream(name, backend="auto", **options):
-    return make_stream(_strategy(name), _source(), scale=SCALE, num_steps=N, **BACKENDS[backend], **options)
+    return _strategy(name).stream(_source(), scale=SCALE, num_steps=N, **BACKENDS[backend], **options)
 
 
 def _sums():
@@ -167,7 +164,7 @@ def test_covariance(name):
     """Sample covariances of 200,000 coordinates: all of 36 within 5 standard errors, a false alarm in 5e4 runs."""
     n, size = 8, 200_000
     strategy = _strategy(name)
-    stream = make_stream(strategy, _source(), scale=1.0, num_steps=n)
+    stream = strategy.stream(_source(), scale=1.0, num_steps=n)
     noise = []
     for step in range(n):
         sums = {"w": torch.zeros(size)}
@@ -212,9 +209,9 @@ def test_every_step_once_and_in_order(name, backend):
 
 def test_unknown_backends():
     with pytest.raises(DPConfigError, match="history, regenerate"):
-        make_stream(NuDPFTRL(0.1), _source(), scale=1.0, num_steps=4, backend="fft")
+        NuDPFTRL(0.1).stream(_source(), scale=1.0, num_steps=4, backend="fft")
     with pytest.raises(DPConfigError, match="backend='auto'"):
-        make_stream(TreeAggregation(), _source(), scale=1.0, num_steps=4, backend="history")
+        TreeAggregation().stream(_source(), scale=1.0, num_steps=4, backend="history")
 
 
 @pytest.mark.parametrize("name, backend", CASES)
@@ -234,11 +231,11 @@ def test_a_state_goes_back_to_where_it_came_from(name, backend):
     _run(stream, range(5))
     state = stream.state()
     others = {
-        "strategy": make_stream(DampedAntiPGD(0.77), _source(), scale=SCALE, num_steps=N, **BACKENDS[backend]),
-        "key": make_stream(_strategy(name), make_noise_source("secure", bytes(32)), scale=SCALE, num_steps=N),
-        "scale": make_stream(_strategy(name), _source(), scale=9.0, num_steps=N),
-        "num_steps": make_stream(_strategy(name), _source(), scale=SCALE, num_steps=N + 8),
-        "first_step": make_stream(_strategy(name), _source(), scale=SCALE, num_steps=N, first_step=1),
+        "strategy": DampedAntiPGD(0.77).stream(_source(), scale=SCALE, num_steps=N, **BACKENDS[backend]),
+        "key": _strategy(name).stream(make_noise_source("secure", bytes(32)), scale=SCALE, num_steps=N),
+        "scale": _strategy(name).stream(_source(), scale=9.0, num_steps=N),
+        "num_steps": _strategy(name).stream(_source(), scale=SCALE, num_steps=N + 8),
+        "first_step": _strategy(name).stream(_source(), scale=SCALE, num_steps=N, first_step=1),
     }
     if name == "bands":
         others.pop("strategy")
@@ -251,19 +248,19 @@ def test_a_state_goes_back_to_where_it_came_from(name, backend):
 @pytest.mark.parametrize("strategy", [Stamped(TreeAggregation("honaker"), 2), Stamped(TreeAggregation("vanilla"), 2)])
 def test_what_has_more_draws_than_steps_is_refused(strategy):
     with pytest.raises(DPConfigError, match="restart_every"):
-        make_stream(strategy, _source(), scale=1.0, num_steps=16)
+        strategy.stream(_source(), scale=1.0, num_steps=16)
 
 
 def test_noise_that_grows_is_refused():
     with pytest.raises(DPConfigError, match="grows"):
-        make_stream(BandedToeplitz((1.0, 3.0)), _source(), scale=1.0, num_steps=60)
+        BandedToeplitz((1.0, 3.0)).stream(_source(), scale=1.0, num_steps=60)
     loud_inside = np.eye(4)
     loud_inside[2, 1] = -1e5
     with pytest.raises(DPConfigError, match="grows"):
-        make_stream(DenseStrategy(loud_inside), _source(), scale=1.0, num_steps=4)
+        DenseStrategy(loud_inside).stream(_source(), scale=1.0, num_steps=4)
 
 
 def test_a_long_tree_needs_no_matrix():
     sums = _sums()
-    make_stream(TreeAggregation(), _source(), scale=1.0, num_steps=1_000_000).add_(sums, 0)
+    TreeAggregation().stream(_source(), scale=1.0, num_steps=1_000_000).add_(sums, 0)
     assert all((total != 0).all() for total in sums.values())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import make_plan
+from hf_dpopt.plan.make import make_plan
 from recipes.paper.subspace import risk, task
 from recipes.paper.subspace.training import Recipe
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 
-from hf_dpopt.noise.strategies import DampedAntiPGD, NuDPFTRL, Participation
+from hf_dpopt.noise import DampedAntiPGD, NuDPFTRL, Participation
 from recipes.paper.correlated_noise import exact, figure1, figure2, figure3, phi, table2, table3
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise.strategies import momentum_workload
+from hf_dpopt.noise import momentum_workload
 from recipes.paper.federated import next_word, task, training
 from recipes.stackoverflow_data import END, IGNORED, PAD, UNKNOWN, Collator
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent, balls_in_bins_epsilon
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import IdentityStrategy, Participation
+from hf_dpopt.noise import IdentityStrategy, Participation
 from hf_dpopt.sampling.balls_in_bins import BallsInBinsSampler
 
 ALPHA = 1e-6

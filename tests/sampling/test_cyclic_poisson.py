@@ -8,7 +8,7 @@ import pytest
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import Participation
+from hf_dpopt.noise import Participation
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 from hf_dpopt.sampling.poisson import PoissonSampler
 

@@ -21,10 +21,33 @@ from hf_dpopt.randomness.cipher import NoiseSource
 
 State = dict[str, Any]
 UNUSED_ROW = 2**62
+BACKENDS = ("auto", "history", "regenerate")
 
 
-class CorrelatedStream(abc.ABC):
-    """The correlated noise of one uninterrupted run.
+class NoiseStream(abc.ABC):
+    """Noise of one run, step by step, under one key. Secret: whoever has it can take the noise off again."""
+
+    draw_stddev: float  # stddev of a coordinate of the draws Z, scaled; absolute, in gradient units
+
+    @abc.abstractmethod
+    def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
+        """Adds the noise of `step` to every coordinate of the float32 `sums`; each step once, in order."""
+
+    def state(self) -> State:
+        """What later steps need besides the key; secret. Empty where the key is enough."""
+        return {}
+
+    @abc.abstractmethod
+    def continue_at(self, num_steps: int, state: State | None) -> None:
+        """Goes on after the first `num_steps` steps; `state` saves time and changes nothing."""
+
+    def bytes_kept(self) -> int:
+        """Memory of the tensors it keeps between steps."""
+        return 0
+
+
+class CorrelatedStream(NoiseStream):
+    """Correlated noise of one uninterrupted run.
 
     Formal guarantee: after `add_` for steps 0 .. t, ``scale * (B Z)[0 .. t]`` was added, up to rounding in float32,
     with one row of Z per row of C and every row drawn under its own (key, row). Steps are neither repeated nor left
@@ -54,7 +77,8 @@ class CorrelatedStream(abc.ABC):
     ):
         if not (math.isfinite(scale) and scale > 0):
             raise DPConfigError(f"scale={scale} is not a finite number > 0: noise stddev times clipping norm.")
-        self.scale, self._source, self._first_step, self._num_steps = scale, source, first_step, num_steps
+        self.scale = self.draw_stddev = scale
+        self._source, self._first_step, self._num_steps = source, first_step, num_steps
         # two numbers of a row that no step uses tell one key from another; they are as secret as the rest
         key = source.normal((2,), step=UNUSED_ROW, tensor=0).tolist()
         self._bound_to = {
@@ -66,11 +90,6 @@ class CorrelatedStream(abc.ABC):
         self._to_replay = 0
         self._to_place = False  # a state that was read lies in the host's memory
         self._shapes: dict[str, torch.Size] | None = None
-
-    @property
-    def draw_stddev(self) -> float:
-        """Of a coordinate of ``scale * Z``, absolute, in gradient units."""
-        return self.scale
 
     @property
     def num_steps(self) -> int:

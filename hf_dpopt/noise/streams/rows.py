@@ -8,26 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 
 Rows = Callable[[int], np.ndarray]  # t -> row t of B, (t + 1,)
-
-
-def rows_of(strategy: NoiseStrategy, num_steps: int) -> Rows:
-    """Rows of a lower-triangular B for a run of at most `num_steps` steps."""
-    if isinstance(strategy, ToeplitzStrategy):
-        coefs = strategy.noising_coefs(num_steps)
-        return lambda t: coefs[: t + 1][::-1]
-    matrix = strategy.noising_matrix(num_steps)
-    if matrix.shape != (num_steps, num_steps) or np.triu(matrix, 1).any():
-        raise DPConfigError(
-            f"The noise of {strategy.name} is not made step by step from one draw a step. To restart a tree, use "
-            "TreeAggregation(restart_every=..)."
-        )
-    return lambda t: matrix[t, : t + 1]
 
 
 class HistoryStream(CorrelatedStream):

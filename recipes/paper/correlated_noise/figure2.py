@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
-from hf_dpopt.noise.strategies import NuDPFTRL
+from hf_dpopt.noise import NuDPFTRL
 from recipes.paper.correlated_noise import exact, output
 
 DIMENSIONS = [8, 16, 32, 64, 128]

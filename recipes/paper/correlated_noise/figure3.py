@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.experimental.strongly_convex import optimize_strongly_convex, strongly_convex_bound
-from hf_dpopt.noise.strategies import IdentityStrategy, NuDPFTRL
+from hf_dpopt.noise import IdentityStrategy, NuDPFTRL
 from recipes.paper.correlated_noise import output
 
 ETA, L = 0.3, 1.0

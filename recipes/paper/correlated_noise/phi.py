@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     NuDPFTRL,
     Participation,
     Workload,
     linear_cooldown,
     momentum_workload,
+    optimize_nu,
     prefix_sum_workload,
 )
-from hf_dpopt.noise.strategies.tuning import optimize_nu
 from recipes.paper.correlated_noise import output
 
 N, EPOCHS = 2000, 20

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.noise.strategies import AntiPGD, DampedAntiPGD, NuDPFTRL, Participation
+from hf_dpopt.noise import AntiPGD, DampedAntiPGD, NuDPFTRL, Participation
 from recipes.paper.correlated_noise import exact, output
 
 NUS = [0.1, 0.01, 1e-3, 1e-4]

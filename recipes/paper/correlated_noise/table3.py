@@ -1,7 +1,7 @@
 """Table 3: what the mechanisms cost, measured: coefficients once, then time and memory of the noise of a step.
 
 Coefficients for 2052 steps with 6 participations 342 steps apart (the paper's StackOverflow setting), the dense matrix
-for fewer. Streams of 2^18 coordinates for 128 steps, by `make_stream`. Times are those of the processor, which on a
+for fewer. Streams of 2^18 coordinates for 128 steps. Times are those of the processor, which on a
 machine that does other work besides still depend on it; rerun on an idle one before quoting them.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,
@@ -25,9 +25,11 @@ from hf_dpopt.noise.strategies import (
     NuDPFTRL,
     Participation,
     TreeAggregation,
+    optimize_banded,
+    optimize_blt,
+    optimize_dense,
+    optimize_nu,
 )
-from hf_dpopt.noise.strategies.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
-from hf_dpopt.noise.streams import make_stream
 from hf_dpopt.randomness.cipher import make_noise_source
 from recipes.paper.correlated_noise import output
 
@@ -83,7 +85,7 @@ def streams() -> list[dict[str, Any]]:
     draw = seconds(lambda: source.normal((D,), step=0, tensor=0), 9)
     rows = []
     for name, strategy, options in cases:
-        stream = make_stream(strategy, source, scale=1.0, num_steps=NUM_STEPS, **options)
+        stream = strategy.stream(source, scale=1.0, num_steps=NUM_STEPS, **options)
         times, most = [], 0
         for step in range(NUM_STEPS):
             sums = {"weight": torch.zeros(D)}

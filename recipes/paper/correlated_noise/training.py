@@ -25,11 +25,11 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping import make_engine
-from hf_dpopt.noise import make_noise_source
-from hf_dpopt.noise.strategies import Workload, linear_cooldown, momentum_workload
+from hf_dpopt.noise import Workload, linear_cooldown, make_noise_source, momentum_workload
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.cyclic import choose_num_bands
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from recipes.paper.correlated_noise.output import panels, plain_ticks, save
 
 BUCKETS, WIDTH, MAX_WORDS = 8192, 16, 32

@@ -34,7 +34,8 @@ from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.plan import PrivacyPlan, make_plan
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.subspace import output
 from recipes.paper.subspace.training import Recipe, Tensors, pick, public_gradients, train

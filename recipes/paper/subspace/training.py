@@ -16,7 +16,7 @@ from torch import nn
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.experimental.goe import GoePreconditioner
 from hf_dpopt.experimental.subspace_accounting import goe_budget, split_budget
-from hf_dpopt.noise import GaussianMechanism, make_noise_source
+from hf_dpopt.noise import independent_noise, make_noise_source
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
@@ -90,7 +90,7 @@ def train(
     multiplier, goe = plan.noise_multiplier, None
     if recipe.preconditioner == "goe":
         multiplier, goe = _goe(recipe, plan, key)
-    mechanism = GaussianMechanism(multiplier)
+    mechanism = independent_noise(multiplier)
     noise = mechanism.stream(make_noise_source("fast", key), sensitivity, first_step=1)
     level = IndependentNoise(multiplier * sensitivity / config.expected_batch_size)
     subspace, chain = _chain(recipe, public, level, num_steps)

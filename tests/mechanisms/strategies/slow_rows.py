@@ -14,8 +14,15 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hf_dpopt.noise.strategies import NoiseStrategy, OptimalCC, Participation
-from hf_dpopt.noise.strategies.tuning import optimize_banded, optimize_blt, optimize_dense, optimize_nu
+from hf_dpopt.noise import (
+    NoiseStrategy,
+    OptimalCC,
+    Participation,
+    optimize_banded,
+    optimize_blt,
+    optimize_dense,
+    optimize_nu,
+)
 
 ABOVE, BELOW = 2e-4, 1e-3  # relative
 

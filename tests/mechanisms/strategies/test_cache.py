@@ -11,16 +11,19 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import DenseStrategy, NuDPFTRL, Participation, momentum_workload
-from hf_dpopt.noise.strategies import cache as module
-from hf_dpopt.noise.strategies.cache import cache_dir, cached
-from hf_dpopt.noise.strategies.tuning import (
+from hf_dpopt.noise import (
+    DenseStrategy,
+    NuDPFTRL,
+    Participation,
+    momentum_workload,
     optimize_banded,
     optimize_blt,
     optimize_damped,
     optimize_dense,
     optimize_nu,
 )
+from hf_dpopt.noise import cache as module
+from hf_dpopt.noise.cache import cache_dir, cached
 
 ONCE = Participation()
 TUNINGS = {

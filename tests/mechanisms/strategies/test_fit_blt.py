@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import BufferedLinearToeplitz, NuDPFTRL, Participation
-from hf_dpopt.noise.strategies.tuning import fit_blt
+from hf_dpopt.noise import BufferedLinearToeplitz, NuDPFTRL, Participation, fit_blt
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -21,8 +21,7 @@ from hf_dpopt.noise.strategies import (
     Stamped,
     TreeAggregation,
 )
-from hf_dpopt.noise.strategies import parameters as module
-from hf_dpopt.noise.strategies.parameters import from_parameters, to_json
+from hf_dpopt.noise.strategy import from_parameters, strategies
 
 BANDS = BandedToeplitz((1.0, 1 / 3, 0.1))
 STRATEGIES = [
@@ -44,7 +43,7 @@ STRATEGIES = [
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
 def test_round_trip(strategy):
-    for written in (strategy.parameters(), json.loads(to_json(strategy))):
+    for written in (strategy.parameters(), json.loads(json.dumps(strategy.parameters()))):
         read = from_parameters(written)
         assert read == strategy and type(read) is type(strategy)
         assert read.digest() == strategy.digest()
@@ -52,7 +51,8 @@ def test_round_trip(strategy):
 
 
 def test_every_strategy_that_can_be_read_was_read():
-    assert {strategy.name for strategy in STRATEGIES} == set(module._STRATEGIES)
+    whole = {name for name, strategy in strategies().items() if strategy.is_whole_in_json}
+    assert {strategy.name for strategy in STRATEGIES} == {name for name in whole if not name.startswith("test ")}
 
 
 EDITED = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     AntiPGD,
     BandedInverse,
     DampedAntiPGD,
@@ -20,8 +20,6 @@ from hf_dpopt.noise.strategies import (
     TreeAggregation,
     linear_cooldown,
     momentum_workload,
-)
-from hf_dpopt.noise.strategies.tuning import (
     optimize_banded,
     optimize_blt,
     optimize_damped,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
@@ -20,9 +20,9 @@ from hf_dpopt.noise.strategies import (
     Participation,
     Stamped,
     TreeAggregation,
+    fit_blt,
 )
-from hf_dpopt.noise.strategies.sensitivity import toeplitz_sensitivity, toeplitz_sensitivity_bound
-from hf_dpopt.noise.strategies.tuning import fit_blt
+from hf_dpopt.noise.sensitivity import toeplitz_sensitivity, toeplitz_sensitivity_bound
 
 
 def patterns(n: int, participation: Participation):
@@ -86,7 +86,7 @@ def test_trees_of_any_length(n, k, b):
 
 def test_a_tree_with_too_many_patterns_is_bounded(monkeypatch):
     exact = TreeAggregation().sensitivity(16, Participation(3, 4))
-    monkeypatch.setattr("hf_dpopt.noise.strategies.tree.MAX_PATTERNS", 3)
+    monkeypatch.setattr("hf_dpopt.noise.tree.MAX_PATTERNS", 3)
     assert TreeAggregation().sensitivity(16, Participation(3, 4)) >= exact
 
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.special import ellipk
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,

@@ -14,7 +14,7 @@ from hf_dpopt.experimental.strongly_convex import (
     optimize_strongly_convex,
     strongly_convex_bound,
 )
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     AntiPGD,
     BandedInverse,
     BandedToeplitz,

@@ -8,7 +8,7 @@ from scipy.linalg import toeplitz
 from scipy.optimize import approx_fprime
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import (
+from hf_dpopt.noise import (
     BandedToeplitz,
     BufferedLinearToeplitz,
     DampedAntiPGD,
@@ -16,18 +16,16 @@ from hf_dpopt.noise.strategies import (
     Participation,
     TreeAggregation,
     Workload,
+    choose_num_bands,
     linear_cooldown,
     momentum_workload,
-)
-from hf_dpopt.noise.strategies.sensitivity import toeplitz_sensitivity
-from hf_dpopt.noise.strategies.tuning import (
-    choose_num_bands,
     optimize_banded,
     optimize_blt,
     optimize_damped,
     optimize_nu,
 )
-from hf_dpopt.noise.strategies.tuning.objective import squared_error, squared_sensitivity
+from hf_dpopt.noise.objective import squared_error, squared_sensitivity
+from hf_dpopt.noise.sensitivity import toeplitz_sensitivity
 
 N = 40
 WORKLOADS = {

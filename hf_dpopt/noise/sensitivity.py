@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise.participation import Participation
 
 ROUNDING = 1e-12  # coefficients are computed; a rise below this is rounding
 

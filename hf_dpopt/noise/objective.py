@@ -1,4 +1,4 @@
-"""What tunings of Toeplitz strategies minimise, with gradients: square error of the iterates, and square sensitivity.
+"""Objectives of tunings, with gradients, and the searches for their minima.
 
 n = steps, c = coefficients of C, beta = those of B.
 """
@@ -6,15 +6,18 @@ n = steps, c = coefficients of C, beta = those of B.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
+from scipy.optimize import minimize, minimize_scalar
 from scipy.signal import correlate, fftconvolve
 
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.workloads import Workload, scheduled_error_form, scheduled_errors
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.workloads import Workload, scheduled_error_form, scheduled_errors
 
 Error = Literal["mean", "max"]
+Damped = TypeVar("Damped", bound=NoiseStrategy)
 ErrorAndSlope = Callable[[np.ndarray], tuple[float, np.ndarray]]
 
 
@@ -78,3 +81,35 @@ def squared_sensitivity(coefs: np.ndarray, participation: Participation) -> tupl
     for first in firsts:
         slope[: n - first] += 2 * total[first:]
     return float(total @ total), slope
+
+
+def descend(
+    loss: Callable[[np.ndarray], tuple[float, np.ndarray]],
+    start: np.ndarray,
+    *,
+    bounds: tuple[float, float | None] | None = None,
+    **options: float,
+) -> np.ndarray:
+    """Where L-BFGS ends; `loss` returns value and gradient, `bounds` hold for every variable."""
+    options = {"maxiter": 3000, "maxfun": 6000, "ftol": 1e-13, "gtol": 1e-9, **options}
+    every = None if bounds is None else [bounds] * len(start)
+    return minimize(loss, start, jac=True, method="L-BFGS-B", bounds=every, options=options).x
+
+
+def best_damping(
+    family: Callable[[float], Damped], n: int, participation: Participation, workload: Workload | None
+) -> Damped:
+    """The damping in [0, 1] with the least mean error.
+
+    The optimum is flat: a factor 1.5 in nu costs about 2 %. A grid finds the valley, a line search its floor.
+    """
+    participation.check(n)
+
+    def loss(log_nu: float) -> float:
+        return family(float(np.exp(log_nu))).mean_loss(n, participation, workload)
+
+    grid = np.linspace(np.log(1e-2 / n), 0.0, 13)
+    lowest = int(np.argmin([loss(x) for x in grid]))
+    around = (grid[max(0, lowest - 1)], grid[min(len(grid) - 1, lowest + 1)])
+    found = family(float(np.exp(minimize_scalar(loss, bounds=around, method="bounded", options={"xatol": 3e-3}).x)))
+    return min(found, family(0.0), family(1.0), key=lambda s: s.mean_loss(n, participation, workload))

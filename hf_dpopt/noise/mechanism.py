@@ -1,4 +1,4 @@
-"""Correlated Gaussian noise: a strategy, how loud it is, and how its stream is kept."""
+"""Noise of a run: a strategy, its level, and how its stream is kept."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import NoiseStrategy
-from hf_dpopt.noise.streams import CorrelatedStream, make_stream
+from hf_dpopt.noise.gaussian import IdentityStrategy
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.randomness.cipher import NoiseSource
 
 
@@ -27,19 +28,20 @@ class _NoDraws:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CorrelatedNoise:
-    """Noise that later steps partly take back: step t adds row t of ``B Z``, with ``B C = I``.
+class NoiseMechanism:
+    """Noise of a run: a strategy, its level, and how its stream is kept.
 
     Adds ``noise_multiplier * sensitivity() * query_sensitivity * (B Z)_t`` to the clipped sum of step t, Z standard
-    normal. The whole run is one Gaussian mechanism on ``C G``; what it costs depends on the sampler, see
-    `hf_dpopt.plan.pairs`.
+    normal and ``B C = I``. The whole run is one Gaussian mechanism on ``C G``; what it costs depends on the sampler
+    (`hf_dpopt.sampling`). Independent noise is the strategy with ``B = C = I``.
 
     Args:
-        noise_multiplier: noise stddev / sensitivity of the event that is accounted for; unitless, > 0.
+        noise_multiplier: noise stddev / sensitivity of the event that is accounted for; unitless, > 0. Independent
+            noise may have 0.0, which adds nothing and guarantees nothing.
         strategy: C and B.
         strategy_sensitivity: of C, for the planned run and its sampler; unitless, > 0.
         num_steps: steps the strategy was made for.
-        backend: how the noise of earlier steps is kept; see `make_stream`.
+        backend: how the noise of earlier steps is kept; see `NoiseStrategy.stream`.
         block: with ``backend="regenerate"``, steps that one pass over the earlier draws serves.
         offload: keep the noise in the host's memory.
 
@@ -62,6 +64,8 @@ class CorrelatedNoise:
         check_noise_multiplier(self.noise_multiplier)
         check_count("num_steps", self.num_steps)
         check_count("block", self.block)
+        if self.strategy.is_independent:
+            return
         if self.noise_multiplier == 0:
             raise DPConfigError(
                 "noise_multiplier=0 adds no noise, so there is nothing to correlate. Use "
@@ -80,8 +84,8 @@ class CorrelatedNoise:
 
     def stream(
         self, source: NoiseSource, query_sensitivity: float, *, first_step: int = 0, num_steps: int | None = None
-    ) -> CorrelatedStream:
-        """The noise of one uninterrupted run.
+    ) -> NoiseStream:
+        """Noise of one uninterrupted run.
 
         Args:
             source: standard normals under a key that no other run uses.
@@ -91,14 +95,24 @@ class CorrelatedNoise:
             num_steps: steps at most, the planned ones by default; more only if the strategy is anytime.
         """
         assert math.isfinite(query_sensitivity) and query_sensitivity > 0, query_sensitivity
-        steps = self.num_steps if num_steps is None else num_steps
-        return make_stream(
-            self.strategy,
+        steps = self.num_steps if num_steps is None or not self.strategy.anytime else num_steps
+        return self.strategy.stream(
             source,
             scale=self.noise_multiplier * self.sensitivity() * query_sensitivity,
-            num_steps=steps if self.strategy.anytime else self.num_steps,
+            num_steps=steps,
             first_step=first_step,
             backend=self.backend,
             block=self.block,
             offload=self.offload,
         )
+
+
+def independent_noise(noise_multiplier: float) -> NoiseMechanism:
+    """Noise of DP-SGD: fresh in every step, for any number of steps.
+
+    Args:
+        noise_multiplier: noise stddev / sensitivity; unitless, finite, >= 0.
+    """
+    return NoiseMechanism(
+        noise_multiplier=noise_multiplier, strategy=IdentityStrategy(), strategy_sensitivity=1.0, num_steps=1
+    )

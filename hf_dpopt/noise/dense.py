@@ -1,25 +1,106 @@
-"""The best matrix."""
+"""Any lower-triangular C, and the best one for a run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from scipy.linalg import solve_triangular
 
-from hf_dpopt.noise.strategies.base import lower_root
-from hf_dpopt.noise.strategies.cache import cached
-from hf_dpopt.noise.strategies.dense import DenseStrategy
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.toeplitz import NuDPFTRL
-from hf_dpopt.noise.strategies.tuning.descent import descend
-from hf_dpopt.noise.strategies.workloads import Workload
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import sensitivity
+from hf_dpopt.noise.cache import cached
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
+from hf_dpopt.noise.objective import descend
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
+from hf_dpopt.noise.workloads import Workload
 
 DUALITY_GAP = 1e-5  # relative, of the mean square error
 BLURS = (3e-3, 3e-4, 3e-5)  # one after the other; the last costs less than 1e-5 of the loss
 
 Scale = Callable[[torch.Tensor], torch.Tensor]
+MAX_STEPS = 2048  # beyond them tuning takes too long
+
+
+class DenseStrategy(NoiseStrategy):
+    """A given matrix; for research, and for runs of up to about 2,000 steps.
+
+    Args:
+        matrix: C, (n, n), lower-triangular with a positive diagonal; copied.
+
+    Raises:
+        DPConfigError: if it is not of that form.
+
+    References:
+        Denisov et al. (2022), arXiv:2202.08312; Choquette-Choo et al. (2023), arXiv:2306.08153.
+    """
+
+    name: ClassVar[str] = "dense"
+    anytime: ClassVar[bool] = False
+    is_whole_in_json: ClassVar[bool] = False
+    default_backend: ClassVar[str] = "regenerate"
+
+    def __init__(self, matrix: np.ndarray):
+        matrix = np.array(matrix, dtype=float) + 0.0  # -0.0 and 0.0 are one strategy
+        is_square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] > 0
+        if not is_square or not np.isfinite(matrix).all() or np.triu(matrix, 1).any() or (np.diag(matrix) <= 0).any():
+            raise DPConfigError(
+                "a strategy matrix is square and lower-triangular, finite, with a positive diagonal; one of shape "
+                f"{matrix.shape}, is not. Rotate others first: C' with C'^T C' = C^T C has the same privacy."
+            )
+        matrix.setflags(write=False)
+        self._matrix = matrix
+        lower = np.nonzero(np.abs(np.tril(matrix, -1)).max(axis=1, initial=0.0))[0]
+        self._bands = 1 + max((int(i - np.nonzero(matrix[i])[0][0]) for i in lower), default=0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DenseStrategy) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    @property
+    def num_bands(self) -> int | None:
+        return self._bands
+
+    @property
+    def num_steps(self) -> int:
+        """The only number of steps it is for, or fewer."""
+        return len(self._matrix)
+
+    def strategy_matrix(self, n: int) -> np.ndarray:
+        if n > self.num_steps:
+            raise DPConfigError(f"this strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
+        return self._matrix[:n, :n]
+
+    def noising_matrix(self, n: int) -> np.ndarray:
+        return solve_triangular(self.strategy_matrix(n), np.eye(n), lower=True)
+
+    def sensitivity(self, n: int, participation: Participation) -> float:
+        matrix = self.strategy_matrix(n)
+        if participation.fits(n) == 1 or (self._bands <= participation.min_sep and participation.kind == "min_sep"):
+            return sensitivity.banded_sensitivity(np.linalg.norm(matrix, axis=0), participation)
+        return sensitivity.gram_sensitivity(matrix.T @ matrix, participation)
+
+    def parameters(self) -> dict[str, Any]:
+        entries = hashlib.sha256(self._matrix.tobytes()).hexdigest()
+        return {"name": self.name, "num_steps": self.num_steps, "sha256": entries}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"matrix": self._matrix}
+
+    @classmethod
+    def read(cls, values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NoiseStrategy:
+        return cls(arrays["matrix"])
+
+
+# --- tuning ----------------------------------------------------------------------------------------------------------
 
 
 @cached
@@ -106,3 +187,14 @@ def _dense_by_gradient(queries: np.ndarray, bands: int, scales: Sequence[Scale],
         found = descend(partial(loss, scale=scale), found, maxiter=400, maxfun=500, ftol=1e-10, maxcor=20)
     matrix = matrix_of(torch.tensor(found), last).numpy()
     return DenseStrategy(matrix * np.sign(np.diag(matrix)))
+
+
+@register("dense", sampler="fixed_order", summary="the optimal matrix, for research")
+def tune_dense(setting: Setting) -> NoiseStrategy:
+    """The matrix with the least mean error."""
+    if setting.num_steps > MAX_STEPS:
+        raise DPConfigError(
+            f"A dense matrix for {setting.num_steps} steps takes too long to tune. Use noise_mechanism='blt', which "
+            f"is within a few percent of it, or at most {MAX_STEPS} steps."
+        )
+    return optimize_dense(setting.num_steps, setting.participation, setting.workload)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from hf_dpopt.noise.strategies import BandedToeplitz, ColumnNormalized
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 
 
 class RecurrentStream(CorrelatedStream):
-    """Keeps the last p - 1 outputs of every tensor in a ring: they cannot be drawn again."""
+    """Keeps the last p - 1 outputs of every tensor in a ring: they cannot be drawn again.
 
-    def __init__(self, strategy: BandedToeplitz | ColumnNormalized, source: NoiseSource, **options: Any):
+    Args:
+        coefs: c_0 .. c_{p-1} of C; (p,).
+        source: standard normals under a key that no other stream uses.
+        row_scales: what the noise of each step is multiplied by, (steps,); None for 1.
+        options: those of `CorrelatedStream`.
+    """
+
+    def __init__(
+        self, coefs: Sequence[float], source: NoiseSource, *, row_scales: np.ndarray | None = None, **options: Any
+    ):
         super().__init__(source, **options)
-        self._coefs = (strategy.base if isinstance(strategy, ColumnNormalized) else strategy).coefs
-        self._row_scales = strategy.column_norms() if isinstance(strategy, ColumnNormalized) else None
+        self._coefs, self._row_scales = tuple(coefs), row_scales
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of step s at s % (p - 1)
 
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:

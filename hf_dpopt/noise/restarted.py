@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from scipy.linalg import block_diag
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies.base import NoiseStrategy
-from hf_dpopt.noise.strategies.participation import Participation
-from hf_dpopt.noise.strategies.tree import TreeAggregation
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
+from hf_dpopt.randomness.cipher import NoiseSource
 
 
 class _Blocks(NoiseStrategy):
@@ -63,6 +66,7 @@ class Stamped(_Blocks):
     repeats: int
     name: ClassVar[str] = "stamped"
     anytime: ClassVar[bool] = False
+    default_backend: ClassVar[str] = "regenerate"
 
     def __post_init__(self) -> None:
         check_count("repeats", self.repeats)
@@ -81,11 +85,11 @@ class Restarted(_Blocks):
     """A copy of a strategy for every `every` steps: warm restarts, for any number of steps if the base is for any.
 
     Args:
-        base: any strategy but a tree, which restarts by itself (``TreeAggregation(restart_every=..)``).
+        base: any strategy but one that restarts by itself, as a tree does (``TreeAggregation(restart_every=..)``).
         every: steps of a copy, >= 1.
 
     Raises:
-        DPConfigError: for a tree.
+        DPConfigError: for a strategy that restarts by itself, and for independent noise.
     """
 
     base: NoiseStrategy
@@ -95,7 +99,7 @@ class Restarted(_Blocks):
     def __post_init__(self) -> None:
         check_count("every", self.every)
         object.__setattr__(self, "every", int(self.every))
-        if isinstance(self.base, TreeAggregation):
+        if self.base.restarted(self.every) is not None:
             raise DPConfigError("A tree restarts by itself: use TreeAggregation(restart_every=..).")
 
     @property
@@ -122,3 +126,80 @@ class Restarted(_Blocks):
 
     def parameters(self) -> dict[str, Any]:
         return {"name": self.name, "base": self.base.parameters(), "every": self.every}
+
+    def check_row_norms(self, num_steps: int) -> None:
+        self.base.check_row_norms(min(self.every, num_steps))
+
+    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
+        return self.base.cost(min(self.every, num_steps), backend=backend, block=block)
+
+    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+        steps = min(self.every, common["num_steps"])
+
+        def copy(later: NoiseSource) -> CorrelatedStream:
+            stream = self.base.stream(later, scale=common["scale"], num_steps=steps, backend=backend, block=block)
+            assert isinstance(stream, CorrelatedStream), "independent noise is refused at construction"
+            return stream
+
+        copy(source)  # refuses what it cannot make
+        return RestartedStream(self.every, copy, source, **common)
+
+
+def restart(strategy: NoiseStrategy, every: int) -> NoiseStrategy:
+    """The strategy that starts anew after `every` steps, by itself or as copies.
+
+    Raises:
+        DPConfigError: for independent noise.
+    """
+    own = strategy.restarted(every)
+    return Restarted(strategy, every) if own is None else own
+
+
+class _Later:
+    """A source whose row r is row ``first + r`` of another one."""
+
+    def __init__(self, source: NoiseSource, first: int):
+        self._source, self._first = source, first
+        self.name, self.description = source.name, source.description
+
+    def normal(
+        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        return self._source.normal(shape, step=self._first + step, tensor=tensor, device=device)
+
+
+class RestartedStream(CorrelatedStream):
+    """Keeps what the stream of the current copy keeps.
+
+    Args:
+        every: steps of a copy.
+        make: from a source to the stream of one copy, whose steps count from 0.
+    """
+
+    def __init__(
+        self, every: int, make: Callable[[NoiseSource], CorrelatedStream], source: NoiseSource, **options: Any
+    ):
+        super().__init__(source, **options)
+        self._every, self._make = every, make
+        self._copies: dict[str, CorrelatedStream] = {}  # of every tensor, the one in progress
+
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        if t % self._every == 0:
+            self._begin(name, t)
+        self._copies[name]._add_to(total, name, tensor, t % self._every)
+
+    def _begin(self, name: str, t: int) -> None:
+        self._copies[name] = self._make(_Later(self._source, t - t % self._every))
+
+    def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
+        if num_steps % self._every:  # else the next step begins a copy
+            self._begin(name, num_steps)
+            self._copies[name]._replay(like, name, tensor, num_steps % self._every)
+
+    def _kept(self) -> State:
+        return {"copies": {name: stream._kept() for name, stream in self._copies.items()}}
+
+    def _restore(self, state: State) -> None:
+        for name, kept in state["copies"].items():
+            self._begin(name, self._num_done - 1)
+            self._copies[name]._restore(kept)

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
+import torch
 from scipy.linalg import solve_triangular
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.strategies import sensitivity
-from hf_dpopt.noise.strategies.base import NoiseStrategy, lower_root
-from hf_dpopt.noise.strategies.participation import Participation
+from hf_dpopt.noise import sensitivity
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.registry import Setting, register
+from hf_dpopt.noise.strategy import NoiseStrategy, lower_root
+from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
+from hf_dpopt.randomness.cipher import NoiseSource
 
 Variant = Literal["vanilla", "honaker", "full_honaker"]
 MAX_PATTERNS = 1_000_000  # patterns that are looked through before the bound by row sums is taken instead
@@ -41,6 +45,7 @@ class TreeAggregation(NoiseStrategy):
     restart_every: int | None = None
     tree_completion: bool = True
     name: ClassVar[str] = "tree"
+    default_backend: ClassVar[str] = "regenerate"  # of full_honaker; the others have a stack
 
     def __post_init__(self) -> None:
         if self.variant not in get_args(Variant):
@@ -54,6 +59,13 @@ class TreeAggregation(NoiseStrategy):
     @property
     def anytime(self) -> bool:  # type: ignore[override]
         return self.variant != "full_honaker"
+
+    @property
+    def is_square(self) -> bool:  # type: ignore[override]
+        return not self.anytime
+
+    def restarted(self, every: int) -> NoiseStrategy | None:
+        return dataclasses.replace(self, restart_every=every)
 
     def _blocks(self, n: int) -> list[tuple[int, int, int]]:
         """First step, end, and steps of the tree of every block."""
@@ -120,6 +132,23 @@ class TreeAggregation(NoiseStrategy):
                     total += int(hits @ hits)
             worst = max(worst, total)
         return float(np.sqrt(worst))
+
+    def check_row_norms(self, num_steps: int) -> None:
+        if not self.anytime:  # the others add up at most log2(n) nodes
+            super().check_row_norms(num_steps)
+
+    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
+        if not self.anytime:
+            return super().cost(num_steps, backend=backend, block=block)
+        levels = min(self.restart_every or num_steps, num_steps).bit_length()
+        return StreamCost(2, 2 + levels / 2, 1 + levels / 2)
+
+    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
+        if not self.anytime:
+            return super()._make_stream(source, backend, block, common)
+        if backend != "auto":
+            raise DPConfigError("A tree draws its nodes as they are completed: leave backend='auto'.")
+        return TreeStream(self, source, **common)
 
 
 def _power_at_least(n: int) -> int:
@@ -213,3 +242,102 @@ def _worst_pattern(n: int, participation: Participation) -> float | None:
         return True
 
     return float(np.sqrt(best)) if search(0, participation.fits(n), 0) else None
+
+
+# --- stream ----------------------------------------------------------------------------------------------------------
+
+
+class TreeStream(CorrelatedStream):
+    """Keeps, per tensor, the noise of the last prefix and of at most ``log2(steps) + 1`` complete subtrees."""
+
+    def __init__(self, strategy: TreeAggregation, source: NoiseSource, **options: Any):
+        super().__init__(source, **options)
+        self._strategy = strategy
+        self._carried: dict[str, torch.Tensor] = {}  # noise of the finished trees
+        self._last: dict[str, torch.Tensor] = {}  # noise of the last prefix
+        self._open: dict[str, list[tuple[int, torch.Tensor]]] = {}  # (height, estimate) of complete subtrees
+
+    def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        every = self._strategy.restart_every
+        place = t if every is None else t % every
+        if place == 0 and t > 0:
+            self._close(total, name, tensor, t)
+        self._grow(total, name, tensor, first=t - place, place=place)
+        prefix = torch.stack([estimate for _, estimate in self._open[name]]).sum(dim=0)
+        if name in self._carried:
+            prefix += self._carried[name]
+        total.add_(prefix, alpha=self.scale)
+        if name in self._last:
+            total.sub_(self._last[name], alpha=self.scale)
+        self._last[name] = prefix
+
+    def _grow(self, total: torch.Tensor, name: str, tensor: int, *, first: int, place: int) -> None:
+        """Draws the leaf of a step and every node that it completes."""
+        stack = self._open.setdefault(name, [])
+        height, estimate = 0, self._normal(total, tensor, _row(0, place, first))
+        while stack and stack[-1][0] == height:
+            below = stack.pop()[1].add_(estimate)
+            height += 1
+            estimate = self._normal(total, tensor, _row(height, place, first))
+            if self._strategy.variant == "honaker":
+                variance = 2 ** (height - 1) / (2**height - 1)  # of an estimate one level below
+                own = 2 * variance / (1 + 2 * variance)
+                estimate.mul_(own).add_(below, alpha=1 - own)
+        stack.append((height, estimate))
+
+    def _close(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
+        """Carries a finished tree over: completed to its root, or as its last prefix."""
+        every = self._strategy.restart_every
+        assert every is not None
+        if self._strategy.tree_completion:
+            size = 1 << (every - 1).bit_length()
+            for place in range(every, size):
+                self._grow(total, name, tensor, first=t - every, place=place)
+        done = torch.stack([estimate for _, estimate in self._open.pop(name)]).sum(dim=0)
+        self._carried[name] = done if name not in self._carried else self._carried[name].add_(done)
+
+    def _kept(self) -> State:
+        return {"carried": self._carried, "last": self._last, "open": self._open}
+
+    def _restore(self, state: State) -> None:
+        self._carried, self._last, self._open = state["carried"], state["last"], state["open"]
+
+
+HEIGHTS = 64
+
+
+def _row(height: int, place: int, first: int) -> int:
+    """Row of Z of the node of that height which step `place` of the tree from step `first` on completes.
+
+    A tree of R steps is completed to fewer than 2 R: ``2 first + place`` tells its steps from those of the others.
+    """
+    return (2 * first + place) * HEIGHTS + height
+
+
+# --- mechanisms ------------------------------------------------------------------------------------------------------
+
+MAX_MATRIX_STEPS = 4096  # the error of a tree needs its matrices
+
+
+@register(
+    "tree",
+    sampler="fixed_order",
+    summary="binary tree aggregation",
+    compared_with=("fixed_order",),
+    max_compared_steps=MAX_MATRIX_STEPS,
+)
+def tune_tree(setting: Setting, variant: str = "vanilla") -> NoiseStrategy:
+    """Nothing to tune."""
+    return TreeAggregation(variant)  # type: ignore[arg-type]  # it says which variants there are
+
+
+@register(
+    "honaker",
+    sampler="fixed_order",
+    summary="binary tree with Honaker's estimates",
+    compared_with=("fixed_order",),
+    max_compared_steps=MAX_MATRIX_STEPS,
+)
+def tune_honaker(setting: Setting) -> NoiseStrategy:
+    """Nothing to tune."""
+    return TreeAggregation("honaker")

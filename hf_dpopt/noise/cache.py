@@ -22,9 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from hf_dpopt.common.durable import write_durably
-from hf_dpopt.noise.strategies.base import NoiseStrategy
-from hf_dpopt.noise.strategies.dense import DenseStrategy
-from hf_dpopt.noise.strategies.parameters import from_parameters
+from hf_dpopt.noise.strategy import NoiseStrategy, from_parameters, is_whole
 
 VERSION = 1  # of entries and tunings; raise it when a tuning gives another result for the same inputs
 
@@ -83,10 +81,9 @@ def _read(name: str, key: str) -> NoiseStrategy | None:
         entry = json.loads(_path(name, key, "json").read_text())
         if entry["key"] != key:
             return None
-        if entry["parameters"]["name"] == DenseStrategy.name:
-            strategy: NoiseStrategy = DenseStrategy(np.load(_path(name, key, "npz"), allow_pickle=False)["matrix"])
-        else:
-            strategy = from_parameters(entry["parameters"])
+        whole = is_whole(entry["parameters"])
+        arrays = None if whole else dict(np.load(_path(name, key, "npz"), allow_pickle=False))
+        strategy = from_parameters(entry["parameters"], arrays)
         return strategy if strategy.digest() == entry["digest"] else None
     except Exception:  # whatever a file of unknown content can do to its readers; the tuning runs then
         return None
@@ -96,14 +93,14 @@ def _write(name: str, key: str, strategy: NoiseStrategy) -> None:
     entry = {"key": key, "parameters": strategy.parameters(), "digest": strategy.digest()}
     try:
         cache_dir().mkdir(parents=True, exist_ok=True)
-        if isinstance(strategy, DenseStrategy):
-            write_durably(_path(name, key, "npz"), _packed(strategy), mode=0o644)
+        if arrays := strategy.arrays():
+            write_durably(_path(name, key, "npz"), _packed(arrays), mode=0o644)
         write_durably(_path(name, key, "json"), json.dumps(entry).encode(), mode=0o644)
     except OSError:  # no cache, then
         return
 
 
-def _packed(strategy: DenseStrategy) -> bytes:
+def _packed(arrays: dict[str, np.ndarray]) -> bytes:
     content = io.BytesIO()
-    np.savez(content, matrix=strategy.strategy_matrix(strategy.num_steps))
+    np.savez(content, allow_pickle=False, **arrays)
     return content.getvalue()

@@ -1,0 +1,146 @@
+"""Noise mechanisms by the names of the command line: how each becomes a strategy for a run.
+
+A mechanism registers a function that takes a `Setting`, then the options a user may give (``noise_kwargs``), each with
+a default that is tuned or known to be good.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.participation import Participation
+from hf_dpopt.noise.restarted import restart
+from hf_dpopt.noise.strategy import NoiseStrategy
+from hf_dpopt.noise.workloads import Workload
+
+STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Run that a strategy is tuned for.
+
+    Args:
+        num_steps: n, optimizer steps of the run.
+        participation: k and b, as the sampler promises them.
+        workload: what the optimizer makes of the gradients; None for prefix sums.
+        backend: how the noise of earlier steps will be kept; see `NoiseStrategy.stream`.
+    """
+
+    num_steps: int
+    participation: Participation
+    workload: Workload | None = None
+    backend: str = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """Registered way to make noise.
+
+    Args:
+        name: on the command line.
+        tune: from a `Setting` and options to a strategy.
+        sampler: what ``sampling="auto"`` means for it.
+        summary: one line for command lines and tables.
+        compared_with: samplers with which ``noise_mechanism="auto"`` looks at it.
+        max_compared_steps: longest run for which it is looked at; None for any.
+        num_bands_of: from its options to the bands of C they ask for, None if they leave it open. A sampler of groups
+            is then given as many groups. None for a mechanism whose bands cannot be chosen.
+    """
+
+    name: str
+    tune: Callable[..., NoiseStrategy]
+    sampler: str
+    summary: str
+    compared_with: tuple[str, ...] = ()
+    max_compared_steps: int | None = None
+    num_bands_of: Callable[[Mapping[str, Any]], int | None] | None = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that are its own."""
+        return tuple(inspect.signature(self.tune).parameters)[1:]
+
+    @property
+    def stream_options(self) -> tuple[str, ...]:
+        """Names of the options that say how its noise is kept; none for noise that keeps nothing."""
+        return () if self.keeps_nothing else tuple(STREAM_OPTIONS)
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether every step has noise of its own."""
+        return self.name == INDEPENDENT
+
+
+INDEPENDENT = "gaussian"  # the mechanism of DP-SGD, and what other noise is compared with
+MECHANISMS: dict[str, Mechanism] = {}
+
+
+def register(
+    name: str, *, sampler: str, summary: str, **more: Any
+) -> Callable[[Callable[..., NoiseStrategy]], Callable[..., NoiseStrategy]]:
+    """Decorator that gives a mechanism a name; arguments as for `Mechanism`.
+
+    Raises:
+        ValueError: for a name that is taken.
+    """
+
+    def add(tune: Callable[..., NoiseStrategy]) -> Callable[..., NoiseStrategy]:
+        if name in MECHANISMS or name == "auto":
+            raise ValueError(f"noise_mechanism={name!r} exists already. Choose another name.")
+        MECHANISMS[name] = Mechanism(name=name, tune=tune, sampler=sampler, summary=summary, **more)
+        # tables and messages begin with independent noise, whatever was imported first
+        ordered = sorted(MECHANISMS.items(), key=lambda item: (item[0] != INDEPENDENT, item[0]))
+        MECHANISMS.clear()
+        MECHANISMS.update(ordered)
+        return tune
+
+    return add
+
+
+def make_strategy(
+    name: str, setting: Setting, options: Mapping[str, Any] | None = None, *, restart_every: int | None = None
+) -> NoiseStrategy:
+    """Makes the strategy of a named mechanism for a run.
+
+    Args:
+        name: a key of `MECHANISMS`.
+        setting: the run.
+        options: those of the mechanism (`Mechanism.options`).
+        restart_every: steps after which it starts anew; it is then tuned for that many.
+
+    Raises:
+        DPConfigError: for unknown options or values out of range; what is allowed is in the message.
+    """
+    mechanism, options = MECHANISMS[name], dict(options or {})
+    unknown = sorted(set(options) - set(mechanism.options))
+    if unknown:
+        raise DPConfigError(
+            f"noise_kwargs has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
+            f"{', '.join((*mechanism.options, *mechanism.stream_options)) or 'nothing'}."
+        )
+    if restart_every is None:
+        return _tune(mechanism, setting, options)
+    check_count("noise_restart_every", restart_every, "the number of steps after which the noise starts anew")
+    length = min(int(restart_every), setting.num_steps)
+    participations = max(1, setting.participation.fits(length))
+    once = dataclasses.replace(setting.participation, max_participations=participations)
+    part = dataclasses.replace(setting, num_steps=length, participation=once, workload=None)
+    return restart(_tune(mechanism, part, options), int(restart_every))
+
+
+def _tune(mechanism: Mechanism, setting: Setting, options: dict[str, Any]) -> NoiseStrategy:
+    try:
+        return mechanism.tune(setting, **options)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        if isinstance(error, DPConfigError):
+            raise
+        raise DPConfigError(
+            f"noise_kwargs={options} does not fit noise_mechanism={mechanism.name!r}: {error}. It takes numbers for "
+            f"{', '.join(mechanism.options)}."
+        ) from error

@@ -1,0 +1,87 @@
+"""What every optimizer has to keep: state, filter, noise level, missing gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.optim import OPTIMIZERS
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+
+SHAPES, NUM_STEPS = [(6, 11), (11, 6), (9,)], 7
+NEEDED: dict[str, dict[str, Any]] = {"dp_galore": {"rank": 3, "refresh_every": 3}}
+
+
+def make(name: str, *, filtered: bool = False, **options: Any) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    weights = [nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    groups = [{"params": weights[:1], "weight_decay": 0.3}, {"params": weights[1:], "weight_decay": 0.0}]
+    low_pass = LowPassFilter.parse("first_order_v1", noise=IndependentNoise()) if filtered else None
+    cls: Any = OPTIMIZERS[name]
+    return weights, cls(
+        groups, lr=0.1, noise=IndependentNoise(stddev=0.1), filter=low_pass, **NEEDED.get(name, {}), **options
+    )
+
+
+def steps(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer, first: int, end: int) -> None:
+    for t in range(first, end):
+        generator = torch.Generator().manual_seed(t)
+        for w in weights:
+            w.grad = torch.randn(w.shape, generator=generator)
+        optimizer.step()
+
+
+def check_descent(name: str) -> None:
+    """Follows a constant gradient downhill."""
+    for filtered in (False, True):
+        weights, optimizer = make(name, filtered=filtered)
+        for _ in range(NUM_STEPS):
+            for w in weights:
+                w.grad = torch.ones_like(w)
+            optimizer.step()
+        assert all(torch.isfinite(w).all() and (w < 1).all() for w in weights)
+
+
+def check_state(name: str) -> None:
+    """Goes on bit for bit from a checkpoint, its filter included; and as a copy."""
+    for filtered in (False, True):
+        whole, optimizer = make(name, filtered=filtered)
+        steps(whole, optimizer, 0, NUM_STEPS)
+        for stop in (0, 1, 4):
+            weights, begun = make(name, filtered=filtered)
+            steps(weights, begun, 0, stop)
+            file = io.BytesIO()
+            torch.save(begun.state_dict(), file)
+            file.seek(0)
+            resumed_weights, resumed = make(name, filtered=filtered)
+            for resumed_w, w in zip(resumed_weights, weights, strict=True):
+                resumed_w.data.copy_(w.data)
+            resumed.load_state_dict(torch.load(file, weights_only=True))
+            steps(resumed_weights, resumed, stop, NUM_STEPS)
+            assert all(torch.equal(a, b) for a, b in zip(resumed_weights, whole, strict=True)), (name, filtered, stop)
+        copy.deepcopy(optimizer)
+
+
+def check_missing_gradients(name: str) -> None:
+    """A parameter without a gradient is left alone, and no step at all is no error."""
+    weights, optimizer = make(name)
+    optimizer.step()
+    weights[0].grad = torch.ones_like(weights[0])
+    optimizer.step()
+    assert all((w == 1).all() for w in weights[1:]) and not (weights[0] == 1).all()
+
+
+def check_options(name: str) -> None:
+    """Values out of range are refused before there is a step."""
+    for wrong in ({"lr": -1.0}, {"lr": float("nan")}, {"weight_decay": -0.1}):
+        with pytest.raises(DPConfigError):
+            OPTIMIZERS[name]([nn.Parameter(torch.ones(3, 3))], **{"lr": 0.1, **NEEDED.get(name, {}), **wrong})  # type: ignore[arg-type]
+
+
+CHECKS = (check_descent, check_state, check_missing_gradients, check_options)
