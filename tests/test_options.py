@@ -1,15 +1,20 @@
-"""Every option is described once: arguments and configuration say the same."""
+"""Every option is described once: arguments, configuration and command line say the same."""
 
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import get_args
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
+from typer.main import get_command
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments, PrivacyConfig
+from hf_dpopt.cli.app import app
 from hf_dpopt.clipping import ENGINES
 from hf_dpopt.clipping.thresholds import CLIPPINGS, Adjacency, FlatClipping
 from hf_dpopt.convex import HeadTrainingArguments
@@ -22,6 +27,21 @@ from hf_dpopt.sampling import SAMPLERS
 
 CLASSES = [DPTrainingArguments, DPSeq2SeqTrainingArguments, HeadTrainingArguments]
 CONFIGURED = {f.name: f for f in dataclasses.fields(PrivacyConfig)}
+
+FLAGS = {  # flag of a command -> the option whose words it takes
+    "plan": {
+        "batch_size": "expected_batch_size", "epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier",
+        "delta": "target_delta", "allow_large_delta": "allow_large_delta", "sampling": "sampling",
+        "adjacency": "adjacency", "noise_mechanism": "noise_mechanism", "noise_kwargs": "noise_kwargs",
+        "records_per_user": "records_per_user",
+    },
+    "plan-head": {
+        "batch_size": "expected_batch_size", "epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier",
+        "delta": "target_delta", "allow_large_delta": "allow_large_delta", "head_radius": "head_radius",
+        "feature_norm": "feature_norm", "l2": "l2",
+    },
+}  # fmt: skip
+
 
 # --- one description -------------------------------------------------------------------------------------------------
 
@@ -65,6 +85,17 @@ def test_the_docstring_of_the_configuration_describes_every_field():
         assert field.metadata["help"].more in text
 
 
+@pytest.mark.parametrize("command, flag", [(c, flag) for c, flags in FLAGS.items() for flag in flags])
+def test_flags_of_the_command_line_take_the_words_of_the_option(command, flag):
+    option = FLAGS[command][flag]
+    found = next(p for p in get_command(app).commands[command].params if p.name == flag)  # type: ignore[attr-defined]
+    text = options.help_of(option)
+    assert found.help.startswith(text.says) and all(
+        name in found.help for name in options.OPTIONS[option].metadata.get("choices", ())
+    )
+    assert f"--{option.replace('_', '-')}" in found.opts
+
+
 @pytest.mark.parametrize(
     "name, registered",
     [
@@ -92,6 +123,30 @@ def test_a_name_that_was_registered_later_is_accepted(monkeypatch):
     assert PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, clipping="mine").clipping == "mine"
     with pytest.raises(DPConfigError, match="clipping='yours' is unknown. Use one of: 'flat', .*'mine'"):
         PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, clipping="yours")
+
+
+# --- help without torch ----------------------------------------------------------------------------------------------
+
+HELP = """
+import sys, types
+package = types.ModuleType("hf_dpopt")  # what hf_dpopt/__init__.py exports is another matter
+package.__path__ = [sys.argv[1]]
+sys.modules["hf_dpopt"] = package
+from hf_dpopt.cli.app import app
+for command in ([], ["plan"], ["plan-head"], ["report"], ["scan"]):
+    try:
+        app([*command, "--help"])
+    except SystemExit as stopped:
+        assert stopped.code == 0
+heavy = {"torch", "transformers", "numpy", "scipy", "dp_accounting", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_is_printed_without_torch(repo: Path):
+    done = subprocess.run([sys.executable, "-c", HELP, repo / "hf_dpopt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "plan-head" in done.stdout and "anti_pgd" in done.stdout
 
 
 # --- old names -------------------------------------------------------------------------------------------------------
