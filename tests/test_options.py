@@ -1,4 +1,4 @@
-"""Every option is described once: arguments, configuration and command line say the same."""
+"""Every option is described once: arguments, configuration, command line and documentation say the same."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from hf_dpopt.postprocess.low_pass import STORAGE
 from hf_dpopt.postprocess.mirror_descent import SCHEDULES
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.sampling import SAMPLERS
+from tests import arguments_table
 
 CLASSES = [DPTrainingArguments, DPSeq2SeqTrainingArguments, HeadTrainingArguments]
 CONFIGURED = {f.name: f for f in dataclasses.fields(PrivacyConfig)}
@@ -123,6 +124,12 @@ def test_a_name_that_was_registered_later_is_accepted(monkeypatch):
     assert PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, clipping="mine").clipping == "mine"
     with pytest.raises(DPConfigError, match="clipping='yours' is unknown. Use one of: 'flat', .*'mine'"):
         PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, clipping="yours")
+
+
+def test_the_page_is_current():
+    assert arguments_table.PAGE.read_text(encoding="utf-8") == arguments_table.page(), (
+        "docs/arguments.md is written by: python -m tests.arguments_table"
+    )
 
 
 # --- help without torch ----------------------------------------------------------------------------------------------
