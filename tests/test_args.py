@@ -10,6 +10,7 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments, PrivacyConfig
+from hf_dpopt.plan import options
 
 KEY = "ab" * 32
 CLASSES = [DPTrainingArguments, DPSeq2SeqTrainingArguments]
@@ -43,10 +44,9 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),
     "clipping_quantile": ("0.3", 0.3),
-    "dp2_delay": ("5", 5),
     "filter": ("butterworth:2:0.1", "butterworth:2:0.1"),
     "public_batch_size": ("8", 8),
-    "filter_dtype": ("bfloat16", "bfloat16"),
+    "filter_kwargs": ('{"dtype": "bfloat16"}', {"dtype": "bfloat16"}),
     "public_mirror_descent": ("linear", "linear"),
     "average_iterate": ("tail", "tail"),
     "ball_radius": ("2.5", 2.5),
@@ -63,7 +63,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
 
 def own_fields() -> set[str]:
     inherited = {f.name for f in dataclasses.fields(TrainingArguments)} - {"max_grad_norm"}
-    return {f.name for f in dataclasses.fields(DPTrainingArguments)} - inherited
+    return {f.name for f in dataclasses.fields(DPTrainingArguments)} - inherited - options.INSTEAD.keys()
 
 
 @pytest.fixture

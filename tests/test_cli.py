@@ -100,8 +100,8 @@ def test_plan_with_auto_takes_the_first_row(run: Run) -> None:
         (["--epsilon", "3", "--steps", "10", "--momentum", "0.9"], "add --optimizer sgd"),
         (["--steps", "10"], "Give exactly one: target_epsilon"),
         (["--steps", "10", "--epsilon", "3", "--noise-multiplier", "1"], "Give exactly one: target_epsilon"),
-        (["--epsilon", "3"], "neither of --steps and --epochs given. Give exactly one"),
-        (["--epsilon", "3", "--steps", "10", "--epochs", "1"], "both of --steps and --epochs given"),
+        (["--epsilon", "3"], "Neither of --steps and --epochs is given. Give exactly one"),
+        (["--epsilon", "3", "--steps", "10", "--epochs", "1"], "Both --steps and --epochs are given"),
         (["--epsilon", "3", "--epochs", "-1"], "Use a finite number > 0"),
         (["--epsilon", "-3", "--steps", "10"], "Use a finite number > 0"),
         (["--epsilon", "3", "--steps", "0"], "Use an integer >= 1"),
@@ -271,3 +271,24 @@ def test_report_prints_the_statement_of_a_head(run: Run, tmp_path: Path) -> None
     statement.write_text(statement.read_text().replace("epsilon", "EPSILON"))
     code, _, err = run("report", tmp_path / "out")
     assert code == 1 and "edited" in err
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "batch"),
+    [
+        ("--epsilon", "--batch-size"),
+        ("--target_epsilon", "--batch_size"),
+        ("--target-epsilon", "--expected_batch_size"),
+    ],
+)
+def test_flags_have_the_name_of_the_option_and_dashes_are_underscores(run: Run, epsilon: str, batch: str) -> None:
+    flags = ["--num_examples", "1000", batch, "100", "--steps", "5", "--sampling", "fixed_order", "--json"]
+    code, out, _ = run("plan", *flags, epsilon, "3")
+    assert code == 0 and json.loads(out)["target_epsilon"] == 3 and json.loads(out)["expected_batch_size"] == 100
+
+
+def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
+    code, out, _ = run("--help")
+    lines = out.partition("Commands:\n")[2].splitlines()
+    assert code == 0 and [line.split()[0] for line in lines] == ["plan", "report", "scan", "plan-head"]
+    assert all(line.endswith(".") and not line.endswith("...") for line in lines)  # whole sentences

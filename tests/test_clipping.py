@@ -160,7 +160,7 @@ def test_a_norm_that_bounds_nothing_is_refused(name, value):
 
 @pytest.mark.parametrize("name", ["", "Flat", "adaptive"])
 def test_an_unknown_rule_is_refused(name):
-    with pytest.raises(DPConfigError, match=f"clipping='{name}'.*Choose one of: flat, per_layer, automatic"):
+    with pytest.raises(DPConfigError, match=f"clipping='{name}'.*Use one of: 'flat', 'per_layer', 'automatic'"):
         make_clipping(name, 1.0)
 
 

@@ -30,8 +30,8 @@ def test_is_frozen_and_keyword_only():
 @pytest.mark.parametrize(
     "changes, mend",
     [
-        ({"target_epsilon": None}, "neither of target_epsilon and noise_multiplier.*Give exactly one"),
-        ({"noise_multiplier": 1.0}, "both of target_epsilon and noise_multiplier.*Give exactly one"),
+        ({"target_epsilon": None}, "Neither of target_epsilon and noise_multiplier is.*Give exactly one"),
+        ({"noise_multiplier": 1.0}, "Both target_epsilon and noise_multiplier are.*Give exactly one"),
         ({"target_epsilon": 0.0}, "Use a finite number > 0; 1 to 8 is usual"),
         ({"target_epsilon": -1.0}, "Use a finite number > 0; 1 to 8 is usual"),
         ({"target_epsilon": math.inf}, "target_epsilon=inf.*Use a finite number > 0"),

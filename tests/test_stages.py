@@ -20,16 +20,16 @@ from tests.reference import clipping as reference
 from tests.test_correlated_training import run_and_die_everywhere
 from tests.test_correlated_training import trainer as base_trainer
 
-DP2 = {"preconditioner": "dp2_rmsprop", "dp2_delay": 2, "preconditioner_kwargs": {"clipping_norm": 3.0}}
+DP2 = {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2, "clipping_norm": 3.0}}
 PUBLIC = [tiny.records(80)[i] for i in range(64, 80)]
 CASES = {
     "dp2": {**DP2, "optim": "sgd"},
     "dp2, factored": {
-        **DP2, "preconditioner_kwargs": {"factored": True, "adaptive_steps": 1}, "optim": "dp_adam_bc",
+        **DP2, "preconditioner_kwargs": {"delay": 2, "factored": True, "adaptive_steps": 1}, "optim": "dp_adam_bc",
         "filter": "first_order_v1",
     },
-    "dp2, two queries": {**DP2, "preconditioner_kwargs": {"variant": "extra_query"}, "preconditioner": "dp2_yogi"},
-    "dp2, noise first": {**DP2, "preconditioner_kwargs": {"variant": "noise_first"}, "preconditioner": "dp2_adagrad"},
+    "dp2, two queries": {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "extra_query"}, "preconditioner": "dp2_yogi"},
+    "dp2, noise first": {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"}, "preconditioner": "dp2_adagrad"},
     "dp2, correlated": {
         **DP2, "noise_mechanism": "nu_dpftrl", "noise_kwargs": {"nu": 0.1}, "sampling": "fixed_order",
         "optim": "dp_adam_bc",
@@ -41,7 +41,7 @@ CASES = {
     "filter before sgd": {"filter": "butterworth:2:0.3", "optim": "sgd"},
     "filter in adamw": {"filter": "second_order"},
     "galore": {
-        "optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum", "filter_dtype": "bfloat16",
+        "optim": "dp_galore", "optim_args": "rank=4,refresh_every=3", "filter": "momentum", "filter_kwargs": {"dtype": "bfloat16"},
     },
     "adaptive": {"filter": "adaptive:3:2", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
     "subspace, before the clip": {
@@ -80,8 +80,8 @@ def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
 
 @pytest.mark.parametrize("name", CASES)
 def test_accounting_is_that_of_the_same_run_without_these_stages(tmp_path, name):
-    stages = ("preconditioner", "preconditioner_kwargs", "dp2_delay", "filter", "optim", "optim_args", "public_dataset",
-              "public_batch_size", "public_mirror_descent", "average_iterate", "ball_radius", "filter_dtype")  # fmt: skip
+    stages = ("preconditioner", "preconditioner_kwargs", "filter", "optim", "optim_args", "public_dataset",
+              "public_batch_size", "public_mirror_descent", "average_iterate", "ball_radius", "filter_kwargs")  # fmt: skip
     plain = {k: v for k, v in CASES[name].items() if k not in stages}
     with_it, without = trainer(tmp_path / "a", **CASES[name]), trainer(tmp_path / "b", **plain)
     if "noise_mechanism" in plain and "dp2" in name:  # it restarts
@@ -209,10 +209,12 @@ def test_a_checkpoint_with_other_stages_is_refused(tmp_path):
 
 REFUSED = [
     ({"preconditioner": "dp2"}, "Use one of"),
-    ({"preconditioner": "dp2_rmsprop", "dp2_delay": 0}, "delay"),
-    ({**DP2, "dp2_delay": 8}, "no step of 8"),
-    ({"dp2_delay": 5}, "Add --preconditioner dp2_rmsprop"),
-    ({**DP2, "preconditioner_kwargs": {"delay": 5}}, "Give one of them"),
+    ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 0}}, "delay"),
+    ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 8}}, "no step of 8"),
+    ({"preconditioner_kwargs": {"delay": 5}}, "preconditioner='none' does not know delay"),
+    ({"filter": "momentum", "filter_kwargs": {"dtype": "float16"}}, "Use one of: 'float32', 'bfloat16'"),
+    ({"filter": "momentum", "filter_kwargs": {"taps": 3}}, "It takes: dtype"),
+    ({"filter": "momentum", "filter_kwargs": "bfloat16"}, "--filter_kwargs '"),
     ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"s1": 5}}, "does not know s1"),
     ({"preconditioner": "adadps"}, "public_dataset"),
     ({"preclip": ScaleThenPrivatize(scale={}), **DP2}, "Give one of them"),
@@ -222,7 +224,10 @@ REFUSED = [
     ({"optim": "dp_adam"}, "dp_adam"),
     ({"optim": "dp_galore"}, "rank"),
     ({"optim": "dp_adam_bc", "optim_args": "floor=1"}, "does not know"),
-    ({**DP2, "preconditioner_kwargs": {"variant": "noise_first"}, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
+    (
+        {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"}, "optim": "dp_adam_bc"},
+        "coordinate to coordinate",
+    ),
     ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "optim": "dp_adam_bc"}, "coordinate to coordinate"),
     ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "filter": "adaptive:3"}, "coordinate to coordinate"),
     ({"optim": "dp_adam_bc", "max_grad_norm": 1.0}, "max_grad_norm at 0"),

@@ -70,11 +70,16 @@ if __name__ == "__main__":
     run(folder, "resumed", max_steps=3, **correlated)
     run(folder, "resumed", resume=True, max_steps=5, **correlated)
     dp2 = {
-        "noise_multiplier": 1.0, "preconditioner": "dp2_rmsprop", "dp2_delay": 2, "optim": "dp_adam_bc",
-        "filter": "first_order_v1", "preconditioner_kwargs": {"clipping_norm": 5.0},
+        "noise_multiplier": 1.0, "preconditioner": "dp2_rmsprop", "optim": "dp_adam_bc",
+        "filter": "first_order_v1", "preconditioner_kwargs": {"delay": 2, "clipping_norm": 5.0},
     }  # fmt: skip
     run(folder, "dp2", unsafe_fixed_noise_key=FIXED, **dp2)
-    factored = {**dp2, "preconditioner_kwargs": {"factored": True}, "optim": "dp_galore", "optim_args": "rank=4"}
+    factored = {
+        **dp2,
+        "preconditioner_kwargs": {"delay": 2, "factored": True},
+        "optim": "dp_galore",
+        "optim_args": "rank=4",
+    }
     saving = {"save_strategy": "steps", "save_steps": 3}
     run(folder, "factored", max_steps=3, **factored, **saving)
     run(folder, "factored", resume=True, max_steps=5, **factored, **saving)

@@ -2,81 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import math
-from typing import Annotated
+from typing import Any
 
-import typer
 from rich.console import Console
-from rich.table import Table
 
+from hf_dpopt.cli.show import print_json, table_of
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.report.statement import round_up
 
 
-def plan_head(
-    num_examples: Annotated[
-        int, typer.Option("--num-examples", "--num_examples", "-n", help="Records in the training set.")
-    ],
-    batch_size: Annotated[int, typer.Option("--batch-size", "--batch", "-b", help="Expected records per step.")],
-    steps: Annotated[int, typer.Option(help="Steps of the whole run.")],
-    head_radius: Annotated[
-        float, typer.Option("--head-radius", "--head_radius", help="The weights stay in a ball of this radius.")
-    ],
-    feature_norm: Annotated[
-        float, typer.Option("--feature-norm", "--feature_norm", help="Features are shortened to this norm.")
-    ],
-    epsilon: Annotated[float | None, typer.Option(help="Budget: the noise is computed.")] = None,
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option("--noise-multiplier", "--noise_multiplier", help="Or the noise: epsilon is computed."),
-    ] = None,
-    delta: Annotated[
-        float | None, typer.Option(help="At most 1/n. Default: min(n^-1.1, 1/(10 n)) rounded down to one digit.")
-    ] = None,
-    allow_large_delta: Annotated[
-        bool,
-        typer.Option("--allow-large-delta", "--allow_large_delta", help="Accept a delta above 1/n."),
-    ] = False,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", "--learning_rate", help="Default: half of what is allowed.")
-    ] = None,
-    l2: Annotated[float, typer.Option(help="Strength of l2 regularisation.")] = 0.0,
-    num_weights: Annotated[
-        int | None,
-        typer.Option(
-            "--num-weights", "--num_weights", help="Labels x (features + 1 for a bias): how far noise carries them."
-        ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
-) -> None:
-    """Noise and epsilon of a linear head of which only the final weights leave, and from where on steps are free."""
-    config = HeadConfig(
-        head_radius=head_radius, feature_norm=feature_norm, expected_batch_size=batch_size, num_steps=steps,
-        target_epsilon=epsilon, noise_multiplier=noise_multiplier, target_delta=delta, learning_rate=learning_rate,
-        l2=l2, allow_large_delta=allow_large_delta,
-    )  # fmt: skip
+def show_head(asked: dict[str, Any], *, num_examples: int, num_weights: int | None, as_json: bool) -> None:
+    """Prints the plan of a head.
+
+    Args:
+        asked: fields of `HeadConfig`.
+        num_examples: records in the training set.
+        num_weights: of the head; None if how far noise carries them is not asked.
+    """
+    config = HeadConfig(**asked)
     if num_weights is not None:
         check_count("num_weights", num_weights)
     plan = make_head_plan(config, num_examples=num_examples)
     radii = None if num_weights is None else plan.noise_over_radius(num_weights)
     if as_json:
-        found = {**plan.public_dict(), "free_after": plan.free_steps(), "noise_over_radius": radii}
-        typer.echo(json.dumps(found, indent=2, sort_keys=True))
+        print_json({**plan.public_dict(), "free_after": plan.free_steps(), "noise_over_radius": radii})
         return
-    table = Table(title="Convex head, final weights only", show_header=False)
-    for name, value in _rows(plan).items():
-        table.add_row(name, value)
+    facts = _facts(plan)
     if radii is not None:
-        verdict = (
-            "too far: more l2, a smaller step size or a larger ball" if radii > MAX_NOISE_RADII else "little enough"
-        )
-        table.add_row("noise alone", f"carries the weights {radii:.3g} radii of the ball ({verdict})")
-    Console().print(table)
+        is_too_far = radii > MAX_NOISE_RADII
+        verdict = "too far: more l2, a smaller step size or a larger ball" if is_too_far else "little enough"
+        facts["noise alone"] = f"carries the weights {radii:.3g} radii of the ball ({verdict})"
+    Console().print(table_of("Convex head, final weights only", facts))
 
 
-def _rows(plan: HeadPlan) -> dict[str, str]:
+def _facts(plan: HeadPlan) -> dict[str, str]:
     spent, config, free = plan.spent, plan.config, plan.free_steps()
     known = math.isfinite(spent.composition)
     by_last = spent.horizon is not None

@@ -12,7 +12,7 @@ from hf_dpopt.clipping.engine import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.explain import explain, unruled
 from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.clipping.two_pass import TwoPassEngine
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.checks import check_choice
 
 __all__ = [
     "ENGINES",
@@ -39,8 +39,7 @@ def make_engine(model: nn.Module, clipping: Clipping, name: str = "auto") -> Cli
     """
     if name == "auto":
         name, _ = choose_engine(model)
-    if name not in ENGINES:
-        raise DPConfigError(f"clipping_engine={name!r} is not known. Choose one of: auto, {', '.join(ENGINES)}.")
+    check_choice("clipping_engine", name, ("auto", *ENGINES))
     return ENGINES[name](model, clipping)
 
 

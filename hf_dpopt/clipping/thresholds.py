@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 
 Adjacency = Literal["add_or_remove_one", "zero_out", "replace_one"]
@@ -133,8 +134,7 @@ Clipping = _Clipping
 
 def make_clipping(name: str, clipping_norm: float) -> Clipping:
     """The registered clipping rule of that name."""
-    if name not in CLIPPINGS:
-        raise DPConfigError(f"clipping={name!r} is not known. Choose one of: {', '.join(CLIPPINGS)}.")
+    check_choice("clipping", name, CLIPPINGS)
     return CLIPPINGS[name](clipping_norm=clipping_norm)
 
 

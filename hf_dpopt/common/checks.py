@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
@@ -32,6 +33,22 @@ def check_count(name: str, value: Any, allowed: str = "an integer >= 1") -> None
     """Refuses what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
         raise DPConfigError(f"{name}={value!r} is not a positive count. Use {allowed}.")
+
+
+def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
+    """Refuses what is none of the names that are allowed; a name may be listed twice."""
+    names = tuple(dict.fromkeys(allowed))
+    if value not in names:
+        raise DPConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(repr, names))}.")
+
+
+def check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
+    """Refuses what does not map names to values; `example` is JSON that does."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise DPConfigError(
+            f"{name}={value!r} is no mapping of names to values. Use JSON on a command line: --{name} '{example}'."
+        )
+    return value
 
 
 def check_noise_key(value: str) -> None:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from hf_dpopt.convex.plan import HeadConfig
 from hf_dpopt.convex.refusals import check_convex_arguments
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.plan.options import HeadOptions
 
 BATCH = 1024
 
 
 @dataclass
-class HeadTrainingArguments(DPTrainingArguments):
+class HeadTrainingArguments(HeadOptions, DPTrainingArguments):
     """`DPTrainingArguments` for a head of which only the final weights leave.
 
     ``learning_rate`` is the step size; 0 takes one that is safe. Steps: ``max_steps``, or ``num_train_epochs``.
@@ -29,14 +30,6 @@ class HeadTrainingArguments(DPTrainingArguments):
     save_strategy: str = field(default="no", metadata={"help": "no: only the final weights leave."})
     eval_strategy: str = field(default="no", metadata={"help": "no: only the final weights are evaluated."})
     logging_strategy: str = field(default="no", metadata={"help": "no: nothing is seen of the run before its end."})
-    head_radius: float | None = field(
-        default=None, metadata={"help": "The weights of the head stay in a ball of this radius. Public."}
-    )
-    feature_norm: float | None = field(
-        default=None, metadata={"help": "Features are shortened to this norm. Public: sqrt(hidden size) after a tanh."}
-    )
-    l2: float = field(default=0.0, metadata={"help": "Strength of l2 regularisation."})
-    decay: float = field(default=0.0, metadata={"help": "Step t has learning_rate t^-decay; in [0, 1)."})
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from hf_dpopt.clipping.thresholds import CLIPPINGS, Adjacency
 from hf_dpopt.common.checks import (
+    check_choice,
     check_clipping_norm,
     check_count,
+    check_mapping,
     check_noise_key,
     check_noise_multiplier,
     check_real,
@@ -19,99 +21,63 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan.local_training import LocalTraining
-from hf_dpopt.preclip import make_preclip
+from hf_dpopt.plan.options import (
+    OPTIONS,
+    ClippingName,
+    NoiseRng,
+    PrivacyUnit,
+    UserWeighting,
+    described,
+    documented,
+    option,
+)
+from hf_dpopt.preclip import PRECLIPS, make_preclip
 from hf_dpopt.sampling import SAMPLERS
 
-ClippingName = Literal["flat", "per_layer", "automatic"]
-NoiseRng = Literal["secure", "fast"]
-PrivacyUnit = Literal["example", "user", "block"]
-UserWeighting = Literal["constant", "mean"]
-Sampling = Literal[
-    "auto", "poisson", "truncated_poisson", "fixed_order", "capped_poisson", "cyclic_poisson", "balls_in_bins"
-]
+REGISTRIES: dict[str, Mapping[str, Any]] = {  # option -> what may have grown since the option was described
+    "clipping": CLIPPINGS,
+    "sampling": SAMPLERS,
+    "noise_mechanism": MECHANISMS,
+    "preconditioner": PRECLIPS,
+}
 
 
+@documented
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrivacyConfig:
     """The privacy side of a run. Holds public values only: nothing here depends on the data or is secret.
 
-    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given; `make_plan` computes the other.
-
-    Args:
-        target_epsilon: budget for the whole run; > 0. The noise is calibrated so that the planned run stays within it.
-        target_delta: in (0, 1), and at most 1/n for n records (users, if they are the unit). None takes
-            ``min(n^-1.1, 1 / (10 n))`` rounded down to one digit, which tells the reader of the privacy statement n to
-            one digit: 1e-6 stands for 50,001 to 100,000 records, 9e-7 for 100,001 to 111,111.
-        allow_large_delta: accept a target_delta above 1/n, which a run that publishes a record outright would keep;
-            the statement says so.
-        noise_multiplier: noise stddev / sensitivity (unitless), >= 0. 0.0 adds no noise at all: NOT PRIVATE, and
-            epsilon is infinite; it is there for comparisons.
-        clipping_norm: bound C on the L2 norm of one record's gradient (gradient units); from 1e-10 to 1e10,
-            between which norms in float32 can be held to it.
-        clipping: how one record's gradient is bounded: ``flat`` (one norm over all parameters), ``per_layer`` or
-            ``automatic`` (normalised instead of clipped).
-        expected_batch_size: records per logical batch on average, over all devices and accumulation steps; >= 1.
-            The noisy sum is divided by this public number, never by the realised size.
-        sampling: how logical batches are formed. ``auto`` is what the noise mechanism is made for; for independent
-            noise ``truncated_poisson``: Poisson sampling with a cap on the batch size that costs next to nothing.
-            ``fixed_order`` fixes the order once and claims no amplification. ``cyclic_poisson`` lets groups of records
-            take turns, for banded noise; ``balls_in_bins`` puts every record into one batch of the epoch, secretly and
-            once, for noise with coefficients >= 0. With users as the unit, ``capped_poisson`` samples and clips
-            records, of which a user has at most ``records_per_user`` from the first step to the last (example-level
-            sampling); `expected_batch_size` counts records then. All others sample users.
-        adjacency: ``add_or_remove_one`` (one record more or less), ``zero_out`` (one record without gradient, dataset
-            size public) or ``replace_one`` (one record swapped, sensitivity 2C). ``auto`` is the first of these that
-            the sampler has a proof for.
-        privacy_unit: what is protected as a whole: ``example``, one record, ``user``, all records with one user id,
-            or ``block``, one row that is a block or a window of text: it may hold several documents, and a document
-            may lie in several of them. With users, `expected_batch_size` counts users, and neighbouring datasets
-            differ in one whole user.
-        user_id_column: which column says whose a record is; for the ledger and the privacy statement.
-        records_per_user: records of a user that take part in a step, at most; chosen anew in every step. For users
-            only; >= 1.
-        user_weighting: how the records of a user add up to the gradient that is clipped: ``constant``, each with
-            weight 1 / records_per_user, so that a user with few records counts less; or ``mean``.
-        local_training: options of SGD on the records of each user (``learning_rate``, ``batch_size``, ``epochs``,
-            ``steps``), after which the user gives how far the weights moved; None gives the gradient.
-        noise_mechanism: name in the registry `hf_dpopt.noise.MECHANISMS`, or ``auto`` for the one that
-            `hf_dpopt.plan.compare` takes for the run.
-        noise_kwargs: options of the mechanism (``nu``, ``num_buffers``, ``num_bands`` ...), and ``backend``, ``block``
-            and ``offload`` of its stream (`hf_dpopt.noise.NoiseStrategy.stream`).
-        noise_restart_every: steps after which correlated noise starts anew; None for never.
-        noise_rng: ``secure`` (cryptographic stream) or ``fast`` (the framework's generator, labelled as such).
-        preconditioner: what divides a record's gradient before the clip: a name in `hf_dpopt.preclip.PRECLIPS`.
-        preconditioner_kwargs: its options (``delay``, ``clipping_norm``, ``learning_rate_ratio``, ``factored`` ...).
-        amplification_samples: samples of a verified bound on epsilon, drawn before the first step where the computed
-            one is loose: ``balls_in_bins`` with correlated noise. 0 takes the computed bound.
-        unsafe_fixed_noise_key: 64 hexadecimal digits that replace the operating system's randomness. For tests only:
-            the run is stamped NOT PRIVATE and its epsilon is infinite.
-
-    Raises:
-        DPConfigError: for a value outside the ranges above; the message says what is allowed.
+    Exactly one of ``target_epsilon`` and ``noise_multiplier`` is given; `make_plan` computes the other. A value out of
+    range raises `DPConfigError`, which says what is allowed.
     """
 
-    target_epsilon: float | None = None
-    target_delta: float | None = None
-    allow_large_delta: bool = False
-    noise_multiplier: float | None = None
-    clipping_norm: float = 1.0
-    clipping: ClippingName = "flat"
-    expected_batch_size: int
-    sampling: Sampling = "auto"
-    adjacency: Adjacency | Literal["auto"] = "auto"
-    privacy_unit: PrivacyUnit = "example"
-    user_id_column: str | None = None
-    records_per_user: int | None = None
-    user_weighting: UserWeighting = "constant"
-    local_training: Mapping[str, Any] | None = None
-    noise_mechanism: str = "gaussian"
-    noise_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    noise_restart_every: int | None = None
-    noise_rng: NoiseRng = "secure"
-    preconditioner: str = "none"
-    preconditioner_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    amplification_samples: int = 4_000_000
-    unsafe_fixed_noise_key: str | None = None
+    target_epsilon: float | None = described("target_epsilon")
+    target_delta: float | None = described("target_delta")
+    allow_large_delta: bool = described("allow_large_delta")
+    noise_multiplier: float | None = described("noise_multiplier")
+    clipping_norm: float = described("clipping_norm")
+    clipping: ClippingName = described("clipping")
+    expected_batch_size: int = dataclasses.field(metadata=OPTIONS["expected_batch_size"].metadata)
+    sampling: str = described("sampling")
+    adjacency: Adjacency | Literal["auto"] = described("adjacency")
+    privacy_unit: PrivacyUnit = described("privacy_unit")
+    user_id_column: str | None = described("user_id_column")
+    records_per_user: int | None = described("records_per_user")
+    user_weighting: UserWeighting = described("user_weighting")
+    local_training: Mapping[str, Any] | None = option(
+        None,
+        "Options of SGD on the records of each user (learning_rate, batch_size, epochs, steps), after which the user "
+        "gives how far the weights moved.",
+        unset="users give gradients",
+    )
+    noise_mechanism: str = described("noise_mechanism")
+    noise_kwargs: Mapping[str, Any] = described("noise_kwargs")
+    noise_restart_every: int | None = described("noise_restart_every")
+    noise_rng: NoiseRng = described("noise_rng")
+    preconditioner: str = described("preconditioner")
+    preconditioner_kwargs: Mapping[str, Any] = described("preconditioner_kwargs")
+    amplification_samples: int = described("amplification_samples")
+    unsafe_fixed_noise_key: str | None = described("unsafe_fixed_noise_key")
 
     def __post_init__(self) -> None:
         self._check_noise()
@@ -136,9 +102,11 @@ class PrivacyConfig:
 
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
-            given = "neither" if self.target_epsilon is None else "both"
+            given = "Neither of target_epsilon and noise_multiplier is"
+            if self.target_epsilon is not None:
+                given = "Both target_epsilon and noise_multiplier are"
             raise DPConfigError(
-                f"{given} of target_epsilon and noise_multiplier given. Give exactly one: target_epsilon=8.0 "
+                f"{given} given. Give exactly one: target_epsilon=8.0 "
                 "calibrates the noise to a budget, noise_multiplier=1.0 fixes it and epsilon is what comes out."
             )
         if self.target_epsilon is not None:
@@ -172,21 +140,12 @@ class PrivacyConfig:
                 )
 
     def _check_choices(self) -> None:
-        choices: dict[str, tuple[str, ...]] = {
-            "clipping": tuple(CLIPPINGS),
-            "sampling": ("auto", *SAMPLERS),
-            "adjacency": ("auto", *get_args(Adjacency)),
-            "privacy_unit": get_args(PrivacyUnit),
-            "user_weighting": get_args(UserWeighting),
-            "noise_mechanism": (*MECHANISMS, "auto"),
-            "noise_rng": get_args(NoiseRng),
-        }
-        for field, allowed in choices.items():
-            value = getattr(self, field)
-            if value not in allowed:
-                raise DPConfigError(f"{field}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
-        for field, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"delay": 200}')):
-            object.__setattr__(self, field, _plain_options(field, getattr(self, field), example))
+        for field in dataclasses.fields(self):
+            if "choices" in field.metadata:
+                allowed = (*field.metadata["choices"], *REGISTRIES.get(field.name, ()))
+                check_choice(field.name, getattr(self, field.name), allowed)
+        for name, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"delay": 200}')):
+            object.__setattr__(self, name, _plain_options(name, getattr(self, name), example))
         make_preclip(self.preconditioner, self.preconditioner_kwargs)  # refuses what it does not know
         if self.noise_restart_every is not None:
             check_count("noise_restart_every", self.noise_restart_every)
@@ -219,13 +178,10 @@ class PrivacyConfig:
 
 
 def _plain_options(field: str, options: Any, example: str) -> dict[str, Any]:
-    """Options as a ledger would give them back."""
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise DPConfigError(
-            f"{field}={options!r} is no mapping of names to values. Use JSON on a command line: --{field} '{example}'."
-        )
+    """Options as a ledger would give them back; None has none."""
+    given = check_mapping(field, {} if options is None else options, example)
     try:
-        return json.loads(json.dumps(dict(options), default=lambda value: value.tolist()))
+        return json.loads(json.dumps(dict(given), default=lambda value: value.tolist()))
     except (TypeError, ValueError, AttributeError):
         raise DPConfigError(
             f"{field}={options!r} holds what JSON cannot. Use numbers, texts and lists of them."

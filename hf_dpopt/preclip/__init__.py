@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.preclip.base import Identity, Preclip, Preconditioning, PublicSource
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
@@ -39,8 +40,7 @@ def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip
     Raises:
         DPConfigError: for an unknown name or option, or values out of range.
     """
-    if name not in PRECLIPS:
-        raise DPConfigError(f"preconditioner={name!r} is unknown. Use one of: {', '.join(map(repr, PRECLIPS))}.")
+    check_choice("preconditioner", name, PRECLIPS)
     cls, fixed = PRECLIPS[name]
     known = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]
     unknown = sorted(set(options or {}) - set(known))

@@ -89,8 +89,8 @@ class DelayedPreconditioner(Preclip):
     def check_steps(self, num_steps: int) -> None:
         if self.delay >= num_steps:
             raise DPConfigError(
-                f"delay={self.delay} leaves no step of {num_steps} that would be preconditioned. Use a delay "
-                "(--dp2_delay) of a tenth of the steps, say."
+                f"delay={self.delay} leaves no step of {num_steps} that would be preconditioned. Use a tenth of "
+                f"the steps, say: --preconditioner_kwargs '{{\"delay\": {max(1, num_steps // 10)}}}'."
             )
 
     @property

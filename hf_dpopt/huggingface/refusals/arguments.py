@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_dpopt.clipping import ENGINES
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
@@ -118,11 +119,7 @@ def _on_accumulation(args: Any) -> Iterator[Refusal]:
 
 
 def _on_backward(args: Any) -> Iterator[Refusal]:
-    yield (
-        args.clipping_engine not in ("auto", *ENGINES),
-        f"clipping_engine={args.clipping_engine!r} is not known.",
-        f"Choose one of: auto, {', '.join(ENGINES)}.",
-    )
+    check_choice("clipping_engine", args.clipping_engine, ("auto", *ENGINES))
     optim = str(getattr(args.optim, "value", args.optim))
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
     yield (

@@ -8,22 +8,18 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.common.checks import check_count, check_positive
+from hf_dpopt.common.checks import check_choice, check_count, check_mapping, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.refusal import Refusal, raise_first
 from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
+from hf_dpopt.plan.options import FILTER_DTYPES, OPTIONS
 from hf_dpopt.postprocess import IndependentNoise, as_postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Preclip, PublicSubspaceProjection, make_preclip
 
-CHOICES = {
-    "filter_dtype": ("float32", "bfloat16"),
-    "public_mirror_descent": ("cosine", "linear"),
-    "average_iterate": ("uniform", "tail", "exponential"),
-}
 MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
 
 
@@ -55,10 +51,10 @@ def check_stages(
     args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any] = ()
 ) -> None:
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
-    for name, allowed in CHOICES.items():
-        value = getattr(args, name)
-        if value is not None and value not in allowed:
-            raise DPConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(repr, allowed))}.")
+    for name in ("public_mirror_descent", "average_iterate"):
+        if getattr(args, name) is not None:
+            check_choice(name, getattr(args, name), OPTIONS[name].metadata["choices"])
+    _check_filter_options(args.filter_kwargs)
     check_count("public_batch_size", args.public_batch_size)
     check_positive(ball_radius=args.ball_radius)
     if own is not None and not isinstance(own, Preclip):
@@ -117,16 +113,19 @@ def _parameters() -> list[torch.nn.Parameter]:
 
 
 def _options(args: Any) -> Mapping[str, Any]:
-    options = args.preconditioner_kwargs or {}
-    if not isinstance(options, Mapping):
-        raise DPConfigError(
-            f"preconditioner_kwargs={options!r} is no mapping of names to values. Use JSON on a command line: "
-            "--preconditioner_kwargs '{\"clipping_norm\": 5}'."
-        )
-    takes_delay = args.dp2_delay is not None and args.preconditioner.startswith("dp2") and "delay" not in options
+    options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
     by_quantile = args.clipping_quantile is not None and args.preconditioner_name() == "quantile"
     quantile = {"quantile": args.clipping_quantile} if by_quantile else {}
-    return {**options, **quantile, **({"delay": args.dp2_delay} if takes_delay else {})}
+    return {**options, **quantile}
+
+
+def _check_filter_options(options: Any) -> None:
+    given = check_mapping("filter_kwargs", options or {}, '{"dtype": "bfloat16"}')
+    unknown = sorted(given.keys() - {"dtype"})
+    if unknown:
+        raise DPConfigError(f"filter_kwargs has {', '.join(unknown)}, which no filter knows. It takes: dtype.")
+    if "dtype" in given:
+        check_choice("filter_kwargs dtype", given["dtype"], FILTER_DTYPES)
 
 
 def _on_what_is_given_twice(asked: _Asked) -> Iterator[Refusal]:

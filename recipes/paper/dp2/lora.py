@@ -63,9 +63,8 @@ def flags(method: Method, hyper: dict[str, Any], seed: int, model: Path, data: P
         "eval_data_privacy": "public", "save_strategy": "no", "report_to": "none", "logging_steps": NUM_STEPS,
     }  # fmt: skip
     if method.name.startswith("DP2"):
-        values |= {"preconditioner": "dp2_rmsprop", "dp2_delay": DELAY}
-        if hyper["options"]:
-            values["preconditioner_kwargs"] = json.dumps(hyper["options"])
+        options = json.dumps({"delay": DELAY, **hyper["options"]})
+        values |= {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": options}
     listed = [text for name, value in values.items() for text in (f"--{name}", str(value))]
     return [*listed, "--lora_target_modules", "query", "value", "--disable_tqdm", "True", "--skip_self_check", "True"]
 

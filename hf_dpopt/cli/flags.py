@@ -1,0 +1,36 @@
+"""Flags of the command line that are options of a training run: the same words, the same choices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_dpopt.plan.options import OPTIONS, help_of
+
+
+def flag(name: str, *short: str, says_default: bool = True) -> Any:
+    """The flag of the option `name`.
+
+    Args:
+        name: of the option, which is a name of the flag, too. Underscores and dashes are the same to the command line.
+        short: other names.
+        says_default: whether the option's default is that of the flag.
+    """
+    text = help_of(name)
+    shown = str(text) if says_default else text.says
+    choices = OPTIONS[name].metadata.get("choices", ())
+    if any(choice not in shown for choice in choices):
+        shown = f"{shown} One of: {', '.join(choices)}."
+    return typer.Option(*short, f"--{name.replace('_', '-')}", help=shown)
+
+
+NumExamples = Annotated[int, typer.Option("--num-examples", "-n", help="Records in the training set.")]
+BatchSize = Annotated[int, flag("expected_batch_size", "--batch-size", "--batch", "-b", says_default=False)]
+Epsilon = Annotated[float | None, flag("target_epsilon", "--epsilon")]
+NoiseMultiplier = Annotated[float | None, flag("noise_multiplier")]
+Delta = Annotated[float | None, flag("target_delta", "--delta")]
+AllowLargeDelta = Annotated[bool, flag("allow_large_delta")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.")]

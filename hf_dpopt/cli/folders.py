@@ -1,0 +1,71 @@
+"""`hf-dpopt report` and `hf-dpopt scan`: what a run left in its folder."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import typer
+
+from hf_dpopt.convex.statement import disagreements, read_head_report
+from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.release_scan import scan_for_secrets
+from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, read_report
+from hf_dpopt.report.statement import render_statement
+from hf_dpopt.run.keys import PrivateState, default_private_dir
+from hf_dpopt.run.ledger import Ledger
+
+
+def show_report(output_dir: Path) -> bool:
+    """Prints the statement of the run in `output_dir`; whether the ledger agrees with it."""
+    head = read_head_report(output_dir)
+    if head is not None:
+        text = (output_dir / FOLDER / STATEMENT).read_text(encoding="utf-8")
+        problems, agreed = disagreements(output_dir, head), f"one run, digest {head['ledger_digest']}"
+    else:
+        facts = read_report(output_dir)
+        text = render_statement(facts)
+        problems = _disagreements(output_dir, facts, text)
+        agreed = f"{facts.steps_charged} steps, digest {facts.ledger_digest}"
+    typer.echo(text)
+    for problem in problems:
+        sys.stderr.write(f"hf-dpopt: {problem}\n")
+    if not problems:
+        typer.echo(f"The ledger agrees: {agreed}.")
+    return not problems
+
+
+def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
+    """Prints what must not leave the folder; the number of findings.
+
+    Args:
+        private_state_dir: where the run kept its keys; None for the default.
+    """
+    directory = private_state_dir or default_private_dir(output_dir)
+    secrets = PrivateState(directory, forbidden=output_dir).secrets() if directory.is_dir() else []
+    findings = scan_for_secrets(output_dir, secrets)
+    for finding in findings:
+        typer.echo(str(finding))
+    known = f"{len(secrets)} keys of {directory}" if secrets else f"no keys (there are none left in {directory})"
+    typer.echo(f"{len(findings)} finding(s) in {output_dir}; looked for {known} and for un-noised values.")
+    return len(findings)
+
+
+def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:
+    """What in a run's folder contradicts its report."""
+    folder = output_dir / FOLDER
+    problems = []
+    statement = folder / STATEMENT
+    if not statement.is_file() or statement.read_text(encoding="utf-8") != text:
+        problems.append(f"{statement} is missing, was edited, or was written by another release than this one.")
+    ledger = Ledger.read(folder / LEDGER)
+    if ledger.digest() != facts.ledger_digest:
+        went_on = ledger.num_charged > facts.steps_charged and facts.ledger_digest in ledger.path.read_text()
+        problems.append(
+            f"the ledger went on after the report: {ledger.num_charged} steps charged now, {facts.steps_charged} then."
+            if went_on
+            else f"the ledger's digest is {ledger.digest()}, the report names {facts.ledger_digest}: one was replaced."
+        )
+    elif ledger.num_charged != facts.steps_charged:
+        problems.append(f"the ledger has charged {ledger.num_charged} steps, the report says {facts.steps_charged}.")
+    return problems

@@ -1,0 +1,205 @@
+"""`hf-dpopt plan`: noise and epsilon of a run that was not started yet."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from hf_dpopt.cli.mechanisms import mechanism_facts, mechanisms_table
+from hf_dpopt.cli.show import print_json, table_of
+from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
+from hf_dpopt.noise import Workload, momentum_workload
+from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.users import UserPlans, plan_for_users
+from hf_dpopt.report.noise_plots import plot_comparison, pyplot
+from hf_dpopt.report.statement import round_up
+
+PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Length:
+    """How long a run is: either so many steps, or epochs, which are converted as `Trainer` does."""
+
+    num_examples: int
+    batch_size: int
+    steps: int | None
+    epochs: float | None
+
+    def num_steps(self) -> int:
+        """Optimizer steps of the run."""
+        if (self.steps is None) == (self.epochs is None):
+            given = "Neither of --steps and --epochs is" if self.steps is None else "Both --steps and --epochs are"
+            raise DPConfigError(f"{given} given. Give exactly one, such as --epochs 3.")
+        if self.steps is not None:
+            check_count("num_steps", self.steps)
+            return self.steps
+        assert self.epochs is not None
+        if not 0 < self.epochs < math.inf:
+            raise DPConfigError(
+                f"--epochs {self.epochs} is not a number of passes. Use a finite number > 0, such as 3."
+            )
+        return math.ceil(self.epochs * -(-self.num_examples // self.batch_size))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, and by which optimizer: noise is tuned for it."""
+
+    optimizer: str
+    momentum: float
+    schedule: str
+    num_parameters: int
+
+    def workload(self, num_steps: int) -> Workload:
+        """What the optimizer makes of the gradients."""
+        if self.optimizer not in ("adamw", "sgd"):
+            raise DPConfigError(f"--optimizer {self.optimizer} is unknown. Use adamw (for any adaptive one) or sgd.")
+        if self.optimizer == "adamw" and self.momentum:
+            raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
+        if self.schedule not in ("constant", "linear"):
+            raise DPConfigError(f"--schedule {self.schedule} is unknown. Use constant or linear.")
+        scheduled = self.schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
+        sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
+        workload = momentum_workload(num_steps, self.momentum, sizes)
+        return dataclasses.replace(workload, adaptive=self.optimizer == "adamw")
+
+
+def plan_run(
+    asked: dict[str, Any], length: Length, training: Training, *, compare: bool, plots: Path | None, as_json: bool
+) -> None:
+    """Prints the plan of a run, and beside it that of every mechanism at the same budget.
+
+    Args:
+        asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
+        compare: whether to compare mechanisms.
+        plots: folder for plots of the comparison, or None.
+    """
+    config = _config(asked)
+    check_count("num_parameters", training.num_parameters)
+    if plots is not None:
+        pyplot()  # what cannot be drawn is found before anything is computed
+    num_steps = length.num_steps()
+    workload = training.workload(num_steps)
+    sizes = {"num_examples": length.num_examples, "num_steps": num_steps, "workload": workload}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = make_plan(config, **sizes)  # type: ignore[arg-type]
+        rows = _compared(config, made, sizes, wanted=compare or plots is not None)
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        sys.stderr.write(f"hf-dpopt: warning: {message}\n")
+    if as_json:
+        listed = {"mechanisms": [mechanism_facts(row, training.num_parameters) for row in rows]} if rows else {}
+        print_json(made.public_dict() | listed)
+    else:
+        _show(made, rows, training.num_parameters)
+    if plots is not None and rows:
+        by_epsilon = {target: _compared(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
+        for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
+            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
+
+
+def plan_users(asked: dict[str, Any], length: Length, *, users: int, records_per_user: int, as_json: bool) -> None:
+    """Prints two plans that protect users, one that samples users and one that samples records.
+
+    Args:
+        asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
+        users: in the training set.
+        records_per_user: of a user, that take part.
+    """
+    compared = plan_for_users(
+        _config(asked),
+        num_users=users,
+        records_per_user=records_per_user,
+        records_per_step=length.batch_size,
+        num_steps=length.num_steps(),
+    )
+    if as_json:
+        print_json({"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()})
+    else:
+        typer.echo(_users_text(compared))
+
+
+def _config(asked: dict[str, Any]) -> PrivacyConfig:
+    text = asked["noise_kwargs"]
+    try:
+        options = None if text is None else json.loads(text)
+    except ValueError:
+        raise DPConfigError(
+            f"--noise-kwargs {text} is not JSON. Use --noise-kwargs '{{\"num_buffers\": 3}}'."
+        ) from None
+    return PrivacyConfig(**{**asked, "noise_kwargs": options})
+
+
+def _compared(
+    config: PrivacyConfig,
+    made: PrivacyPlan | None,
+    sizes: dict[str, Any],
+    *,
+    wanted: bool = True,
+    target: float | None = None,
+) -> list[ComparedNoise]:
+    """All mechanisms at the budget of the config, or at another one."""
+    if not wanted or config.target_epsilon is None:
+        return []
+    if made is not None and made.compared:
+        return list(made.compared)
+    asked = dataclasses.replace(
+        config, noise_mechanism="auto", noise_kwargs={}, target_epsilon=target or config.target_epsilon
+    )
+    try:
+        return compare_mechanisms(asked, **sizes)
+    except DPConfigError as error:
+        if made is None:
+            return []  # a budget of the plot that nothing can keep
+        sys.stderr.write(f"hf-dpopt: warning: mechanisms are not compared: {error}\n")
+        return []
+
+
+def _show(made: PrivacyPlan, rows: list[ComparedNoise], num_parameters: int) -> None:
+    console = Console()
+    console.print(table_of("Private run", _facts(made)))
+    if rows:
+        # the table does not fit into the 80 columns of a pipe
+        Console(width=max(console.width, 132)).print(mechanisms_table(rows, num_parameters))
+
+
+def _facts(made: PrivacyPlan) -> dict[str, Any]:
+    """The plan for people."""
+    replaced = made.epsilon_replace_one()
+    return {
+        "epsilon": f"{round_up(made.epsilon())} ({made.adjacency})",
+        "epsilon if one record is swapped": "no analysis is known" if replaced is None else round_up(replaced),
+        "delta": f"{made.delta:g}",
+        "noise multiplier": f"{made.noise_multiplier:.6g}",
+        "noise": made.config.noise_mechanism,
+        "sampling": made.describe_sampling(),
+        "optimizer steps": made.num_steps,
+        "accountant": made.public_dict()["accountant"],
+    }
+
+
+def _users_text(compared: UserPlans) -> str:
+    lines = [
+        f"{label}: {plan.config.expected_batch_size} {kind} a step of {plan.num_examples}, noise multiplier "
+        f"{plan.noise_multiplier:.4g}, noise in the mean gradient {noise:.3g} clipping norms of a {kind[:-1]}; "
+        f"epsilon {plan.epsilon():.4g} at delta {plan.delta:g} for a user"
+        for label, plan, kind, noise in (
+            ("users sampled", compared.by_users, "users", compared.noise_by_users),
+            ("records sampled", compared.by_records, "records", compared.noise_by_records),
+        )
+    ]
+    return "\n".join([*lines, compared.advice()])

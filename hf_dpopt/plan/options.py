@@ -1,0 +1,347 @@
+"""Every option, described once: what it does, its choices and its default, in a dataclass per group.
+
+`DPTrainingArguments` inherits the groups, so that each option is a flat flag (``--target_epsilon 8``) with the help
+text that is written here. `PrivacyConfig` takes single descriptions by name (`described`, `documented`), and so does
+the command line (`hf_dpopt.cli.flags`); docs/arguments.md is printed from the groups. Inheritance alone would not do:
+a frozen dataclass cannot inherit from one that is not, as `TrainingArguments`.
+
+This module imports neither torch nor transformers, so that help texts are printed at once. Options that name what is
+in a registry (mechanisms, samplers, preconditioners) have no list of choices here: `PrivacyConfig` refuses a name that
+nobody registered, and lists those that are there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, get_args
+
+T = TypeVar("T")
+
+ClippingName = Literal["flat", "per_layer", "automatic"]
+NoiseRng = Literal["secure", "fast"]
+PrivacyUnit = Literal["example", "user", "block"]
+UserWeighting = Literal["constant", "mean"]
+RECORDS_PER_USER = 16  # by default
+FILTER_DTYPES = ("float32", "bfloat16")
+
+
+class Help(str):
+    """Text of ``--help``, with the parts that tables and docstrings show apart.
+
+    Attributes:
+        says: what the option does, without its default.
+        unset: what happens where no value is given, if the default itself does not tell.
+        more: what ``--help`` leaves out.
+    """
+
+    says: str
+    unset: str | None
+    more: str
+
+    def __new__(cls, says: str, unset: str | None = None, more: str = "") -> Help:
+        text = super().__new__(cls, f"{says} Default: {unset}." if unset else says)
+        text.says, text.unset, text.more = says, unset, more
+        return text
+
+
+def option(
+    default: Any, says: str, *, unset: str | None = None, more: str = "", choices: Iterable[str] | None = None
+) -> Any:
+    """A field of a group. Its metadata are arguments of `argparse`, as `HfArgumentParser` wants them."""
+    metadata: dict[str, Any] = {"help": Help(says, unset, more)}
+    if choices is not None:
+        metadata["choices"] = tuple(choices)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+# --- the groups, in the order of --help and docs/arguments.md --------------------------------------------------------
+
+
+@dataclass
+class PrivacyOptions:
+    """Privacy: what is promised, and for whom."""
+
+    target_epsilon: float | None = option(
+        None,
+        "Privacy budget of the whole run; the noise is calibrated to it. Usual: 1 to 8.",
+        more="Greater than 0. Give this or noise_multiplier.",
+    )
+    target_delta: float | None = option(
+        None,
+        "Delta, at most 1/n (n records, or users).",
+        unset="min(n^-1.1, 1/(10 n)) rounded down to one digit, which tells n to one digit",
+        more="In (0, 1). The default 1e-6 stands for 50,001 to 100,000 records, 9e-7 for 100,001 to 111,111.",
+    )
+    allow_large_delta: bool = option(
+        False,
+        "Accept a target_delta above 1/n, which a run that publishes a record outright would keep; the privacy "
+        "statement says so.",
+    )
+    noise_multiplier: float | None = option(
+        None,
+        "Noise stddev / sensitivity, instead of target_epsilon; epsilon is what results.",
+        more="At least 0. 0 adds no noise at all: NOT PRIVATE, epsilon is infinite; it is there for comparisons.",
+    )
+    clipping_norm: float = option(
+        1.0,
+        "Bound on the L2 norm of one record's gradient.",
+        more="From 1e-10 to 1e10, between which norms in float32 can be held to it.",
+    )
+    clipping: str = option(
+        "flat",
+        "How a record is bounded.",
+        more="flat: one norm over all parameters. per_layer: one for each layer. automatic: normalised instead of "
+        "clipped.",
+        choices=get_args(ClippingName),
+    )
+    expected_batch_size: int | None = option(
+        None,
+        "Records per optimizer step on average, over all devices.",
+        unset="per_device_train_batch_size * gradient_accumulation_steps * world size",
+        more="At least 1. The noisy sum is divided by this public number, never by the size that was drawn.",
+    )
+    sampling: str = option(
+        "auto",
+        "How logical batches are formed; auto is what the noise is made for (truncated_poisson for independent "
+        "noise).",
+        more="truncated_poisson: Poisson sampling with a cap on the batch size that costs next to nothing. "
+        "fixed_order: the order is fixed once, and no amplification is claimed. cyclic_poisson: groups of records "
+        "take turns, for banded noise. balls_in_bins: every record is in one batch of the epoch, secretly and once, "
+        "for noise with coefficients >= 0. capped_poisson: for users; records are sampled and clipped, of which a "
+        "user has at most records_per_user from the first step to the last, and expected_batch_size counts records. "
+        "All others sample users where users are the unit.",
+    )
+    adjacency: str = option(
+        "auto",
+        "Which datasets the guarantee compares; auto is the first of these that the sampler has a proof for.",
+        more="add_or_remove_one: one record more or less. zero_out: one record without gradient, dataset size public. "
+        "replace_one: one record swapped, which doubles the sensitivity.",
+        choices=("auto", "add_or_remove_one", "zero_out", "replace_one"),
+    )
+    privacy_unit: str = option(
+        "example",
+        "What is protected as a whole: one record, everything that one user wrote, or one block: a row that may hold "
+        "several documents or a part of one. With users, expected_batch_size counts users.",
+        more="Neighbouring datasets then differ in one whole user.",
+        choices=get_args(PrivacyUnit),
+    )
+    rows_are_records: bool = option(
+        False,
+        "Every row is a whole record, though rows look like blocks or windows of text (one length, nothing padded; "
+        "text shared by neighbours). The privacy statement repeats it.",
+    )
+    eval_data_privacy: str = option(
+        "undeclared",
+        "Whose data the evaluation set is; repeated in the privacy statement, evaluation data is not protected.",
+        choices=("undeclared", "public", "not_protected"),
+    )
+    data_dependent_preprocessing: str = option(
+        "not declared",
+        "What was fitted on the training data before training (vocabulary, filters); for the report.",
+    )
+
+
+@dataclass
+class NoiseOptions:
+    """Noise: how it is drawn, and how the noise of different steps is correlated."""
+
+    noise_mechanism: str = option(
+        "gaussian",
+        "How noise is correlated over steps: gaussian is independent noise, DP-SGD; nu_dpftrl, blt, banded, tree and "
+        "others are in docs/mechanisms.md; auto compares them for this run and takes one.",
+    )
+    noise_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Options of the noise mechanism as JSON, such as '{\"num_buffers\": 3}'.",
+        unset="tuned",
+        more="Those of each mechanism are in docs/mechanisms.md; backend, block and offload are for every stream of "
+        "correlated noise.",
+    )
+    noise_restart_every: int | None = option(None, "Steps after which correlated noise starts anew.", unset="never")
+    noise_rng: str = option(
+        "secure", "secure: AES-CTR. fast: a statistical generator, labelled.", choices=get_args(NoiseRng)
+    )
+    amplification_samples: int = option(
+        4_000_000,
+        "Samples that verify a bound on epsilon before the first step, where the computed one is loose: balls_in_bins "
+        "with correlated noise. 0 takes the computed bound.",
+        more="The probability of a false verification is part of delta. Takes seconds to minutes.",
+    )
+    unsafe_fixed_noise_key: str | None = option(
+        None,
+        "64 hex digits. For tests only: the run is stamped NOT PRIVATE, epsilon is inf.",
+        more="They replace the operating system's randomness.",
+    )
+
+
+@dataclass
+class PreconditionerOptions:
+    """Preconditioner: what happens to a record's gradient before the clip."""
+
+    preconditioner: str = option(
+        "none",
+        "What divides a record's gradient before the clip: delayed preconditioners (dp2_*), made of the noisy "
+        "gradients of earlier steps, or adadps, made of public_dataset. Costs no privacy.",
+        more="quantile: see clipping_quantile. subspace: records are clipped in the span of public gradients.",
+    )
+    preconditioner_kwargs: dict[str, Any] | str | None = option(
+        None,
+        'Its options as JSON, such as \'{"clipping_norm": 5, "learning_rate_ratio": 3, "factored": true}\'.',
+        more="The delay of a delayed preconditioner, the steps of SGD from which it is made, is 200 unless it is "
+        "given.",
+    )
+    clipping_quantile: float | None = option(
+        None,
+        "Let the clipping norm follow this quantile of the norms, found privately at the same epsilon: 0.5 is their "
+        "median. clipping_norm is the first one.",
+        unset="it stays",
+    )
+
+
+@dataclass
+class AfterNoiseOptions:
+    """After the noise: what is made of the noisy gradient. Anything here costs no privacy."""
+
+    max_grad_norm: float = option(
+        0.0, "Clip of the noisy mean gradient; 0 is off. Not the privacy clip (clipping_norm)."
+    )
+    filter: str | None = option(
+        None,
+        "Low-pass filter of the noisy gradients: a preset (momentum, first_order_v1, second_order ..), "
+        "butterworth:ORDER:CUTOFF, chebyshev:ORDER:CUTOFF:RIPPLE, 'b=0.1;a=-0.9' or adaptive:TAPS[:EVERY], which is "
+        "estimated anew every so many steps. In Adam it takes the place of the first moment.",
+        unset="none",
+    )
+    filter_kwargs: dict[str, Any] | str | None = option(
+        None,
+        'Options of the filter as JSON: \'{"dtype": "bfloat16"}\' keeps its buffers in half the memory.',
+        unset="float32 buffers",
+    )
+    public_batch_size: int = option(32, "Records of public_dataset in one public gradient.")
+    public_mirror_descent: str | None = option(
+        None,
+        "Mix gradients of public_dataset in (PDA-DPMD): cosine and linear go from the private gradient to the public "
+        "one over the run.",
+        choices=("cosine", "linear"),
+    )
+    average_iterate: str | None = option(
+        None,
+        "Weights that the run ends with: their uniform average over all steps, over the second half (tail), or an "
+        "exponential one.",
+        unset="the last ones",
+        choices=("uniform", "tail", "exponential"),
+    )
+    ball_radius: float | None = option(None, "Keep the trained weights within this distance of where they began.")
+
+
+@dataclass
+class UserOptions:
+    """Users: for `--privacy_unit user`, where a person with many records is protected as a whole."""
+
+    user_id_column: str | None = option(
+        None, "Column of train_dataset that tells users apart; the model does not see it."
+    )
+    records_per_user: int | None = option(
+        None,
+        "Records of a user in one step, at most, chosen anew in each. With users only.",
+        unset=f"{RECORDS_PER_USER}",
+        more="At least 1. A `PrivacyConfig` for users has to name it.",
+    )
+    user_weighting: str = option(
+        "constant",
+        "How a user's records add up before the clip: each with weight 1 / records_per_user (constant), or their "
+        "mean.",
+        choices=get_args(UserWeighting),
+    )
+    local_learning_rate: float | None = option(
+        None,
+        "Federated style: train on each user's records by SGD with this rate, and release how far the weights moved.",
+        unset="users give gradients",
+    )
+    local_batch_size: int | None = option(None, "Records of a local step.", unset="16")
+    local_epochs: int | None = option(None, "Passes over the records of a user in a round.", unset="1")
+    local_steps: int | None = option(None, "Local steps of a user in a round, at most.", unset="as local_epochs says")
+    local_users_at_once: int = option(
+        1, "Users trained side by side (torch.func.vmap); changes memory and speed, not the law."
+    )
+
+
+@dataclass
+class EngineOptions:
+    """Engine and files: how it is computed, checked and logged, and where keys lie."""
+
+    clipping_engine: str = option(
+        "auto",
+        "How clipped sums are computed; the result is the same. book_keeping: one backward. two_pass: two, for "
+        "gradient checkpointing with full finetuning. auto chooses and says why.",
+        choices=("auto", "book_keeping", "two_pass"),
+    )
+    explain_clipping: bool = option(
+        False, "Log for every trained parameter how its norms are computed and what decides it."
+    )
+    skip_self_check: bool = option(
+        False, "Do not compare the clipped sum with a naive loop at start-up; the report says so."
+    )
+    log_unprivatized: bool = option(
+        False, "Print the exact training loss, clip fraction and batch size to the console, marked. NOT PRIVATE."
+    )
+    private_state_dir: str | None = option(
+        None, "Secret noise and sampling keys, never inside output_dir.", unset="the user's state directory"
+    )
+
+
+@dataclass
+class DeprecatedOptions:
+    """Old names: they work for one more release, with a warning that says the new way."""
+
+    dp2_delay: int | None = option(None, "Use --preconditioner_kwargs '{\"delay\": 200}'.")
+    filter_dtype: str | None = option(None, 'Use --filter_kwargs \'{"dtype": "bfloat16"}\'.', choices=FILTER_DTYPES)
+
+
+@dataclass
+class HeadOptions:
+    """Convex head: in `HeadTrainingArguments` and `hf-dpopt plan-head` only."""
+
+    head_radius: float | None = option(None, "The weights of the head stay in a ball of this radius. Public.")
+    feature_norm: float | None = option(
+        None, "Features are shortened to this norm. Public: sqrt(hidden size) after a tanh."
+    )
+    l2: float = option(0.0, "Strength of l2 regularisation.")
+    decay: float = option(0.0, "Step t has learning_rate t^-decay; in [0, 1).")
+
+
+GROUPS = (PrivacyOptions, NoiseOptions, PreconditionerOptions, AfterNoiseOptions, UserOptions, EngineOptions)
+OPTIONS: dict[str, dataclasses.Field] = {
+    field.name: field for group in (*GROUPS, HeadOptions) for field in dataclasses.fields(group)
+}
+INSTEAD = {"dp2_delay": ("preconditioner_kwargs", "delay"), "filter_dtype": ("filter_kwargs", "dtype")}
+"""Deprecated option -> the option of which it repeats a key, and the key."""
+
+
+# --- for those who take single options -------------------------------------------------------------------------------
+
+
+def described(name: str) -> Any:
+    """A field of another dataclass with the default and the description of the option `name`."""
+    return dataclasses.field(default=OPTIONS[name].default, metadata=OPTIONS[name].metadata)
+
+
+def help_of(name: str) -> Help:
+    """What is said of the option `name`."""
+    return OPTIONS[name].metadata["help"]
+
+
+def documented(cls: type[T]) -> type[T]:
+    """Appends the ``Args`` section to the docstring of a dataclass: what is said of the options it is made of."""
+    lines = []
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        text: Help = field.metadata["help"]
+        is_required = field.default is dataclasses.MISSING
+        said = " ".join(filter(None, [text.says if is_required else text, text.more]))
+        lines += textwrap.wrap(f"{field.name}: {said}", 112, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\nArgs:\n" + "\n".join(lines)
+    return cls

@@ -1,0 +1,113 @@
+"""Writes docs/arguments.md from the options of a run: `python -m tests.arguments_table`."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.optim import OPTIMIZERS
+from hf_dpopt.plan import options
+from hf_dpopt.preclip import PRECLIPS
+from hf_dpopt.sampling import SAMPLERS
+
+REGISTERED = {"noise_mechanism": [*MECHANISMS, "auto"], "sampling": ["auto", *SAMPLERS], "preconditioner": [*PRECLIPS]}
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "arguments.md"
+HEAD = """# Arguments
+
+Written by `python -m tests.arguments_table` from `hf_dpopt/plan/options.py`; a test keeps the two together.
+
+`DPTrainingArguments` takes everything that `TrainingArguments` takes, and the options of this page: as flags of any script
+that reads its arguments with `HfArgumentParser` (`--target_epsilon 8`), as keywords in Python (`target_epsilon=8`).
+Either `target_epsilon` or `noise_multiplier` has to be given; all the rest has a default. `PrivacyConfig`, which plans a
+run without a trainer, and `hf-dpopt plan` use the same names; the latter takes dashes, too.
+"""
+TABLE = """
+| option | value | default | what it does |
+|---|---|---|---|
+"""
+CHANGED = """
+## What means something else than in `TrainingArguments`
+
+| option | here |
+|---|---|
+| `optim` | takes {optimizers} beside the names of transformers: optimizers that know the noise ([optimizers.md](optimizers.md)) |
+| `per_device_train_batch_size` | the physical batch: it changes memory and speed, never the result. The logical batch is `expected_batch_size` |
+| `max_grad_norm` | clips the noisy mean gradient, and is 0 (off) by default. The clip that privacy needs is `clipping_norm` |
+"""
+DEPRECATED = """
+## Old names
+
+They work for one more release, with a warning.
+
+| old | new |
+|---|---|
+"""
+CODE = re.compile(r"`[^`]*`|--\w+(?: '[^']*')?|(?<!\w)'[^']*'|\w+:[A-Z][A-Z:\[\]]+|\b[a-z]\w*_[\w*]*")
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [HEAD, CHANGED.format(optimizers=", ".join(f"`{name}`" for name in OPTIMIZERS))]
+    parts += [_section(group) for group in (*options.GROUPS, options.HeadOptions)]
+    parts.append(DEPRECATED + "".join(f"| `{old}` | {_old(old)} |\n" for old in options.INSTEAD))
+    return "".join(parts)
+
+
+def _section(group: type) -> str:
+    title, _, about = (group.__doc__ or "").partition(": ")
+    return f"\n## {title}\n\n{about[0].upper()}{about[1:]}\n{TABLE}" + "".join(_rows(group))
+
+
+def _rows(group: type) -> Iterator[str]:
+    kinds = typing.get_type_hints(group)
+    for field in dataclasses.fields(group):
+        text: options.Help = field.metadata["help"]
+        choices = REGISTERED.get(field.name) or field.metadata.get("choices", ())
+        value = ", ".join(f"`{name}`" for name in choices) or _kind(kinds[field.name])
+        about = " ".join(filter(None, [text.says, text.more]))
+        for name in choices:  # a line for each of those of which the text says what they mean
+            about = re.sub(rf"(^|[.;] ){name}: ", rf"\1<br>`{name}`: ", about).removeprefix("<br>")
+        yield f"| `{field.name}` | {value} | {_default(field)} | {_code(about)} |\n"
+
+
+def _kind(hint: object) -> str:
+    """A type in words."""
+    kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
+    if any(typing.get_origin(kind) is dict for kind in kinds):
+        return "JSON"
+    return {bool: "yes or no", int: "integer", float: "number", str: "text"}[kinds[0]]  # type: ignore[index]
+
+
+def _default(field: dataclasses.Field) -> str:
+    text: options.Help = field.metadata["help"]
+    if text.unset is not None:
+        return _code(text.unset)
+    if field.default is None:
+        return "–"
+    if isinstance(field.default, bool):
+        return "no"
+    return f"`{field.default}`" if isinstance(field.default, str) else f"{field.default:g}"
+
+
+def _old(name: str) -> str:
+    says = {field.name: field.metadata["help"] for field in dataclasses.fields(options.DeprecatedOptions)}[name]
+    return _code(says.removeprefix("Use ").rstrip("."))
+
+
+def _code(text: str) -> str:
+    """Names and what is typed as it stands, set as code; nothing else is Markdown."""
+    pieces, end = [], 0
+    for found in CODE.finditer(text):
+        pieces += [text[end : found.start()].replace("*", r"\*"), f"`{found.group().strip('`')}`"]
+        end = found.end()
+    whole = "".join([*pieces, text[end:].replace("*", r"\*")]).replace("|", r"\|")
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", whole)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

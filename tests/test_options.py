@@ -1,0 +1,216 @@
+"""Every option is described once: arguments, configuration, command line and documentation say the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from transformers import HfArgumentParser, TrainingArguments
+from typer.main import get_command
+
+from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments, PrivacyConfig
+from hf_dpopt.cli.app import app
+from hf_dpopt.clipping import ENGINES
+from hf_dpopt.clipping.thresholds import CLIPPINGS, Adjacency, FlatClipping
+from hf_dpopt.convex import HeadTrainingArguments
+from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.plan import options
+from hf_dpopt.postprocess.low_pass import STORAGE
+from hf_dpopt.postprocess.mirror_descent import SCHEDULES
+from hf_dpopt.sampling import SAMPLERS
+from tests import arguments_table
+
+CLASSES = [DPTrainingArguments, DPSeq2SeqTrainingArguments, HeadTrainingArguments]
+CONFIGURED = {f.name: f for f in dataclasses.fields(PrivacyConfig)}
+
+FLAGS = {  # flag of a command -> the option whose words it takes
+    "plan": {
+        "batch_size": "expected_batch_size", "epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier",
+        "delta": "target_delta", "allow_large_delta": "allow_large_delta", "sampling": "sampling",
+        "adjacency": "adjacency", "noise_mechanism": "noise_mechanism", "noise_kwargs": "noise_kwargs",
+        "records_per_user": "records_per_user",
+    },
+    "plan-head": {
+        "batch_size": "expected_batch_size", "epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier",
+        "delta": "target_delta", "allow_large_delta": "allow_large_delta", "head_radius": "head_radius",
+        "feature_norm": "feature_norm", "l2": "l2",
+    },
+}  # fmt: skip
+
+
+# --- one description -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_training_arguments_are_made_of_the_groups(cls):
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    of_groups = [f for group in options.GROUPS for f in dataclasses.fields(group)]
+    assert len(of_groups) > 35
+    for option in of_groups:
+        assert fields[option.name].metadata["help"] is option.metadata["help"]
+        assert fields[option.name].default == option.default
+
+
+def test_nothing_is_described_outside_of_the_groups():
+    ours = {f.name for f in dataclasses.fields(DPTrainingArguments)}
+    theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
+    grouped = {f.name for group in (*options.GROUPS, options.DeprecatedOptions) for f in dataclasses.fields(group)}
+    assert ours - theirs == grouped - {"max_grad_norm"}
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGURED.keys() & options.OPTIONS.keys()))
+def test_the_configuration_has_the_same_description_and_default(name):
+    ours, option = CONFIGURED[name], options.OPTIONS[name]
+    assert ours.metadata["help"] is option.metadata["help"]
+    assert ours.metadata.get("choices") == option.metadata.get("choices")
+    if name == "expected_batch_size":  # of a trainer, the batch that its other arguments make
+        assert ours.default is dataclasses.MISSING
+    else:
+        assert ours.default == option.default
+
+
+def test_the_configuration_has_no_option_of_its_own_but_local_training():
+    assert CONFIGURED.keys() - options.OPTIONS.keys() == {"local_training"}
+
+
+def test_the_docstring_of_the_configuration_describes_every_field():
+    text = " ".join((PrivacyConfig.__doc__ or "").split())
+    for name, field in CONFIGURED.items():
+        assert f" {name}: {field.metadata['help'].says}" in text
+        assert field.metadata["help"].more in text
+
+
+@pytest.mark.parametrize("command, flag", [(c, flag) for c, flags in FLAGS.items() for flag in flags])
+def test_flags_of_the_command_line_take_the_words_of_the_option(command, flag):
+    option = FLAGS[command][flag]
+    found = next(p for p in get_command(app).commands[command].params if p.name == flag)  # type: ignore[attr-defined]
+    text = options.help_of(option)
+    assert found.help.startswith(text.says) and all(
+        name in found.help for name in options.OPTIONS[option].metadata.get("choices", ())
+    )
+    assert f"--{option.replace('_', '-')}" in found.opts
+
+
+@pytest.mark.parametrize(
+    "name, registered",
+    [
+        ("clipping", list(CLIPPINGS)),
+        ("clipping_engine", ["auto", *ENGINES]),
+        ("adjacency", ["auto", *get_args(Adjacency)]),
+        ("public_mirror_descent", sorted(SCHEDULES.keys() - {"constant"})),
+    ],
+)
+def test_listed_choices_are_those_of_the_registry(name, registered):
+    """The module of the options imports no registry, so that help is printed at once."""
+    assert list(options.OPTIONS[name].metadata["choices"]) == registered
+
+
+def test_listed_storages_are_those_of_the_registry():
+    assert {None, *options.FILTER_DTYPES} == set(STORAGE)
+
+
+def test_a_name_that_was_registered_later_is_accepted(monkeypatch):
+    monkeypatch.setitem(CLIPPINGS, "mine", FlatClipping)
+    assert PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, clipping="mine").clipping == "mine"
+    with pytest.raises(DPConfigError, match="clipping='yours' is unknown. Use one of: 'flat', .*'mine'"):
+        PrivacyConfig(noise_multiplier=1.0, expected_batch_size=8, clipping="yours")
+
+
+@pytest.mark.parametrize("name, registry", [("noise_mechanism", MECHANISMS), ("sampling", SAMPLERS)])
+def test_a_command_line_takes_what_was_registered_later(tmp_path, monkeypatch, name, registry):
+    monkeypatch.setitem(registry, "mine", next(iter(registry.values())))
+    line = ["--output_dir", str(tmp_path), "--use_cpu", "True", "--noise_multiplier", "1", f"--{name}", "mine"]
+    args = HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(line)[0]
+    assert getattr(args.privacy_config(8), name) == "mine"
+    with pytest.raises(DPConfigError, match=f"{name}='yours' is unknown. Use one of: .*'mine'"):
+        dataclasses.replace(args, **{name: "yours"}).privacy_config(8)
+
+
+def test_the_page_is_current():
+    assert arguments_table.PAGE.read_text(encoding="utf-8") == arguments_table.page(), (
+        "docs/arguments.md is written by: python -m tests.arguments_table"
+    )
+
+
+# --- help without torch ----------------------------------------------------------------------------------------------
+
+HELP = """
+import sys, types
+package = types.ModuleType("hf_dpopt")  # what hf_dpopt/__init__.py exports is another matter
+package.__path__ = [sys.argv[1]]
+sys.modules["hf_dpopt"] = package
+from hf_dpopt.cli.app import app
+for command in ([], ["plan"], ["plan-head"], ["report"], ["scan"]):
+    try:
+        app([*command, "--help"])
+    except SystemExit as stopped:
+        assert stopped.code == 0
+heavy = {"torch", "transformers", "numpy", "scipy", "dp_accounting", "matplotlib"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_help_is_printed_without_torch(repo: Path):
+    done = subprocess.run([sys.executable, "-c", HELP, repo / "hf_dpopt"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "plan-head" in done.stdout and "nu_dpftrl" in done.stdout
+
+
+# --- old names -------------------------------------------------------------------------------------------------------
+
+OLD = {
+    "dp2_delay": ("7", "preconditioner_kwargs", {"delay": 7}),
+    "filter_dtype": ("bfloat16", "filter_kwargs", {"dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture
+def parse(tmp_path):
+    def run(*flags: str) -> DPTrainingArguments:
+        line = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "True", "--report_to", "none", *flags]
+        return HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(line)[0]
+
+    return run
+
+
+def test_the_table_above_has_every_old_name():
+    assert OLD.keys() == options.INSTEAD.keys() == {f.name for f in dataclasses.fields(options.DeprecatedOptions)}
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_an_old_name_warns_and_means_the_new_one(parse, name):
+    text, new, value = OLD[name]
+    with pytest.warns(FutureWarning, match=f"{name} goes in the next release. Use --{new} '{{"):
+        args = parse(f"--{name}", text)
+    assert getattr(args, new) == value and getattr(args, name) is None
+
+
+def test_an_old_name_is_added_to_what_is_given(parse):
+    with pytest.warns(FutureWarning):
+        args = parse("--dp2_delay", "7", "--preconditioner_kwargs", '{"factored": true}', "--preconditioner", "dp2_yogi",
+                     "--noise_multiplier", "1")  # fmt: skip
+    assert args.privacy_config(8).preconditioner_kwargs == {"factored": True, "delay": 7}
+
+
+def test_an_old_name_that_is_set_later_counts_too(parse):
+    args = parse("--preconditioner", "dp2_yogi", "--noise_multiplier", "1")
+    args.dp2_delay = 5
+    with pytest.warns(FutureWarning):
+        assert args.privacy_config(8).preconditioner_kwargs == {"delay": 5}
+
+
+def test_both_names_at_once_are_refused(parse):
+    with pytest.raises(DPConfigError, match="dp2_delay=7 is the delay of preconditioner_kwargs.*Leave dp2_delay out"):
+        parse("--dp2_delay", "7", "--preconditioner_kwargs", '{"delay": 7}')
+
+
+def test_without_old_names_there_is_no_warning(parse):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        args = parse("--filter_kwargs", '{"dtype": "bfloat16"}')
+        dataclasses.replace(args, preconditioner_kwargs={"delay": 5})
