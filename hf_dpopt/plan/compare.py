@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.strategies import Workload
 from hf_dpopt.noise.streams.cost import StreamCost
