@@ -6,6 +6,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -105,8 +106,31 @@ def test_every_paper_of_the_index_leads_somewhere(repo: Path) -> None:
     rows = [line for line in index.splitlines() if line.startswith("|")][2:]
     assert len(rows) > 20
     for row in rows:
-        where = row.split("|")[2]
-        assert "`" in where or "](" in where, row
+        assert re.search(r"`hf_dpopt/[\w/.]+`", row.split("|")[2]), row
+
+
+def test_the_picture_of_the_step_has_the_folders_of_the_code(repo: Path) -> None:
+    """Secret ones above the noise, public ones below, and in the order in which a step passes them."""
+    name = "{http://www.w3.org/2000/svg}"
+    tree = ElementTree.parse(repo / "docs" / "private_step.svg")
+    drawn = [
+        (float(text.get("y", 0)), float(text.get("x", 0)), text.text or "")
+        for text in tree.iter(f"{name}text")
+        if (text.text or "").endswith("/") and text.get("class") == "name"
+    ]
+    height = {folder.rstrip("/"): y for y, _, folder in drawn}
+    for folder in height:
+        assert (repo / "hf_dpopt" / folder / "__init__.py").exists(), folder
+    (secret, public) = (
+        [rect for rect in tree.iter(f"{name}rect") if rect.get("class") == zone] for zone in ("secret", "public")
+    )
+    top, bottom = float(secret[0].get("y")) + float(secret[0].get("height")), float(public[0].get("y"))
+    upper = [folder.rstrip("/") for y, x, folder in sorted(drawn) if y < top]
+    assert upper == ["sampling", "records", "preclip", "clipping"]
+    assert top < height["noise"] < bottom
+    lower = [folder.rstrip("/") for y, x, folder in sorted(drawn, key=lambda text: -text[1]) if y > bottom]
+    assert lower == ["postprocess", "optim", "huggingface", "report"]
+    assert "](docs/private_step.svg)" in (repo / "README.md").read_text()
 
 
 # --- the pages about the project ---
