@@ -1,18 +1,41 @@
-"""Differentially private finetuning of language models on a stock Hugging Face Trainer."""
+"""Differentially private finetuning of language models on a stock Hugging Face Trainer.
 
-from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError
-from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
-from hf_dpopt.huggingface.functional import clipped_gradient_sum
-from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
-from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
-from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.run.run import PrivacySpent, PrivateRun
-from hf_dpopt.run.step import private_step
+The names below are the public ones; docs/api.md describes each. They are imported when they are asked for, so
+``import hf_dpopt`` costs nothing, and ``hf_dpopt.accounting`` can be used without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from hf_dpopt.common import former, log
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
+    from hf_dpopt.clipping import make_engine
+    from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarning, UnsupportedModuleError
+    from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
+    from hf_dpopt.huggingface.functional import clipped_gradient_sum
+    from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
+    from hf_dpopt.optim import DPAdamBC
+    from hf_dpopt.plan.compare import compare_mechanisms
+    from hf_dpopt.plan.config import PrivacyConfig
+    from hf_dpopt.plan.make import make_plan
+    from hf_dpopt.plan.plan import PrivacyPlan
+    from hf_dpopt.plan.users import plan_for_users
+    from hf_dpopt.postprocess.low_pass import LowPassFilter
+    from hf_dpopt.report.facts import RunFacts
+    from hf_dpopt.report.release_scan import scan_for_secrets
+    from hf_dpopt.report.report import read_report
+    from hf_dpopt.run.run import PrivacySpent, PrivateRun
+    from hf_dpopt.run.stages import Stages
+    from hf_dpopt.run.step import private_step
+
 __all__ = [
+    "DPAdamBC",
     "DPBudgetExceeded",
     "DPConfigError",
     "DPSeq2SeqTrainer",
@@ -20,12 +43,62 @@ __all__ = [
     "DPTrainer",
     "DPTrainerMixin",
     "DPTrainingArguments",
+    "LowPassFilter",
     "PrivacyConfig",
     "PrivacyPlan",
     "PrivacySpent",
+    "PrivacyWarning",
     "PrivateRun",
+    "RunFacts",
+    "Stages",
     "UnsupportedModuleError",
+    "calibrate_noise_multiplier",
     "clipped_gradient_sum",
+    "compare_mechanisms",
+    "make_engine",
     "make_plan",
+    "plan_for_users",
     "private_step",
+    "read_report",
+    "scan_for_secrets",
 ]
+
+# Module -> the names above that come from it; what the imports above tell the type checker.
+_EXPORTS = {
+    "accounting.calibrate": ("calibrate_noise_multiplier",),
+    "clipping": ("make_engine",),
+    "common.errors": ("DPBudgetExceeded", "DPConfigError", "PrivacyWarning", "UnsupportedModuleError"),
+    "huggingface.arguments": ("DPSeq2SeqTrainingArguments", "DPTrainingArguments"),
+    "huggingface.functional": ("clipped_gradient_sum",),
+    "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),
+    "optim": ("DPAdamBC",),
+    "plan.compare": ("compare_mechanisms",),
+    "plan.config": ("PrivacyConfig",),
+    "plan.make": ("make_plan",),
+    "plan.plan": ("PrivacyPlan",),
+    "plan.users": ("plan_for_users",),
+    "postprocess.low_pass": ("LowPassFilter",),
+    "report.facts": ("RunFacts",),
+    "report.release_scan": ("scan_for_secrets",),
+    "report.report": ("read_report",),
+    "run.run": ("PrivacySpent", "PrivateRun"),
+    "run.stages": ("Stages",),
+    "run.step": ("private_step",),
+}
+_ORIGIN = {name: f"{__name__}.{module}" for module, names in _EXPORTS.items() for name in names}
+
+if not TYPE_CHECKING:  # a type checker would take every name for granted
+
+    def __getattr__(name: str) -> Any:
+        if name not in _ORIGIN:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_ORIGIN[name]), name)
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+former.install_modules()
+log.hush_imports()

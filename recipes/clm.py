@@ -25,11 +25,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
-
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
 from recipes import models, processes, running, sources

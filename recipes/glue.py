@@ -24,6 +24,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+
 import numpy as np
 from transformers import (
     DataCollatorWithPadding,
@@ -32,9 +36,6 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
-
-if __name__ == "__main__":  # run as a script: the repository root is not on the path then
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_dpopt import DPTrainer, DPTrainingArguments
 from recipes import processes, running

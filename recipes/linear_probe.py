@@ -19,12 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+
 import numpy as np
 import torch
 from transformers import DataCollatorWithPadding, EvalPrediction, set_seed
-
-if __name__ == "__main__":  # run as a script: the repository root is not on the path then
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.convex import (

@@ -19,6 +19,10 @@ import sys
 import time
 from pathlib import Path
 
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+
 import torch
 from transformers import (
     AutoModelForSeq2SeqLM,
@@ -27,9 +31,6 @@ from transformers import (
     PreTrainedTokenizerBase,
     Seq2SeqTrainer,
 )
-
-if __name__ == "__main__":  # run as a script: the repository root is not on the path then
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainer
 from recipes import clm, models, processes, running, sources

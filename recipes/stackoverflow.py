@@ -27,12 +27,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+
 import torch
 from datasets import Dataset
 from transformers import Trainer
-
-if __name__ == "__main__":  # run as a script: the repository root is not on the path then
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals import check_arguments

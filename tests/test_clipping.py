@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from hf_dpopt.clipping.thresholds import CLIPPINGS, SENSITIVITY_FACTOR, AutomaticClipping, make_clipper, make_clipping
+from hf_dpopt.clipping.thresholds import CLIPPINGS, AutomaticClipping, make_clipper, make_clipping
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.config import PrivacyConfig
 

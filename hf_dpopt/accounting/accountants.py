@@ -21,7 +21,7 @@ from dp_accounting.rdp import RdpAccountant
 from hf_dpopt.accounting import events
 from hf_dpopt.accounting.balls_in_bins import balls_in_bins_epsilon
 from hf_dpopt.accounting.events import Composition
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 
 FINE = 2e-4  # relative discretisation error of a reported epsilon

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dp_accounting import get_sigma_gaussian
 
 from hf_dpopt.accounting.accountants import FINE
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 
 MARGIN = 1e-3  # aim this far below the target, so that rounding never ends above it

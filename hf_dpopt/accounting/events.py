@@ -25,7 +25,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 
 Composition = tuple[tuple[DpEvent, int], ...]  # different mechanisms, and how often each of them ran

@@ -10,7 +10,7 @@ import typer
 from hf_dpopt.convex.statement import disagreements, read_head_report
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.release_scan import scan_for_secrets
-from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, read_report
+from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, is_of_this_release, read_report
 from hf_dpopt.report.statement import render_statement
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
@@ -56,8 +56,10 @@ def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:
     folder = output_dir / FOLDER
     problems = []
     statement = folder / STATEMENT
-    if not statement.is_file() or statement.read_text(encoding="utf-8") != text:
-        problems.append(f"{statement} is missing, was edited, or was written by another release than this one.")
+    if not statement.is_file():
+        problems.append(f"{statement} is missing.")
+    elif is_of_this_release(facts) and statement.read_text(encoding="utf-8") != text:
+        problems.append(f"{statement} was edited.")
     ledger = Ledger.read(folder / LEDGER)
     if ledger.digest() != facts.ledger_digest:
         went_on = ledger.num_charged > facts.steps_charged and facts.ledger_digest in ledger.path.read_text()

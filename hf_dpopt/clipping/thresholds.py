@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
-
-Adjacency = Literal["add_or_remove_one", "zero_out", "replace_one"]
-
-SENSITIVITY_FACTOR: dict[str, float] = {"add_or_remove_one": 1.0, "zero_out": 1.0, "replace_one": 2.0}
-"""L2 change of a sum of vectors of norm <= 1 between adjacent datasets."""
 
 
 def _safety(dtype: torch.dtype) -> float:

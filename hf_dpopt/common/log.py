@@ -36,3 +36,16 @@ def show(is_main_process: bool) -> None:
         console = _Console()
         console.setFormatter(logging.Formatter("[hf_dpopt] %(message)s"))
         logger.addHandler(console)
+
+
+# transformers imports peft, and that bitsandbytes, which warns on some processors of a kernel that it goes on without.
+_NOT_OURS = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forward")
+
+
+def hush_imports() -> None:
+    """Leaves out what a library says of itself while it is imported; nothing else that it says."""
+    logging.getLogger(_NOT_OURS[0]).addFilter(_is_ours)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(_NOT_OURS[1])

@@ -14,7 +14,7 @@ from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent, get_sigma
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.events import noise_stddev_over_clip
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPConfigError
 

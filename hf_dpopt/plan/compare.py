@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, StreamCost, Workload
 from hf_dpopt.plan.config import PrivacyConfig

@@ -7,7 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from hf_dpopt.clipping.thresholds import CLIPPINGS, Adjacency
+from hf_dpopt.clipping.thresholds import CLIPPINGS
+from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.common.checks import (
     check_choice,
     check_clipping_norm,

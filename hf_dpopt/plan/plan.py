@@ -18,7 +18,8 @@ from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.delta import resolve_delta
-from hf_dpopt.clipping.thresholds import SENSITIVITY_FACTOR, Clipping, make_clipper
+from hf_dpopt.clipping.thresholds import Clipping, make_clipper
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise import NoiseMechanism, NoiseStrategy, StreamCost, Workload

@@ -9,6 +9,7 @@ import math
 import platform
 from typing import Any
 
+import hf_dpopt
 from hf_dpopt.common.errors import DPConfigError
 
 REPORT_VERSION = 3
@@ -16,7 +17,6 @@ READABLE = (2, 3)  # version 2 lacks the fields that have a default here
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
-    "hf_dpopt",
     "torch",
     "transformers",
     "accelerate",
@@ -130,10 +130,15 @@ class RunFacts:
         except (ValueError, KeyError, AttributeError, TypeError):
             raise DPConfigError("This is no report of hf_dpopt. Give the output_dir of a private run.") from None
         known = {field.name for field in dataclasses.fields(cls)}
+        if isinstance(version, int) and version > REPORT_VERSION:
+            raise DPConfigError(
+                f"The report has format {version}, and this release reads {READABLE}. Use the release of hf_dpopt "
+                f"that wrote it, {_writer(content)}, or a newer one."
+            )
         if version not in READABLE or not known - {"unit_declared", "printed_rows"} <= set(content) <= known:
             raise DPConfigError(
-                f"The report has version {version!r} or unknown fields; this release reads versions {READABLE}. "
-                "Use the release of hf_dpopt that wrote it (versions.hf_dpopt in report.json)."
+                f"The report has format {version!r} or unknown fields; this release reads formats {READABLE}. "
+                f"Use the release of hf_dpopt that wrote it: {_writer(content)}."
             )
         for name in ("epsilon_spent", "epsilon_replace_one"):
             content[name] = content[name] if content[name] is None else float(content[name])
@@ -142,14 +147,20 @@ class RunFacts:
         return cls(**content)
 
 
+def _writer(content: dict[str, Any]) -> str:
+    """Release that wrote a report."""
+    versions = content.get("versions")
+    return str(versions.get("hf_dpopt")) if isinstance(versions, dict) else "of an unknown version"
+
+
 def collect_versions() -> dict[str, str]:
     """Versions of Python, of the package and of the libraries its statements rest on, as far as they are installed."""
-    versions = {"python": platform.python_version()}
+    versions = {"python": platform.python_version(), "hf_dpopt": hf_dpopt.__version__}
     for name in _DISTRIBUTIONS:
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            versions[name] = "not installed"  # peft is optional; hf_dpopt itself may run from a checkout
+            versions[name] = "not installed"  # peft is optional
     return versions
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hf_dpopt
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.facts import RunFacts
@@ -14,6 +15,11 @@ FOLDER = "privacy"
 REPORT = "report.json"
 STATEMENT = "statement.md"
 LEDGER = "ledger.jsonl"
+
+
+def is_of_this_release(facts: RunFacts) -> bool:
+    """Whether a report was written by this release: another one says the same facts in other words."""
+    return facts.versions.get("hf_dpopt", hf_dpopt.__version__) == hf_dpopt.__version__
 
 
 def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:
@@ -28,8 +34,10 @@ def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:
     """
     folder = Path(output_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    write_durably(folder / STATEMENT, render_statement(facts).encode(), mode=0o644)
-    write_durably(folder / REPORT, facts.to_json().encode(), mode=0o644)
+    text = facts.to_json()
+    # of what a reader gets back, so that he can compare: JSON sorts the options of a preconditioner
+    write_durably(folder / STATEMENT, render_statement(RunFacts.from_json(text)).encode(), mode=0o644)
+    write_durably(folder / REPORT, text.encode(), mode=0o644)
     return folder
 
 

@@ -23,8 +23,13 @@ from typing import Any
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPConfigError
 
-VERSION = 1
+VERSION = 1  # of the format; a file of an older one is read and gone on with, one of a newer one is refused
 GENESIS = "0" * 64  # what the header names as the record before it
+
+# What earlier releases wrote for a value that is now spelt otherwise: by the entry of the plan.
+_FORMER_VALUES = {
+    "training.loss": dict.fromkeys(("single_label_classification", "multi_label_classification"), "by the labels"),
+}
 
 _MEND = (
     "A ledger that was changed no longer proves what was spent. Put the original file back. If it is lost, so is the "
@@ -300,11 +305,8 @@ class Ledger:
             raise DPConfigError(f"{where} the record does not have the digest it carries; it was edited. {_MEND}")
         if record["prev"] != self._digest:
             raise DPConfigError(f"{where} it does not follow line {number - 1}; lines were removed or moved. {_MEND}")
-        if number == 1 and (sealed.get("kind"), sealed.get("version")) != ("header", VERSION):
-            raise DPConfigError(
-                f"{where} expected the header of a version-{VERSION} ledger, found {sealed!r}. Use the release of "
-                "hf_dpopt that wrote this file, or a newer one."
-            )
+        if number == 1:
+            _check_header(sealed, where)
         self._apply(sealed, digest)
 
     def _apply(self, record: dict[str, Any], digest: str) -> None:
@@ -320,7 +322,10 @@ class Ledger:
             case "step":
                 self._steps[record["chain_id"]].append(record["step"])
             case kind:
-                raise DPConfigError(f"{self.path} has a record of kind {kind!r}. Use the hf_dpopt that wrote it.")
+                raise DPConfigError(
+                    f"{self.path} has a record of kind {kind!r}, which this release does not know. Use the release of "
+                    "hf_dpopt that wrote it, or a newer one."
+                )
         self._digest = digest
         self._digests.add(digest)
 
@@ -364,10 +369,23 @@ class Ledger:
             raise
 
 
+def _check_header(header: dict[str, Any], where: str) -> None:
+    version = header.get("version")
+    if header.get("kind") != "header" or type(version) is not int or version < 1:
+        raise DPConfigError(f"{where} expected the header of a ledger, found {header!r}. {_MEND}")
+    if version > VERSION:
+        raise DPConfigError(
+            f"{where} the ledger has format {version}, and this release of hf_dpopt knows format {VERSION} and older "
+            "ones: what it charges would be misread. Use the release that wrote it, or a newer release."
+        )
+
+
 def _differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str], inside: str = "") -> Iterator[str]:
     """Differences between two plans, in mappings entry by entry. A field that the older one lacks counts as None."""
     for name in names:
+        former = _FORMER_VALUES.get(f"{inside}{name}", {})
         then, now = old.get(name), new.get(name)
+        then = former.get(then, then) if isinstance(then, str) else then
         if isinstance(then, dict) and isinstance(now, dict):
             yield from _differences(then, now, sorted({*then, *now}), f"{inside}{name}.")
         elif _canonical({"": then}) != _canonical({"": now}) or (inside and (name in old) != (name in new)):

@@ -256,7 +256,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the sensitivity of replaced records is that of removed ones",
-        "hf_dpopt/clipping/thresholds.py",
+        "hf_dpopt/common/adjacency.py",
         '"replace_one": 2.0}',
         '"replace_one": 1.0}',
         ("tests/test_clipping.py::test_neighbours_reach_the_sensitivity_and_not_more",),

@@ -1,0 +1,174 @@
+"""The pages beside the code: generated ones are current, the others name what there is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import yaml
+
+import hf_dpopt
+from hf_dpopt.common import former
+from tests import api_page
+
+PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+# Written by programs, which tests compare with what they were written from.
+FOLDERS = ("hf_dpopt", "tests", "docs", "recipes", "benchmarks", ".ci")
+# Made by a command of the page that names them.
+MADE = ("privacy/report.json", "privacy/ledger.jsonl", "privacy/statement.md")
+
+
+def pages(repo: Path) -> list[Path]:
+    return [repo / name for name in PAGES] + sorted((repo / "docs").rglob("*.md"))
+
+
+# --- the API page ---
+
+
+def test_the_api_page_is_current() -> None:
+    assert api_page.PAGE.read_text() == api_page.page(), "run `python -m tests.api_page`"
+
+
+def test_the_api_page_is_complete() -> None:
+    """Each exported name has its place, what it is called with, and the first line of its docstring."""
+    grouped = [name for names in api_page.GROUPS.values() for name in names]
+    assert sorted(grouped) == hf_dpopt.__all__
+    text = api_page.PAGE.read_text()
+    entries = {part.split("`", 1)[0]: part for part in text.split("\n### `")[1:]}
+    assert list(entries) == grouped
+    for name, entry in entries.items():
+        thing = getattr(hf_dpopt, name)
+        first = (inspect.getdoc(thing) or "").splitlines()[0].replace("``", "`")
+        assert len(first) > 15 and first in entry, name
+        if not (inspect.isclass(thing) and issubclass(thing, (Exception, Warning))):
+            called = entry.split("```")[1]
+            own = api_page.signature(name, thing)
+            assert own in called
+            if not name.endswith("TrainingArguments"):
+                assert all(parameter in called for parameter in inspect.signature(thing).parameters), name
+
+
+@pytest.mark.parametrize("name", ["DPTrainingArguments", "DPSeq2SeqTrainingArguments"])
+def test_the_fields_of_transformers_are_not_repeated(name: str) -> None:
+    called = api_page.signature(name, getattr(hf_dpopt, name))
+    assert "warmup_steps" not in called and "transformers." in called
+    assert ("target_epsilon: float | None = None" in called) is (name == "DPTrainingArguments")
+
+
+# --- what the pages name ---
+
+
+def test_every_path_that_a_page_names_exists(repo: Path) -> None:
+    """In links and between backticks; a path in a module's notation is imported."""
+    missing = []
+    for page in pages(repo):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for link in re.findall(r"\]\(([^)\s]+)\)", text):
+            if not re.match(r"https?:|mailto:|#", link) and not (page.parent / link.split("#")[0]).exists():
+                missing.append(f"{page.name}: link {link}")
+        for named in re.findall(r"`([^`\n]+)`", text):
+            path = named.split("::")[0].split(" ")[0].rstrip("/")
+            if re.fullmatch(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-]+", path) and path not in MADE:
+                if not list(repo.glob(path)):
+                    missing.append(f"{page.name}: {named}")
+    assert not missing, "\n".join(missing)
+
+
+def test_every_module_that_a_page_names_is_there(repo: Path) -> None:
+    gone = {f"{module}.{name}" for module, names in former.TAUGHT.items() for name in names}
+    for page in pages(repo):
+        for name in re.findall(r"`(hf_dpopt\.[A-Za-z_.]*\w)`", page.read_text()):
+            if name in gone:
+                assert page.name == "CHANGELOG.md", f"{page.name} teaches {name}, which has moved"
+                continue
+            assert _resolves(name), f"{page.name} names {name}"
+
+
+def _resolves(name: str) -> bool:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        for attribute in parts[end:]:
+            found = getattr(found, attribute, None)
+        return found is not None
+    return False
+
+
+def test_every_paper_of_the_index_leads_somewhere(repo: Path) -> None:
+    index = (repo / "README.md").read_text().split("## Paper index")[1]
+    rows = [line for line in index.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 20
+    for row in rows:
+        assert re.search(r"`hf_dpopt/[\w/.]+`", row.split("|")[2]), row
+
+
+def test_the_picture_of_the_step_has_the_folders_of_the_code(repo: Path) -> None:
+    """Secret ones above the noise, public ones below, and in the order in which a step passes them."""
+    name = "{http://www.w3.org/2000/svg}"
+    tree = ElementTree.parse(repo / "docs" / "private_step.svg")
+    drawn = [
+        (float(text.get("y", 0)), float(text.get("x", 0)), text.text or "")
+        for text in tree.iter(f"{name}text")
+        if (text.text or "").endswith("/") and text.get("class") == "name"
+    ]
+    height = {folder.rstrip("/"): y for y, _, folder in drawn}
+    for folder in height:
+        assert (repo / "hf_dpopt" / folder / "__init__.py").exists(), folder
+    (secret, public) = (
+        [rect for rect in tree.iter(f"{name}rect") if rect.get("class") == zone] for zone in ("secret", "public")
+    )
+    top, bottom = float(secret[0].get("y")) + float(secret[0].get("height")), float(public[0].get("y"))
+    upper = [folder.rstrip("/") for y, x, folder in sorted(drawn) if y < top]
+    assert upper == ["sampling", "records", "preclip", "clipping"]
+    assert top < height["noise"] < bottom
+    lower = [folder.rstrip("/") for y, x, folder in sorted(drawn, key=lambda text: -text[1]) if y > bottom]
+    assert lower == ["postprocess", "optim", "huggingface", "report"]
+    assert "](docs/private_step.svg)" in (repo / "README.md").read_text()
+
+
+# --- the pages about the project ---
+
+
+def test_the_citation_agrees_with_the_package(repo: Path) -> None:
+    citation = yaml.safe_load((repo / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)  # what the format demands
+    assert citation["cff-version"] == "1.2.0"
+    assert str(citation["version"]) == hf_dpopt.__version__
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
+    assert (citation["title"], citation["license"]) == (project["name"], project["license"])
+    assert project["version"] == hf_dpopt.__version__
+
+
+def test_the_changelog_has_this_version(repo: Path) -> None:
+    text = (repo / "CHANGELOG.md").read_text()
+    versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    assert versions[0] == "Unreleased" and hf_dpopt.__version__ in versions[1]
+    kinds = {"Privacy", "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
+    for module, names in former.TAUGHT.items():
+        assert all(f"`{module}.{name}`" in text for name in names)
+
+
+def test_contributors_are_told_of_every_check(repo: Path) -> None:
+    text = (repo / "CONTRIBUTING.md").read_text()
+    targets = set(re.findall(r"\bmake ([a-z]+)\b(?= |`)", text))
+    assert {"check", "test", "frozen", "costs", "env"} <= targets
+    known = set(re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)[1].split())
+    assert targets <= known
+    for command in re.findall(r"`python -m (tests[\w.]*)", text):
+        assert importlib.util.find_spec(command), command
+
+
+def test_a_report_of_a_fault_goes_to_nobody_in_particular(repo: Path) -> None:
+    """No address that nobody reads: the forge's own way to report."""
+    text = (repo / "SECURITY.md").read_text()
+    assert "Report a vulnerability" in text and "@" not in text
+    assert all(word in text for word in ("epsilon", "used twice", "private state", "Supported versions"))

@@ -1,0 +1,174 @@
+"""The public names: nothing heavy is imported before one is asked for, and all of them are what docs/ say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import hf_dpopt
+from hf_dpopt.common import former
+
+HEAVY = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "scipy", "matplotlib")
+
+
+def python(repo: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter, outside the checkout."""
+    path = os.pathsep.join(filter(None, [str(repo), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True, timeout=120)
+
+
+def imported(repo: Path, module: str) -> tuple[set[str], float]:
+    """The heavy libraries that an import brings along, and the CPU seconds it takes."""
+    code = f"""
+import json, sys, time
+import {module}
+print(json.dumps([[name for name in {HEAVY!r} if name in sys.modules], time.process_time()]))
+"""
+    result = python(repo, code)
+    assert result.returncode == 0, result.stderr
+    found, seconds = json.loads(result.stdout.splitlines()[-1])
+    return set(found), seconds
+
+
+@pytest.mark.parametrize("module", ["hf_dpopt", "hf_dpopt.common.errors", "hf_dpopt.cli", "hf_dpopt.run.ledger"])
+def test_an_import_is_light(repo: Path, module: str) -> None:
+    found, seconds = imported(repo, module)
+    assert not found
+    assert seconds < 1.0, "a bare interpreter takes 0.02 s of CPU, and an import of torch alone more than 1"
+
+
+def test_accounting_needs_no_torch(repo: Path) -> None:
+    """scipy is what dp_accounting computes with; beyond that library, our own modules take a tenth of a second."""
+    found, seconds = imported(repo, "hf_dpopt.accounting")
+    _, theirs = imported(repo, "dp_accounting")
+    assert found <= {"scipy"}
+    assert seconds < 1.5 * theirs + 0.2
+
+
+def test_every_name_resolves(repo: Path) -> None:
+    assert hf_dpopt.__all__ == sorted(set(hf_dpopt.__all__))
+    assert set(hf_dpopt.__all__) == set(hf_dpopt._ORIGIN)
+    for name in hf_dpopt.__all__:
+        assert getattr(hf_dpopt, name).__name__ == name
+    assert set(hf_dpopt.__all__) | {"__version__"} <= set(dir(hf_dpopt))
+    with pytest.raises(AttributeError, match="no attribute 'DPTrainr'"):
+        _ = hf_dpopt.DPTrainr
+    star = python(repo, "from hf_dpopt import *\nprint(DPTrainer, make_plan)")
+    assert star.returncode == 0, star.stderr
+
+
+def test_the_type_checker_sees_the_same_names(repo: Path) -> None:
+    tree = ast.parse((repo / "hf_dpopt" / "__init__.py").read_text())
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Name))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == hf_dpopt._ORIGIN
+
+
+@pytest.mark.parametrize("first", ["huggingface.trainer", "convex", "plan.plan", "clipping", "experimental.goe"])
+def test_a_part_may_be_imported_first(repo: Path, first: str) -> None:
+    """No circle of imports hides behind the order in which the names above are imported."""
+    result = python(repo, f"import hf_dpopt.{first}")
+    assert result.returncode == 0, result.stderr
+
+
+# --- paths of release 0.1.0 ---
+
+MOVED = [(module, name) for module, names in former.TAUGHT.items() for name in names]
+
+
+@pytest.mark.parametrize(("module", "name"), MOVED)
+def test_a_path_that_was_taught_works_and_warns(repo: Path, module: str, name: str) -> None:
+    now = former.TAUGHT[module][name]
+    code = f"""
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    from {module} import {name} as old
+from {now} import {name} as new
+assert old is new
+(warning,) = [w for w in caught if w.category is FutureWarning]
+assert "Fix: from {now} import {name}" in str(warning.message) and warning.filename == "<string>", warning
+"""
+    result = python(repo, code)
+    assert result.returncode == 0, result.stderr
+
+
+def test_other_old_paths_are_gone() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for path in ("hf_dpopt.grads.engine", "hf_dpopt.gradients", "hf_dpopt.mechanisms"):
+            with pytest.raises(ModuleNotFoundError):
+                __import__(path)
+        with pytest.raises(ImportError):
+            from hf_dpopt.grads import explain  # noqa: F401
+
+
+def test_paths_go_when_they_were_said_to() -> None:
+    def numbers(version: str) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", version)[:2]]
+
+    assert numbers(hf_dpopt.__version__) < numbers(former.UNTIL), "remove hf_dpopt/common/former.py"
+
+
+# --- the command line ---
+
+
+def test_python_m_is_the_command_line(repo: Path) -> None:
+    path = os.pathsep.join(filter(None, [str(repo), os.environ.get("PYTHONPATH", "")]))
+    command = [sys.executable, "-m", "hf_dpopt", "--help"]
+    result = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True, timeout=120
+    )
+    assert result.returncode == 0 and not result.stderr
+    assert "Differentially private finetuning" in result.stdout and "report" in result.stdout
+
+
+# --- what is not ours ---
+
+# A processor on which bitsandbytes looks for a kernel that is not there, while transformers imports it.
+ANOTHER_PROCESSOR = """
+import importlib.abc, importlib.machinery, runpy, sys
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "bitsandbytes.functional":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def exec_module(module):
+            execute(module)
+            module.has_avx512bf16 = lambda: True
+        spec.loader.exec_module = exec_module
+        return spec
+sys.meta_path.insert(0, Finder())
+"""
+COMMANDS = {
+    "hf-dpopt": "from hf_dpopt.cli import main\nsys.argv = ['hf-dpopt', 'plan', '-n', '2000', '-b', '50', '--steps', '9', "
+    "'--noise-multiplier', '1']\nmain()",
+    "trainer": "from hf_dpopt import DPTrainer",
+    "recipe": "sys.argv = ['glue.py', '--help']\nrunpy.run_path(sys.path.pop(0) + '/recipes/glue.py', run_name='__main__')",
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_start_is_quiet(repo: Path, command: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="what is imported along is silent already")
+    result = python(repo, f"{ANOTHER_PROCESSOR}\nsys.path.insert(0, {str(repo)!r})\n{COMMANDS[command]}")
+    assert result.returncode == 0, result.stderr
+    assert not result.stderr
+
+
+def test_the_processor_of_the_test_above_does_complain(repo: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="nobody complains without it")
+    result = python(repo, f"{ANOTHER_PROCESSOR}\nimport bitsandbytes\nprint('imported')")
+    if result.returncode == 0 and "gemm_4bit" not in result.stderr:
+        pytest.skip("this version of bitsandbytes looks for no such kernel")
+    assert "Failed to load CPU gemm_4bit_forward" in result.stderr, result.stderr
