@@ -18,19 +18,6 @@ ORDER = (
 
 LONGEST_CHAIN = 12  # packages; who reads one has to know those before it
 
-# Not mended yet. The lists only get shorter: what is mended is deleted here.
-CIRCLES = {
-    frozenset({"hf_dpopt.optim", "hf_dpopt.optim.arguments"}),
-    frozenset({"hf_dpopt.plan.compare", "hf_dpopt.plan.plan"}),
-    frozenset({"hf_dpopt.postprocess.adaptive_fir", "hf_dpopt.postprocess.low_pass"}),
-}
-HIDDEN_IMPORTS = {
-    ("hf_dpopt.optim.arguments", "hf_dpopt.optim"),
-    ("hf_dpopt.plan.compare", "hf_dpopt.plan.plan"),
-    ("hf_dpopt.plan.plan", "hf_dpopt.plan.compare"),
-    ("hf_dpopt.postprocess.low_pass", "hf_dpopt.postprocess.adaptive_fir"),
-}
-
 
 @pytest.fixture(scope="module")
 def package(repo: Path) -> Path:
@@ -99,12 +86,16 @@ def test_one_package_imports_transformers(package: Path):
 
 
 def test_no_circles_of_files(package: Path):
-    """Imports for types alone count, too: who reads one of the files still has to read the others."""
+    """Imports for types alone count, too: who reads one of the files still has to read the others.
+
+    The public names of ``hf_dpopt`` itself do not: they are imported when they are asked for.
+    """
     modules = _modules(package)
+    modules.pop("hf_dpopt")
     graph = {name: {other for other in _imports(modules, name) if other in modules} - {name} for name in modules}
     reach = {name: _reach(graph, name) for name in graph}
     circles = {frozenset(b for b in reach[a] if a in reach[b]) for a in reach if a in reach[a]}
-    assert circles == CIRCLES
+    assert not circles
 
 
 def test_no_import_of_ours_is_hidden_in_a_function(package: Path):
@@ -116,14 +107,14 @@ def test_no_import_of_ours_is_hidden_in_a_function(package: Path):
             functions = (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
             imported = (other for function in functions for other in _imported(modules, function))
             hidden |= {(name, other) for other in imported if other.split(".")[0] == "hf_dpopt"}
-    assert hidden == HIDDEN_IMPORTS
+    assert not hidden
 
 
 def test_the_longest_chain_of_packages(package: Path):
     modules = _modules(package)
     below: dict[str, set[str]] = {name: set() for name in ORDER}
     for name in modules:
-        own = name.split(".")[1:2]
+        own = [part for part in name.split(".")[1:2] if part in ORDER]
         others = {other.split(".")[1] for other in _imports(modules, name) if other.startswith("hf_dpopt.")}
         if own:
             below[own[0]] |= others & set(ORDER) - {own[0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,7 +47,8 @@ def make_plan(
     compared: tuple[Any, ...] = ()
     if config.noise_mechanism == "auto" and recorded is None:
         rows = compare_mechanisms(config, num_examples=num_examples, num_steps=num_steps, workload=workload)
-        compared, config = tuple(rows), rows[0].plan.config
+        compared = tuple(rows)
+        config = dataclasses.replace(rows[0].plan.config, amplification_samples=config.amplification_samples)
     return build_plan(
         config,
         num_examples=num_examples,

@@ -18,13 +18,21 @@ from hf_dpopt.accounting.balls_in_bins_sampled import (
     verified_epsilon,
 )
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
 from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import derive_key, random_words
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 
-MAX_CERTIFIED_BINS = 500  # a verification takes time with their number: about two minutes of two cores for as many
+MAX_CERTIFIED_BINS = 200  # a verification of four million samples takes minutes beyond
+
+
+def _announce(num_samples: int) -> None:
+    logger.info(
+        f"Balls in bins with correlated noise: verifying epsilon by {num_samples} samples, which takes seconds to "
+        "minutes. --amplification_samples 0 leaves it out, for a larger epsilon or more noise."
+    )
 
 
 @functools.lru_cache(maxsize=1)
@@ -89,6 +97,7 @@ class BallsInBinsSampler(Sampler):
         if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
             return None
         event = BallsInBinsDpEvent(strategy, noise_stddev, num_steps, self.steps_per_epoch)
+        _announce(num_samples)
         try:
             return verified_epsilon(event, delta, num_samples=num_samples)
         except DPConfigError:  # too few samples for a delta as small as this
@@ -99,6 +108,7 @@ class BallsInBinsSampler(Sampler):
     ) -> Calibration | None:
         if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
             return None
+        _announce(num_samples)
         made = calibrate_balls_in_bins(
             strategy, num_steps, self.steps_per_epoch, epsilon=epsilon, delta=delta, num_samples=num_samples
         )
