@@ -36,7 +36,7 @@ from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
-from hf_dpopt.preclip import Identity, Preclip
+from hf_dpopt.preclip import Preclip
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
 from hf_dpopt.records.inspection import refuse_malformed
@@ -357,7 +357,7 @@ class DPTrainerMixin(_Trainer):
             padding_id=padding_id,
             padding_side=padding_side,
             longest=longest_record(self._records.dataset),
-            is_scaled=not isinstance(self._planned().preclip, Identity),
+            is_scaled=self._planned().preclip.is_scaling,
             has_units=self._users is not None,
         )
         self._self_check = "passed"  # the error itself depends on how long the first records are

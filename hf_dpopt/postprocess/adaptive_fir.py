@@ -64,6 +64,10 @@ class AdaptiveFIR(Filter):
 
     a: tuple[float, ...] = ()
 
+    @property
+    def needs_noise_level(self) -> bool:
+        return True
+
     def __init__(
         self,
         taps: int,

@@ -53,6 +53,11 @@ class Filter(Postprocess):
     In the chain it maps what was released; in an optimizer it takes the place of the first moment.
     """
 
+    @property
+    def needs_noise_level(self) -> bool:
+        """Whether it corrects for the noise, whose level then has to be known."""
+        return False
+
     @abc.abstractmethod
     def update(self, grads: Gradients) -> Gradients:
         """Name -> gradient, to name -> bias-corrected filtered gradient; changes no tensor it is given."""

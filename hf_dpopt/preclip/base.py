@@ -82,6 +82,7 @@ class Preclip(abc.ABC):
     """
 
     name: ClassVar[str]
+    needs_public_records: ClassVar[bool] = False  # it learns from public_dataset
 
     @abc.abstractmethod
     def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
@@ -130,6 +131,21 @@ class Preclip(abc.ABC):
         return None
 
     @property
+    def num_public_records(self) -> int | None:
+        """Public records of one draw; None if it takes as many as public_batch_size says, or none."""
+        return None
+
+    @property
+    def keeps_one_noise_level(self) -> bool:
+        """Whether the noise that it leaves is of one level in all coordinates, for optimizers that correct for it."""
+        return True
+
+    @property
+    def is_scaling(self) -> bool:
+        """Whether records reach the clip in other coordinates than their own."""
+        return True
+
+    @property
     def needs_start(self) -> bool:
         """Whether a run has to be told to start it: it learns from the model, and keeps state from step to step."""
         return True
@@ -151,6 +167,10 @@ class Identity(Preclip):
 
     @property
     def needs_start(self) -> bool:
+        return False
+
+    @property
+    def is_scaling(self) -> bool:
         return False
 
     def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:

@@ -94,6 +94,10 @@ class DelayedPreconditioner(Preclip):
             )
 
     @property
+    def keeps_one_noise_level(self) -> bool:
+        return self.variant != "noise_first"
+
+    @property
     def num_queries(self) -> int:
         return 2 if self.variant == "extra_query" else 1
 

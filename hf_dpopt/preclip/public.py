@@ -45,6 +45,7 @@ class PublicPreconditioner(Preclip):
     learning_rate_ratio: float = 1.0
     factored: bool = False
     name: ClassVar[str] = "adadps"
+    needs_public_records: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("refresh_every", self.refresh_every)

@@ -87,6 +87,10 @@ class ScaleThenPrivatize(Preclip):
         if self.clipping_norm is not None:
             check_clipping_norm("clipping_norm", self.clipping_norm)
 
+    @property
+    def keeps_one_noise_level(self) -> bool:
+        return not self.unscale
+
     def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
         return 1.0
 

@@ -52,6 +52,7 @@ class PublicSubspaceProjection(Preclip):
     adagrad: str = "none"
     eps: float = 1e-8
     name: ClassVar[str] = "subspace"
+    needs_public_records: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_count("rank", self.rank)
@@ -78,6 +79,10 @@ class PublicSubspaceProjection(Preclip):
     def num_public_records(self) -> int:
         """Public records of a refresh."""
         return self.num_public or 2 * self.rank
+
+    @property
+    def keeps_one_noise_level(self) -> bool:
+        return False
 
     @property
     def changes_every(self) -> int | None:

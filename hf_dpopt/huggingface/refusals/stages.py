@@ -16,9 +16,8 @@ from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
 from hf_dpopt.plan.options import FILTER_DTYPES, OPTIONS
 from hf_dpopt.postprocess import IndependentNoise, as_postprocess
-from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.preclip import Preclip, PublicSubspaceProjection, make_preclip
+from hf_dpopt.preclip import Preclip, make_preclip
 
 MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
 
@@ -44,7 +43,7 @@ class _Asked:
 
     @property
     def is_adaptive(self) -> bool:
-        return isinstance(self.filter, AdaptiveFIR)
+        return self.filter is not None and self.filter.needs_noise_level
 
 
 def check_stages(
@@ -157,7 +156,7 @@ def _on_what_is_given_twice(asked: _Asked) -> Iterator[Refusal]:
 def _on_public_records(asked: _Asked) -> Iterator[Refusal]:
     preclip, public, args = asked.preclip, asked.public_dataset, asked.args
     yield (
-        preclip.name in ("adadps", "subspace") and public is None,
+        preclip.needs_public_records and public is None,
         f"preconditioner={preclip.name!r} learns from public records, and there are none.",
         "Pass public_dataset to the trainer; without public records use --preconditioner dp2_rmsprop.",
     )
@@ -175,7 +174,7 @@ def _on_public_records(asked: _Asked) -> Iterator[Refusal]:
         "private: their gradients would be used un-noised.",
         "Pass records that are public, or leave it out.",
     )
-    needed = preclip.num_public_records if isinstance(preclip, PublicSubspaceProjection) else args.public_batch_size
+    needed = preclip.num_public_records or args.public_batch_size
     yield (
         len(public) < needed,
         f"A draw of {needed} public records was asked for, and public_dataset has {len(public)}.",
@@ -186,9 +185,8 @@ def _on_public_records(asked: _Asked) -> Iterator[Refusal]:
 def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
     """Refusals of optimizers and filters that correct for the noise without knowing its level."""
     args, preclip, optimizer = asked.args, asked.preclip, type(asked.optimizer).__name__
-    spoils = getattr(preclip, "unscale", False) or getattr(preclip, "variant", "") == "noise_first"
     yield (
-        (spoils or preclip.name == "subspace") and (asked.corrects or asked.is_adaptive),
+        not preclip.keeps_one_noise_level and (asked.corrects or asked.is_adaptive),
         "The noise that this preconditioner leaves differs from coordinate to coordinate, and "
         f"{optimizer if asked.corrects else args.filter} corrects for one level.",
         "Use --optim adamw_torch, dp_adamw or sgd, and a fixed filter.",
