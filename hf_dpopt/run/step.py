@@ -26,7 +26,7 @@ def private_step(
     step: int,
     chain: Sequence[Map] = (),
 ) -> UnprivatizedStatistics:
-    r"""Leaves ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
+    r"""Leave ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
 
     Call it once per optimizer step, also when the logical batch is empty, then `optimizer.step()`.
 
