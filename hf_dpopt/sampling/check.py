@@ -1,4 +1,4 @@
-"""What a sampler promises about participations, asserted on the batches that are really drawn."""
+"""Check of what a sampler promises about participations, on the batches that are really drawn."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class ParticipationCheck:
 
     Args:
         sampler: draws.
-        key: of the chain.
-        first_step: of the chain, 1-based.
+        key: sampling key of the chain.
+        first_step: first step of the chain, 1-based.
     """
 
     def __init__(self, sampler: Sampler, key: bytes, first_step: int):
