@@ -52,7 +52,7 @@ def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
 
 
 def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:
-    """What in a run's folder contradicts its report."""
+    """Contradictions between a run's folder and its report."""
     folder = output_dir / FOLDER
     problems = []
     statement = folder / STATEMENT

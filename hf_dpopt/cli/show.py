@@ -1,4 +1,4 @@
-"""How plans are printed: as JSON for programs, as a table for people."""
+"""Printing of plans: as JSON for programs, as a table for people."""
 
 from __future__ import annotations
 
