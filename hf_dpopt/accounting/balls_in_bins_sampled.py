@@ -296,7 +296,7 @@ def verify(
     attempts: int = 1,
     seed: int | None = None,
 ) -> Certificate:
-    r"""Tests on fresh samples whether an event is (epsilon, delta)-DP.
+    r"""Test on fresh samples whether an event is (epsilon, delta)-DP.
 
     Formal guarantee: let a procedure call this for at most `attempts` events, one after the other, each chosen without
     looking at the records or at the samples of its own verification, train with the first that is accepted and with

@@ -132,7 +132,7 @@ def add(a: Law, b: Law) -> Law:
 
 
 def trim(law: Law, tail: float) -> Law:
-    """Cuts mass of up to `tail` below and mean of up to `tail` above."""
+    """Cut mass of up to `tail` below and mean of up to `tail` above."""
     mass, moments = law.mass, law.mass * law.values()
     first = min(int(np.searchsorted(np.cumsum(mass), tail)), len(mass) - 1)
     last = max(len(mass) - 1 - int(np.searchsorted(np.cumsum(moments[::-1]), tail)), first)

@@ -14,7 +14,7 @@ from hf_dpopt.report.statement import round_up
 
 
 def show_head(asked: dict[str, Any], *, num_examples: int, num_weights: int | None, as_json: bool) -> None:
-    """Prints the plan of a head.
+    """Print the plan of a head.
 
     Args:
         asked: fields of `HeadConfig`.

@@ -81,7 +81,7 @@ class Training:
 def plan_run(
     asked: dict[str, Any], length: Length, training: Training, *, compare: bool, plots: Path | None, as_json: bool
 ) -> None:
-    """Prints the plan of a run, and beside it that of every mechanism at the same budget.
+    """Print the plan of a run, and beside it that of every mechanism at the same budget.
 
     Args:
         asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
@@ -113,7 +113,7 @@ def plan_run(
 
 
 def plan_users(asked: dict[str, Any], length: Length, *, users: int, records_per_user: int, as_json: bool) -> None:
-    """Prints two plans that protect users, one that samples users and one that samples records.
+    """Print two plans that protect users, one that samples users and one that samples records.
 
     Args:
         asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.

@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
-    """Prints plain values with sorted names."""
+    """Print plain values with sorted names."""
     typer.echo(json.dumps(facts, indent=2, sort_keys=True))
 
 

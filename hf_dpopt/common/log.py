@@ -18,7 +18,7 @@ def is_secret_key(key: str) -> bool:
 
 
 class _Console(logging.StreamHandler):
-    """Prints where nobody else handles a record.
+    """Handler that prints where nobody else handles a record.
 
     Asked at every record, not once: an application may set up logging after the trainer was built, and libraries give
     the root logger a handler when they are imported (absl does). Either way a line is handled once.

@@ -88,7 +88,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
     def _update(
         self, group: Group, params: Tensors, grads: Tensors, filtered: Tensors | None, variance: float
     ) -> None:
-        """Steps tensors of one group, device and dtype.
+        """Update tensors of one group, device and dtype.
 
         Args:
             grads: what `_gradient` returned.

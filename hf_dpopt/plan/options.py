@@ -204,7 +204,7 @@ class PreconditionerOptions:
 
 @dataclass
 class AfterNoiseOptions:
-    """Options of what is made of the noisy gradient. Nothing here costs privacy."""
+    """Postprocessing: what is made of the noisy gradient. Nothing here costs privacy."""
 
     max_grad_norm: float = option(
         0.0, "Clip of the noisy mean gradient; 0 is off. Not the privacy clip (clipping_norm)."
@@ -336,7 +336,7 @@ def help_of(name: str) -> Help:
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Appends the ``Args`` section to the docstring of a dataclass: what is said of the options it is made of."""
+    """Append the ``Args`` section to the docstring of a dataclass: what is said of the options it is made of."""
     lines = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         text: Help = field.metadata["help"]

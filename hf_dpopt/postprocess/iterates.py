@@ -24,7 +24,7 @@ class AfterStep(abc.ABC):
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Hooks it to the optimizer's steps, after what was attached before; the handle's `remove` undoes it.
+        """Hook it to the optimizer's steps, after what was attached before; the handle's `remove` undoes it.
 
         Raises:
             DPConfigError: if the optimizer does not hold the model's trainable parameters.
@@ -40,7 +40,7 @@ class AfterStep(abc.ABC):
 
     @abc.abstractmethod
     def update(self) -> None:
-        """Changes the weights, or takes note of them: what the hook calls."""
+        """Change the weights, or take note of them: what the hook calls."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -63,7 +63,7 @@ class LogicalBatch:
 def physical_parts(
     records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
 ) -> Iterator[list[Part]]:
-    """Yields what is made of every `size` records: one batch, mostly, whose places count from the first of them.
+    """Yield what is made of every `size` records: one batch, mostly, whose places count from the first of them.
 
     Args:
         records: records of one logical batch.

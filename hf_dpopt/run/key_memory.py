@@ -174,7 +174,7 @@ class KeyMemory:
         self._file = os.open(path, os.O_RDWR)
 
     def note(self, step: int) -> None:
-        """Notes that the noise of a step may be used from now on; its charge is the last record of the ledger."""
+        """Note that the noise of a step may be used from now on; its charge is the last record of the ledger."""
         assert self._file is not None
         os.pwrite(self._file, _slot_of(self._header, step, self._ledger.digest()), SLOTS[self._next_slot])
         _fdatasync(self._file)

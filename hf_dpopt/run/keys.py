@@ -178,7 +178,7 @@ class PrivateState:
         return KeyMemory(self.directory, ledger)
 
     def check_data(self, chain: Chain, mark: str) -> None:
-        """Notes of what data a chain is, or checks that it is still the same.
+        """Note of what data a chain is, or check that it is still the same.
 
         Records and users are numbers to a sampler: where it relies on when each took part before, they have to keep
         their numbers for as long as the key is the same. The mark is made of private data, so it stays here.

@@ -176,7 +176,7 @@ class PrivateRun:
             self._memory.close()
 
     def _record_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
-        """Notes what is executed, or checks that it is what the ledger's run was."""
+        """Note what is executed, or check that it is what the ledger's run was."""
         assert self.ledger is not None
         before, public = self.ledger.plan, self.plan.public_dict()
         if training is not None:
@@ -196,7 +196,7 @@ class PrivateRun:
             )
 
     def mark_checkpoint(self, folder: str | Path) -> None:
-        """Notes in a checkpoint which record of the ledger it stands at, and keeps the noise's state; rank 0 only.
+        """Note in a checkpoint which record of the ledger it stands at, and keep the noise's state; rank 0 only.
 
         The state stays in the private directory, never in the checkpoint. Only the last one is kept: a run that goes
         on from an older checkpoint needs noise of its own.

@@ -83,6 +83,6 @@ def clip_and_sum(
 
 
 def write_gradients(parameters: Mapping[str, torch.nn.Parameter], released: Released) -> None:
-    """Assigns the gradient of every trained parameter, in its dtype: whatever was there is gone."""
+    """Assign the gradient of every trained parameter, in its dtype: whatever was there is gone."""
     for name, p in parameters.items():
         p.grad = released[name].to(p.dtype)

@@ -109,7 +109,7 @@ class UserData:
         self.index.check_is_of(dataset, self.column)
 
     def choose_places(self, key: bytes) -> np.ndarray:
-        """Chooses what is in the places of a chain of steps that samples records, (users * records_per_user,).
+        """Choose what is in the places of a chain of steps that samples records, (users * records_per_user,).
 
         Every user has as many places; a record stands in them, or -1.
         """
