@@ -16,7 +16,8 @@ from typer.main import get_command
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments, PrivacyConfig
 from hf_dpopt.cli.app import app
 from hf_dpopt.clipping import ENGINES
-from hf_dpopt.clipping.thresholds import CLIPPINGS, Adjacency, FlatClipping
+from hf_dpopt.clipping.thresholds import CLIPPINGS, FlatClipping
+from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.convex import HeadTrainingArguments
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan import options

@@ -1,4 +1,4 @@
-"""What was spent: events, accountants and calibration. Nothing here imports transformers."""
+"""Privacy accounting: events, accountants and calibration. Nothing here imports transformers."""
 
 from __future__ import annotations
 

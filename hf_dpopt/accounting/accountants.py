@@ -1,4 +1,4 @@
-"""From an event to epsilon: every accountant that is valid for the event and the adjacency runs, the smallest wins.
+"""Epsilon of an event: every accountant that is valid for the event and the adjacency runs, the smallest wins.
 
 All of them give upper bounds, so the minimum is one. Which pairs are valid is decided here and not by dp_accounting
 alone: its RDP accountant accepts plain Gaussian events under ``replace_one`` and forgets the factor 2.
@@ -48,7 +48,7 @@ def epsilon(event: DpEvent, delta: float, adjacency: str, *, relative_error: flo
 
     Args:
         event: what ran, in dp_accounting's convention (noise stddev / bound on one record).
-        delta: in (0, 1).
+        delta: delta of the guarantee, in (0, 1).
         adjacency: a key of `events.RELATIONS`.
         relative_error: tolerated excess of epsilon due to discretisation.
 
@@ -80,7 +80,7 @@ def _epsilon(composition: Composition, delta: float, adjacency: str, relative_er
     ]
     if not results:
         raise DPConfigError(
-            f"no accountant has a proof for this event at delta={delta} under adjacency={adjacency!r}. Use delta >= "
+            f"No accountant has a proof for this event at delta={delta} under adjacency={adjacency!r}. Use delta >= "
             f"{MIN_PLD_DELTA}, or sampling='poisson' with adjacency='add_or_remove_one'. Event: {composition}"
         )
     return min(results, key=lambda spent: spent.epsilon)
@@ -161,7 +161,7 @@ def _rdp(composition: Composition, delta: float) -> float | None:
 
 @contextlib.contextmanager
 def quiet_absl() -> Iterator[None]:
-    """Hides "failed to converge ... Excluding this order": orders left out make RDP looser, not wrong."""
+    """Hide "failed to converge ... Excluding this order": orders left out make RDP looser, not wrong."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -70,7 +70,7 @@ class BallsInBinsDpEvent(DpEvent):
 
     @property
     def ring(self) -> Ring:
-        """What the sampling-free bound looks at."""
+        """Correlations between the bins that the sampling-free bound looks at."""
         return Ring.of(bin_lags(self.strategy, self.num_steps, self.num_bins), self.noise_multiplier)
 
 
@@ -109,7 +109,7 @@ def bin_grams(strategy: StrategyMatrices, num_steps: int, num_bins: int) -> np.n
         _check_entries(strategy, matrix)
         if matrix.shape != (num_steps, num_steps) or np.triu(matrix, 1).any():
             raise DPConfigError(
-                f"the matrix of {strategy.name} is not square and lower-triangular, for which the dominating pair of "
+                f"The matrix of {strategy.name} is not square and lower-triangular, for which the dominating pair of "
                 "balls in bins is proven. Use nu_dpftrl or blt."
             )
         met = np.stack([matrix[:, j::num_bins].sum(axis=1) for j in range(num_bins)])
@@ -136,7 +136,7 @@ def _check_entries(strategy: StrategyMatrices, entries: np.ndarray) -> None:
 
 
 def _shifted_grams(first: np.ndarray, num_bins: int) -> np.ndarray:
-    """Of ``first`` delayed by 0, .., num_bins - 1 steps and cut at its own length."""
+    """Gram matrix of ``first`` delayed by 0, .., num_bins - 1 steps and cut at its own length."""
     n = len(first)
     gram = np.zeros((num_bins, num_bins))
     for lag in range(min(num_bins, n)):
@@ -155,7 +155,7 @@ def without_amplification(event: BallsInBinsDpEvent) -> GaussianDpEvent:
 def balls_in_bins_epsilon(
     composition: tuple[tuple[DpEvent, int], ...], delta: float, adjacency: str, relative_error: float = 0.0
 ) -> float | None:
-    """For `accountants.ACCOUNTANTS`: any number of chains of balls in bins, and plain Gaussian mechanisms besides.
+    """Epsilon of any number of chains of balls in bins, with plain Gaussian mechanisms; for `ACCOUNTANTS`.
 
     Computed, so the same in every process: a certificate counts only where a caller hands it over.
     """

@@ -124,7 +124,7 @@ def _lowest_ceiling(epsilon: float, linear: float, quadratic: float) -> tuple[fl
 
 
 def _log_mean_exp(exponents: np.ndarray) -> np.ndarray:
-    """Over the last axis; overwrites its argument."""
+    """Logarithm of the mean of exponentials over the last axis; overwrites its argument."""
     top = exponents.max(axis=1)
     exponents -= top[:, None]
     np.exp(exponents, out=exponents)
@@ -168,8 +168,8 @@ def balls_in_bins_delta(
         epsilon: >= 0.
         num_steps: steps of the run.
         num_bins: b; a record takes part in every b-th step.
-        num_samples: for each of the two directions.
-        seed: of the samples, which protect nobody.
+        num_samples: samples for each of the two directions.
+        seed: seed of the samples, which protect nobody.
     """
     if not (math.isfinite(draw_stddev) and draw_stddev > 0) or not epsilon >= 0 or num_samples < 2:
         raise DPConfigError("Use a finite draw_stddev > 0, an epsilon >= 0 and at least 2 samples.")
@@ -204,7 +204,7 @@ class Certificate:
     attempts: int
 
     @property
-    def accepted(self) -> bool:
+    def is_accepted(self) -> bool:
         return self.remove <= self.remove_threshold and self.add <= self.add_threshold
 
     def covers(self, event: BallsInBinsDpEvent, delta: float) -> bool:
@@ -213,7 +213,7 @@ class Certificate:
         shorter = event.num_steps <= known.num_steps
         steps_fit = shorter if known.strategy.anytime else event.num_steps == known.num_steps
         return (
-            self.accepted
+            self.is_accepted
             and steps_fit
             and delta >= self.delta
             and event.noise_multiplier >= known.noise_multiplier
@@ -223,7 +223,7 @@ class Certificate:
     def parameters(self) -> dict[str, Any]:
         """Every number; JSON-able. The strategy by its parameters."""
         event = {**_shallow(self.event), "strategy": self.event.strategy.parameters()}
-        return {**_shallow(self), "event": event, "accepted": self.accepted}
+        return {**_shallow(self), "event": event, "accepted": self.is_accepted}
 
     @classmethod
     def read(cls, parameters: Mapping[str, Any], strategy: StrategyMatrices) -> Certificate:
@@ -241,7 +241,7 @@ class Certificate:
             as_written = json.loads(json.dumps(found.parameters())) == json.loads(json.dumps(dict(parameters)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DPConfigError(f"The certificate was edited: {error}. Use the ledger as the run wrote it.") from error
-        if not as_written or not found.accepted:
+        if not as_written or not found.is_accepted:
             raise DPConfigError("The certificate is not one of this run's noise. Use the ledger as the run wrote it.")
         return found
 
@@ -296,7 +296,7 @@ def verify(
     attempts: int = 1,
     seed: int | None = None,
 ) -> Certificate:
-    r"""Tests on fresh samples whether an event is (epsilon, delta)-DP.
+    r"""Test on fresh samples whether an event is (epsilon, delta)-DP.
 
     Formal guarantee: let a procedure call this for at most `attempts` events, one after the other, each chosen without
     looking at the records or at the samples of its own verification, train with the first that is accepted and with
@@ -314,11 +314,11 @@ def verify(
     Args:
         event: the mechanism.
         epsilon: >= 0.
-        delta: in (0, 1).
-        num_samples: in each direction.
-        failure: in (0, 0.1], probability of a false acceptance, over all attempts.
+        delta: delta of the guarantee, in (0, 1).
+        num_samples: samples in each direction.
+        failure: probability of a false acceptance over all attempts, in (0, 0.1].
         attempts: how many verifications share it.
-        seed: for tests. A known seed voids the guarantee.
+        seed: fixed seed for tests. A known seed voids the guarantee.
 
     Raises:
         DPConfigError: if the samples are too few for any proof.
@@ -363,7 +363,7 @@ def _excess(event: BallsInBinsDpEvent, epsilon: float, delta: float, num_samples
 def verified_epsilon(
     event: BallsInBinsDpEvent, delta: float, *, num_samples: int = NUM_SAMPLES, seed: int | None = None
 ) -> Certificate:
-    """About the smallest epsilon that a verification accepts, for an event that has already taken place.
+    """Certificate of nearly the smallest epsilon that a verification accepts, for an event that has taken place.
 
     Formal guarantee: with probability at least 1 - FAILURE over its samples, the event is (epsilon, delta)-DP. It may
     be asked at any time and depends on no record; but, unlike `calibrate_balls_in_bins`, it does not make the run
@@ -379,9 +379,9 @@ def verified_epsilon(
             event, min(known, high * 1.02**attempt), delta, num_samples=num_samples, attempts=ATTEMPTS,
             seed=None if seed is None else seed + attempt,
         )  # fmt: skip
-        if found.accepted:
+        if found.is_accepted:
             return found
-    raise DPConfigError(f"no epsilon was verified for {event}. Use more samples than {num_samples}.")
+    raise DPConfigError(f"No epsilon was verified for {event}. Use more samples than {num_samples}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,7 +393,7 @@ class Bound:
     num_samples: int = 0  # in each direction; 0 for a computation
 
     def describe(self) -> str:
-        """For the privacy statement."""
+        """Name of the method and number of samples, for the privacy statement."""
         if self.method == MONTE_CARLO:
             return f"Monte Carlo, verified with {self.num_samples} samples in each direction"
         return self.method
@@ -412,7 +412,7 @@ def epsilon_of(
     """
     if adjacency not in ADJACENCIES:
         raise DPConfigError(
-            f"balls in bins has no proof under adjacency={adjacency!r}. Use 'add_or_remove_one' or 'zero_out'."
+            f"Balls in bins has no proof under adjacency={adjacency!r}. Use 'add_or_remove_one' or 'zero_out'."
         )
     bounds = [Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE)]
     for certificate in certificates:
@@ -444,7 +444,7 @@ def calibrate_balls_in_bins(
     num_samples: int = NUM_SAMPLES,
     seed: int | None = None,
 ) -> Calibration:
-    """About the least noise with which a run is (epsilon, delta)-DP.
+    """Nearly the least noise with which a run is (epsilon, delta)-DP.
 
     Formal guarantee: training with the returned event, or not at all if this raises, is (epsilon, delta)-DP: by
     computation ("sampling_free"), or by `verify` with at most ATTEMPTS attempts, each with 1% more noise than the one
@@ -453,8 +453,8 @@ def calibrate_balls_in_bins(
 
     Args:
         method: "auto" takes samples only where they promise at least 1% less noise.
-        num_samples: of each verification, in each direction.
-        seed: for tests. A known seed voids the guarantee of "monte_carlo".
+        num_samples: samples of each verification, in each direction.
+        seed: fixed seed for tests. A known seed voids the guarantee of "monte_carlo".
 
     Raises:
         DPConfigError: if every attempt fails, or if the samples are too few for any proof.
@@ -476,18 +476,18 @@ def calibrate_balls_in_bins(
                 event = at(guess + 0.01 * attempt)
                 fresh = None if seed is None else seed + attempt
                 found = verify(event, epsilon, delta, num_samples=num_samples, attempts=ATTEMPTS, seed=fresh)
-                if found.accepted:
+                if found.is_accepted:
                     return Calibration(event, Bound(epsilon, MONTE_CARLO, num_samples), found)
             if method == "monte_carlo":
                 raise DPConfigError(
-                    f"no noise was verified for epsilon={epsilon}. Use more samples than {num_samples}."
+                    f"No noise was verified for epsilon={epsilon}. Use more samples than {num_samples}."
                 )
     event = at(computed)
     return Calibration(event, Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE), None)
 
 
 def _root(function: Callable[[float], float], top: float) -> float:
-    """Where a decreasing function of log stddev passes 0, to 0.1%; at most `top`."""
+    """Root of a decreasing function of log stddev, to 0.1%; at most `top`."""
     low, width = top, 0.1
     while function(low) <= 0 and width < 100:
         low, width = low - width, 2 * width

@@ -49,10 +49,10 @@ def calibrate_noise_multiplier(epsilon_at: Callable[[float, float], float], targ
 def calibrate_gaussian(
     epsilon_at: Callable[[float, float], float], target_epsilon: float, delta: float, precision: float, adjacency: str
 ) -> float:
-    """The same where the run is one Gaussian mechanism: in closed form, to a relative 1e-9.
+    """Smallest noise multiplier of a run that is one Gaussian mechanism: in closed form, to a relative 1e-9.
 
     Args:
-        epsilon_at: as above.
+        epsilon_at: epsilon at a noise multiplier and a relative error.
         target_epsilon, delta: the budget.
         precision: `events.gaussian_precision` of the run at a noise multiplier of 1.
         adjacency: decides how many clips a record moves.
@@ -64,7 +64,7 @@ def calibrate_gaussian(
         noise = get_sigma_gaussian(target_epsilon, delta) * math.sqrt(precision) * SENSITIVITY_FACTOR[adjacency]
     except (ValueError, ArithmeticError):
         raise DPConfigError(
-            f"no noise multiplier gives epsilon={target_epsilon:.4g}. Use a target_epsilon between 0.01 and 100."
+            f"No noise multiplier gives epsilon={target_epsilon:.4g}. Use a target_epsilon between 0.01 and 100."
         ) from None
     more = 1e-9
     while epsilon_at(noise, FINE) > target_epsilon:  # the inverse stops within rounding on either side
@@ -97,6 +97,6 @@ def _solve(
         if not low < x < high:
             x = (low + high) / 2
     raise DPConfigError(
-        f"no noise multiplier between 1e-6 and 1e6 gives epsilon={aim:.4g}. Use a target_epsilon between 0.01 and "
+        f"No noise multiplier between 1e-6 and 1e6 gives epsilon={aim:.4g}. Use a target_epsilon between 0.01 and "
         "100, fewer steps or a smaller expected_batch_size."
     )

@@ -68,7 +68,7 @@ def resolve_delta(
         num_units: n, what is protected one by one: records or users.
         allow_large: whether a delta above 1/n was allowed in words.
         recorded: that of the run that goes on, which is kept if no other is asked for.
-        unit: for messages.
+        unit: name of the unit in messages.
 
     Raises:
         DPConfigError: for a delta above 1/n that was asked for and not allowed.
@@ -86,11 +86,11 @@ def resolve_delta(
         f"delta={delta:g} is {'above' if delta > worthless else 'exactly'} 1/n = {worthless:.3g} for n = {num_units} "
         f"{unit}s: a run that publishes one {unit} outright, chosen at random, would keep such a promise"
     )
-    mend = f"Use target_delta <= {default_delta(num_units):g} (the default), or any other below 1/n"
+    fix = f"Use target_delta <= {default_delta(num_units):g} (the default), or any other below 1/n"
     if target_delta is not None and delta > worthless and not allow_large:
         raise DPConfigError(
-            f"{what}. {mend}; to state it all the same, set allow_large_delta (--allow_large_delta true), which the "
+            f"{what}. {fix}; to state it all the same, set allow_large_delta (--allow_large_delta true), which the "
             "privacy statement then says."
         )
-    warnings.warn(f"{what}. {mend}.", PrivacyWarning, stacklevel=3)
+    warnings.warn(f"{what}. {fix}.", PrivacyWarning, stacklevel=3)
     return delta

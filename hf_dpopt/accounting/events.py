@@ -90,7 +90,7 @@ def noise_of(leaf: DpEvent) -> float:
             return leaf.standard_deviation / max(leaf.sensitivities)
         case _:
             raise DPConfigError(
-                f"no proof is known here for the event {leaf}. Use the events that the samplers in hf_dpopt.sampling "
+                f"No proof is known here for the event {leaf}. Use the events that the samplers in hf_dpopt.sampling "
                 "make: Gaussian, Poisson-sampled Gaussian, truncated Poisson-sampled Gaussian, mixtures of Gaussians "
                 "and balls in bins."
             )
@@ -107,7 +107,7 @@ def gaussian_precision(composition: Composition) -> float | None:
 
 
 def num_compositions(composition: Composition) -> int:
-    """How many mechanisms are convolved; a repeated Gaussian is one Gaussian."""
+    """Number of mechanisms that are convolved; a repeated Gaussian is one Gaussian."""
     return sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in composition)
 
 
@@ -160,5 +160,5 @@ def scale_noise(composition: Composition, factor: float) -> Composition:
 
 
 def dp_accounting_version() -> str:
-    """For the privacy statement: the numbers depend on it."""
+    """Version of dp_accounting, for the privacy statement: the numbers depend on it."""
     return version("dp-accounting")

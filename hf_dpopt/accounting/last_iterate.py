@@ -118,7 +118,7 @@ class ProjectedSGD:
 
     @property
     def largest_batch(self) -> int:
-        """With more records a step at the first step size is no contraction."""
+        """Largest batch with which a step at the first step size is a contraction."""
         room = (2 / self.step_size - 2 * self.l2) / self.smoothness
         return math.floor(self.expected_batch_size * room * (1 + 1e-12))
 
@@ -149,7 +149,7 @@ class ProjectedSGD:
         return stddev * self.step_size * math.sqrt(num_weights * float(self._reach(np.array([self.num_steps]))[1][0]))
 
     def _reach(self, horizons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Over the last R steps: ``P_0^2``, and ``sum_t (P_t eta_t / eta)^2``, the variance of noise of variance 1."""
+        """``P_0^2`` over the last R steps, and ``sum_t (P_t eta_t / eta)^2``, the variance of noise of variance 1."""
         if not self.decay:
             shrinks = 2 * math.log1p(-self.step_size * self.l2)  # c^2 = exp(shrinks), exact for the smallest l2
             counted = np.expm1(shrinks * horizons) / math.expm1(shrinks) if shrinks else horizons
@@ -197,7 +197,7 @@ def last_iterate_epsilon(
 
     Args:
         run: what runs.
-        delta: in (0, 1).
+        delta: delta of the guarantee, in (0, 1).
         form: "pld" is tighter; "rdp" is Eq. (3.6) of the paper, and (5.3) with a regulariser and ``shifts="last"``.
         shifts: how the distance is made up for; see `ProjectedSGD.shift_costs`.
         adjacency: ``replace_one`` for the paper's statement, with ``form="rdp"`` only.
@@ -212,7 +212,7 @@ def last_iterate_epsilon(
     """
     if adjacency not in (ADJACENCY, "replace_one") or (adjacency == "replace_one" and form != "rdp"):
         raise DPConfigError(
-            f"the last iterate has no bound of form {form!r} under adjacency={adjacency!r}. Use {ADJACENCY!r}, or "
+            f"The last iterate has no bound of form {form!r} under adjacency={adjacency!r}. Use {ADJACENCY!r}, or "
             "form 'rdp' with 'replace_one' to evaluate the paper's statement."
         )
     if not 0 < delta < 1:
@@ -235,12 +235,12 @@ def last_iterate_epsilon(
 
 
 def event_of(run: ProjectedSGD, found: LastIterate) -> DpEvent:
-    """What the last iterate reveals at most, as mechanisms that compose with those of other runs.
+    """Event of the last iterate: mechanisms that reveal no less and compose with those of other runs.
 
     Args:
         run: what ran.
-        found: by `last_iterate_epsilon` of form "pld" with the cheapest shifts. Of delta, `OVERSIZED_SHARE` is for
-            batches that are too large; of every run that is composed.
+        found: result of `last_iterate_epsilon` of form "pld" with the cheapest shifts. Of every run that is composed,
+            `OVERSIZED_SHARE` of delta is for batches that are too large.
     """
     if found.horizon is None or found.share is None:
         step = PoissonSampledDpEvent(run.sample_rate, GaussianDpEvent(run.noise_multiplier))
@@ -254,7 +254,7 @@ def calibrate_last_iterate(run: ProjectedSGD, target_epsilon: float, delta: floa
     Args:
         run: its noise multiplier is not used.
         target_epsilon: > 0.
-        delta: in (0, 1).
+        delta: delta of the guarantee, in (0, 1).
     """
 
     def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
@@ -271,7 +271,7 @@ def plateau(run: ProjectedSGD, delta: float) -> int | None:
 
     Args:
         run: its number of steps is not used; the step size has to be constant, else the plateau depends on the end.
-        delta: in (0, 1).
+        delta: delta of the guarantee, in (0, 1).
 
     Returns:
         None if it is not reached in `MANY` steps.
@@ -283,7 +283,7 @@ def plateau(run: ProjectedSGD, delta: float) -> int | None:
         raise DPConfigError(f"decay={run.decay:g}: noise of small steps hides less, and no plateau is reached. Use 0.")
     many = dataclasses.replace(run, num_steps=MANY)
     flat = _by_renyi(many, delta, "optimal", 1.0)[0]
-    step = _sampled(run.sample_rate, run.noise_multiplier)
+    step = _step_divergences(run.sample_rate, run.noise_multiplier)
 
     def exceeds(log_steps: float) -> float:
         return _renyi_epsilon(step, round(math.exp(log_steps)), 0.0, delta) - flat
@@ -307,7 +307,7 @@ def _event(run: ProjectedSGD, shifts: Shifts, horizon: int, share: float) -> DpE
 
 
 def _mean(run: ProjectedSGD, shifts: Shifts, horizon: int, share: float) -> float:
-    """Of the Gaussian that hides the distance, in units of its stddev."""
+    """Mean of the Gaussian that hides the distance, in units of its stddev."""
     sigma = run.noise_multiplier * run.lipschitz / run.expected_batch_size
     (cost,) = run.shift_costs(np.array([horizon]), shifts)
     return max(math.sqrt(cost / share) / sigma, 1e-12)  # the shift is nearly nothing after many contractions
@@ -318,7 +318,7 @@ def _plain(
 ) -> float:
     """Epsilon of all iterates; infinite if it is seen without much work that it is no match for the bound."""
     noise = run.noise_multiplier
-    rough = _renyi_epsilon(_sampled(run.sample_rate, noise / sensitivity), run.num_steps, 0.0, delta)
+    rough = _renyi_epsilon(_step_divergences(run.sample_rate, noise / sensitivity), run.num_steps, 0.0, delta)
     if form == "rdp":
         return rough
     if rough > PLAIN_LIMIT * bound:
@@ -348,7 +348,7 @@ def _check_oversized(run: ProjectedSGD, horizon: int, delta: float) -> None:
     log_cost = math.log(horizon) + log_chance
     if log_cost > math.log(OVERSIZED_SHARE * delta):
         raise DPConfigError(
-            f"with step_size={run.step_size:g}, batches of more than {run.largest_batch} records make no contraction, "
+            f"With step_size={run.step_size:g}, batches of more than {run.largest_batch} records make no contraction, "
             f"and those are not rare enough with {run.expected_batch_size} expected: they cost "
             f"{math.exp(min(0.0, log_cost)):.1g} of delta={delta:g}. Use a smaller step_size or a larger "
             "expected_batch_size."
@@ -359,7 +359,7 @@ def _check_oversized(run: ProjectedSGD, horizon: int, delta: float) -> None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _sampled(sample_rate: float, noise_multiplier: float) -> tuple[float, ...]:
+def _step_divergences(sample_rate: float, noise_multiplier: float) -> tuple[float, ...]:
     """Renyi divergences of one sampled Gaussian mechanism, at `_ORDERS`."""
     accountant = RdpAccountant()
     with accountants.quiet_absl():
@@ -371,7 +371,7 @@ _ORDERS = RdpAccountant().orders
 
 
 def _renyi_epsilon(step: tuple[float, ...], num_steps: int, squared_mean: float, delta: float) -> float:
-    """Of `num_steps` mechanisms and a Gaussian of that mean."""
+    """Epsilon of `num_steps` mechanisms and a Gaussian of that mean."""
     return float(compute_epsilon(_ORDERS, num_steps * np.array(step) + _ORDERS * squared_mean / 2, delta)[0])
 
 
@@ -395,7 +395,7 @@ def _least(
     squares = run.shift_costs(horizons, shifts) / sigma**2
     found = []
     for share in shares:
-        step = _sampled(run.sample_rate, run.noise_multiplier * math.sqrt(1 - share) / sensitivity)
+        step = _step_divergences(run.sample_rate, run.noise_multiplier * math.sqrt(1 - share) / sensitivity)
 
         def at(i: int, step: tuple[float, ...] = step, share: float = share) -> float:
             return _renyi_epsilon(step, int(horizons[i]), float(squares[i] / share), delta)
@@ -406,7 +406,7 @@ def _least(
 
 
 def _valley(value: Callable[[int], float], size: int) -> int:
-    """Where a sequence that falls and then rises is least, by thirds; any index is a valid choice."""
+    """Index at which a sequence that falls and then rises is least, by thirds; any index is a valid choice."""
     low, high = 0, size - 1
     while high - low > 2:
         left, right = low + (high - low) // 3, high - (high - low) // 3

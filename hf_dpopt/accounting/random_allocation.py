@@ -99,7 +99,7 @@ def _cells(z: np.ndarray) -> np.ndarray:
 
 
 def product(a: Law, b: Law) -> Law:
-    """Of independent variables with means of at most 1."""
+    """Law of the product of independent variables with means of at most 1."""
     zero = a.zero + b.zero - a.zero * b.zero
     return Law(a.step, a.origin + b.origin, np.convolve(a.mass, b.mass), zero, a.excess + b.excess)
 
@@ -132,7 +132,7 @@ def add(a: Law, b: Law) -> Law:
 
 
 def trim(law: Law, tail: float) -> Law:
-    """Cuts mass of up to `tail` below and mean of up to `tail` above."""
+    """Cut mass of up to `tail` below and mean of up to `tail` above."""
     mass, moments = law.mass, law.mass * law.values()
     first = min(int(np.searchsorted(np.cumsum(mass), tail)), len(mass) - 1)
     last = max(len(mass) - 1 - int(np.searchsorted(np.cumsum(moments[::-1]), tail)), first)
@@ -145,7 +145,7 @@ def trim(law: Law, tail: float) -> Law:
 
 
 def mean(law: Law, count: int, tail: float) -> Law:
-    """Of `count` independent variables with this law."""
+    """Law of the mean of `count` independent variables with this law."""
     total, power, left = None, law, count
     while left:
         if left & 1:
@@ -176,7 +176,7 @@ class Ring:
 
     @classmethod
     def of(cls, lags: np.ndarray, stddev: float, chains: int = 1) -> Ring:
-        """From the largest ``G_jl >= 0`` among bins with ``j - l = 0, 1, .., b - 1``, (b,)."""
+        """Make a ring from the largest ``G_jl >= 0`` among bins with ``j - l = 0, 1, .., b - 1``, (b,)."""
         assert (lags >= 0).all()
         around = np.concatenate([lags[:1], lags[:0:-1]])  # bins k apart one way are b - k apart the other way
         largest = np.maximum(lags, around)[: len(lags) // 2 + 1] / stddev**2
@@ -184,7 +184,7 @@ class Ring:
 
     @property
     def variance(self) -> float:
-        """Of the privacy loss of a record whose bin is known."""
+        """Variance of the privacy loss of a record whose bin is known."""
         return max(self.covariances)
 
 
@@ -206,7 +206,7 @@ class Tree:
         return len(np.unique(self.bins() % num_bins)) == math.prod(self.arities)
 
     def variances(self, ring: Ring) -> np.ndarray:
-        """Of the lognormal factor of the root, of each level below it, and of the bins; all >= 0.
+        """Variances of the lognormal factor of the root, of each level below it, and of the bins; all >= 0.
 
         Two bins share the factors down to where they part, so their covariance is the sum of those variances. It is
         the largest that the ring has for any two bins that part there, and no smaller than that of an earlier parting.
@@ -273,7 +273,7 @@ def epsilon(rings: Sequence[Ring], delta: float, *, gaussian: float = 0.0) -> fl
 
     Args:
         rings: one for each different mechanism.
-        delta: in (0, 1).
+        delta: delta of the guarantee, in (0, 1).
         gaussian: sum of ``1 / noise_multiplier^2`` over plain Gaussian mechanisms that ran as well.
     """
     rings = [ring for ring in rings if ring.variance]

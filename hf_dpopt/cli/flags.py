@@ -14,7 +14,7 @@ def flag(name: str, *short: str, says_default: bool = True) -> Any:
     """The flag of the option `name`.
 
     Args:
-        name: of the option, which is a name of the flag, too. Underscores and dashes are the same to the command line.
+        name: name of the option and of the flag. Underscores and dashes are the same to the command line.
         short: other names.
         says_default: whether the option's default is that of the flag.
     """

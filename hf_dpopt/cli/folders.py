@@ -17,7 +17,7 @@ from hf_dpopt.run.ledger import Ledger
 
 
 def show_report(output_dir: Path) -> bool:
-    """Prints the statement of the run in `output_dir`; whether the ledger agrees with it."""
+    """Print the statement of the run in `output_dir`; return whether the ledger agrees with it."""
     head = read_head_report(output_dir)
     if head is not None:
         text = (output_dir / FOLDER / STATEMENT).read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def show_report(output_dir: Path) -> bool:
 
 
 def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
-    """Prints what must not leave the folder; the number of findings.
+    """Print what must not leave the folder; return the number of findings.
 
     Args:
         private_state_dir: where the run kept its keys; None for the default.
@@ -52,7 +52,7 @@ def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
 
 
 def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:
-    """What in a run's folder contradicts its report."""
+    """Contradictions between a run's folder and its report."""
     folder = output_dir / FOLDER
     problems = []
     statement = folder / STATEMENT

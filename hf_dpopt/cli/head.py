@@ -14,12 +14,12 @@ from hf_dpopt.report.statement import round_up
 
 
 def show_head(asked: dict[str, Any], *, num_examples: int, num_weights: int | None, as_json: bool) -> None:
-    """Prints the plan of a head.
+    """Print the plan of a head.
 
     Args:
         asked: fields of `HeadConfig`.
         num_examples: records in the training set.
-        num_weights: of the head; None if how far noise carries them is not asked.
+        num_weights: weights of the head; None if how far noise carries them is not asked.
     """
     config = HeadConfig(**asked)
     if num_weights is not None:

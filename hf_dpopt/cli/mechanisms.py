@@ -19,7 +19,7 @@ BYTES = 4  # of a float32
 
 @functools.cache
 def seconds_per_coordinate() -> tuple[float, float]:
-    """Of a secure draw, and of a multiply-add, on this machine's CPU: the faster of three short trials."""
+    """Time of a secure draw, and of a multiply-add, on this machine's CPU: the faster of three short trials."""
     source, total = make_noise_source("secure", bytes(32)), torch.zeros(TIMED)
     draws, passes = [], []
     for trial in range(3):

@@ -32,7 +32,7 @@ PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Length:
-    """How long a run is: either so many steps, or epochs, which are converted as `Trainer` does."""
+    """Length of a run: either so many steps, or epochs, which are converted as `Trainer` does."""
 
     num_examples: int
     batch_size: int
@@ -57,7 +57,7 @@ class Length:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained, and by which optimizer: noise is tuned for it."""
+    """Weights and optimizer that noise is tuned for."""
 
     optimizer: str
     momentum: float
@@ -65,7 +65,7 @@ class Training:
     num_parameters: int
 
     def workload(self, num_steps: int) -> Workload:
-        """What the optimizer makes of the gradients."""
+        """Make the workload of the optimizer: its map from gradients to iterates."""
         if self.optimizer not in ("adamw", "sgd"):
             raise DPConfigError(f"--optimizer {self.optimizer} is unknown. Use adamw (for any adaptive one) or sgd.")
         if self.optimizer == "adamw" and self.momentum:
@@ -81,7 +81,7 @@ class Training:
 def plan_run(
     asked: dict[str, Any], length: Length, training: Training, *, compare: bool, plots: Path | None, as_json: bool
 ) -> None:
-    """Prints the plan of a run, and beside it that of every mechanism at the same budget.
+    """Print the plan of a run, and beside it that of every mechanism at the same budget.
 
     Args:
         asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
@@ -98,7 +98,7 @@ def plan_run(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = make_plan(config, **sizes)  # type: ignore[arg-type]
-        rows = _compared(config, made, sizes, wanted=compare or plots is not None)
+        rows = _compare(config, made, sizes, wanted=compare or plots is not None)
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         sys.stderr.write(f"hf-dpopt: warning: {message}\n")
     if as_json:
@@ -107,18 +107,18 @@ def plan_run(
     else:
         _show(made, rows, training.num_parameters)
     if plots is not None and rows:
-        by_epsilon = {target: _compared(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
+        by_epsilon = {target: _compare(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
         for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
             sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
 def plan_users(asked: dict[str, Any], length: Length, *, users: int, records_per_user: int, as_json: bool) -> None:
-    """Prints two plans that protect users, one that samples users and one that samples records.
+    """Print two plans that protect users, one that samples users and one that samples records.
 
     Args:
         asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
-        users: in the training set.
-        records_per_user: of a user, that take part.
+        users: users in the training set.
+        records_per_user: records of a user that take part.
     """
     compared = plan_for_users(
         _config(asked),
@@ -144,7 +144,7 @@ def _config(asked: dict[str, Any]) -> PrivacyConfig:
     return PrivacyConfig(**{**asked, "noise_kwargs": options})
 
 
-def _compared(
+def _compare(
     config: PrivacyConfig,
     made: PrivacyPlan | None,
     sizes: dict[str, Any],
@@ -152,7 +152,7 @@ def _compared(
     wanted: bool = True,
     target: float | None = None,
 ) -> list[ComparedNoise]:
-    """All mechanisms at the budget of the config, or at another one."""
+    """Compare all mechanisms at the budget of the config, or at another one."""
     if not wanted or config.target_epsilon is None:
         return []
     if made is not None and made.compared:

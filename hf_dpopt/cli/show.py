@@ -1,4 +1,4 @@
-"""How plans are printed: as JSON for programs, as a table for people."""
+"""Printing of plans: as JSON for programs, as a table for people."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def print_json(facts: Mapping[str, Any]) -> None:
-    """Prints plain values with sorted names."""
+    """Print plain values with sorted names."""
     typer.echo(json.dumps(facts, indent=2, sort_keys=True))
 
 

@@ -1,1 +1,1 @@
-"""What every part uses: errors, checks, the log, durable files, collectives. Imports nothing of the package."""
+"""Foundations of all parts: errors, checks, the log, durable files, collectives. Imports nothing of the package."""

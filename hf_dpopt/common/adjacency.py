@@ -1,4 +1,4 @@
-"""Which datasets count as neighbours, and what that does to a sum of bounded vectors."""
+"""Adjacency: which datasets count as neighbours, and what that does to a sum of bounded vectors."""
 
 from __future__ import annotations
 

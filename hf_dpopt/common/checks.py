@@ -20,7 +20,7 @@ LARGEST_RATIO = 1e15  # of two clipping norms; its square multiplies squares in 
 
 
 def check_noise_multiplier(value: float) -> None:
-    """Refuses what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
+    """Refuse what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
     check_real("noise_multiplier", value, "a finite number > 0 (0.0 switches the noise off: NOT PRIVATE)")
     if value < 0:
         raise DPConfigError(
@@ -30,20 +30,20 @@ def check_noise_multiplier(value: float) -> None:
 
 
 def check_count(name: str, value: Any, allowed: str = "an integer >= 1") -> None:
-    """Refuses what is not a positive whole number."""
+    """Refuse what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
         raise DPConfigError(f"{name}={value!r} is not a positive count. Use {allowed}.")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
-    """Refuses what is none of the names that are allowed; a name may be listed twice."""
+    """Refuse what is none of the names that are allowed; a name may be listed twice."""
     names = tuple(dict.fromkeys(allowed))
     if value not in names:
         raise DPConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(repr, names))}.")
 
 
 def check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
-    """Refuses what does not map names to values; `example` is JSON that does."""
+    """Refuse what does not map names to values; `example` is JSON that does."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise DPConfigError(
             f"{name}={value!r} is no mapping of names to values. Use JSON on a command line: --{name} '{example}'."
@@ -52,26 +52,26 @@ def check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
 
 
 def check_noise_key(value: str) -> None:
-    """Refuses a test key that is not 32 bytes in hexadecimal."""
+    """Refuse a test key that is not 32 bytes in hexadecimal."""
     try:
         num_bytes = len(bytes.fromhex(value))
     except (TypeError, ValueError):
         num_bytes = 0
     if num_bytes != NOISE_KEY_BYTES:
         raise DPConfigError(
-            f"unsafe_fixed_noise_key is not {2 * NOISE_KEY_BYTES} hexadecimal digits. Use '00' * {NOISE_KEY_BYTES} in "
-            "a test; leave it out in a real run, which takes its keys from the operating system."
+            f"`unsafe_fixed_noise_key` is not {2 * NOISE_KEY_BYTES} hexadecimal digits. Use '00' * {NOISE_KEY_BYTES} "
+            "in a test; leave it out in a real run, which takes its keys from the operating system."
         )
 
 
 def check_real(name: str, value: Any, allowed: str) -> None:
-    """Refuses text, None, NaN and infinity with one message."""
+    """Refuse text, None, NaN and infinity with one message."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise DPConfigError(f"{name}={value!r} is not a finite number. Use {allowed}.")
 
 
 def check_positive(**values: Any) -> None:
-    """Refuses what is not a finite number > 0; None passes."""
+    """Refuse what is not a finite number > 0; None passes."""
     for name, value in values.items():
         if value is not None:
             check_real(name, value, "a finite number > 0")
@@ -80,7 +80,7 @@ def check_positive(**values: Any) -> None:
 
 
 def check_clipping_norm(name: str, value: Any) -> None:
-    """Refuses bounds that norms in float32 cannot be held to."""
+    """Refuse bounds that norms in float32 cannot be held to."""
     allowed = (
         f"a finite number > 0, from {SMALLEST_CLIPPING_NORM:g} to {LARGEST_CLIPPING_NORM:g}, in gradient units; "
         "0.1 to 1 is usual"
@@ -102,7 +102,7 @@ def check_clipping_norm(name: str, value: Any) -> None:
 
 
 def check_clipping_ratio(own: float, clipping_norm: float) -> None:
-    """Refuses two clipping norms whose ratio, squared, leaves float32."""
+    """Refuse two clipping norms whose ratio, squared, leaves float32."""
     if not 1 / LARGEST_RATIO <= own / clipping_norm <= LARGEST_RATIO:
         raise DPConfigError(
             f"clipping_norm={own:g} of the preconditioner and clipping_norm={clipping_norm:g} of the run are further "

@@ -40,7 +40,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def sum(self, sums: ClippedSums) -> ClippedSums:
-        """Adds up every tensor over all ranks, in place, in float32; the same dict.
+        """Add up every tensor over all ranks, in place, in float32; return the same dict.
 
         The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical
         batch is empty takes part with zeros.
@@ -48,7 +48,7 @@ class Ranks(abc.ABC):
 
     @abc.abstractmethod
     def same(self, compute: Callable[[], T]) -> T:
-        """Computes on rank 0 and gives the result to every rank; its error stops every rank, with the same message.
+        """Compute on rank 0 and give the result to every rank; an error there stops every rank, with the same message.
 
         It travels in memory only, so secrets may pass.
         """
@@ -98,7 +98,7 @@ def current_ranks() -> Ranks:
 
 
 def sum_over_ranks(gradients: Gradients) -> None:
-    """Adds up every tensor over all ranks, in place: see `Ranks.sum`, which does so to what is secret."""
+    """Add up every tensor over all ranks, in place: see `Ranks.sum`, which does so to what is secret."""
     if world_size() == 1:
         return
     bucket: list[torch.Tensor] = []
@@ -119,7 +119,7 @@ def _reduce(bucket: list[torch.Tensor]) -> None:
 
 
 def broadcast_parameters(model: torch.nn.Module) -> None:
-    """Starts every rank from the parameters and buffers of rank 0, as DistributedDataParallel would."""
+    """Start every rank from the parameters and buffers of rank 0, as DistributedDataParallel would."""
     if world_size() == 1:
         return
     with torch.no_grad():
@@ -128,7 +128,7 @@ def broadcast_parameters(model: torch.nn.Module) -> None:
 
 
 def check_replicas_agree(model: torch.nn.Module) -> None:
-    """Stops the run if the trainable parameters of the ranks have drifted apart.
+    """Stop the run if the trainable parameters of the ranks have drifted apart.
 
     Raises:
         DPConfigError: if the checksums of two ranks differ in any bit.

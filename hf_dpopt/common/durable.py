@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def fsync_directory(directory: Path) -> None:
-    """Makes the creation, renaming and removal of files in ``directory`` durable."""
+    """Make the creation, renaming and removal of files in ``directory`` durable."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -17,7 +17,7 @@ def fsync_directory(directory: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes, *, mode: int) -> None:
-    """Creates ``path`` with ``content`` and permissions ``mode``; a crash leaves all of it or nothing.
+    """Create ``path`` with ``content`` and permissions ``mode``; a crash leaves all of it or nothing.
 
     The permissions are set at creation, so the content is at no time readable by more users than ``mode`` says.
     """

@@ -1,4 +1,4 @@
-"""Errors a user can meet. Each says what was wrong, what is allowed, and how to mend it."""
+"""Errors a user can meet. Each says what was wrong, what is allowed, and how to fix it."""
 
 from __future__ import annotations
 

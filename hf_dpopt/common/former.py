@@ -44,7 +44,7 @@ def lookup(module: str) -> Callable[[str], Any]:
 
 
 def install_modules() -> None:
-    """Makes the modules that are gone importable; nothing is imported before a name of theirs is asked for."""
+    """Make the modules that are gone importable; nothing is imported before a name of theirs is asked for."""
     for name in GONE:
         module = ModuleType(name, f"Moved; see `{__name__}`.")
         module.__getattr__ = lookup(name)  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ def is_secret_key(key: str) -> bool:
 
 
 class _Console(logging.StreamHandler):
-    """Prints where nobody else handles a record.
+    """Handler that prints where nobody else handles a record.
 
     Asked at every record, not once: an application may set up logging after the trainer was built, and libraries give
     the root logger a handler when they are imported (absl does). Either way a line is handled once.
@@ -30,7 +30,7 @@ class _Console(logging.StreamHandler):
 
 
 def show(is_main_process: bool) -> None:
-    """Makes the log visible on the main process, unless the application sets up logging itself, now or later."""
+    """Make the log visible on the main process, unless the application sets up logging itself, now or later."""
     logger.setLevel(logging.INFO if is_main_process else logging.ERROR)
     if not any(isinstance(handler, _Console) for handler in logger.handlers):
         console = _Console()
@@ -43,7 +43,7 @@ _NOT_OURS = ("bitsandbytes.backends.cpu.ops", "Failed to load CPU gemm_4bit_forw
 
 
 def hush_imports() -> None:
-    """Leaves out what a library says of itself while it is imported; nothing else that it says."""
+    """Leave out what a library says of itself while it is imported; nothing else that it says."""
     logging.getLogger(_NOT_OURS[0]).addFilter(_is_ours)
 
 

@@ -1,4 +1,4 @@
-"""What the accounting may ask of noise: its matrices as numpy arrays, so that it needs no tensor library."""
+"""Protocols of what the accounting asks of noise: its matrices as numpy arrays, so that it needs no tensor library."""
 
 from __future__ import annotations
 

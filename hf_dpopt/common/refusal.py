@@ -1,6 +1,6 @@
-"""What cannot be private is refused by name, with the way out, before anything is touched.
+"""Refusals: what cannot be private is refused by name, with the way out, before anything is touched.
 
-Each refusal is one line of a table: is it so, what was found and why it matters, how to mend it.
+Each refusal is one line of a table: is it so, what was found and why it matters, how to fix it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
 
-Refusal = tuple[bool, str, str]  # (does it apply, what is wrong, how to mend it)
+Refusal = tuple[bool, str, str]  # (does it apply, what is wrong, how to fix it)
 
 
 def raise_first(refusals: Iterator[Refusal], error: type[DPConfigError] = DPConfigError) -> None:
-    for applies, what, mend in refusals:
+    for applies, what, fix in refusals:
         if applies:
-            raise error(f"{what} {mend}")
+            raise error(f"{what} {fix}")
 
 
 def is_reentrant(checkpointing: Mapping[str, Any]) -> bool:

@@ -1,1 +1,1 @@
-"""What plugs the private step into transformers: arguments, trainer, model checks, release of the folder."""
+"""Connection of the private step to transformers: arguments, trainer, model checks, release of the folder."""

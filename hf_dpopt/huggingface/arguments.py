@@ -81,7 +81,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         self._take_over_deprecated()
 
     def _take_over_deprecated(self) -> None:
-        """Puts the values of deprecated options where they belong, with a warning, and unsets them."""
+        """Put the values of deprecated options where they belong, with a warning, and unset them."""
         for old, (new, key) in INSTEAD.items():
             value, given = getattr(self, old), getattr(self, new) or {}
             if value is None or not isinstance(given, Mapping):  # what is no mapping is refused with the stages
@@ -126,8 +126,8 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     def _with_quantile(self, options: Any) -> dict[str, Any]:
         if self.preconditioner not in ("none", "quantile"):
             raise DPConfigError(
-                f"clipping_quantile goes with records as they are, and preconditioner is {self.preconditioner!r}. Use "
-                "one of them."
+                f"preconditioner={self.preconditioner!r} does not go with clipping_quantile, which clips records as "
+                "they are. Use one of them."
             )
         return {
             "preconditioner": "quantile",
@@ -140,7 +140,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         given = {name: value for name, value in given.items() if value is not None}
         if given and "learning_rate" not in given:
             raise DPConfigError(
-                f"local_{next(iter(given))} is for local training, which needs a learning rate of its own. Add "
+                f"`local_{next(iter(given))}` is for local training, which needs a learning rate of its own. Add "
                 "--local_learning_rate 0.1, or leave it out."
             )
         return given or None
@@ -153,7 +153,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         return "dp_adamw" if self.filter is not None and name in ("adamw_torch", "adamw_torch_fused") else None
 
     def to_dict(self) -> dict[str, Any]:
-        """As `TrainingArguments.to_dict`, without what must not reach logs: the test key and the place of the keys."""
+        """Dictionary of the arguments without what must not reach logs: the test key and the place of the keys."""
         values = super().to_dict()
         for secret in ("unsafe_fixed_noise_key", "private_state_dir"):
             values[secret] = None if getattr(self, secret) is None else f"<{secret.upper()}>"

@@ -19,7 +19,7 @@ def data_mark(dataset: Any) -> str | None:
     that changed places are most likely not.
 
     Args:
-        dataset: with a length and rows.
+        dataset: records, with a length and rows.
 
     Returns:
         Hexadecimal; None if a record reads differently the second time (random augmentation), or holds nothing that
@@ -42,7 +42,7 @@ def _digest(dataset: Any, places: Iterable[int], num_records: int) -> str | None
 
 
 def _contents(value: Any) -> Iterable[bytes]:
-    """What of a record is plain data; other objects are passed over."""
+    """Yield the plain data of a record; other objects are passed over."""
     if isinstance(value, Mapping):
         for name in sorted(value, key=str):
             yield str(name).encode()

@@ -1,4 +1,4 @@
-"""From Hugging Face's command-line fields to an optimizer."""
+"""Optimizers by the names and options of Hugging Face's command line."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Opt
     allowed = [n for n in parameters if n not in fields]
     for key, text in _pairs(args.optim_args):
         if key in fields:
-            raise DPConfigError(f"optim_args has {key}={text}, which {name} takes from {fields[key]}. Set it there.")
+            raise DPConfigError(f"`optim_args` has {key}={text}, which {name} takes from {fields[key]}. Set it there.")
         if key not in allowed:
-            mend = f"Use {', '.join(allowed)}." if allowed else "It has no options of its own."
-            raise DPConfigError(f"optim_args has {key}={text}, which {name} does not know. {mend}")
+            fix = f"Use {', '.join(allowed)}." if allowed else "It has no options of its own."
+            raise DPConfigError(f"`optim_args` has {key}={text}, which {name} does not know. {fix}")
         kwargs[key] = _read_value(key, text, hints[key])
     missing = [n for n in allowed if parameters[n].default is inspect.Parameter.empty and n not in kwargs]
     if missing:
@@ -62,9 +62,11 @@ def _pairs(optim_args: str | None) -> list[tuple[str, str]]:
     for piece in filter(None, (optim_args or "").replace(" ", "").split(",")):
         key, equals, text = piece.partition("=")
         if not equals or not key or not text:
-            raise DPConfigError(f"optim_args has {piece!r}, which is no key=value. Use for instance 'rank=8,scale=1'.")
+            raise DPConfigError(
+                f"`optim_args` has {piece!r}, which is no key=value. Use for instance 'rank=8,scale=1'."
+            )
         if key in dict(pairs):
-            raise DPConfigError(f"optim_args has {key} twice. Give it once.")
+            raise DPConfigError(f"`optim_args` has {key} twice. Give it once.")
         pairs.append((key, text))
     return pairs
 
@@ -79,10 +81,10 @@ def _read_value(key: str, text: str, hint: Any) -> Any:
         return text  # the constructor knows the choices
     if hint is bool:
         if text.lower() not in ("true", "false"):
-            raise DPConfigError(f"optim_args has {key}={text}. Use true or false.")
+            raise DPConfigError(f"`optim_args` has {key}={text}. Use true or false.")
         return text.lower() == "true"
     try:
         return hint(text)
     except ValueError:
         kind = "a whole number" if hint is int else "a number"
-        raise DPConfigError(f"optim_args has {key}={text}, which is not {kind}.") from None
+        raise DPConfigError(f"`optim_args` has {key}={text}, which is not {kind}.") from None

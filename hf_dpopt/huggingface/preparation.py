@@ -38,7 +38,7 @@ def padding_of(collation: Collation, records: Sequence[Any], processing_class: A
     tokenizer is asked that pads its batches.
 
     Args:
-        collation: of the run.
+        collation: collation of the run.
         records: some of the dataset.
         processing_class: the Trainer's, which pads where no collator was given.
     """
@@ -67,7 +67,7 @@ def pair_of_records(
     None where no padding is met: without tokens, without a mask, or if rows are not padded at all.
 
     Args:
-        collation: of the run.
+        collation: collation of the run.
         records: some of the dataset.
         losses: say whether labels stand beside tokens.
     """

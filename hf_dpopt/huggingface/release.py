@@ -1,4 +1,4 @@
-"""Between a trainer and the world: what is written to `output_dir/privacy`, and what may not leave it."""
+"""Release of a run: what is written to `output_dir/privacy`, and what may not leave it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ReleaseGuard:
         return Ledger.read(path) if path.exists() else None
 
     def facts(self) -> RunFacts:
-        """What the report states now."""
+        """Collect the facts that the report states now."""
         trainer, plan = self.trainer, self.trainer._planned()
         ledger = self._ledger()
         spent = trainer.privacy_spent()
@@ -74,7 +74,7 @@ class ReleaseGuard:
         )
 
     def _replace_one(self) -> float | None:
-        """Of the plan, or of the steps charged if they cost more."""
+        """Epsilon under `replace_one` of the plan, or of the steps charged if they cost more."""
         plan = self.trainer._planned()
         if not plan.is_private:
             return math.inf
@@ -82,7 +82,7 @@ class ReleaseGuard:
         return None if planned is None or charged is None else max(planned, charged)
 
     def write_report(self) -> None:
-        """Writes `privacy/statement.md` and `privacy/report.json`; rank 0 only."""
+        """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only."""
         if self.trainer.args.should_save and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
 
@@ -100,7 +100,7 @@ class ReleaseGuard:
                 setattr(args, name, value)
 
     def check(self, folder: Path) -> None:
-        """Refuses to go on if a secret is in the folder.
+        """Refuse to go on if a secret is in the folder.
 
         Raises:
             DPConfigError: naming the files and what is in them.
@@ -116,7 +116,7 @@ class ReleaseGuard:
         refuse_release(scan_for_secrets(folder, keys))
 
     def complete_model_card(self) -> None:
-        """Takes the un-noised values out of the Trainer's card and puts the privacy section in."""
+        """Take the un-noised values out of the Trainer's card and put the privacy section in."""
         path = Path(self.trainer.args.output_dir) / "README.md"
         if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.exists():
             return

@@ -1,4 +1,4 @@
-"""From training arguments to the stages that they ask for."""
+"""Stages of a run that its training arguments ask for."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def chain_of(args: Any, optimizer: torch.optim.Optimizer, num_steps: int, public
     return chain
 
 
-def after_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterStep]:
+def after_steps_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterStep]:
     """Maps of the released weights."""
     after: list[AfterStep] = []
     if args.ball_radius is not None:
@@ -58,7 +58,7 @@ def after_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterStep]:
 
 
 def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> None:
-    """Makes the plan's preconditioner and lets go of it: what does not fit is refused before there is a ledger."""
+    """Make the plan's preconditioner and let go of it: what does not fit is refused before there is a ledger."""
     noise, norm = IndependentNoise(), plan.config.clipping_norm
     plan.preclip.start(engine.parameters, clipping_norm=norm, noise=noise, public=public(0)).engine(engine)
 

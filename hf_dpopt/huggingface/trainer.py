@@ -79,7 +79,7 @@ class DPTrainerMixin(_Trainer):
             them (``preconditioner="adadps"``).
         preclip: a preconditioner of one's own, in place of the one that the arguments name.
         postprocess: maps of the noisy mean gradient of one's own, after those of the arguments.
-        *args, **kwargs: as for the Trainer; `args` must be `DPTrainingArguments`.
+        *args, **kwargs: arguments of the Trainer; `args` must be `DPTrainingArguments`.
 
     Raises:
         DPConfigError: before anything is touched, for every option that cannot be private.
@@ -213,7 +213,7 @@ class DPTrainerMixin(_Trainer):
             )
 
     def privacy_spent(self) -> PrivacySpent:
-        """What this output_dir's ledger has charged so far, over all resumes, branches and calls to `train`."""
+        """Privacy charged so far in the ledger of this output_dir, over all resumes, branches and calls to `train`."""
         return spent_for(self._planned(), self._release.charged())
 
     def _planned(self) -> PrivacyPlan:
@@ -293,11 +293,11 @@ class DPTrainerMixin(_Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As `Trainer`'s, and the optimizers of `hf_dpopt.optim` by their names."""
+        """Optimizer class and options: those of `Trainer`, and the optimizers of `hf_dpopt.optim` by their names."""
         return stage_options.optimizer_of(args) or Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def _data_mark(self) -> str | None:
-        """What a resumed run has to find again, where its sampler relies on the numbers of records or users."""
+        """Digest of the data that a resumed run has to find again, where its sampler relies on their numbers."""
         plan, users = self._planned(), self._users
         chooses_once = users is not None and users.samples_records
         if not (chooses_once or ParticipationCheck.is_needed(plan.sampler, plan.num_steps)):
@@ -305,7 +305,7 @@ class DPTrainerMixin(_Trainer):
         return data_mark(self._records.dataset) if users is None else users.index.digest
 
     def _gradient_options(self, model: nn.Module) -> dict[str, Any]:
-        """What a resumed run has to share with this one, besides its plan."""
+        """Options that a resumed run has to share with this one, besides its plan."""
         return refusals.gradient_options(model, self._losses, args=self.args, collator=self.data_collator)
 
     def _make_stages(self, model: nn.Module) -> Stages:
@@ -317,7 +317,7 @@ class DPTrainerMixin(_Trainer):
             optimizer,
             [*stage_options.chain_of(self.args, optimizer, num_steps, public), *self._own_postprocess],
             public=public(0),
-            after=stage_options.after_of(self.args, model, num_steps),
+            after=stage_options.after_steps_of(self.args, model, num_steps),
         )
 
     def _public_gradients(self, model: nn.Module, seed: int) -> PublicGradients | None:
@@ -330,7 +330,7 @@ class DPTrainerMixin(_Trainer):
             model,
             self._losses,
             dataset,
-            self._collated,
+            self._collate_public,
             batch_size=min(self.args.public_batch_size, len(dataset)),  # a subspace draws its own number
             seed=seed,
         )
@@ -424,12 +424,12 @@ class DPTrainerMixin(_Trainer):
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
         yield from batch.physical(self.args.per_device_train_batch_size, self._collation)
 
-    def _collated(self, records: list[Any]) -> Any:
-        """A batch of public records."""
+    def _collate_public(self, records: list[Any]) -> Any:
+        """Collate public records into a batch."""
         return self._prepare_inputs(self._records.collate(records))
 
     def num_examples(self, dataloader: DataLoader) -> int:
-        """Of the training set what is public: where users are protected, how many records they have is not."""
+        """Number of examples that may be known: where users are protected, how many records they have may not."""
         is_training = self._users is not None and isinstance(dataloader.dataset, Records)
         return self._planned().num_examples if is_training else super().num_examples(dataloader)
 
@@ -562,7 +562,7 @@ class DPTrainerMixin(_Trainer):
 
     @contextlib.contextmanager
     def _only_on_held_out(self, dataset: Any) -> Iterator[None]:
-        """Refuses training records, and does not look a second time at what one call hands to the next."""
+        """Refuse training records, and do not look a second time at what one call hands to the next."""
         dataset = self.eval_dataset if dataset is None else dataset
         if isinstance(dataset, str) and isinstance(self.eval_dataset, dict):
             dataset = self.eval_dataset[dataset]
@@ -579,12 +579,12 @@ class DPTrainerMixin(_Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise DPConfigError(
-            "hyperparameter_search spends a budget per trial, and picking the best is a release of its own. Search on "
-            "public data, or train each setting as a run of its own and add up their epsilons."
+            "`hyperparameter_search` spends a budget per trial, and picking the best is a release of its own. Search "
+            "on public data, or train each setting as a run of its own and add up their epsilons."
         )
 
     def after_noise(self) -> tuple[str, ...]:
-        """What is made of the released gradients, for the report; empty before training."""
+        """Descriptions of what is made of the released gradients, for the report; empty before training."""
         return tuple(self._stages.made_of) if hasattr(self, "_stages") else ()
 
     def user_callbacks(self) -> tuple[str, ...]:

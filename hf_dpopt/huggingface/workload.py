@@ -1,4 +1,4 @@
-"""What the Trainer's optimizer and schedule make of the noise: the workload that correlated noise is tuned for."""
+"""Workload of the Trainer's optimizer and schedule, which correlated noise is tuned for."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any
     """Learning rates and momentum of a run, as a linear map from gradients to iterates.
 
     An adaptive optimizer divides by a second moment, which no linear map has. Its proxy is the plain sum of gradients,
-    not their average with beta_1: noise that is tuned for an average may be loud in every single step, where it fills
+    not their average with beta_1: noise that is tuned for an average may be large in every single step, where it fills
     the second moment and shortens the steps (docs/mechanisms.md has the measurement).
 
     Args:
-        args: of the run.
+        args: training arguments of the run.
         num_steps: optimizer steps.
         given: what the Trainer was called with; ``optimizers`` replaces what `args` say.
 

@@ -27,7 +27,7 @@ LARGEST = 1e15  # noise beyond it belongs to a C whose inverse grows without bou
 
 
 def check_coefs(coefs: tuple[float, ...], what: str) -> None:
-    """Refuses coefficients that no inverse has."""
+    """Refuse coefficients that no inverse has."""
     if len(coefs) < 1 or not np.isfinite(coefs).all() or coefs[0] == 0:
         raise DPConfigError(f"{what} need at least one coefficient, all finite, the first not 0; got {coefs!r:.60}.")
 
@@ -84,7 +84,7 @@ class ColumnNormalized(NoiseStrategy):
 
     def _norms(self, n: int) -> np.ndarray:
         if n > self.num_steps:
-            raise DPConfigError(f"this strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
+            raise DPConfigError(f"This strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
         return np.sqrt(np.cumsum(self.base.strategy_coefs(self.num_steps) ** 2))[::-1][:n]
 
     def column_norms(self) -> np.ndarray:
@@ -137,7 +137,7 @@ def optimize_banded(
         n: steps.
         num_bands: p, at most n. Bands that the search ends up without are left out.
         participation: k and b; None for one participation.
-        workload: of n steps; None for prefix sums. A schedule takes n^2 numbers of memory.
+        workload: linear map of n steps; None for prefix sums. A schedule takes n^2 numbers of memory.
 
     References:
         McKenna (2024), arXiv:2405.15913, Section 4; Kalinin and Lampert (2024), arXiv:2405.13763, Theorem 2.
@@ -214,7 +214,7 @@ def choose_num_bands(
         n: steps.
         most: largest number of bands; it and the powers of two below it are looked through.
         noise_multiplier_of: noise stddev that so many bands need, for columns of norm 1.
-        workload: of n steps; None for prefix sums.
+        workload: linear map of n steps; None for prefix sums.
 
     References:
         Choquette-Choo et al. (2023), arXiv:2306.08153, Section 5.

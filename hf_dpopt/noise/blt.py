@@ -56,7 +56,7 @@ class BufferedLinearToeplitz(ToeplitzStrategy):
         falls = all(a > b for a, b in zip([1.0, *interlaced], [*interlaced, 0.0], strict=True))
         if len(self.poles) != len(self.zeros) or not falls:
             raise DPConfigError(
-                f"poles {self.poles} and zeros {self.zeros} are not interlaced: 1 > pole_1 > zero_1 > pole_2 > .. > 0 "
+                f"Poles {self.poles} and zeros {self.zeros} are not interlaced: 1 > pole_1 > zero_1 > pole_2 > .. > 0 "
                 "with as many of each. optimize_blt finds good ones."
             )
 
@@ -95,7 +95,7 @@ class BufferedLinearToeplitz(ToeplitzStrategy):
         return residues(np.array(self.zeros), np.array(self.poles))
 
     def damped(self, nu: float) -> BufferedLinearToeplitz:
-        """With every coefficient c_t multiplied by ``(1 - nu)^t``."""
+        """The same strategy with every coefficient c_t multiplied by ``(1 - nu)^t``."""
         return BufferedLinearToeplitz(
             tuple((1 - nu) * np.array(self.poles)), tuple((1 - nu) * np.array(self.zeros))
         )  # fmt: skip
@@ -124,7 +124,7 @@ def decays(rates: tuple[float, ...], scale: np.ndarray, n: int) -> np.ndarray:
 
 
 class BufferedStream(CorrelatedStream):
-    """Keeps m float32 buffers per tensor, each a decaying sum of all draws before; one draw and 2 m passes in a step.
+    """Stream with m float32 buffers per tensor, decaying sums of the earlier draws; one draw and 2 m passes a step.
 
     ``x_t = z_t + sum_i w_i h_i`` and then ``h_i = zeros_i h_i + z_t`` (the direct form: it depends on the draws
     alone). McMahan, Xu and Zhang (2024), arXiv:2408.08868.
@@ -145,7 +145,7 @@ class BufferedStream(CorrelatedStream):
             total.add_(buffer, alpha=self.scale * weight)
             torch.add(normal, buffer, alpha=decay, out=buffer)
 
-    def _kept(self) -> State:
+    def _own_state(self) -> State:
         return {"buffers": self._buffers}
 
     def _restore(self, state: State) -> None:
@@ -174,7 +174,7 @@ def optimize_blt(
         participation: k and b.
         num_buffers: m >= 1; more than 4 hardly ever help.
         error: "mean" or "max" over the iterates.
-        workload: of n steps; None for prefix sums. A schedule takes n^2 numbers of memory.
+        workload: linear map of n steps; None for prefix sums. A schedule takes n^2 numbers of memory.
 
     References:
         McMahan, Xu and Zhang (2024), arXiv:2408.08868, Section 5; arXiv:2504.21413 (interlacing).
@@ -257,8 +257,8 @@ def fit_blt(nu: float, num_buffers: int = 6, *, num_steps: int | None = None) ->
     Args:
         nu: damping, in [0, 1).
         num_buffers: m >= 1.
-        num_steps: of the run. Needed for nu = 0, which no buffers match for ever; with it, frequencies far below
-            those of the run are left out, and more buffers are left for the others.
+        num_steps: length of the run. Needed for nu = 0, which no buffers match for ever; with it, frequencies far
+            below those of the run are left out, and more buffers are left for the others.
 
     Raises:
         DPConfigError: for nu = 1, independent noise, which needs no buffers; for nu = 0 without num_steps.

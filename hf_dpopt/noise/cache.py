@@ -31,7 +31,7 @@ Strategy = TypeVar("Strategy", bound=NoiseStrategy)
 
 
 def cache_dir() -> Path:
-    """Where entries lie. To keep none, set HF_DPOPT_CACHE_DIR to what cannot be a folder, like ``/dev/null``."""
+    """Folder of the entries. To keep none, set HF_DPOPT_CACHE_DIR to what cannot be a folder, like ``/dev/null``."""
     if chosen := os.environ.get("HF_DPOPT_CACHE_DIR"):
         return Path(chosen)
     caches = os.environ.get("XDG_CACHE_HOME", "")

@@ -51,7 +51,7 @@ class DenseStrategy(NoiseStrategy):
         is_square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1] > 0
         if not is_square or not np.isfinite(matrix).all() or np.triu(matrix, 1).any() or (np.diag(matrix) <= 0).any():
             raise DPConfigError(
-                "a strategy matrix is square and lower-triangular, finite, with a positive diagonal; one of shape "
+                "A strategy matrix is square and lower-triangular, finite, with a positive diagonal; one of shape "
                 f"{matrix.shape}, is not. Rotate others first: C' with C'^T C' = C^T C has the same privacy."
             )
         matrix.setflags(write=False)
@@ -76,7 +76,7 @@ class DenseStrategy(NoiseStrategy):
 
     def strategy_matrix(self, n: int) -> np.ndarray:
         if n > self.num_steps:
-            raise DPConfigError(f"this strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
+            raise DPConfigError(f"This strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
         return self._matrix[:n, :n]
 
     def noising_matrix(self, n: int) -> np.ndarray:
@@ -164,7 +164,7 @@ def _unit_epochs(matrix: torch.Tensor, participation: Participation, blur: float
 
 
 def _dense_by_gradient(queries: np.ndarray, bands: int, scales: Sequence[Scale], last: Scale) -> DenseStrategy:
-    """Descends with one scaling after another, each from where the one before ended; `last` is for the result."""
+    """Descend with one scaling after another, each from where the one before ended; `last` is for the result."""
     n = len(queries)
     step = torch.arange(n)
     inside = (step[:, None] >= step[None, :]) & (step[:, None] - step[None, :] < bands)

@@ -60,7 +60,7 @@ class IndependentStream(NoiseStream):
         self._last_step = -1
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
-        """Adds the noise of `step` in place, to every coordinate of every tensor.
+        """Add the noise of `step` in place, to every coordinate of every tensor.
 
         Args:
             sums: clipped sums over the whole logical batch, float32; the tensors of all ranks and shards together, for

@@ -14,8 +14,8 @@ class MechanismLevel:
     r"""The noise of a release per coordinate of the mean: ``stddev * (B z)_t`` with rows z of unit variance.
 
     Args:
-        mechanism: of the run.
-        stddev: of a draw in the mean: noise multiplier x sensitivities / expected batch size; gradient units.
+        mechanism: what makes the noise.
+        stddev: stddev of a draw in the mean: noise multiplier x sensitivities / expected batch size; gradient units.
         num_steps: steps the mechanism is made for.
         steps_done: asked for the number of releases so far, on the chain in progress.
         gain: asked for what the latest release was multiplied by after the noise; None if coordinates differ in it.

@@ -39,10 +39,10 @@ class NoiseMechanism:
         noise_multiplier: noise stddev / sensitivity of the event that is accounted for; unitless, > 0. Independent
             noise may have 0.0, which adds nothing and guarantees nothing.
         strategy: C and B.
-        strategy_sensitivity: of C, for the planned run and its sampler; unitless, > 0.
+        strategy_sensitivity: sensitivity of C, for the planned run and its sampler; unitless, > 0.
         num_steps: steps the strategy was made for.
         backend: how the noise of earlier steps is kept; see `NoiseStrategy.stream`.
-        block: with ``backend="regenerate"``, steps that one pass over the earlier draws serves.
+        block: steps that one pass over the earlier draws serves, with ``backend="regenerate"``.
         offload: keep the noise in the host's memory.
 
     Raises:

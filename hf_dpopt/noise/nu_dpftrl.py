@@ -20,7 +20,7 @@ DEFAULT_BUFFERS = 6
 
 
 def check_nu(nu: float) -> None:
-    """Refuses a damping outside [0, 1]."""
+    """Refuse a damping outside [0, 1]."""
     if not 0 <= nu <= 1:
         raise DPConfigError(f"nu={nu} is outside [0, 1]. 0 is optimal continual counting, 1 is independent noise.")
 

@@ -1,4 +1,4 @@
-"""How often, and how far apart, one record may take part in a run."""
+"""Participation of a record in a run: how often, and how far apart."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Participation:
             raise DPConfigError(f"kind={self.kind!r} is unknown. Use 'min_sep' or 'fixed_epoch'.")
 
     def fits(self, n: int) -> int:
-        """How many participations at most fit into n steps."""
+        """Largest number of participations that fit into n steps."""
         return min(self.max_participations, -(-n // self.min_sep))
 
     def check(self, n: int) -> None:
-        """Refuses more participations than n steps have room for: somebody counted epochs or steps wrong."""
+        """Refuse more participations than n steps have room for: somebody counted epochs or steps wrong."""
         if self.fits(n) < self.max_participations:
             raise DPConfigError(
                 f"{self.max_participations} participations at least {self.min_sep} steps apart do not fit into {n} "

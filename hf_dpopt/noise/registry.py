@@ -43,13 +43,13 @@ class Mechanism:
     """Registered way to make noise.
 
     Args:
-        name: on the command line.
-        tune: from a `Setting` and options to a strategy.
+        name: its name on the command line.
+        tune: makes a strategy from a `Setting` and options.
         sampler: what ``sampling="auto"`` means for it.
         summary: one line for command lines and tables.
         compared_with: samplers with which ``noise_mechanism="auto"`` looks at it.
         max_compared_steps: longest run for which it is looked at; None for any.
-        num_bands_of: from its options to the bands of C they ask for, None if they leave it open. A sampler of groups
+        num_bands_of: number of bands of C that given options ask for, None if they leave it open; a sampler of groups
             is then given as many groups. None for a mechanism whose bands cannot be chosen.
     """
 
@@ -106,7 +106,7 @@ def register(
 def make_strategy(
     name: str, setting: Setting, options: Mapping[str, Any] | None = None, *, restart_every: int | None = None
 ) -> NoiseStrategy:
-    """Makes the strategy of a named mechanism for a run.
+    """Make the strategy of a named mechanism for a run.
 
     Args:
         name: a key of `MECHANISMS`.
@@ -121,7 +121,7 @@ def make_strategy(
     unknown = sorted(set(options) - set(mechanism.options))
     if unknown:
         raise DPConfigError(
-            f"noise_kwargs has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
+            f"`noise_kwargs` has {', '.join(unknown)}, which noise_mechanism={name!r} does not know. It takes: "
             f"{', '.join((*mechanism.options, *mechanism.stream_options)) or 'nothing'}."
         )
     if restart_every is None:

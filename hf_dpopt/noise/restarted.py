@@ -169,11 +169,11 @@ class _Later:
 
 
 class RestartedStream(CorrelatedStream):
-    """Keeps what the stream of the current copy keeps.
+    """Stream of a restarted strategy; it keeps what the stream of the current copy keeps.
 
     Args:
         every: steps of a copy.
-        make: from a source to the stream of one copy, whose steps count from 0.
+        make: makes the stream of one copy, whose steps count from 0, from a source.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class RestartedStream(CorrelatedStream):
             self._begin(name, num_steps)
             self._copies[name]._replay(like, name, tensor, num_steps % self._every)
 
-    def _kept(self) -> State:
-        return {"copies": {name: stream._kept() for name, stream in self._copies.items()}}
+    def _own_state(self) -> State:
+        return {"copies": {name: stream._own_state() for name, stream in self._copies.items()}}
 
     def _restore(self, state: State) -> None:
         for name, kept in state["copies"].items():

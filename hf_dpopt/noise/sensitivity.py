@@ -66,7 +66,7 @@ def banded_sensitivity(column_norms: np.ndarray, participation: Participation) -
 
 
 def gram_sensitivity(gram: np.ndarray, participation: Participation) -> float:
-    """From ``C^T C``: exact for "fixed_epoch" if it is >= 0 entrywise; else an upper bound.
+    """Sensitivity from ``C^T C``: exact for "fixed_epoch" if it is >= 0 entrywise; else an upper bound.
 
     Args:
         gram: (n, n).

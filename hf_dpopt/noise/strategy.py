@@ -106,7 +106,7 @@ class NoiseStrategy(abc.ABC):
 
         Args:
             t: step.
-            num_steps: of the run; needed where a step depends on it, that is, unless the strategy is anytime.
+            num_steps: length of the run; needed where a step depends on it, that is, unless the strategy is anytime.
         """
         if num_steps is None and not self.anytime:
             raise DPConfigError(f"The noise of {self.name} depends on the steps of the run: give num_steps.")
@@ -152,7 +152,7 @@ class NoiseStrategy(abc.ABC):
             first_step: step under which the trainer asks for the first.
             backend: "auto": buffers, a ring or a stack where the strategy has them; "history" keeps all draws,
                 "regenerate" none. The noise is the same, rounding aside.
-            block: with "regenerate", steps that one pass over the earlier draws serves.
+            block: steps that one pass over the earlier draws serves, with "regenerate".
             offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
                 The noise is the same, rounding aside.
 
@@ -192,7 +192,7 @@ class NoiseStrategy(abc.ABC):
         return lambda t: matrix[t, : t + 1]
 
     def check_row_norms(self, num_steps: int) -> None:
-        """Refuses noise that grows so much beyond its draws that float32 loses the new draw."""
+        """Refuse noise that grows so much beyond its draws that float32 loses the new draw."""
         largest = self._largest_row_norm(num_steps)
         if not largest <= MAX_ROW_NORM:
             raise DPConfigError(
@@ -209,7 +209,7 @@ class NoiseStrategy(abc.ABC):
         return cost_of_rows(draws_used, self.default_backend if backend == "auto" else backend, block)
 
     def _draws_used(self, num_steps: int) -> np.ndarray:
-        """Draws that the noise of each step is made of, (num_steps,)."""
+        """Number of draws that the noise of each step is made of, (num_steps,)."""
         return np.arange(1, num_steps + 1)
 
     # --- JSON --------------------------------------------------------------------------------------------------------
@@ -219,12 +219,12 @@ class NoiseStrategy(abc.ABC):
         return {"name": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What a file keeps of it besides `parameters`; none for most."""
+        """Arrays that a file keeps besides `parameters`; none for most strategies."""
         return {}
 
     @classmethod
     def read(cls, values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NoiseStrategy:
-        """Makes it from its `parameters` without the name, and its `arrays`."""
+        """Make the strategy from its `parameters` without the name, and its `arrays`."""
         if "base" in values:
             values["base"] = from_parameters(values["base"])
         return cls(**values)

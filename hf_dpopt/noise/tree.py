@@ -34,8 +34,8 @@ class TreeAggregation(NoiseStrategy):
         variant: "vanilla" adds up the nodes of a prefix; "honaker" first improves every node by those below it;
             "full_honaker" takes the best estimate from all nodes, later ones too, which needs the number of steps.
         restart_every: steps after which a new tree starts; None for one tree.
-        tree_completion: at a restart the tree is completed by steps without gradient, so that what is carried over is
-            one root and not the nodes of a prefix.
+        tree_completion: complete the tree at a restart by steps without gradient, so that what is carried over is one
+            root and not the nodes of a prefix.
 
     References:
         Kairouz et al. (2021), arXiv:2103.00039 (DP-FTRL; Appendix D for the completion); Honaker (2015).
@@ -54,7 +54,9 @@ class TreeAggregation(NoiseStrategy):
             check_count("restart_every", self.restart_every)
             object.__setattr__(self, "restart_every", int(self.restart_every))
             if self.variant == "full_honaker":
-                raise DPConfigError("full_honaker reads all nodes together: use Stamped to restart it, or 'honaker'.")
+                raise DPConfigError(
+                    "variant='full_honaker' reads all nodes together. Use Stamped to restart it, or 'honaker'."
+                )
 
     @property
     def anytime(self) -> bool:  # type: ignore[override]
@@ -82,7 +84,7 @@ class TreeAggregation(NoiseStrategy):
         return lower_root(nodes.T @ nodes) if self.variant == "full_honaker" else nodes
 
     def _nodes(self, n: int) -> np.ndarray:
-        """Which steps every node adds up, (nodes, n)."""
+        """Mask of the steps that every node adds up, (nodes, n)."""
         rows = []
         for first, end, size in self._blocks(n):
             of_block = _tree(size).nodes[:, : end - first]
@@ -248,7 +250,7 @@ def _worst_pattern(n: int, participation: Participation) -> float | None:
 
 
 class TreeStream(CorrelatedStream):
-    """Keeps, per tensor, the noise of the last prefix and of at most ``log2(steps) + 1`` complete subtrees."""
+    """Stream with the noise, per tensor, of the last prefix and of at most ``log2(steps) + 1`` complete subtrees."""
 
     def __init__(self, strategy: TreeAggregation, source: NoiseSource, **options: Any):
         super().__init__(source, **options)
@@ -272,7 +274,7 @@ class TreeStream(CorrelatedStream):
         self._last[name] = prefix
 
     def _grow(self, total: torch.Tensor, name: str, tensor: int, *, first: int, place: int) -> None:
-        """Draws the leaf of a step and every node that it completes."""
+        """Draw the leaf of a step and every node that it completes."""
         stack = self._open.setdefault(name, [])
         height, estimate = 0, self._normal(total, tensor, _row(0, place, first))
         while stack and stack[-1][0] == height:
@@ -286,7 +288,7 @@ class TreeStream(CorrelatedStream):
         stack.append((height, estimate))
 
     def _close(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
-        """Carries a finished tree over: completed to its root, or as its last prefix."""
+        """Carry a finished tree over: completed to its root, or as its last prefix."""
         every = self._strategy.restart_every
         assert every is not None
         if self._strategy.tree_completion:
@@ -296,7 +298,7 @@ class TreeStream(CorrelatedStream):
         done = torch.stack([estimate for _, estimate in self._open.pop(name)]).sum(dim=0)
         self._carried[name] = done if name not in self._carried else self._carried[name].add_(done)
 
-    def _kept(self) -> State:
+    def _own_state(self) -> State:
         return {"carried": self._carried, "last": self._last, "open": self._open}
 
     def _restore(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""What an optimizer makes of the noise: the linear map from the gradients of a run to its iterates.
+"""Workloads: the linear map from the gradients of a run to its iterates, which shapes the noise too.
 
 A strategy is tuned for a workload; its privacy does not depend on it. n = steps, t, s, j = a step, 0-based.
 
@@ -47,13 +47,13 @@ class Workload:
 
     @property
     def decay(self) -> np.ndarray:
-        """What is left of a gradient in the momentum buffer after 0, 1, .. steps: first column of D, (n,)."""
+        """Share of a gradient in the momentum buffer after 0, 1, .. steps: first column of D, (n,)."""
         return np.diff(np.asarray(self.coefs), prepend=0.0)
 
     def check(self, n: int) -> None:
-        """Refuses another number of steps: the error would be that of another run."""
+        """Refuse another number of steps: the error would be that of another run."""
         if self.n != n:
-            raise DPConfigError(f"the workload is of {self.n} steps, and the run of {n}. Make one for {n} steps.")
+            raise DPConfigError(f"The workload is of {self.n} steps, and the run of {n}. Make one for {n} steps.")
 
 
 def scheduled_errors(response: np.ndarray, step_sizes: np.ndarray) -> np.ndarray:
@@ -95,7 +95,7 @@ def momentum_workload(n: int, momentum: float, step_sizes: Sequence[float] | Non
 
     Args:
         n: steps.
-        momentum: in [0, 1).
+        momentum: coefficient of the momentum, in [0, 1).
         step_sizes: learning rates, (n,), in any unit; None for a constant one.
 
     Raises:
@@ -108,7 +108,7 @@ def momentum_workload(n: int, momentum: float, step_sizes: Sequence[float] | Non
         return Workload(tuple(impulse.tolist()))
     sizes = np.asarray(step_sizes, dtype=float)
     if sizes.shape != (n,) or not np.isfinite(sizes).all() or (sizes < 0).any() or not sizes.any():
-        raise DPConfigError(f"step_sizes are not {n} finite numbers >= 0. Give the learning rate of every step.")
+        raise DPConfigError(f"`step_sizes` are not {n} finite numbers >= 0. Give the learning rate of every step.")
     return Workload(tuple(impulse.tolist()), tuple(sizes.tolist()))
 
 

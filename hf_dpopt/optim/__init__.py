@@ -1,4 +1,4 @@
-"""torch optimizers that know how loud the noise in their gradients is.
+"""torch optimizers that know the level of the noise in their gradients.
 
 They see released values alone, so nothing here costs privacy. A new one is one file and one line in `OPTIMIZERS`, from
 which command lines (`--optim`), documentation and the contract tests read.

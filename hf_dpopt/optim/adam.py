@@ -121,7 +121,7 @@ class DPAdamBC(DPAdamW):
             by ``max(r, eps)``, DOPPLER's form. With ``variance_floor=0`` the latter is ``max(sqrt(v^ - Phi), eps)``,
             and eps (gradient units) is then to be tuned: the usual 1e-8 makes huge steps.
         noise: needed by `step`.
-        params, lr, betas, eps, weight_decay, filter: as for `DPAdamW`.
+        params, lr, betas, eps, weight_decay, filter: the arguments of `DPAdamW`.
 
     Raises:
         DPConfigError: for a value outside the ranges above, or if `variance_floor` and `eps` are both 0.

@@ -1,4 +1,4 @@
-"""What the optimizers share: gradients in, noise variance in, filter, checkpoints."""
+"""Base of the optimizers: gradients in, noise variance in, filter, checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Group = dict[str, Any]
 
 
 class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
-    """A torch optimizer that may ask how loud the noise in its gradients is, and may filter them.
+    """A torch optimizer that may ask for the level of the noise in its gradients, and may filter them.
 
     The state is made of released gradients and public numbers only, so checkpoints of it may be published. The noise
     level is not part of it, for it may hold the key of the run: set `noise` again after unpickling or copying.
@@ -46,7 +46,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         super().__init__(params, defaults)
 
     def set_noise(self, level: NoiseLevel) -> None:
-        """Takes the level of the noise in `p.grad`, for the filter too."""
+        """Take the level of the noise in `p.grad`, for the filter too."""
         self.noise = level
         if self.filter is not None:
             self.filter.set_noise(level)
@@ -56,9 +56,9 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         self._check(self.param_groups[-1])
 
     def _check(self, group: Group) -> None:
-        """Refuses options out of range."""
+        """Refuse options out of range."""
         if isinstance(group["lr"], torch.Tensor):
-            raise DPConfigError("lr is a tensor. Use a float: no step of this optimizer is captured in a graph.")
+            raise DPConfigError("`lr` is a tensor. Use a float: no step of this optimizer is captured in a graph.")
         for name in ("lr", "eps", "weight_decay"):
             check_range(name, group[name], 0, math.inf)
         floor = group.get("variance_floor")
@@ -72,11 +72,11 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @property
     def subtracts_noise(self) -> bool:
-        """Does it need to know how loud the noise is?"""
+        """Whether it needs to know the level of the noise."""
         return any(self._subtracts_noise(group) for group in self.param_groups)
 
     def _subtracts_noise(self, group: Group) -> bool:
-        """Does an update of this group need the variance of the noise?"""
+        """Whether an update of this group needs the variance of the noise."""
         return False
 
     def _gradient(self, group: Group, p: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
     def _update(
         self, group: Group, params: Tensors, grads: Tensors, filtered: Tensors | None, variance: float
     ) -> None:
-        """Steps tensors of one group, device and dtype.
+        """Update tensors of one group, device and dtype.
 
         Args:
             grads: what `_gradient` returned.
@@ -144,7 +144,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         return variance
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with the name of the optimizer and the state of its filter."""
+        """The state that torch keeps, with the name of the optimizer and the state of its filter."""
         state = super().state_dict()
         state["optimizer"] = type(self).__name__
         if self.filter is not None:
@@ -152,7 +152,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continues where `state_dict` was taken, bit for bit.
+        """Continue where `state_dict` was taken, bit for bit.
 
         Raises:
             DPConfigError: for the state of another optimizer, or of one with a filter where this has none (or the
@@ -221,7 +221,7 @@ def _tensors(tree: Any) -> Iterable[torch.Tensor]:
 
 
 def check_range(name: str, value: Any, low: float, high: float) -> None:
-    """Refuses what is not a number in [low, high)."""
+    """Refuse what is not a number in [low, high)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= float(value) < high:
         allowed = f"a finite number >= {low}" if high == math.inf else f"a number in [{low}, {high})"
         raise DPConfigError(f"{name}={value!r} is out of range. Use {allowed}.")

@@ -44,7 +44,7 @@ class DPGaLore(DPAdamBC):
             to all tensors.
         inner: ``adamw``, or ``adam_bc`` to subtract the noise; `variance_floor` and `form` are for the latter.
         noise: needed by `step` with ``inner="adam_bc"``.
-        betas, eps, weight_decay, variance_floor, form, filter: as for `DPAdamBC`.
+        betas, eps, weight_decay, variance_floor, form, filter: the arguments of `DPAdamBC`.
 
     Raises:
         DPConfigError: for a value outside the ranges above, or a filter with `reset_on_refresh`.
@@ -96,8 +96,8 @@ class DPGaLore(DPAdamBC):
             raise DPConfigError(f"inner={group['inner']!r} is unknown. Use one of: {', '.join(get_args(Inner))}.")
         if group["reset_on_refresh"] and self.filter is not None:
             raise DPConfigError(
-                "reset_on_refresh cannot restart a filter for the projected tensors alone: its start-up correction is "
-                "common to all. Use reset_on_refresh=False, or no filter."
+                "`reset_on_refresh` cannot restart a filter for the projected tensors alone: its start-up correction "
+                "is common to all. Use reset_on_refresh=False, or no filter."
             )
 
     def _subtracts_noise(self, group: Group) -> bool:

@@ -1,1 +1,1 @@
-"""From what was asked for to what is executed: the configuration, the noise it means, the proof, the plan."""
+"""Planning, from what was asked for to what runs: the configuration, the noise it means, the proof, the plan."""

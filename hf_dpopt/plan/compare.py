@@ -1,4 +1,4 @@
-"""Which noise has the least error for a run and a budget: every mechanism with its sampler, side by side.
+"""Comparison of noise for a run and a budget: the error of every mechanism with its sampler, side by side.
 
 The predicted error is that of the optimizer's linear map applied to the noise (`Workload`), at the clipping norm 1 and
 at the noise that the budget asks for. It knows nothing of the data: clipping bias, curvature and the second moments of
@@ -28,11 +28,11 @@ class ComparedNoise:
     """One row of the comparison.
 
     Attributes:
-        plan: of the run with this noise.
+        plan: plan of the run with this noise.
         rmse: root mean square error of the iterates over the run, per coordinate, in clipping norms times the learning
             rate; of sums of gradients, not means.
         max_error: the largest of an iterate, likewise.
-        cost: of the noise, per step.
+        cost: cost of the noise per step.
         score: what decides; the smaller, the better. `rmse` for SGD. For an adaptive optimizer its geometric mean with
             the noise of a single step, which shortens every step: a rule that was measured, not derived
             (docs/mechanisms.md).
@@ -72,7 +72,7 @@ def compare_mechanisms(
 
     Args:
         config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
-        num_examples, num_steps: of the run.
+        num_examples, num_steps: size of the training set and length of the run.
         workload: what the optimizer makes of the gradients; None for plain sums.
         candidates: (mechanism, sampler) to compare; None for all that their registrations name.
 

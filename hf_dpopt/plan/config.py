@@ -1,4 +1,4 @@
-"""What the user asks for: public values only, checked once, never changed."""
+"""Configuration of a private run: public values only, checked once, never changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hf_dpopt.plan.options import (
     NoiseRng,
     PrivacyUnit,
     UserWeighting,
-    described,
+    copy_option,
     documented,
     option,
 )
@@ -52,33 +52,33 @@ class PrivacyConfig:
     range raises `DPConfigError`, which says what is allowed.
     """
 
-    target_epsilon: float | None = described("target_epsilon")
-    target_delta: float | None = described("target_delta")
-    allow_large_delta: bool = described("allow_large_delta")
-    noise_multiplier: float | None = described("noise_multiplier")
-    clipping_norm: float = described("clipping_norm")
-    clipping: ClippingName = described("clipping")
+    target_epsilon: float | None = copy_option("target_epsilon")
+    target_delta: float | None = copy_option("target_delta")
+    allow_large_delta: bool = copy_option("allow_large_delta")
+    noise_multiplier: float | None = copy_option("noise_multiplier")
+    clipping_norm: float = copy_option("clipping_norm")
+    clipping: ClippingName = copy_option("clipping")
     expected_batch_size: int = dataclasses.field(metadata=OPTIONS["expected_batch_size"].metadata)
-    sampling: str = described("sampling")
-    adjacency: Adjacency | Literal["auto"] = described("adjacency")
-    privacy_unit: PrivacyUnit = described("privacy_unit")
-    user_id_column: str | None = described("user_id_column")
-    records_per_user: int | None = described("records_per_user")
-    user_weighting: UserWeighting = described("user_weighting")
+    sampling: str = copy_option("sampling")
+    adjacency: Adjacency | Literal["auto"] = copy_option("adjacency")
+    privacy_unit: PrivacyUnit = copy_option("privacy_unit")
+    user_id_column: str | None = copy_option("user_id_column")
+    records_per_user: int | None = copy_option("records_per_user")
+    user_weighting: UserWeighting = copy_option("user_weighting")
     local_training: Mapping[str, Any] | None = option(
         None,
         "Options of SGD on the records of each user (learning_rate, batch_size, epochs, steps), after which the user "
         "gives how far the weights moved.",
         unset="users give gradients",
     )
-    noise_mechanism: str = described("noise_mechanism")
-    noise_kwargs: Mapping[str, Any] = described("noise_kwargs")
-    noise_restart_every: int | None = described("noise_restart_every")
-    noise_rng: NoiseRng = described("noise_rng")
-    preconditioner: str = described("preconditioner")
-    preconditioner_kwargs: Mapping[str, Any] = described("preconditioner_kwargs")
-    amplification_samples: int = described("amplification_samples")
-    unsafe_fixed_noise_key: str | None = described("unsafe_fixed_noise_key")
+    noise_mechanism: str = copy_option("noise_mechanism")
+    noise_kwargs: Mapping[str, Any] = copy_option("noise_kwargs")
+    noise_restart_every: int | None = copy_option("noise_restart_every")
+    noise_rng: NoiseRng = copy_option("noise_rng")
+    preconditioner: str = copy_option("preconditioner")
+    preconditioner_kwargs: Mapping[str, Any] = copy_option("preconditioner_kwargs")
+    amplification_samples: int = copy_option("amplification_samples")
+    unsafe_fixed_noise_key: str | None = copy_option("unsafe_fixed_noise_key")
 
     def __post_init__(self) -> None:
         self._check_noise()

@@ -21,8 +21,8 @@ def cyclic_noise_multiplier(
     """Smallest noise stddev that a run may have, for a strategy with as many bands and columns of norm 1.
 
     Args:
-        num_steps: of the run.
-        num_examples, batch_size, num_groups: of the sampler.
+        num_steps: length of the run.
+        num_examples, batch_size, num_groups: settings of the sampler.
         epsilon, delta: the budget.
         adjacency: "add_or_remove_one" or "zero_out".
     """
@@ -49,14 +49,14 @@ def choose_num_bands(
     workload: Workload | None = None,
     max_bands: int | None = None,
 ) -> int:
-    """How many bands, and groups of a cyclic sampler, give the least error for a budget.
+    """Number of bands, and groups of a cyclic sampler, with the least error for a budget.
 
     More bands correlate the noise of more steps, but a record is then sampled from a smaller group, more often. Looks
     through powers of two, and the bands with which every group is one batch, which is no sampling at all.
 
     Args:
-        num_steps: of the run.
-        num_examples, batch_size: of the sampler.
+        num_steps: length of the run.
+        num_examples, batch_size: settings of the sampler.
         epsilon, delta: the budget.
         adjacency: "add_or_remove_one" or "zero_out".
         workload: what the bands are tuned for; None for prefix sums.

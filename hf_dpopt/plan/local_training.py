@@ -40,7 +40,7 @@ class LocalTraining:
 
     @classmethod
     def of(cls, options: dict) -> LocalTraining:
-        """From names and values.
+        """Make it from names and values.
 
         Raises:
             DPConfigError: for a name that is not known, or no learning rate.
@@ -49,11 +49,11 @@ class LocalTraining:
         unknown = sorted(options.keys() - known)
         if unknown or "learning_rate" not in options:
             wrong = f"unknown: {', '.join(unknown)}" if unknown else "no learning_rate"
-            raise DPConfigError(f"local_training has {wrong}. Use learning_rate, batch_size, epochs and steps.")
+            raise DPConfigError(f"`local_training` has {wrong}. Use learning_rate, batch_size, epochs and steps.")
         return cls(**options)
 
     def batches(self, num_records: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Which records make up the local steps of a user, shuffled in every epoch."""
+        """Indices of the records in each local step of a user, shuffled in every epoch."""
         size, found = min(self.batch_size, num_records), list[np.ndarray]()
         per_epoch = -(-num_records // size)
         num_epochs = self.epochs if self.steps is None else -(-self.steps // per_epoch)

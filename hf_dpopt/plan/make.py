@@ -1,4 +1,4 @@
-"""From a config to a plan: what "auto" names is chosen first, then sampler, noise and event are built from it."""
+"""The plan of a config: what "auto" names is chosen first, then sampler, noise and event are built from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_plan(
     recorded: Mapping[str, Any] | None = None,
     preclip: Preclip | None = None,
 ) -> PrivacyPlan:
-    """Builds the plan of a run, calibrating the noise where a budget was given.
+    """Build the plan of a run, calibrating the noise where a budget was given.
 
     Args:
         config: what was asked for.

@@ -1,7 +1,7 @@
 """Every option, described once: what it does, its choices and its default, in a dataclass per group.
 
 `DPTrainingArguments` inherits the groups, so that each option is a flat flag (``--target_epsilon 8``) with the help
-text that is written here. `PrivacyConfig` takes single descriptions by name (`described`, `documented`), and so does
+text that is written here. `PrivacyConfig` takes single descriptions by name (`copy_option`, `documented`), and so does
 the command line (`hf_dpopt.cli.flags`); docs/arguments.md is printed from the groups. Inheritance alone would not do:
 a frozen dataclass cannot inherit from one that is not, as `TrainingArguments`.
 
@@ -204,7 +204,7 @@ class PreconditionerOptions:
 
 @dataclass
 class AfterNoiseOptions:
-    """After the noise: what is made of the noisy gradient. Anything here costs no privacy."""
+    """Postprocessing: what is made of the noisy gradient. Nothing here costs privacy."""
 
     max_grad_norm: float = option(
         0.0, "Clip of the noisy mean gradient; 0 is off. Not the privacy clip (clipping_norm)."
@@ -325,18 +325,18 @@ INSTEAD = {"dp2_delay": ("preconditioner_kwargs", "delay"), "filter_dtype": ("fi
 # --- for those who take single options -------------------------------------------------------------------------------
 
 
-def described(name: str) -> Any:
-    """A field of another dataclass with the default and the description of the option `name`."""
+def copy_option(name: str) -> Any:
+    """Make a field of another dataclass with the default and the description of the option `name`."""
     return dataclasses.field(default=OPTIONS[name].default, metadata=OPTIONS[name].metadata)
 
 
 def help_of(name: str) -> Help:
-    """What is said of the option `name`."""
+    """Description of the option `name`."""
     return OPTIONS[name].metadata["help"]
 
 
 def documented(cls: type[T]) -> type[T]:
-    """Appends the ``Args`` section to the docstring of a dataclass: what is said of the options it is made of."""
+    """Append the ``Args`` section to the docstring of a dataclass: what is said of the options it is made of."""
     lines = []
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         text: Help = field.metadata["help"]

@@ -52,7 +52,7 @@ class PrivacyPlan:
         config: what was asked for.
         num_examples: records in the dataset, or users if they are what is sampled; public.
         num_steps: planned optimizer steps; `epsilon` accepts other numbers.
-        delta: in (0, 1); see `hf_dpopt.accounting.delta`.
+        delta: delta of the guarantee, in (0, 1); see `hf_dpopt.accounting.delta`.
         noise_multiplier: noise stddev / sensitivity (unitless); of correlated noise, that of `noise_steps` steps.
         noise_steps: steps the noise was made and its multiplier stated for; another number than `num_steps` only for
             a run that was continued beyond its first plan.
@@ -76,7 +76,7 @@ class PrivacyPlan:
 
     @property
     def adjacency(self) -> str:
-        """Which datasets count as neighbours."""
+        """Adjacency: which datasets count as neighbours."""
         return self.config.adjacency
 
     @property
@@ -91,7 +91,7 @@ class PrivacyPlan:
 
     @property
     def strategy(self) -> NoiseStrategy:
-        """How the noise of the steps is correlated."""
+        """Strategy that correlates the noise of the steps."""
         return self.mechanism.strategy
 
     @property
@@ -101,7 +101,7 @@ class PrivacyPlan:
 
     @property
     def cost(self) -> StreamCost:
-        """What the noise of a step costs, per trained coordinate."""
+        """Cost of the noise of a step, per trained coordinate."""
         options = stream_options(self.config)
         return self.strategy.cost(self.noise_steps, backend=options["backend"], block=options["block"])
 
@@ -112,7 +112,7 @@ class PrivacyPlan:
 
     @property
     def unit(self) -> str:
-        """What one record is."""
+        """Unit of privacy: what one record is."""
         return self.config.privacy_unit
 
     def describe_sampling(self) -> str:
@@ -121,7 +121,7 @@ class PrivacyPlan:
 
     @property
     def users(self) -> dict[str, Any] | None:
-        """What a user gives to a step; None if the unit is the record."""
+        """Contribution of a user to a step; None if the unit is the record."""
         if self.unit != "user":
             return None
         given: dict[str, Any] = {
@@ -154,11 +154,11 @@ class PrivacyPlan:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
-        """What the planned run releases."""
+        """Event of the planned run: what it releases."""
         return self.event_after(self.num_steps)
 
     def event_after(self, num_steps: Steps) -> dp_accounting.DpEvent:
-        """What that many steps release; a sequence gives the steps of each chain of a run that branched."""
+        """Event of what that many steps release. A sequence gives the steps of each chain of a run that branched."""
         if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
         stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
@@ -190,7 +190,7 @@ class PrivacyPlan:
         return max(rough, planned) if excess > 0 else min(rough, planned)
 
     def _cheap(self, num_steps: Steps) -> Steps:
-        """So many steps or a few more, whose epsilon is known sooner.
+        """Return so many steps or a few more, whose epsilon is known sooner.
 
         For the log of a run on its way alone; what a run of several chains, or beyond its plan, costs is exact.
         """
@@ -207,7 +207,7 @@ class PrivacyPlan:
         """Epsilon, same noise, when one record is swapped for another; None without a proof.
 
         Args:
-            num_steps: as for `epsilon`.
+            num_steps: steps, or steps of each chain; None for the planned ones.
         """
         if "replace_one" not in self.sampler.adjacencies:
             return None
@@ -293,7 +293,7 @@ def build_plan(
     preclip: Preclip | None = None,
     compared: tuple[Any, ...] = (),
 ) -> PrivacyPlan:
-    """Builds the plan of a run whose mechanism has a name; arguments as for `hf_dpopt.plan.make.make_plan`.
+    """Build the plan of a run whose mechanism has a name; arguments as for `hf_dpopt.plan.make.make_plan`.
 
     Args:
         config: what was asked for; a `noise_mechanism` of "auto" only with `recorded`.
@@ -352,7 +352,7 @@ def build_plan(
 def _check_noise(
     config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, noise_steps: int
 ) -> None:
-    """Refuses noise that has no proof with these batches, or not for so many steps."""
+    """Refuse noise that has no proof with these batches, or not for so many steps."""
     sampler.check_adjacency(config.adjacency)
     sampler.check_strategy(strategy)
     if not 0 < sampler.sensitivity_of(strategy, noise_steps) < math.inf:

@@ -1,4 +1,4 @@
-"""From what a config names to what runs: sampler, adjacency and strategy, and what "auto" means for each."""
+"""Choice of sampler, adjacency and strategy by the names in a config, and what "auto" means for each."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def choose_noise(
     workload: Workload | None = None,
     recorded: Mapping[str, Any] | None = None,
 ) -> NoiseChoice:
-    """What a config stands for.
+    """Choose the noise that a config stands for.
 
     Args:
         config: what was asked for; a `noise_mechanism` of "auto" only with `recorded`.
-        num_examples, num_steps, delta: of the run.
+        num_examples, num_steps, delta: sizes of the run and delta of its guarantee.
         workload: what the optimizer makes of the gradients, for which the strategy is tuned.
         recorded: the plan of the run that this one continues: its strategy is kept if it was asked for in the same
             words. If not, what was asked for now is made, and the ledger will refuse it.
@@ -48,7 +48,7 @@ def choose_noise(
     """
     if recorded is not None and config.noise_mechanism == "auto":
         config = _as_recorded(config, recorded)
-    kept = _kept(config, recorded)
+    kept = _recorded_strategy(config, recorded)
     mechanism = MECHANISMS[config.noise_mechanism]
     options = {name: value for name, value in config.noise_kwargs.items() if name not in STREAM_OPTIONS}
     if mechanism.keeps_nothing and set(config.noise_kwargs) - set(options):
@@ -110,7 +110,7 @@ def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
 
 
 def stream_options(config: PrivacyConfig) -> dict[str, Any]:
-    """How the noise is kept between steps: `backend`, `block` and `offload` of `NoiseStrategy.stream`."""
+    """Options of how the noise is kept between steps: `backend`, `block` and `offload` of `NoiseStrategy.stream`."""
     given = {name: value for name, value in config.noise_kwargs.items() if name in STREAM_OPTIONS}
     return {**STREAM_OPTIONS, **given}
 
@@ -141,7 +141,7 @@ def _best_num_bands(
 
 
 def _as_recorded(config: PrivacyConfig, recorded: Mapping[str, Any]) -> PrivacyConfig:
-    """What "auto" was decided to be."""
+    """Replace "auto" by what the recorded run decided on."""
     refuse_options_of_auto(config)
     return dataclasses.replace(
         config,
@@ -162,7 +162,7 @@ def refuse_options_of_auto(config: PrivacyConfig) -> None:
         )
 
 
-def _kept(config: PrivacyConfig, recorded: Mapping[str, Any] | None) -> tuple[NoiseStrategy, int] | None:
+def _recorded_strategy(config: PrivacyConfig, recorded: Mapping[str, Any] | None) -> tuple[NoiseStrategy, int] | None:
     """Strategy and steps of the run that is continued, if the same noise was asked for."""
     if recorded is None or not is_whole(recorded["noise_strategy"]):
         return None

@@ -1,4 +1,4 @@
-"""Which way to train suits given users, compute and budget: users, their records, or local training.
+"""Ways to train on users, compared for given compute and budget: whole users, their records, or local training.
 
 At the same number of record gradients in a step, and with records of clipping norm C:
 
@@ -82,10 +82,10 @@ def plan_for_users(
 
     Args:
         config: a budget, and what both have in common; batch size, unit and sampling are replaced.
-        num_users: in the training set.
+        num_users: users in the training set.
         records_per_user: G, that take part; users are taken to have so many.
         records_per_step: B, gradients of records in a step.
-        num_steps: of the run.
+        num_steps: length of the run.
 
     Raises:
         DPConfigError: without a budget, or for more users or records in a step than there are.

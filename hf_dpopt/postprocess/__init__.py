@@ -1,4 +1,4 @@
-"""After the noise everything is free: maps of the released mean gradient, in any order and number, at no privacy cost.
+"""Maps of the released mean gradient: after the noise everything is free, in any order and number.
 
 A new one is one file with a class that extends `Postprocess`. They run inside `private_step`, after `# released from
 here`, on released values only; so their state may be stored and published.

@@ -25,7 +25,7 @@ from hf_dpopt.postprocess.buffers import (
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import start_up_gain
 
-LOUDER = 1e-9  # by which the noise of a step may be louder after an adaptive filter: rounding
+NOISE_SLACK = 1e-9  # by which an adaptive filter may raise the noise of a step: rounding
 
 
 class AdaptiveFIR(Filter):
@@ -39,10 +39,10 @@ class AdaptiveFIR(Filter):
     that of tau steps before.
 
     New weights are taken only if the c add up to more than 0, and `LowPassFilter` could start with these weights and
-    make independent noise no louder in any step; else the last ones stay. It begins as ``none``.
+    raise independent noise in no step; else the last ones stay. It begins as ``none``.
 
     Departures from the paper: (1) its noise is independent, so k(tau) = 0 for tau >= 1. (2) Its c_0 keeps the noise
-    of ``<g_t, g_t>``, so that louder noise brings the filter nearer to ``none``; here it is subtracted as at the
+    of ``<g_t, g_t>``, so that larger noise brings the filter nearer to ``none``; here it is subtracted as at the
     other lags (``subtract_at_zero=False`` is the paper's). (3) Its common denominator cancels in b and is left out.
 
     Formal guarantee: weights and state are made of released gradients and of the public noise level, and may be
@@ -141,7 +141,7 @@ class AdaptiveFIR(Filter):
         return {name: by_name[name].to(grads[name].dtype) for name in grads}
 
     def _keep(self, g: list[torch.Tensor]) -> None:
-        """Puts a copy of g first; the oldest of all leaves its place in memory for it."""
+        """Put a copy of g first; the oldest of all leaves its place in memory for it."""
         kept = [[old.to(x.device) for old, x in zip(row, g, strict=True)] for row in self._kept]
         if len(kept) == self.taps:
             newest = kept.pop()
@@ -151,7 +151,7 @@ class AdaptiveFIR(Filter):
         self._kept = [newest, *kept]
 
     def _compare(self, g: list[torch.Tensor]) -> None:
-        """Adds this step to the means; all numbers stay on the device."""
+        """Add this step to the means; all numbers stay on the device."""
         device, d = g[0].device, sum(x.numel() for x in g)
         variance = self.noise.variance()
         products = [_dot(g, g, device), *(_dot(g, old, device) for old in self._kept[1:])]
@@ -171,7 +171,7 @@ class AdaptiveFIR(Filter):
         total = math.fsum(c)
         if math.isfinite(total) and total > 0:
             b = tuple(x / total for x in c)
-            if start_up_gain(b) <= 1 + LOUDER:
+            if start_up_gain(b) <= 1 + NOISE_SLACK:
                 self.b = b
         self._sums, self._counts = torch.zeros_like(self._sums), [0] * self.taps
 
@@ -190,7 +190,7 @@ class AdaptiveFIR(Filter):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken, bit for bit, on the device of the next gradients.
+        """Continue where `state` was taken, bit for bit, on the device of the next gradients.
 
         Raises:
             DPConfigError: for the state of another filter.

@@ -1,4 +1,4 @@
-"""What every map of released gradients offers."""
+"""Base class of the maps of released gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Postprocess(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the state was taken, bit for bit."""
+        """Continue where the state was taken, bit for bit."""
 
     @property
     def label(self) -> str:
@@ -43,7 +43,7 @@ class Postprocess(abc.ABC):
         return {}
 
     def set_noise(self, level: NoiseLevel) -> None:
-        """Takes the level of the noise in what it will be given; does nothing unless the map corrects for noise."""
+        """Take the level of the noise in what it will be given. Only maps that correct for noise use it."""
         return None
 
 

@@ -16,17 +16,17 @@ STORAGE: dict[str | None, torch.dtype | None] = {None: None, "float32": torch.fl
 
 
 def arithmetic(g: torch.Tensor) -> torch.dtype:
-    """In which a gradient is filtered: float32 at least."""
+    """Type in which a gradient is filtered: float32 at least."""
     return torch.promote_types(g.dtype, torch.float32)
 
 
 def storage_name(dtype: torch.dtype | None) -> str | None:
-    """As JSON can hold it; its key in `STORAGE`."""
+    """Name of a type, which JSON can hold: its key in `STORAGE`."""
     return next(name for name, value in STORAGE.items() if value == dtype)
 
 
 def check_storage(dtype: torch.dtype | None) -> None:
-    """Refuses what cannot hold buffers."""
+    """Refuse what cannot hold buffers."""
     if dtype not in STORAGE.values():
         raise DPConfigError(
             f"dtype={dtype} cannot hold a filter's buffers. Use None, torch.float32 or torch.bfloat16."
@@ -47,7 +47,7 @@ def check_shapes(before: Shapes | None, grads: Gradients) -> Shapes:
 
 
 def check_same_filter(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuses the state of another filter."""
+    """Refuse the state of another filter."""
     if theirs != mine:
         other, this = (", ".join(f"{name}={value}" for name, value in x.items()) for x in (theirs, mine))
         raise DPConfigError(

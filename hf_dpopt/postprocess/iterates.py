@@ -24,7 +24,7 @@ class AfterStep(abc.ABC):
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Hooks it to the optimizer's steps, after what was attached before; the handle's `remove` undoes it.
+        """Hook it to the optimizer's steps, after what was attached before; the handle's `remove` undoes it.
 
         Raises:
             DPConfigError: if the optimizer does not hold the model's trainable parameters.
@@ -40,7 +40,7 @@ class AfterStep(abc.ABC):
 
     @abc.abstractmethod
     def update(self) -> None:
-        """Changes the weights, or takes note of them: what the hook calls."""
+        """Change the weights, or take note of them: what the hook calls."""
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -48,10 +48,10 @@ class AfterStep(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the state was taken."""
+        """Continue where the state was taken."""
 
     def finish(self) -> None:
-        """Gives the model the weights that the run ends with; called after the last step. Does nothing by default."""
+        """Give the model the weights that the run ends with; called after the last step. Does nothing by default."""
         return None
 
     @property
@@ -127,7 +127,7 @@ class IterateAverage(AfterStep):
 
     @contextlib.contextmanager
     def swap(self) -> Iterator[None]:
-        """Inside, the model has the averaged weights: for evaluation and saving. Not around a training step."""
+        """Lend the model the averaged weights, for evaluation and saving. Not around a training step."""
         kept = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._set(self.average())
         try:
@@ -136,7 +136,7 @@ class IterateAverage(AfterStep):
             self._set(kept)
 
     def move(self) -> None:
-        """Gives the model the averaged weights for good: after the last step."""
+        """Give the model the averaged weights for good: after the last step."""
         self._set(self.average())
 
     def finish(self) -> None:
@@ -164,14 +164,14 @@ class IterateAverage(AfterStep):
 
 
 class BallProjection(AfterStep):
-    """Keeps the trainable parameters, as one vector, within `radius` of where they are when this is made.
+    """Projection of the trainable parameters, as one vector, to within `radius` of where they are when this is made.
 
     The constraint set of private convex optimisation. Noise orthogonal to the gradients, which an unconstrained model
     never feels, pushes iterates out of a ball.
 
     Args:
         model: the model; its weights now are the centre, of which a copy is kept.
-        radius: in units of weights, L2, > 0.
+        radius: radius of the ball, L2, in units of weights, > 0.
 
     Raises:
         DPConfigError: for a radius that is no finite number > 0.

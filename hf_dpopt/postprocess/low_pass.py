@@ -67,8 +67,8 @@ class LowPassFilter(Filter):
 
     Raises:
         DPConfigError: if a pole is not strictly inside the unit circle, if the gain at frequency 0 is not 1
-            (``sum(b) - sum(a) = 1`` to 1e-9), or if the division by c_t makes the noise of a step more than ten times
-            as loud as it came in; the message has the number and the mend.
+            (``sum(b) - sum(a) = 1`` to 1e-9), or if the division by c_t multiplies the noise of a step by more than
+            ten; the message has the number and the fix.
 
     References:
         Zhang et al. (2024), arXiv:2408.13460, Alg. 1.
@@ -245,7 +245,7 @@ class LowPassFilter(Filter):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken, bit for bit, on the device of the next gradients.
+        """Continue where `state` was taken, bit for bit, on the device of the next gradients.
 
         Raises:
             DPConfigError: for the state of another filter.

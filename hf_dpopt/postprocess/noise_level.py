@@ -1,4 +1,4 @@
-"""How loud the noise in the released gradient is: what optimizers and filters that know the noise ask for."""
+"""Level of the noise in the released gradient, which optimizers and filters that correct for noise ask for."""
 
 from __future__ import annotations
 

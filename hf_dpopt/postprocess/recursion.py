@@ -110,12 +110,12 @@ def start_up_gain(b: Sequence[float], a: Sequence[float] = ()) -> float:
 
 
 def check_start_up(b: Sequence[float], a: Sequence[float]) -> None:
-    """Refuses a filter whose first outputs cannot be divided by c_t."""
+    """Refuse a filter whose first outputs cannot be divided by c_t."""
     gain = start_up_gain(b, a)
     if gain > MAX_START_UP_GAIN:
         what = "is not positive in every step"
         if math.isfinite(gain):
-            what = f"comes so near 0 that the noise gets {gain:.3g} times as loud"
+            what = f"comes so near 0 that the noise is multiplied by {gain:.3g}"
         raise DPConfigError(
             f"The step response of this filter, by which its first outputs are divided, {what}. Use a b[0] > 0 "
             f"(it is {b[0]:.3g}) and fewer negative coefficients b, or bias_correction=False."
@@ -145,10 +145,10 @@ def _check(b: tuple[float, ...], a: tuple[float, ...]) -> None:
         )
     if abs(sum(b) - sum(a) - 1) > GAIN_TOLERANCE:
         gain = sum(b) / at_zero
-        mend = f"Divide b by {gain:.12g}." if gain else "The coefficients b must not add up to 0."
+        fix = f"Divide b by {gain:.12g}." if gain else "The coefficients b must not add up to 0."
         raise DPConfigError(
             f"This filter has gain {gain:.12g} at frequency 0, and a gradient that stays the same must pass with "
-            f"gain 1. {mend}"
+            f"gain 1. {fix}"
         )
 
 
@@ -158,7 +158,7 @@ def _add_(x: Tensors, y: Tensors, alpha: float) -> None:
 
 
 def _without_zeros(coefficients: Sequence[float]) -> tuple[float, ...]:
-    """Without zeros at the end."""
+    """Coefficients without the zeros at the end."""
     values = [float(x) for x in coefficients]
     if not all(map(math.isfinite, values)):
         raise DPConfigError(f"{values} are no coefficients: all must be finite numbers.")

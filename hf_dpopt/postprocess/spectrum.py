@@ -41,7 +41,7 @@ def power_spectral_density(recorded: torch.Tensor, segment: int = 256) -> tuple[
 def signal_to_noise(
     low_pass: LowPassFilter | AdaptiveFIR, frequencies: np.ndarray, signal: np.ndarray, noise: np.ndarray | float
 ) -> float:
-    r"""How many times the filter raises the ratio of signal power to noise power; 1 for the filter ``none``.
+    r"""Factor by which the filter raises the ratio of signal power to noise power; 1 for the filter ``none``.
 
     ``(int |H|^2 S / int |H|^2 N) / (int S / int N)`` over frequency, H the frequency response: the ratio after the
     filter, normalised by that before it (our definition of the normalised ratio of arXiv:2408.13460, Eq. 4). S is the

@@ -77,7 +77,7 @@ class SubspaceAdaGrad(ProjectedGradient):
 
     Args:
         subspace: V.
-        noise: how loud the noise of a coordinate is.
+        noise: level of the noise of a coordinate.
         preconditioner: "released"; "none" is `ProjectedGradient`.
         eps: added to the retained eigenvalues of ``S_t^{1/2}``; gradient units (of the mean), >= 0.
 
@@ -133,7 +133,7 @@ class SubspaceAdaGrad(ProjectedGradient):
         return (vectors_kK @ ((vectors_kK.T @ u_k) / (values_K.sqrt() + self.eps))).to(coordinates)
 
     def _follow(self) -> None:
-        """Takes S to the coordinates of the subspace as it is now."""
+        """Take S to the coordinates of the subspace as it is now."""
         if self._version == self.subspace.version:
             return
         if self.subspace.version != self._version + 1 and self.second_moment.any():

@@ -1,4 +1,4 @@
-r"""Before the clip: division of one record's gradient by a scale D of public or already released values.
+r"""Preconditioning: division of one record's gradient, before the clip, by a scale D of public or released values.
 
 The clip then acts on ``g_b / D``, noise is calibrated to that clip, and what is released is the mean of the clipped
 ``g_b / D``: every record is still used once per step, so D costs nothing. D may never depend on the records but

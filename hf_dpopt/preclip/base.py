@@ -1,4 +1,4 @@
-"""What every preconditioner offers, and the one that does nothing."""
+"""Base classes of the preconditioners, and the one that does nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PublicSource(Protocol):
         """Place in the public records."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from there."""
+        """Continue where `state` was taken."""
 
 
 class RunOptions(Protocol):
@@ -60,7 +60,7 @@ class Preconditioning(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, released: Released) -> Released:
-        """Gives what the optimizer is to see of a step.
+        """Give what the optimizer is to see of a step.
 
         Args:
             released: mean of the step, the queries side by side: `hf_dpopt.preclip.queries.split` tells them apart.
@@ -72,7 +72,7 @@ class Preconditioning(abc.ABC):
 
     @abc.abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues where the state was taken, bit for bit."""
+        """Continue where the state was taken, bit for bit."""
 
 
 class Preclip(abc.ABC):
@@ -86,7 +86,7 @@ class Preclip(abc.ABC):
 
     @abc.abstractmethod
     def sensitivity_ratio(self, noise_multiplier: float, expected_batch_size: int) -> float:
-        """How far a unit moves all that a step sums, relative to how far it moves one clipped sum.
+        """Distance by which a unit moves all that a step sums, relative to how far it moves one clipped sum.
 
         1.0 for one sum of clipped gradients, ``sqrt(num_queries)`` for several, more if anything else is counted.
 
@@ -151,11 +151,11 @@ class Preclip(abc.ABC):
         return True
 
     def check_steps(self, num_steps: int) -> None:
-        """Refuses a run in which it would never act; it acts at once, unless it says otherwise."""
+        """Refuse a run in which it would never act; it acts at once, unless it says otherwise."""
         return None
 
     def check_config(self, config: RunOptions) -> None:
-        """Refuses the options of a run that it was not proven for; it goes with all, unless it says otherwise."""
+        """Refuse the options of a run that it was not proven for; it goes with all, unless it says otherwise."""
         return None
 
 
@@ -202,7 +202,7 @@ class _Nothing(Preconditioning):
 
 
 def check_keys(state: Mapping[str, Any], expected: set[str]) -> None:
-    """Refuses the state of another preconditioner."""
+    """Refuse the state of another preconditioner."""
     if set(state) != expected:
         raise DPConfigError(
             f"This state of a preconditioner has the entries {sorted(state)}, and {sorted(expected)} are expected: it "

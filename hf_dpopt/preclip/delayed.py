@@ -205,7 +205,7 @@ class DelayedPreconditioning(Preconditioning):
             torch._foreach_add_(list(self._sum.values()), [plain[name] for name in self._sum])
 
     def _turn(self) -> None:
-        """Changes phase, if it is time, between the step that was done and the next."""
+        """Change phase, if it is time, between the step that was done and the next."""
         delay = self._spec.delay
         is_extra = self._spec.variant == "extra_query"
         position = self._t % (delay if is_extra else self._spec.period)

@@ -45,7 +45,7 @@ class ProjectingEngine(ClippingEngine):
     Correlated noise must be restarted at every refresh of V: coordinates of two bases are different queries.
 
     Args:
-        model: as for every engine.
+        model: the model whose records are clipped.
         clipping: "flat" or "automatic".
         subspace: V; its `advance` is called by `empty_sum`.
 

@@ -61,7 +61,7 @@ class QuantileClipping(Preclip):
         return {"name": self.name, **dataclasses.asdict(self)}
 
     def check_config(self, config: RunOptions) -> None:
-        """Refuses what the count was not proven for; so it goes with independent noise alone."""
+        """Refuse what the count was not proven for; so it goes with independent noise alone."""
         if config.noise_mechanism != "gaussian":
             raise DPConfigError(
                 f"A clipping norm that changes in every step changes the coordinates that {config.noise_mechanism} "

@@ -36,7 +36,7 @@ RULES: dict[str, Rule] = {"rmsprop": _rmsprop, "adagrad": _adagrad, "yogi": _yog
 
 
 def check_moment(second_moment: Any, beta: Any, eps: Any, factored: Any) -> None:
-    """Refuses options of a second moment that are out of range; an eps of None passes."""
+    """Refuse options of a second moment that are out of range; an eps of None passes."""
     if second_moment not in RULES:
         raise DPConfigError(f"second_moment={second_moment!r} is unknown. Use one of: {', '.join(map(repr, RULES))}.")
     check_real("beta", beta, "a number in [0, 1); 0.9 is usual")
@@ -62,7 +62,7 @@ class SecondMoment:
     Args:
         parameters: name -> parameter; for shapes and devices.
         rule: "rmsprop", "adagrad" or "yogi".
-        beta: in [0, 1); without effect for AdaGrad.
+        beta: decay of the average, in [0, 1); without effect for AdaGrad.
         factored: keep means of rows and columns.
     """
 
@@ -74,7 +74,7 @@ class SecondMoment:
             self._values[name] = [torch.zeros(shape, dtype=torch.float32, device=p.device) for shape in shapes]
 
     def update(self, gradients: Mapping[str, torch.Tensor], noise_variance: float = 0.0) -> None:
-        """Takes an averaged gradient whose coordinates have noise of that variance, which is subtracted."""
+        """Take an averaged gradient whose coordinates have noise of that variance, which is subtracted."""
         for name, g in gradients.items():
             x = g.float().square()
             if noise_variance:

@@ -1,1 +1,1 @@
-"""What runs a plan: the private step on one page, batches, keys, the ledger, the stages."""
+"""Runs of a plan: the private step on one page, batches, keys, the ledger, the stages."""

@@ -63,7 +63,7 @@ class LogicalBatch:
 def physical_parts(
     records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
 ) -> Iterator[list[Part]]:
-    """Yields what is made of every `size` records: one batch, mostly, whose places count from the first of them.
+    """Yield what is made of every `size` records: one batch, mostly, whose places count from the first of them.
 
     Args:
         records: records of one logical batch.
@@ -80,7 +80,7 @@ def physical_parts(
 
 @contextlib.contextmanager
 def explain_out_of_memory(physical_batch_size: int, step: int) -> Iterator[None]:
-    """Adds to an out-of-memory error what a private run can do about it, and what became of the step."""
+    """Add to an out-of-memory error what a private run can do about it, and what became of the step."""
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU allocator raises it plainly

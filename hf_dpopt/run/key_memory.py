@@ -1,4 +1,4 @@
-"""How far each key was used: a memory beside the keys, which is not put back together with ``output_dir``.
+"""Memory of how far each key was used; it lies beside the keys and is not restored together with ``output_dir``.
 
 A ledger that was restored from a backup, or that goes on as a copy, has forgotten steps that ran: under the same key
 the next ones would draw the same noise for other gradients. So every step leaves a *mark* in the private directory,
@@ -39,7 +39,7 @@ class Mark:
     """Knowledge about the use of a key.
 
     Attributes:
-        chain_id, key_id, start_step: as in the ledger, see `ChainRecord`.
+        chain_id, key_id, start_step: what the ledger says of the chain, see `ChainRecord`.
         step: the highest step that may have run; `start_step` if none has.
         digest: digest of the ledger when that step was charged; None if a crash tore the write that said so.
     """
@@ -78,7 +78,7 @@ class KeyMemory:
     # --- one run at a time ---
 
     def lock(self) -> None:
-        """Keeps other runs of the family out until `close`, or until this process is gone; does nothing a second time.
+        """Keep other runs of the family out until `close`, or until this process is gone; do nothing a second time.
 
         The ledger's own lock is always taken before, and neither is waited for, so they cannot block each other.
 
@@ -103,14 +103,14 @@ class KeyMemory:
         os.pwrite(self._lock, str(os.getpid()).encode(), 0)
 
     def close(self) -> None:
-        """Lets other runs go on."""
+        """Let other runs go on."""
         for descriptor in (self._file, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
         self._file = self._lock = None
 
     def remove(self) -> None:
-        """Deletes what is kept of the family; for a run that has no marks, and that nobody can continue any more."""
+        """Delete what is kept of the family; for a run that has no marks, and that nobody can continue any more."""
         if self._folder is not None and self._folder.is_dir():
             (self._folder / "lock").unlink(missing_ok=True)
             self._folder.rmdir()
@@ -138,7 +138,7 @@ class KeyMemory:
         return self._read(path)[0] if path.exists() else None
 
     def charge_unknown(self) -> int:
-        """Charges in the ledger what the marks show and it does not know; returns how many steps that were.
+        """Charge in the ledger what the marks show and it does not know; return how many steps that were.
 
         Raises:
             DPConfigError: if a mark is damaged, or contradicts the ledger.
@@ -159,14 +159,14 @@ class KeyMemory:
     # --- what is added ---
 
     def begin(self, chain: ChainRecord) -> None:
-        """Writes the mark of a chain that the ledger has just begun."""
+        """Write the mark of a chain that the ledger has just begun."""
         path, header = self._path(chain.chain_id), _header_of(chain)
         content = header + _slot_of(header, chain.start_step, self._ledger.digest())
         _make_folder(path.parent)
         write_durably(path, content.ljust(3 * PAGE, b"\0"), mode=0o600)
 
     def use(self, chain_id: str) -> None:
-        """Opens the mark of the chain whose steps come next, under the lock."""
+        """Open the mark of the chain whose steps come next, under the lock."""
         assert self._lock is not None and self._file is None
         path = self._path(chain_id)
         _, newest = self._read(path)
@@ -174,7 +174,7 @@ class KeyMemory:
         self._file = os.open(path, os.O_RDWR)
 
     def note(self, step: int) -> None:
-        """Notes that the noise of a step may be used from now on; its charge is the last record of the ledger."""
+        """Note that the noise of a step may be used from now on; its charge is the last record of the ledger."""
         assert self._file is not None
         os.pwrite(self._file, _slot_of(self._header, step, self._ledger.digest()), SLOTS[self._next_slot])
         _fdatasync(self._file)

@@ -157,7 +157,7 @@ class PrivateState:
         return self._known.setdefault(chain_id, Chain(chain_id, root))
 
     def save_noise(self, chain_id: str, state: dict[str, Any]) -> None:
-        """Keeps the state of a chain's noise stream, in place of an older one; as secret as the key."""
+        """Keep the state of a chain's noise stream, in place of an older one; as secret as the key."""
         content = io.BytesIO()
         torch.save(state, content)
         write_durably(self._noise_file(chain_id), content.getvalue(), mode=0o600)
@@ -178,7 +178,7 @@ class PrivateState:
         return KeyMemory(self.directory, ledger)
 
     def check_data(self, chain: Chain, mark: str) -> None:
-        """Notes of what data a chain is, or checks that it is still the same.
+        """Note of what data a chain is, or check that it is still the same.
 
         Records and users are numbers to a sampler: where it relies on when each took part before, they have to keep
         their numbers for as long as the key is the same. The mark is made of private data, so it stays here.
@@ -217,7 +217,7 @@ class PrivateState:
         return keys + buffers
 
     def forget(self, chain_ids: Iterable[str] | None = None) -> None:
-        """Deletes keys of a run that will not be continued. `secrets` still knows those used by this object.
+        """Delete keys of a run that will not be continued. `secrets` still knows those used by this object.
 
         The marks of their use stay: an ``output_dir`` that is put back to a backup must still be found out.
 
@@ -282,7 +282,7 @@ def continue_or_branch(
 
 
 def check_resumable(ledger: Ledger, resume_step: int | None) -> None:
-    """Refuses a checkpoint whose cost the ledger does not know.
+    """Refuse a checkpoint whose cost the ledger does not know.
 
     Raises:
         DPConfigError: if the ledger has charged no run that reached ``resume_step``.
@@ -308,7 +308,7 @@ def stays_on_its_chain(ledger: Ledger, state: PrivateState, resume_step: int | N
 
 
 def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) -> str:
-    """Why the last chain cannot go on (the note of the new one), or an empty string if it can."""
+    """Reason why the last chain cannot go on (the note of the new one), or an empty string if it can."""
     last = last_own_chain(ledger)
     if last is None:
         return "first run"

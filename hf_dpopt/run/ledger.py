@@ -31,7 +31,7 @@ _FORMER_VALUES = {
     "training.loss": dict.fromkeys(("single_label_classification", "multi_label_classification"), "by the labels"),
 }
 
-_MEND = (
+_FIX = (
     "A ledger that was changed no longer proves what was spent. Put the original file back. If it is lost, so is the "
     "privacy statement of that run; a new run in another output_dir has its own, which does not cover the old one."
 )
@@ -92,7 +92,7 @@ class Ledger:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], create: bool = True) -> Ledger:
-        """Opens for writing, alone; verifies what is there, and cuts off a last line that a crash left unfinished.
+        """Open for writing, alone; verify what is there, and cut off a last line that a crash left unfinished.
 
         Args:
             path: the file; a lock file ``<path>.lock`` is kept beside it.
@@ -113,7 +113,7 @@ class Ledger:
                 write_durably(ledger.path, header + b"\n", mode=0o644)
             end = ledger._load()
             ledger._file = os.open(ledger.path, os.O_RDWR | os.O_APPEND)
-            ledger._mend_tail(end)
+            ledger._settle_tail(end)
         except BaseException:
             ledger.close()
             raise
@@ -121,7 +121,7 @@ class Ledger:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Ledger:
-        """Reads and verifies without locking; safe while a run is writing. What writes is then not available.
+        """Read and verify without locking; safe while a run is writing. What writes is then not available.
 
         Raises:
             DPConfigError: if there is no ledger, or if a line was changed.
@@ -133,7 +133,7 @@ class Ledger:
         return ledger
 
     def close(self) -> None:
-        """Gives up the lock; the ledger can still be read from."""
+        """Give up the lock; the ledger can still be read from."""
         for descriptor in (self._file, self._lock):
             if descriptor is not None:
                 os.close(descriptor)
@@ -188,7 +188,7 @@ class Ledger:
     # --- adding to it ---
 
     def record_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
-        """Writes the plan of a run, or checks that a later run on this ledger is the same mechanism.
+        """Write the plan of a run, or check that a later run on this ledger is the same mechanism.
 
         Args:
             plan: public values, JSON-able.
@@ -221,7 +221,7 @@ class Ledger:
         note: str = "",
         unsafe: bool = False,
     ) -> ChainRecord:
-        """Begins a chain of steps under a key of its own; see `ChainRecord`.
+        """Begin a chain of steps under a key of its own; see `ChainRecord`.
 
         Raises:
             DPConfigError: if the chain or (unless ``unsafe``) its key was used before.
@@ -241,7 +241,7 @@ class Ledger:
         return record
 
     def charge(self, chain_id: str, step: int) -> None:
-        """Charges one optimizer step, durably, before anything of it is computed.
+        """Charge one optimizer step, durably, before anything of it is computed.
 
         Args:
             chain_id: a chain of this ledger.
@@ -260,7 +260,7 @@ class Ledger:
         self._append({"kind": "step", "chain_id": chain_id, "step": step})
 
     def charge_up_to(self, chain_id: str, step: int) -> None:
-        """Charges the steps of a chain up to `step` that are not charged yet: they ran, and this file forgot them."""
+        """Charge the steps of a chain up to `step` that are not charged yet: they ran, and this file forgot them."""
         reached = self.last_step(chain_id) or self._chains[chain_id].start_step
         self._append(*({"kind": "step", "chain_id": chain_id, "step": t} for t in range(reached + 1, step + 1)))
 
@@ -282,10 +282,10 @@ class Ledger:
         os.write(self._lock, str(os.getpid()).encode())
 
     def _load(self) -> int:
-        """Replays the file; returns the position behind the last whole record."""
+        """Replay the file; return the position behind the last whole record."""
         *lines, tail = self.path.read_bytes().split(b"\n")
         if not lines:
-            raise DPConfigError(f"{self.path} is empty or has no whole line, not even the header. {_MEND}")
+            raise DPConfigError(f"{self.path} is empty or has no whole line, not even the header. {_FIX}")
         end = 0
         for number, line in enumerate(lines, start=1):
             self._replay(line, number)
@@ -293,24 +293,24 @@ class Ledger:
         return end
 
     def _replay(self, line: bytes, number: int) -> None:
-        """Verifies one line and takes it in."""
+        """Verify one line and take it in."""
         where = f"{self.path}, line {number}:"
         try:
             record = json.loads(line)
             sealed = {key: value for key, value in record.items() if key not in ("prev", "sha256")}
             digest, expected = _seal(sealed, record["prev"])
         except (ValueError, KeyError, AttributeError):
-            raise DPConfigError(f"{where} is no record of a ledger; it was edited or damaged. {_MEND}") from None
+            raise DPConfigError(f"{where} is no record of a ledger; it was edited or damaged. {_FIX}") from None
         if expected != line:
-            raise DPConfigError(f"{where} the record does not have the digest it carries; it was edited. {_MEND}")
+            raise DPConfigError(f"{where} the record does not have the digest it carries; it was edited. {_FIX}")
         if record["prev"] != self._digest:
-            raise DPConfigError(f"{where} it does not follow line {number - 1}; lines were removed or moved. {_MEND}")
+            raise DPConfigError(f"{where} it does not follow line {number - 1}; lines were removed or moved. {_FIX}")
         if number == 1:
             _check_header(sealed, where)
         self._apply(sealed, digest)
 
     def _apply(self, record: dict[str, Any], digest: str) -> None:
-        """Takes a verified record in."""
+        """Take a verified record in."""
         match record["kind"]:
             case "header":
                 pass
@@ -329,8 +329,8 @@ class Ledger:
         self._digest = digest
         self._digests.add(digest)
 
-    def _mend_tail(self, end: int) -> None:
-        """Settles what follows the last newline, which a kill in mid-write leaves.
+    def _settle_tail(self, end: int) -> None:
+        """Settle what follows the last newline, which a kill in mid-write leaves.
 
         Half a record is cut off: its step did not run, for `charge` had not returned. A whole one that only lacks its
         newline (an editor may strip it) stays: charging a step that did not run is the safe side.
@@ -348,7 +348,7 @@ class Ledger:
         os.fsync(self._file)
 
     def _append(self, *records: dict[str, Any]) -> None:
-        """Writes records to the disk, then takes them in."""
+        """Write records to the disk, then take them in."""
         assert self._file is not None, f"{self.path} is not open for writing"
         sealed, prev = [], self._digest
         for record in records:
@@ -372,7 +372,7 @@ class Ledger:
 def _check_header(header: dict[str, Any], where: str) -> None:
     version = header.get("version")
     if header.get("kind") != "header" or type(version) is not int or version < 1:
-        raise DPConfigError(f"{where} expected the header of a ledger, found {header!r}. {_MEND}")
+        raise DPConfigError(f"{where} expected the header of a ledger, found {header!r}. {_FIX}")
     if version > VERSION:
         raise DPConfigError(
             f"{where} the ledger has format {version}, and this release of hf_dpopt knows format {VERSION} and older "

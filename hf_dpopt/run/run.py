@@ -176,7 +176,7 @@ class PrivateRun:
             self._memory.close()
 
     def _record_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
-        """Notes what is executed, or checks that it is what the ledger's run was."""
+        """Note what is executed, or check that it is what the ledger's run was."""
         assert self.ledger is not None
         before, public = self.ledger.plan, self.plan.public_dict()
         if training is not None:
@@ -196,7 +196,7 @@ class PrivateRun:
             )
 
     def mark_checkpoint(self, folder: str | Path) -> None:
-        """Notes in a checkpoint which record of the ledger it stands at, and keeps the noise's state; rank 0 only.
+        """Note in a checkpoint which record of the ledger it stands at, and keep the noise's state; rank 0 only.
 
         The state stays in the private directory, never in the checkpoint. Only the last one is kept: a run that goes
         on from an older checkpoint needs noise of its own.
@@ -227,7 +227,7 @@ class PrivateRun:
         return self.plan.config.target_epsilon if self.plan.is_private else None
 
     def _check_budget(self, resumed_at: int | None) -> None:
-        """Before anything runs: are all steps of this call still affordable?"""
+        """Refuse a call whose steps are not all affordable, before anything runs."""
         assert self.ledger is not None and self.state is not None
         target, charged = self._target, self.ledger.charged
         resume_step = resumed_at or 0
@@ -257,7 +257,7 @@ class PrivateRun:
         )
 
     def charge(self, step: int) -> None:
-        """Writes the step to the ledger, on disk, before any record of its batch is looked at.
+        """Write the step to the ledger, on disk, before any record of its batch is looked at.
 
         Raises:
             DPBudgetExceeded: if the step would spend more than `target_epsilon`.
@@ -286,7 +286,7 @@ class PrivateRun:
         self.charged[-1] += 1
 
     def begin(self, step: int, engine: ClippingEngine) -> tuple[Scale | None, ...]:
-        """Charges a step that the noise was made for, before any record of its batch is looked at.
+        """Charge a step that the noise was made for, before any record of its batch is looked at.
 
         Args:
             step: optimizer step, 1-based.
@@ -322,7 +322,7 @@ class PrivateRun:
         It is divided by the public expected size: the realised size of a logical batch is data.
 
         Args:
-            sums: over all ranks, of all queries; float32. Changed in place, and not to be used again.
+            sums: clipped sums over all ranks, of all queries; float32. Changed in place, and not to be used again.
             step: the one that has begun.
 
         Raises:
@@ -373,7 +373,7 @@ class PrivateRun:
         return self._preclip
 
     def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Map] = ()) -> MechanismLevel:
-        """How loud the noise is in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
+        """Level of the noise in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
 
         Args:
             preclip: the preconditioner of the run, which may multiply what was released.
@@ -407,7 +407,7 @@ class PrivateRun:
         return spent_for(self.plan, self.charged)
 
     def close(self) -> None:
-        """Releases the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
+        """Release the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place

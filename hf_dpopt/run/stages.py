@@ -1,4 +1,4 @@
-"""What a run has before the clip, after the noise and after the optimizer's step, and its state in checkpoints.
+"""Stages of a run before the clip, after the noise and after the optimizer's step; their state in checkpoints.
 
 All of it is made of released and public values, so it lies beside the optimizer's state in the checkpoint.
 """
@@ -30,7 +30,7 @@ class Stages:
     Args:
         run: run of the plan.
         engine: clipping engine of the model.
-        optimizer: torch's own; told how loud the noise is if it is a `NoiseAwareOptimizer`.
+        optimizer: torch's own; told the noise level if it is a `NoiseAwareOptimizer`.
         chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
             so in an attribute ``gain``. Callables that are no `Postprocess` are made one here.
         public: gradients of public records, where something needs them.
@@ -66,7 +66,7 @@ class Stages:
         self._hooks = [stage.attach(optimizer) for stage in self.after]
 
     def announce(self) -> None:
-        """Says in the log what runs before the clip, after the noise and after the optimizer's step."""
+        """Say in the log what runs before the clip, after the noise and after the optimizer's step."""
         if self._is_misaligned:
             logger.warning(
                 "This run goes on from the middle of a phase of its preconditioner with its own noise, which starts "
@@ -81,12 +81,12 @@ class Stages:
             logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
 
     def finish(self) -> None:
-        """Gives the model its averaged weights, where there is an average: after the last step."""
+        """Give the model its averaged weights, where there is an average: after the last step."""
         for stage in self.after:
             stage.finish()
 
     def close(self) -> None:
-        """Takes the hooks off the optimizer."""
+        """Take the hooks off the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -103,12 +103,12 @@ class Stages:
         return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
 
     def save(self, folder: str | Path) -> None:
-        """Writes the state of all; nothing if there is none."""
+        """Write the state of all; nothing if there is none."""
         if self._has_state:
             torch.save(self._state(), Path(folder) / RELEASED_STATE)
 
     def load(self, folder: str | Path) -> None:
-        """Continues from a checkpoint, bit for bit.
+        """Continue from a checkpoint, bit for bit.
 
         Raises:
             DPConfigError: if the state of a stage is missing there, or belongs to another one.

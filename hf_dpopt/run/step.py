@@ -26,7 +26,7 @@ def private_step(
     step: int,
     chain: Sequence[Map] = (),
 ) -> UnprivatizedStatistics:
-    r"""Leaves ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
+    r"""Leave ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
 
     Call it once per optimizer step, also when the logical batch is empty, then `optimizer.step()`.
 
@@ -83,6 +83,6 @@ def clip_and_sum(
 
 
 def write_gradients(parameters: Mapping[str, torch.nn.Parameter], released: Released) -> None:
-    """Assigns the gradient of every trained parameter, in its dtype: whatever was there is gone."""
+    """Assign the gradient of every trained parameter, in its dtype: whatever was there is gone."""
     for name, p in parameters.items():
         p.grad = released[name].to(p.dtype)

@@ -1,4 +1,4 @@
-"""What one physical batch adds to a clipped sum: its records, or whole users, whatever the unit of privacy is."""
+"""Contribution of one physical batch to a clipped sum: its records or whole users, whatever the unit of privacy is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WholeUnits(abc.ABC):
 
     @abc.abstractmethod
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
-        """Adds what the units give, each clipped once."""
+        """Add what the units give, each clipped once."""
 
     @abc.abstractmethod
     def apart(self) -> Sequence[WholeUnits]:
@@ -41,7 +41,7 @@ def add_batch(
     *,
     sums_users: bool,
 ) -> UnprivatizedStatistics:
-    """Adds the clipped gradients of the units of a batch to `sums`.
+    """Add the clipped gradients of the units of a batch to `sums`.
 
     A unit on which the model fails contributes nothing, as one whose gradient is no number: a step that stopped there
     would tell that it was drawn. The others of its batch are then taken one by one.

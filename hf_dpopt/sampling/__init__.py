@@ -1,4 +1,4 @@
-"""How logical batches are formed. A new sampler is one file and one line here.
+"""Samplers: the laws by which logical batches are formed. A new one is one file and one line here.
 
 Which noise goes with which sampler, every sampler says itself (`Sampler.refuses`); side by side:
 

@@ -68,7 +68,7 @@ class BallsInBinsSampler(Sampler):
         return _bins(key, self.num_examples, self.steps_per_epoch)[step % self.steps_per_epoch]
 
     def participation(self, num_steps: int) -> Participation:
-        """What a strategy can rely on."""
+        """Participation of a record that a strategy can rely on."""
         return Participation(max(1, self.max_participations(num_steps)), self.steps_per_epoch, "fixed_epoch")
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:

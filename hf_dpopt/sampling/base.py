@@ -73,7 +73,7 @@ class Sampler(abc.ABC):
 
     @abc.abstractmethod
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
-        """What the noisy sums of these batches release, over all chains.
+        """Event of the noisy sums of these batches, over all chains.
 
         Args:
             noise_stddev_over_clip: noise stddev of the sum / bound on one record's norm (unitless), > 0. This is
@@ -84,7 +84,7 @@ class Sampler(abc.ABC):
         """
 
     def participation(self, num_steps: int) -> Participation:
-        """How often, and how far apart, one record takes part in one chain: what correlated noise can rely on."""
+        """Participation of a record in one chain: how often and how far apart, which correlated noise relies on."""
         return Participation(max(1, num_steps))
 
     # --- noise -------------------------------------------------------------------------------------------------------
@@ -102,7 +102,7 @@ class Sampler(abc.ABC):
         )
 
     def check_strategy(self, strategy: NoiseStrategy) -> None:
-        """Refuses a strategy whose noise has no proof with these batches.
+        """Refuse a strategy whose noise has no proof with these batches.
 
         Raises:
             DPConfigError: with the reason, and the samplers that would do.
@@ -119,7 +119,7 @@ class Sampler(abc.ABC):
     def release(
         self, strategy: NoiseStrategy, noise_stddev: float, num_steps: Steps, *, planned_steps: int
     ) -> dp_accounting.DpEvent:
-        """What the noisy sums of a run release, over all its chains.
+        """Event of the noisy sums of a run with this noise, over all its chains.
 
         Formal guarantee: every chain has noise of its own, so their events compose (correctness.md, F6: with z shared
         up to a branch, the squared sensitivities add up just the same). The first t steps of an anytime strategy are
@@ -177,7 +177,7 @@ class Sampler(abc.ABC):
         return None
 
     def steps_for_log(self, num_steps: int, planned: int) -> int:
-        """So many steps, or a few more whose epsilon is known sooner: what a log line during the run may show."""
+        """Return so many steps, or a few more whose epsilon is known sooner, which a log line may show."""
         return num_steps
 
     def with_groups(self, num_groups: int) -> Sampler:
@@ -195,7 +195,7 @@ class Sampler(abc.ABC):
         """One sentence for the privacy statement.
 
         Args:
-            unit: of privacy, which is what is sampled: "record" or "user".
+            unit: unit of privacy, which is what is sampled: "record" or "user".
         """
 
     @property
@@ -209,7 +209,7 @@ class Sampler(abc.ABC):
         return -(-self.num_examples // self.expected_batch_size)
 
     def check_adjacency(self, adjacency: str) -> None:
-        """Refuses an adjacency for which this sampler's event has no proof."""
+        """Refuse an adjacency for which this sampler's event has no proof."""
         if adjacency not in self.adjacencies:
             allowed = " or ".join(f"adjacency={name!r}" for name in self.adjacencies)
             raise DPConfigError(

@@ -1,4 +1,4 @@
-"""What a sampler promises about participations, asserted on the batches that are really drawn."""
+"""Check of what a sampler promises about participations, on the batches that are really drawn."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hf_dpopt.sampling.base import Sampler
 
 
 class ParticipationCheck:
-    """Counts in which steps of a chain each record (or user) takes part.
+    """Count of the steps of a chain in which each record (or user) takes part.
 
     The sensitivity of correlated noise, and of a fixed order, rests on how often and how far apart that is. Memory: 12
     bytes a record, from the first draw on. After a resume the earlier steps of the chain are drawn again and counted.
 
     Args:
         sampler: draws.
-        key: of the chain.
-        first_step: of the chain, 1-based.
+        key: sampling key of the chain.
+        first_step: first step of the chain, 1-based.
     """
 
     def __init__(self, sampler: Sampler, key: bytes, first_step: int):
@@ -33,7 +33,7 @@ class ParticipationCheck:
         return promised.min_sep > 1 or promised.max_participations < num_steps
 
     def observe(self, step: int, drawn: np.ndarray) -> None:
-        """Counts the batch of a step; one that was counted already is not counted again.
+        """Count the batch of a step; one that was counted already is not counted again.
 
         Raises:
             DPConfigError: if a record takes part too often, or again too soon. Nothing of the step has run then.

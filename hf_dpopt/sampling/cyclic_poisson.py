@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling: groups of records take turns, and a record tosses a coin when its group is on."""
+"""Cyclic Poisson sampling: groups of records take turns, and each record of a group is drawn independently."""
 
 from __future__ import annotations
 

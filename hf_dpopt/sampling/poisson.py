@@ -1,4 +1,4 @@
-"""Poisson sampling: every record tosses its own coin in every step."""
+"""Poisson sampling: an independent Bernoulli draw for every record in every step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PoissonSampler(Sampler):
 
     @property
     def _threshold(self) -> np.uint64:
-        # Scaling a float by 2^64 is exact and int() rounds down, so the coin never lands more often than the
+        # Scaling a float by 2^64 is exact and int() rounds down, so no record is drawn more often than the
         # accountant was told. sample_rate < 1 makes this < 2^64.
         return np.uint64(int(self.sample_rate * 2.0**64))
 

@@ -65,9 +65,9 @@ class TruncatedPoissonSampler(PoissonSampler):
         batch = super().draw(key, step)
         if len(batch) <= self.max_batch_size:
             return batch
-        # Fresh words: those that follow the n coins in the step's stream. The smallest tickets win.
-        tickets = random_words(key, step, self.num_examples + len(batch))[self.num_examples :]
-        return np.sort(batch[np.argsort(tickets, kind="stable")[: self.max_batch_size]])
+        # Fresh words: those that follow the n Bernoulli draws in the step's stream. The smallest are kept.
+        priorities = random_words(key, step, self.num_examples + len(batch))[self.num_examples :]
+        return np.sort(batch[np.argsort(priorities, kind="stable")[: self.max_batch_size]])
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
         if self.max_batch_size == self.num_examples:

@@ -28,7 +28,7 @@ class UserData:
 
     Args:
         index: whose rows are whose.
-        column: of the ids, which no model sees.
+        column: column of the ids, which no model sees.
         config: says how many records of a user take part in a step, and what is made of them.
         users_at_once: trained side by side, where they are trained locally.
     """
@@ -51,15 +51,15 @@ class UserData:
         make_folder: Callable[[], Path],
         users_at_once: int = 1,
     ) -> UserData:
-        """Reads the ids, or the index of an earlier run on the same data.
+        """Read the ids, or the index of an earlier run on the same data.
 
         Args:
             dataset: the training set.
-            column: of the ids.
-            config: of the run; its unit is the user.
+            column: column of the ids.
+            config: configuration of the run; its unit is the user.
             make_folder: makes the folder that nobody else may read, where the index of a `datasets.Dataset` is kept;
                 called on the first rank.
-            users_at_once: as for the class.
+            users_at_once: users trained side by side, where they are trained locally.
 
         Raises:
             DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
@@ -92,7 +92,7 @@ class UserData:
         return made
 
     def describe_unprivatized(self) -> str:
-        """How many records there are, and how many users have more than take part."""
+        """Describe how many records there are, and how many users have more than take part."""
         over = float((self.index.sizes() > self.records_per_user).mean())
         return (
             f"UNPRIVATIZED (exact values of private data, this console only): {self.index.num_rows} records of "
@@ -100,7 +100,7 @@ class UserData:
         )
 
     def check(self, dataset: Any) -> None:
-        """Refuses a dataset to train on that is not the one of the index."""
+        """Refuse a dataset to train on that is not the one of the index."""
         if len(dataset) != self.index.num_rows:
             raise DPConfigError(
                 "The trainer made other training records of those it was given (packing, splitting or filtering), so "
@@ -109,7 +109,7 @@ class UserData:
         self.index.check_is_of(dataset, self.column)
 
     def choose_places(self, key: bytes) -> np.ndarray:
-        """Chooses what is in the places of a chain of steps that samples records, (users * records_per_user,).
+        """Choose what is in the places of a chain of steps that samples records, (users * records_per_user,).
 
         Every user has as many places; a record stands in them, or -1.
         """
@@ -139,7 +139,7 @@ class UserData:
         return StepIndices(chosen, step, [len(r) for r in rows], seeds)
 
     def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:
-        """Makes a logical batch of the records that a loader read."""
+        """Make a logical batch of the records that a loader read."""
         if self.samples_records:
             return of_rows(records, indices)
         if self.local_training is not None:

@@ -176,8 +176,8 @@ def test_too_little_noise_is_hardly_ever_accepted():
     """
     true = balls_in_bins_delta(EVENT.strategy, 4.0, 1.0, num_steps=64, num_bins=16, num_samples=400_000)
     assert true.remove_error < 0.01 * true.remove
-    bad = [verify(EVENT, 1.0, true.delta / 1.1, num_samples=20_000, failure=0.1).accepted for _ in range(60)]
-    good = [verify(EVENT, 1.0, true.delta * 2, num_samples=20_000, failure=0.1).accepted for _ in range(20)]
+    bad = [verify(EVENT, 1.0, true.delta / 1.1, num_samples=20_000, failure=0.1).is_accepted for _ in range(60)]
+    good = [verify(EVENT, 1.0, true.delta * 2, num_samples=20_000, failure=0.1).is_accepted for _ in range(20)]
     assert sum(bad) <= 20 and sum(good) >= 15
 
 
@@ -190,7 +190,7 @@ def test_samples_are_fresh_unless_a_test_asks():
 
 def test_verified_epsilon_is_kept_and_near_the_truth():
     found = verified_epsilon(EVENT, 1e-4, num_samples=200_000)
-    assert verified_epsilon(EVENT, 1e-4, num_samples=200_000) is found and found.accepted
+    assert verified_epsilon(EVENT, 1e-4, num_samples=200_000) is found and found.is_accepted
     truth = balls_in_bins_delta(EVENT.strategy, 4.0, found.epsilon, num_steps=64, num_bins=16, num_samples=100_000)
     assert 0.3e-4 < truth.delta < 1e-4
     assert found.epsilon < epsilon_of(EVENT, 1e-4, "zero_out").epsilon
@@ -233,7 +233,7 @@ def test_a_calibration_that_cannot_be_proven_is_refused():
 
 def test_certificates_cover_what_they_prove_and_no_more():
     certificate = verify(EVENT, 1.05, 1e-3, num_samples=100_000, failure=0.1)
-    assert certificate.accepted
+    assert certificate.is_accepted
     plain = epsilon_of(EVENT, 1e-3, "zero_out")
     assert epsilon_of(EVENT, 1e-3, "zero_out", (certificate,)).epsilon == 1.05 < plain.epsilon
     assert accountants.epsilon(EVENT, 1e-3, "zero_out").epsilon == plain.epsilon  # it is not told of any
@@ -243,7 +243,7 @@ def test_certificates_cover_what_they_prove_and_no_more():
         assert not certificate.covers(_changed(**other), 1e-3)
     assert not certificate.covers(EVENT, 0.9e-3)
     refused = verify(EVENT, 0.3, 1e-3, num_samples=20_000)
-    assert not refused.accepted and not refused.covers(EVENT, 1e-3)
+    assert not refused.is_accepted and not refused.covers(EVENT, 1e-3)
 
 
 def _changed(**values):
@@ -284,7 +284,7 @@ def test_the_accountant_takes_chains_and_gaussians_and_nothing_else():
 def test_noise_of_the_seed_paper(epsilon, nu, low, high):
     """50,000 records, batches of 500, 2000 steps, delta 1e-5."""
     found = calibrate_balls_in_bins(NuDPFTRL(nu), 2000, 100, epsilon=epsilon, delta=1e-5)
-    assert low < found.event.noise_multiplier < high and found.certificate.accepted
+    assert low < found.event.noise_multiplier < high and found.certificate.is_accepted
 
 
 @pytest.mark.parametrize(

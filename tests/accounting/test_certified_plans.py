@@ -41,12 +41,12 @@ def test_the_smaller_of_the_two_bounds_is_claimed(certified, computed):
 
 def test_the_certificate_states_what_was_tested(certified):
     proof = certified.certificate
-    assert proof.accepted and proof.delta == certified.delta and proof.event.num_steps == 30
+    assert proof.is_accepted and proof.delta == certified.delta and proof.event.num_steps == 30
     stated = certified.public_dict()["certificate"]
     assert stated["num_samples"] == 300_000 and stated["failure"] == 1e-3
     assert stated["event"]["strategy"] == certified.strategy.parameters()
     again = balls_in_bins_sampled.verify(proof.event, proof.epsilon, proof.delta, num_samples=300_000)
-    assert again.accepted, "fresh samples agree"
+    assert again.is_accepted, "fresh samples agree"
 
 
 def test_a_resumed_run_keeps_it_and_draws_no_sample(certified, monkeypatch):

@@ -221,7 +221,7 @@ def test_the_default_floor_bounds_what_noise_alone_does():
     "options, match",
     [
         ({"lr": -1.0}, "lr=-1.0 is out of range. Use a finite number >= 0"),
-        ({"lr": torch.tensor(0.1)}, "lr is a tensor. Use a float"),
+        ({"lr": torch.tensor(0.1)}, "`lr` is a tensor. Use a float"),
         ({"lr": math.nan}, "lr=nan is out of range"),
         ({"lr": "0.1"}, "lr='0.1' is out of range"),
         ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0 is out of range. Use a number in \[0, 1\)"),

@@ -62,7 +62,7 @@ def test_values_are_typed_and_make_an_optimizer(name, optim_args, cls, kwargs):
         ("dp_adamw", "filter=none", "takes from the filter options"),
         ("dp_galore", None, "dp_galore needs rank. Give it as --optim_args 'rank=...'"),
         ("dp_galore", "rank=8.5", "rank=8.5, which is not a whole number"),
-        ("dp_galore", "rank=8,rank=9", "optim_args has rank twice"),
+        ("dp_galore", "rank=8,rank=9", "`optim_args` has rank twice"),
         ("dp_galore", "rank", "'rank', which is no key=value"),
         ("dp_galore", "rank=", "'rank=', which is no key=value"),
         ("dp_galore", "rank=8,scale=big", "scale=big, which is not a number"),

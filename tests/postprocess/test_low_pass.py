@@ -391,7 +391,7 @@ def test_unknown_texts_are_refused_with_what_is_allowed(text):
     ([], [], "gain 0 at frequency 0"),
     ([0.0, 1.0], [], r"is not positive in every step\. Use a b\[0\] > 0 \(it is 0\).*bias_correction=False"),
     ([1.0, -2.0, 2.0], [], "is not positive in every step"),
-    ([1.0, -0.99, 0.99], [], r"the noise gets 141 times as loud"),
+    ([1.0, -0.99, 0.99], [], r"the noise is multiplied by 141"),
     ([float("nan")], [], "must be finite"),
 ])  # fmt: skip
 def test_coefficients_that_are_refused(b, a, message):

@@ -122,7 +122,7 @@ def _check_filter_options(options: Any) -> None:
     given = check_mapping("filter_kwargs", options or {}, '{"dtype": "bfloat16"}')
     unknown = sorted(given.keys() - {"dtype"})
     if unknown:
-        raise DPConfigError(f"filter_kwargs has {', '.join(unknown)}, which no filter knows. It takes: dtype.")
+        raise DPConfigError(f"`filter_kwargs` has {', '.join(unknown)}, which no filter knows. It takes: dtype.")
     if "dtype" in given:
         check_choice("filter_kwargs dtype", given["dtype"], FILTER_DTYPES)
 

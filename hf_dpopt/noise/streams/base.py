@@ -1,4 +1,4 @@
-"""What every noise stream does: one step after the other, for all tensors, in float32.
+"""Base of the noise streams: one step after the other, for all tensors, in float32.
 
 The noise of step t is row t of ``B Z``. The rows of Z are a pure function of (key, row, tensor, element), so a stream
 does not depend on ranks, physical batches or devices; what it keeps besides is only there to save drawing again.
@@ -31,15 +31,15 @@ class NoiseStream(abc.ABC):
 
     @abc.abstractmethod
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
-        """Adds the noise of `step` to every coordinate of the float32 `sums`; each step once, in order."""
+        """Add the noise of `step` to every coordinate of the float32 `sums`; each step once, in order."""
 
     def state(self) -> State:
-        """What later steps need besides the key; secret. Empty where the key is enough."""
+        """State that later steps need besides the key; secret. Empty where the key is enough."""
         return {}
 
     @abc.abstractmethod
     def continue_at(self, num_steps: int, state: State | None) -> None:
-        """Goes on after the first `num_steps` steps; `state` saves time and changes nothing."""
+        """Go on after the first `num_steps` steps; `state` saves time and changes nothing."""
 
     def bytes_kept(self) -> int:
         """Memory of the tensors it keeps between steps."""
@@ -97,7 +97,7 @@ class CorrelatedStream(NoiseStream):
         return self._num_done
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
-        """Adds the noise of `step` in place, to every coordinate of every tensor.
+        """Add the noise of `step` in place, to every coordinate of every tensor.
 
         Args:
             sums: clipped sums over the whole logical batch, float32; the same names and shapes in every step.
@@ -127,7 +127,7 @@ class CorrelatedStream(NoiseStream):
             raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
         if self._to_place and sums:
             device = next(iter(sums.values())).device
-            self._restore(_moved(self._kept(), "cpu" if self._offload else device))
+            self._restore(_move(self._own_state(), "cpu" if self._offload else device))
             self._to_place = False
         for tensor, name in enumerate(sorted(sums)):
             total = sums[name] if not self._offload else self._on_host(sums[name])
@@ -141,10 +141,10 @@ class CorrelatedStream(NoiseStream):
 
     @abc.abstractmethod
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
-        """Adds ``scale`` times row t to one tensor."""
+        """Add ``scale`` times row t to one tensor."""
 
     def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
-        """Brings what is kept for one tensor to where it was after that many steps; costs the noise of all of them."""
+        """Bring what is kept for one tensor to where it was after that many steps; costs the noise of all of them."""
         unused = torch.zeros_like(like)
         for t in range(num_steps):
             self._add_to(unused, name, tensor, t)
@@ -162,10 +162,10 @@ class CorrelatedStream(NoiseStream):
     def state(self) -> State:
         """A copy of all that the next steps need besides key and strategy. SECRET, as the key is."""
         done = {"num_done": self._num_done, "shapes": self._shapes, "bound_to": self._bound_to}
-        return {**done, **copy.deepcopy(self._kept())}
+        return {**done, **copy.deepcopy(self._own_state())}
 
     def load_state(self, state: State) -> None:
-        """Continues where `state` was taken, bit for bit.
+        """Continue where `state` was taken, bit for bit.
 
         Raises:
             DPConfigError: for the state of another strategy, key, scale, number of steps or backend.
@@ -183,11 +183,11 @@ class CorrelatedStream(NoiseStream):
         self._to_place = True
 
     def continue_at(self, num_steps: int, state: State | None) -> None:
-        """Goes on after that many steps of a run that was interrupted, bit for bit.
+        """Go on after that many steps of a run that was interrupted, bit for bit.
 
         Args:
             num_steps: steps that were taken, all of them.
-            state: as `state` gave it after them; None, or that of another moment or horizon, if it is not there: what
+            state: the value of `state` after them. Where it is lost, None or that of another moment or horizon: what
                 is needed is then drawn again from the key, before the next step.
 
         Raises:
@@ -206,7 +206,7 @@ class CorrelatedStream(NoiseStream):
             assert self._num_done == 0, "a stream that has begun cannot be moved"
             self._num_done = self._to_replay = num_steps
 
-    def _kept(self) -> State:
+    def _own_state(self) -> State:
         return {}
 
     def _restore(self, state: State) -> None:
@@ -214,16 +214,16 @@ class CorrelatedStream(NoiseStream):
 
     def bytes_kept(self) -> int:
         """Memory of the tensors it keeps between steps."""
-        return sum(x.numel() * x.element_size() for x in _tensors(self._kept()))
+        return sum(x.numel() * x.element_size() for x in _tensors(self._own_state()))
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
-    """The same, with its tensors on a device."""
+def _move(value: Any, device: torch.device | str) -> Any:
+    """Move the tensors in a value to a device."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
-        return {name: _moved(item, device) for name, item in value.items()}
-    return type(value)(_moved(item, device) for item in value) if isinstance(value, (list, tuple)) else value
+        return {name: _move(item, device) for name, item in value.items()}
+    return type(value)(_move(item, device) for item in value) if isinstance(value, (list, tuple)) else value
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the noise of a step costs, before any is drawn."""
+"""Cost of the noise of a step, known before any is drawn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def cost_of_rows(draws_used: np.ndarray, backend: str, block: int) -> StreamCost
     Args:
         draws_used: draws that the noise of each step is made of, (num_steps,).
         backend: "history" or "regenerate".
-        block: with "regenerate", steps that one pass over the earlier draws serves.
+        block: steps that one pass over the earlier draws serves, with "regenerate".
     """
     average = float(draws_used.mean())
     if backend == "history":

@@ -13,7 +13,7 @@ from hf_dpopt.randomness.cipher import NoiseSource
 
 
 class RecurrentStream(CorrelatedStream):
-    """Keeps the last p - 1 outputs of every tensor in a ring: they cannot be drawn again.
+    """Stream that keeps the last p - 1 outputs of every tensor in a ring: they cannot be drawn again.
 
     Args:
         coefs: c_0 .. c_{p-1} of C; (p,).
@@ -41,7 +41,7 @@ class RecurrentStream(CorrelatedStream):
         elif size:
             ring[t % size] = output
 
-    def _kept(self) -> State:
+    def _own_state(self) -> State:
         return {"outputs": self._outputs}
 
     def _restore(self, state: State) -> None:

@@ -15,7 +15,7 @@ Rows = Callable[[int], np.ndarray]  # t -> row t of B, (t + 1,)
 
 
 class HistoryStream(CorrelatedStream):
-    """Keeps every draw: t tensors after t steps; each step reads them all."""
+    """Stream that keeps every draw: t tensors after t steps; each step reads them all."""
 
     def __init__(self, rows: Rows, source: NoiseSource, **options: Any):
         super().__init__(source, **options)
@@ -29,7 +29,7 @@ class HistoryStream(CorrelatedStream):
             if weight:
                 total.add_(draw, alpha=self.scale * float(weight))
 
-    def _kept(self) -> State:
+    def _own_state(self) -> State:
         return {"draws": self._draws}
 
     def _restore(self, state: State) -> None:
@@ -37,7 +37,7 @@ class HistoryStream(CorrelatedStream):
 
 
 class RegeneratedStream(CorrelatedStream):
-    """Keeps nothing but what it has worked ahead: draws of earlier steps are drawn again from the key.
+    """Stream that keeps nothing but what it has worked ahead: earlier draws are made again from the key.
 
     With `block` K, one pass over all earlier draws serves K steps, whose unfinished outputs are kept: K tensors, and
     1/K of the draws. With K = 1 nothing is kept between steps.
@@ -62,7 +62,7 @@ class RegeneratedStream(CorrelatedStream):
         self._ahead[name] = self._from_before(like, tensor, num_steps)
 
     def _from_before(self, total: torch.Tensor, tensor: int, t: int) -> list[torch.Tensor]:
-        """What the draws before step t give to the outputs of what is left of its block."""
+        """Share of the draws before step t in the outputs of the rest of its block."""
         end = min(t - t % self._block + self._block, self._num_steps)
         rows = [self._rows(i) for i in range(t, end)]
         outputs = [torch.zeros_like(total) for _ in rows]
@@ -75,7 +75,7 @@ class RegeneratedStream(CorrelatedStream):
                 output.add_(draw, alpha=weight)
         return outputs
 
-    def _kept(self) -> State:
+    def _own_state(self) -> State:
         return {"ahead": self._ahead}
 
     def _restore(self, state: State) -> None:
