@@ -10,8 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from hf_dpopt.common import former, log
-
-__version__ = "0.1.0"
+from hf_dpopt.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier

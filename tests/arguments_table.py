@@ -91,7 +91,7 @@ def _default(field: dataclasses.Field) -> str:
         return "–"
     if isinstance(field.default, bool):
         return "no"
-    return f"`{field.default}`" if isinstance(field.default, str) else f"{field.default:g}"
+    return f"`{field.default}`" if isinstance(field.default, str) else f"{field.default}"
 
 
 def _old(name: str) -> str:

@@ -33,15 +33,31 @@ def test_it_prints_once_when_it_is_shown_twice():
     assert _lines(before="show(True)") == ["[hf_dpopt] the plan"]
 
 
+FORMAT = "logging.basicConfig(level=logging.INFO, format='%(levelname)s %(message)s')"
+
+
+def test_an_application_that_set_up_logging_has_it_its_way():
+    assert _lines(before=TO_CONSOLE) == ["INFO:hf_dpopt:the plan"]
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_an_application_that_sets_up_logging_has_it_its_way(order: str):
-    assert _lines(**{order: TO_CONSOLE}) == ["INFO:hf_dpopt:the plan"]
+def test_an_application_with_a_format_of_its_own_has_it_its_way(order: str):
+    assert _lines(**{order: FORMAT}) == ["INFO the plan"]
+
+
+@pytest.mark.parametrize("call", ["logging.info('something')", TO_CONSOLE])
+def test_a_library_that_logs_by_the_root_does_not_take_our_lines(call: str):
+    """``logging.info(..)`` gives the root a handler in the default format, in the middle of a run."""
+    assert _lines(after=call)[-1:] == ["[hf_dpopt] the plan"]
+    assert sum("the plan" in line for line in _lines(after=call)) == 1
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_log_file_of_the_application_holds_the_lines(order: str, tmp_path: Path):
     file = tmp_path / "log"
-    assert _lines(**{order: f"logging.basicConfig(filename={str(file)!r}, level=logging.INFO)"}) == []
+    assert _lines(**{order: f"logging.basicConfig(filename={str(file)!r}, level=logging.INFO)"}) == [
+        "[hf_dpopt] the plan"
+    ]
     assert file.read_text().splitlines() == ["INFO:hf_dpopt:the plan"]
 
 

@@ -113,7 +113,7 @@ def test_released_values_are_made_of_released_values_or_at_the_door(functions):
 
 def test_clipped_sums_are_made_where_clipping_ends(functions):
     made = {(module, function.name) for module, function in functions if _makes(function, "ClippedSums")}
-    assert made == {("clipping/contributions.py", "result"), ("preclip/queries.py", "join")}
+    assert made == {("clipping/clipped_sum.py", "result"), ("preclip/queries.py", "join")}
 
 
 def test_what_a_step_saw_is_not_in_its_text():

@@ -23,7 +23,7 @@ from hf_dpopt.cli.flags import (
     flag,
 )
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.options import RECORDS_PER_USER
+from hf_dpopt.plan.options import AMPLIFICATION_SAMPLES, RECORDS_PER_USER
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -58,6 +58,8 @@ def plan(
     adjacency: Annotated[str, flag("adjacency")] = "auto",
     noise_mechanism: Annotated[str, flag("noise_mechanism")] = "gaussian",
     noise_kwargs: Annotated[str | None, flag("noise_kwargs")] = None,
+    noise_restart_every: Annotated[int | None, flag("noise_restart_every")] = None,
+    amplification_samples: Annotated[int, flag("amplification_samples")] = AMPLIFICATION_SAMPLES,
     users: Annotated[
         int | None, typer.Option(help="Users in the training set: they are protected, and ways to train compared.")
     ] = None,
@@ -85,6 +87,8 @@ def plan(
         "adjacency": adjacency,
         "noise_mechanism": noise_mechanism,
         "noise_kwargs": noise_kwargs,
+        "noise_restart_every": noise_restart_every,
+        "amplification_samples": amplification_samples,
     }
     length = planning.Length(num_examples=num_examples, batch_size=batch_size, steps=steps, epochs=epochs)
     if users is not None:

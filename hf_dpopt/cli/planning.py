@@ -15,6 +15,7 @@ from rich.console import Console
 
 from hf_dpopt.cli.mechanisms import mechanism_facts, mechanisms_table
 from hf_dpopt.cli.show import print_json, table_of
+from hf_dpopt.common import log
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
@@ -88,6 +89,7 @@ def plan_run(
         compare: whether to compare mechanisms.
         plots: folder for plots of the comparison, or None.
     """
+    log.show(True)
     config = _config(asked)
     check_count("num_parameters", training.num_parameters)
     if plots is not None:

@@ -53,10 +53,6 @@ class Ranks(abc.ABC):
         It travels in memory only, so secrets may pass.
         """
 
-    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor that this rank holds, a view: all of it, unless parameters are sharded."""
-        return tensor
-
 
 class Single(Ranks):
     """One process."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 logger = logging.getLogger("hf_dpopt")
 
@@ -18,15 +19,35 @@ def is_secret_key(key: str) -> bool:
 
 
 class _Console(logging.StreamHandler):
-    """Handler that prints where nobody else handles a record.
+    """Handler that prints every line once, and leaves it to an application that sets up logging itself.
 
-    Asked at every record, not once: an application may set up logging after the trainer was built, and libraries give
-    the root logger a handler when they are imported (absl does). Either way a line is handled once.
+    Asked at every record, not once: an application may set up logging after the trainer was built. A call such as
+    ``logging.info(..)`` in some library also gives the root logger a handler, in the default format; that one, if it
+    came after ours, is left without our lines.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = list(logging.root.handlers)
+
     def filter(self, record: logging.LogRecord) -> bool:
-        others = [handler for handler in (*logger.handlers, *logging.root.handlers) if handler is not self]
-        return not others and bool(super().filter(record))
+        of_application = [
+            handler for handler in logging.root.handlers if handler in self._before or not _is_default(handler)
+        ]
+        # read by the logger after its own handlers were asked
+        logger.propagate = bool(of_application) or not logging.root.handlers
+        others = [handler for handler in logger.handlers if handler is not self]
+        return not others and not any(map(_prints, of_application)) and bool(super().filter(record))
+
+
+def _prints(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
+
+
+def _is_default(handler: logging.Handler) -> bool:
+    """Whether this is what ``logging.basicConfig()`` adds when it is told nothing."""
+    layout = handler.formatter._fmt if handler.formatter is not None else None
+    return _prints(handler) and layout in (None, logging.BASIC_FORMAT)
 
 
 def show(is_main_process: bool) -> None:

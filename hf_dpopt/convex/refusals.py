@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.noise.registry import is_independent
 
 FINETUNE = "Leave it out, or finetune with DPTrainer, whose epsilon covers it."
 FINAL_ONLY = "Only the final weights may leave, so nothing is seen of the run before its end."
@@ -47,7 +48,7 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
         FINETUNE,
     )
     yield (
-        args.noise_mechanism != "gaussian" or bool(args.noise_restart_every),
+        not is_independent(args.noise_mechanism) or bool(args.noise_restart_every),
         f"noise_mechanism={args.noise_mechanism!r}: later steps take correlated noise back, and what is left at the "
         "end hides less than the bound on the last iterate needs.",
         FINETUNE,

@@ -32,6 +32,7 @@ from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
+from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
@@ -167,7 +168,7 @@ class DPTrainerMixin(_Trainer):
             num_examples = self._users.num_sampled
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        workload = None if config.noise_mechanism == "gaussian" else workload_of(args, num_steps, given)
+        workload = None if is_independent(config.noise_mechanism) else workload_of(args, num_steps, given)
 
         def planned() -> PrivacyPlan:
             # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.

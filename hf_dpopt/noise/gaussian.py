@@ -91,6 +91,7 @@ class IndependentStream(NoiseStream):
     sampler="truncated_poisson",
     summary="independent noise: DP-SGD",
     compared_with=("truncated_poisson",),
+    is_independent=True,
 )
 def tune_independent(setting: Setting) -> NoiseStrategy:
     """Nothing to tune."""

@@ -64,6 +64,7 @@ class NoiseMechanism:
         check_noise_multiplier(self.noise_multiplier)
         check_count("num_steps", self.num_steps)
         check_count("block", self.block)
+        self.strategy.check_claims(self.num_steps)
         if self.strategy.is_independent:
             return
         if self.noise_multiplier == 0:

@@ -51,6 +51,7 @@ class Mechanism:
         max_compared_steps: longest run for which it is looked at; None for any.
         num_bands_of: number of bands of C that given options ask for, None if they leave it open; a sampler of groups
             is then given as many groups. None for a mechanism whose bands cannot be chosen.
+        is_independent: every step has noise of its own, which keeps nothing and has nothing to tune.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Mechanism:
     compared_with: tuple[str, ...] = ()
     max_compared_steps: int | None = None
     num_bands_of: Callable[[Mapping[str, Any]], int | None] | None = None
+    is_independent: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -69,16 +71,16 @@ class Mechanism:
     @property
     def stream_options(self) -> tuple[str, ...]:
         """Names of the options that say how its noise is kept; none for noise that keeps nothing."""
-        return () if self.keeps_nothing else tuple(STREAM_OPTIONS)
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether every step has noise of its own."""
-        return self.name == INDEPENDENT
+        return () if self.is_independent else tuple(STREAM_OPTIONS)
 
 
 INDEPENDENT = "gaussian"  # the mechanism of DP-SGD, and what other noise is compared with
 MECHANISMS: dict[str, Mechanism] = {}
+
+
+def is_independent(name: str) -> bool:
+    """Whether a mechanism of this name correlates nothing; "auto" may."""
+    return name in MECHANISMS and MECHANISMS[name].is_independent
 
 
 def register(
@@ -136,7 +138,7 @@ def make_strategy(
 
 def _tune(mechanism: Mechanism, setting: Setting, options: dict[str, Any]) -> NoiseStrategy:
     try:
-        return mechanism.tune(setting, **options)
+        strategy = mechanism.tune(setting, **options)
     except (TypeError, ValueError, ArithmeticError) as error:
         if isinstance(error, DPConfigError):
             raise
@@ -144,3 +146,9 @@ def _tune(mechanism: Mechanism, setting: Setting, options: dict[str, Any]) -> No
             f"noise_kwargs={options} does not fit noise_mechanism={mechanism.name!r}: {error}. It takes numbers for "
             f"{', '.join(mechanism.options)}."
         ) from error
+    if not isinstance(getattr(strategy, "name", None), str):
+        raise DPConfigError(
+            f"noise_mechanism={mechanism.name!r} made a {type(strategy).__name__}, which has no name to be read back by. "
+            "Give the class a name: ClassVar[str]."
+        )
+    return strategy

@@ -41,6 +41,7 @@ from hf_dpopt.noise.streams import (
 from hf_dpopt.noise.workloads import Workload, scheduled_errors
 from hf_dpopt.randomness.cipher import NoiseSource
 
+CHECKED_STEPS = 64  # of what a strategy says of itself, whenever noise is made of it
 MAX_ROW_NORM = 1e3  # stddev of the noise of a step relative to that of its draw, which float32 can hold beside it
 
 _BY_NAME: dict[str, type[NoiseStrategy]] = {}
@@ -53,7 +54,7 @@ class NoiseStrategy(abc.ABC):
     """
 
     name: ClassVar[str]
-    anytime: ClassVar[bool] = True  # the first t steps of a longer run are the run of t steps
+    anytime: ClassVar[bool] = False  # the first t steps of a longer run are the run of t steps, and charged as such
     is_independent: ClassVar[bool] = False  # B = I: no step takes back what another one added
     is_square: ClassVar[bool] = True  # C has one row a step
     is_whole_in_json: ClassVar[bool] = True  # `parameters` says all, so that a resumed run need not tune again
@@ -191,6 +192,37 @@ class NoiseStrategy(abc.ABC):
             )
         return lambda t: matrix[t, : t + 1]
 
+    def check_claims(self, num_steps: int) -> None:
+        """Refuse a strategy that is not what it says of itself, where privacy rests on it.
+
+        Samplers ask whether noise is independent, how many bands it has, and whether the first steps of a run are a
+        run: a wrong answer makes epsilon false. The first `CHECKED_STEPS` steps are looked at.
+
+        Args:
+            num_steps: steps that it was made for.
+
+        Raises:
+            DPConfigError: for a matrix that contradicts `is_independent`, `num_bands`, `is_square` or `anytime`.
+        """
+        n = min(num_steps, CHECKED_STEPS)
+        matrix, bands = self.strategy_matrix(n), self.num_bands
+        claim = ""
+        if self.is_square != (len(matrix) == n) or (self.is_square and np.triu(matrix, 1).any()):
+            claim = f"is_square={self.is_square}"
+        elif self.is_independent and not np.array_equal(matrix, np.eye(n)):
+            claim = "is_independent=True"
+        elif bands is not None and np.tril(matrix, -bands).any():
+            claim = f"num_bands={bands}"
+        elif self.anytime and self.is_square:
+            begun = self.strategy_matrix(n - n // 2)
+            if not np.allclose(begun, matrix[: len(begun), : len(begun)], rtol=1e-9, atol=1e-12):
+                claim = "anytime=True"
+        if claim:
+            raise DPConfigError(
+                f"{type(self).__name__} says {claim}, and its matrix of {n} steps is not so: what it would be charged "
+                "rests on that. Correct the strategy."
+            )
+
     def check_row_norms(self, num_steps: int) -> None:
         """Refuse noise that grows so much beyond its draws that float32 loses the new draw."""
         largest = self._largest_row_norm(num_steps)
@@ -236,6 +268,8 @@ class NoiseStrategy(abc.ABC):
 
 class ToeplitzStrategy(NoiseStrategy):
     """A strategy whose matrices are Toeplitz: two sequences of coefficients say all, for every n."""
+
+    anytime: ClassVar[bool] = True
 
     @abc.abstractmethod
     def strategy_coefs(self, n: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -35,10 +36,13 @@ from hf_dpopt.plan.options import (
 from hf_dpopt.preclip import PRECLIPS, make_preclip
 from hf_dpopt.sampling import SAMPLERS
 
-REGISTRIES: dict[str, Mapping[str, Any]] = {  # option -> what may have grown since the option was described
+AUTO = {"auto": None}
+REGISTRIES: dict[
+    str, Mapping[str, Any]
+] = {  # option -> names that are allowed now, besides those it was described with
     "clipping": CLIPPINGS,
-    "sampling": SAMPLERS,
-    "noise_mechanism": MECHANISMS,
+    "sampling": ChainMap(SAMPLERS, AUTO),
+    "noise_mechanism": ChainMap(MECHANISMS, AUTO),
     "preconditioner": PRECLIPS,
 }
 
@@ -127,6 +131,12 @@ class PrivacyConfig:
             self.expected_batch_size,
             "an integer >= 1: the records of one optimizer step on average, over all devices and accumulation steps",
         )
+        samples = self.amplification_samples
+        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
+            raise DPConfigError(
+                f"amplification_samples={samples!r} is no number of samples. Use an integer such as 4000000, or 0 for the "
+                "computed bound alone."
+            )
         if not isinstance(self.allow_large_delta, bool):
             raise DPConfigError(
                 f"allow_large_delta={self.allow_large_delta!r} is not a yes or no. Use True or False; True accepts a "
@@ -142,8 +152,8 @@ class PrivacyConfig:
 
     def _check_choices(self) -> None:
         for field in dataclasses.fields(self):
-            if "choices" in field.metadata:
-                allowed = (*field.metadata["choices"], *REGISTRIES.get(field.name, ()))
+            if "choices" in field.metadata or field.name in REGISTRIES:
+                allowed = (*field.metadata.get("choices", ()), *REGISTRIES.get(field.name, ()))
                 check_choice(field.name, getattr(self, field.name), allowed)
         for name, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"delay": 200}')):
             object.__setattr__(self, name, _plain_options(name, getattr(self, name), example))

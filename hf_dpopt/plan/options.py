@@ -25,6 +25,7 @@ ClippingName = Literal["flat", "per_layer", "automatic"]
 NoiseRng = Literal["secure", "fast"]
 PrivacyUnit = Literal["example", "user", "block"]
 UserWeighting = Literal["constant", "mean"]
+AMPLIFICATION_SAMPLES = 4_000_000  # by default
 RECORDS_PER_USER = 16  # by default
 FILTER_DTYPES = ("float32", "bfloat16")
 
@@ -166,7 +167,7 @@ class NoiseOptions:
         "secure", "secure: AES-CTR. fast: a statistical generator, labelled.", choices=get_args(NoiseRng)
     )
     amplification_samples: int = option(
-        4_000_000,
+        AMPLIFICATION_SAMPLES,
         "Samples that verify a bound on epsilon before the first step, where the computed one is loose: balls_in_bins "
         "with correlated noise. 0 takes the computed bound.",
         more="The probability of a false verification is part of delta. Takes seconds to minutes.",

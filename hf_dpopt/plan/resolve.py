@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, from_parameters, is_whole, make_strategy
-from hf_dpopt.noise.registry import STREAM_OPTIONS
+from hf_dpopt.noise.registry import STREAM_OPTIONS, is_independent
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.cyclic import choose_num_bands
 from hf_dpopt.sampling import SAMPLERS, Sampler
@@ -51,7 +51,7 @@ def choose_noise(
     kept = _recorded_strategy(config, recorded)
     mechanism = MECHANISMS[config.noise_mechanism]
     options = {name: value for name, value in config.noise_kwargs.items() if name not in STREAM_OPTIONS}
-    if mechanism.keeps_nothing and set(config.noise_kwargs) - set(options):
+    if mechanism.is_independent and set(config.noise_kwargs) - set(options):
         raise DPConfigError("Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs.")
     sampler = make_sampler(config, num_examples)
     if sampler.has_groups and mechanism.num_bands_of is not None:
@@ -88,7 +88,7 @@ def restarted_with(config: PrivacyConfig, changes_every: int | None) -> PrivacyC
     Raises:
         DPConfigError: for restarts of one's own at other steps.
     """
-    if changes_every is None or config.noise_mechanism in ("gaussian", "auto"):
+    if changes_every is None or config.noise_mechanism == "auto" or is_independent(config.noise_mechanism):
         return config
     every = config.noise_restart_every
     if every is None:

@@ -24,6 +24,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
+from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.postprocess import NoiseLevel
 from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, RunOptions, check_keys, multiply_
 
@@ -62,7 +63,7 @@ class QuantileClipping(Preclip):
 
     def check_config(self, config: RunOptions) -> None:
         """Refuse what the count was not proven for; so it goes with independent noise alone."""
-        if config.noise_mechanism != "gaussian":
+        if not is_independent(config.noise_mechanism):
             raise DPConfigError(
                 f"A clipping norm that changes in every step changes the coordinates that {config.noise_mechanism} "
                 "noise is taken back in. Use noise_mechanism='gaussian', or a fixed clipping_norm."

@@ -9,7 +9,7 @@ import math
 import platform
 from typing import Any
 
-import hf_dpopt
+from hf_dpopt.common import version
 from hf_dpopt.common.errors import DPConfigError
 
 REPORT_VERSION = 3
@@ -155,7 +155,7 @@ def _writer(content: dict[str, Any]) -> str:
 
 def collect_versions() -> dict[str, str]:
     """Versions of Python, of the package and of the libraries its statements rest on, as far as they are installed."""
-    versions = {"python": platform.python_version(), "hf_dpopt": hf_dpopt.__version__}
+    versions = {"python": platform.python_version(), "hf_dpopt": version.__version__}
     for name in _DISTRIBUTIONS:
         try:
             versions[name] = importlib.metadata.version(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import hf_dpopt
+from hf_dpopt.common import version
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.facts import RunFacts
@@ -19,7 +19,7 @@ LEDGER = "ledger.jsonl"
 
 def is_of_this_release(facts: RunFacts) -> bool:
     """Whether a report was written by this release: another one says the same facts in other words."""
-    return facts.versions.get("hf_dpopt", hf_dpopt.__version__) == hf_dpopt.__version__
+    return facts.versions.get("hf_dpopt", version.__version__) == version.__version__
 
 
 def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import MECHANISMS, Mechanism, NoiseMechanism, NoiseStrategy
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from tests.contract import noise
@@ -28,3 +30,34 @@ def test_a_plan_of_normalized_bands_is_resumed():
     plan = make_plan(config, **sizes)
     recorded = json.loads(json.dumps(plan.public_dict()))
     assert make_plan(config, **sizes, recorded=recorded).strategy == plan.strategy
+
+
+class _Claiming(NoiseStrategy):
+    """A full matrix that can say anything of itself."""
+
+    def strategy_matrix(self, n):
+        return np.tril(np.ones((n, n))) + np.eye(n) * n  # of another run, if it is cut short
+
+    def parameters(self):
+        return {"name": "claiming"}
+
+
+CLAIMS = {"is_independent": True, "num_bands": 2, "anytime": True, "is_square": False}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_a_strategy_that_is_not_what_it_says_makes_no_noise(claim):
+    """Samplers believe it: as independent noise it would have the epsilon of DP-SGD, with bands that of sampling."""
+    lying = type("Lying", (_Claiming,), {claim: CLAIMS[claim]})()
+    values = {"noise_multiplier": 1.0, "strategy_sensitivity": 1.0, "num_steps": 12}
+    with pytest.raises(DPConfigError, match=f"says {claim}="):
+        NoiseMechanism(strategy=lying, **values)
+    honest = type("Honest", (_Claiming,), {"name": "claiming"})()
+    NoiseMechanism(strategy=honest, **values)
+
+
+def test_a_strategy_without_a_name_is_refused(monkeypatch):
+    nameless = Mechanism(name="nameless", tune=lambda setting: _Claiming(), sampler="fixed_order", summary="")
+    monkeypatch.setitem(MECHANISMS, "nameless", nameless)
+    with pytest.raises(DPConfigError, match="_Claiming, which has no name"):
+        noise.plan_of("nameless")

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import hf_dpopt
 from hf_dpopt import DPConfigError
 from hf_dpopt.cli.app import app
+from hf_dpopt.common import version
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.report import read_report
 from hf_dpopt.run import ledger as ledgers
@@ -35,7 +36,7 @@ def kept(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     for path in (tmp_path / "private").rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     (tmp_path / "private").chmod(0o700)
-    monkeypatch.setattr(hf_dpopt, "__version__", LATER)
+    monkeypatch.setattr(version, "__version__", LATER)
     return tmp_path
 
 
@@ -62,7 +63,7 @@ def test_a_statement_that_was_edited_is_still_found(kept: Path, monkeypatch: pyt
     """By the release that wrote it, which knows its own words."""
     facts = read_report(kept / "out")
     statement = kept / "out" / "privacy" / "statement.md"
-    monkeypatch.setattr(hf_dpopt, "__version__", facts.versions["hf_dpopt"])
+    monkeypatch.setattr(version, "__version__", facts.versions["hf_dpopt"])
     statement.write_text(statement.read_text().replace("psilon", "psi", 1))
     result = CliRunner().invoke(app, ["report", str(kept / "out")])
     assert result.exit_code == 1 and "edited" in result.output

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from hf_dpopt.accounting.delta import default_delta
+from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.config import Adjacency, PrivacyConfig, Sampling
+from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.report import RunFacts, collect_versions, read_report, render_statement, write_report
@@ -86,7 +87,7 @@ def test_no_part_of_the_promise_is_missing(make_facts: MakeFacts, part: str) -> 
 
 
 @pytest.mark.parametrize(("sampling", "adjacency"), [(s, a) for s in SAMPLERS for a in SAMPLERS[s].adjacencies])
-def test_every_plan_has_a_statement(make_facts: MakeFacts, sampling: Sampling, adjacency: Adjacency) -> None:
+def test_every_plan_has_a_statement(make_facts: MakeFacts, sampling: str, adjacency: Adjacency) -> None:
     users = {"privacy_unit": "user", "records_per_user": 3} if sampling == "capped_poisson" else {}
     config = PrivacyConfig(
         noise_multiplier=2.0, expected_batch_size=10, sampling=sampling, adjacency=adjacency, **users

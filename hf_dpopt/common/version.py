@@ -1,0 +1,3 @@
+"""Release of this package."""
+
+__version__ = "0.1.0"
