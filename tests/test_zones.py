@@ -13,7 +13,7 @@ from hf_dpopt.clipping import UnprivatizedStatistics
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.run.run import PrivateRun
 
-DOOR = "    released = run.release(sums, step)\n"
+DOOR = "    released = run.release(joint, step)\n"
 FILTER = "from hf_dpopt.postprocess.low_pass import LowPassFilter\n\n\ndef private_step("
 # what somebody may get wrong -> replacements in the source of the step, each of a text that is there once
 WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
@@ -27,6 +27,7 @@ WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
     "map_of_ones_own_before_the_noise": [(DOOR, "    for stage in chain:\n        sums = stage(sums)\n" + DOOR)],
     "plain_dict_before_the_noise": [(DOOR, "    sums = {name: total * 2 for name, total in sums.items()}\n" + DOOR)],
     "sums_returned": [("    return seen\n\n\ndef clip", "    return sums\n\n\ndef clip")],
+    "ranks_not_summed": [("    joint = run.ranks.sum(sums)\n", ""), ("release(joint,", "release(sums,")],
     "released_twice": [(DOOR, DOOR + "    released = run.release(released, step)\n")],
 }  # fmt: skip
 

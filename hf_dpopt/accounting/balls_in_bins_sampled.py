@@ -237,7 +237,16 @@ class Certificate:
             event = {**values.pop("event"), "strategy": strategy}
             if not all(type(value) in (int, float) for value in values.values()):
                 raise TypeError("a value is not a number")
+            if not all(math.isfinite(values[name]) for name in ("epsilon", "delta", "remove", "add")):
+                raise ValueError("a value is not finite")
+            _check_target(values["epsilon"], values["delta"])
             found = cls(event=BallsInBinsDpEvent(**event), **values)
+            shares = _Shares(found.event.gram, found.event.noise_multiplier, found.epsilon)
+            limits = _thresholds(shares, found.delta, found.num_samples, FAILURE, ATTEMPTS)
+            if not np.allclose(limits, [found.remove_threshold, found.add_threshold], rtol=1e-6) or (
+                (found.failure, found.attempts) != (FAILURE, ATTEMPTS)
+            ):
+                raise ValueError("its thresholds are not those of these numbers")
             as_written = json.loads(json.dumps(found.parameters())) == json.loads(json.dumps(dict(parameters)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise DPConfigError(f"The certificate was edited: {error}. Use the ledger as the run wrote it.") from error
@@ -478,10 +487,11 @@ def calibrate_balls_in_bins(
                 found = verify(event, epsilon, delta, num_samples=num_samples, attempts=ATTEMPTS, seed=fresh)
                 if found.is_accepted:
                     return Calibration(event, Bound(epsilon, MONTE_CARLO, num_samples), found)
-            if method == "monte_carlo":
-                raise DPConfigError(
-                    f"No noise was verified for epsilon={epsilon}. Use more samples than {num_samples}."
-                )
+            # what was refused has used up its share of delta: to fall back on a computation would exceed it
+            raise DPConfigError(
+                f"No noise was verified for epsilon={epsilon} in {ATTEMPTS} attempts. Use more samples than "
+                f"{num_samples}, or none (amplification_samples=0) for the computed bound."
+            )
     event = at(computed)
     return Calibration(event, Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE), None)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.types import ClippedSums, Gradients
+from hf_dpopt.common.types import ClippedSums, Gradients, JointSums
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Ranks(abc.ABC):
         self.size, self.rank = size, rank
 
     @abc.abstractmethod
-    def sum(self, sums: ClippedSums) -> ClippedSums:
+    def sum(self, sums: ClippedSums) -> JointSums:
         """Add up every tensor over all ranks, in place, in float32; return the same dict.
 
         The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical
@@ -60,8 +60,8 @@ class Single(Ranks):
     def __init__(self) -> None:
         super().__init__(1, 0)
 
-    def sum(self, sums: ClippedSums) -> ClippedSums:
-        return sums
+    def sum(self, sums: ClippedSums) -> JointSums:
+        return JointSums(sums)
 
     def same(self, compute: Callable[[], T]) -> T:
         return compute()
@@ -70,9 +70,9 @@ class Single(Ranks):
 class DataParallel(Ranks):
     """Several processes, each with all of the model."""
 
-    def sum(self, sums: ClippedSums) -> ClippedSums:
+    def sum(self, sums: ClippedSums) -> JointSums:
         sum_over_ranks(sums)
-        return sums
+        return JointSums(sums)
 
     def same(self, compute: Callable[[], T]) -> T:
         computed: Any = None

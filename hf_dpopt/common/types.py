@@ -2,10 +2,10 @@
 
 A step is three zones, and a value of one cannot be handed to another, or mypy says so::
 
-    records --clip--> ClippedSums --PrivateRun.release--> Released --filters, optimizer--> weights
-                      secret        noise, / batch size   public
+    records --clip--> ClippedSums --Ranks.sum--> JointSums --PrivateRun.release--> Released --filters, ..--> weights
+                      secret, of a rank          secret      noise, / batch size   public
 
-`ClippedSums` becomes `Released` in `hf_dpopt.run.run.PrivateRun.release` and nowhere else. What stands after it is
+`JointSums` become `Released` in `hf_dpopt.run.run.PrivateRun.release` and nowhere else. What stands after it is
 given a `Released` and makes another of it, as any function of released values is released.
 
 At run time all of these are plain dicts: the types cost nothing.
@@ -22,6 +22,9 @@ Gradients = dict[str, torch.Tensor]
 
 # Secret: sums over records of what each contributes after its clip, before the noise. Only sums may be made of it.
 ClippedSums = NewType("ClippedSums", Gradients)
+
+# Secret: the clipped sums of all ranks together; only they meet the noise, which is the same on every rank.
+JointSums = NewType("JointSums", Gradients)
 
 # Public: noised, so it may be stored, logged, filtered and published at no further cost.
 Released = NewType("Released", Gradients)

@@ -22,7 +22,7 @@ from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, ma
 from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.log import SECRET_LOG_KEYS, logger
+from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import data_mark
@@ -487,7 +487,7 @@ class DPTrainerMixin(_Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Un-noised training values never reach the log; `epsilon` so far joins every line."""
-        logs = {key: value for key, value in logs.items() if key not in SECRET_LOG_KEYS}
+        logs = {key: value for key, value in logs.items() if not is_secret_key(key)}
         if self.plan is not None and self._run is not None:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
@@ -506,7 +506,7 @@ class DPTrainerMixin(_Trainer):
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
         self._stages.finish()
         output = super()._finalize_training(trial, num_train_samples, start_time)
-        metrics = {k: v for k, v in output.metrics.items() if k not in SECRET_LOG_KEYS}
+        metrics = {k: v for k, v in output.metrics.items() if not is_secret_key(k)}
         spent = self.privacy_spent()
         metrics |= {"epsilon": spent.epsilon, "delta": spent.delta}
         return TrainOutput(output.global_step, float("nan"), metrics)

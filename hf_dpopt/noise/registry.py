@@ -148,7 +148,7 @@ def _tune(mechanism: Mechanism, setting: Setting, options: dict[str, Any]) -> No
         ) from error
     if not isinstance(getattr(strategy, "name", None), str):
         raise DPConfigError(
-            f"noise_mechanism={mechanism.name!r} made a {type(strategy).__name__}, which has no name to be read back by. "
-            "Give the class a name: ClassVar[str]."
+            f"noise_mechanism={mechanism.name!r} made a {type(strategy).__name__}, which has no name to be read back "
+            "by. Give the class a name: ClassVar[str]."
         )
     return strategy

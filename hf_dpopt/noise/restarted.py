@@ -16,6 +16,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
+from hf_dpopt.noise.streams.base import UNUSED_ROW
 from hf_dpopt.randomness.cipher import NoiseSource
 
 
@@ -156,15 +157,20 @@ def restart(strategy: NoiseStrategy, every: int) -> NoiseStrategy:
 
 
 class _Later:
-    """A source whose row r is row ``first + r`` of another one."""
+    """A source whose row r is row ``first + r`` of another one, for the rows of one copy and no more."""
 
-    def __init__(self, source: NoiseSource, first: int):
-        self._source, self._first = source, first
+    def __init__(self, source: NoiseSource, first: int, num_rows: int):
+        self._source, self._first, self._num_rows = source, first, num_rows
         self.name, self.description = source.name, source.description
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
+        if step != UNUSED_ROW and not 0 <= step < self._num_rows:
+            raise DPConfigError(
+                f"A copy of {self._num_rows} steps asked for row {step} of the noise, which belongs to the next copy. "
+                "A strategy that draws more than one row a step has to restart by itself (NoiseStrategy.restarted)."
+            )
         return self._source.normal(shape, step=self._first + step, tensor=tensor, device=device)
 
 
@@ -189,7 +195,7 @@ class RestartedStream(CorrelatedStream):
         self._copies[name]._add_to(total, name, tensor, t % self._every)
 
     def _begin(self, name: str, t: int) -> None:
-        self._copies[name] = self._make(_Later(self._source, t - t % self._every))
+        self._copies[name] = self._make(_Later(self._source, t - t % self._every, self._every))
 
     def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
         if num_steps % self._every:  # else the next step begins a copy

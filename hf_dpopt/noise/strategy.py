@@ -64,6 +64,8 @@ class NoiseStrategy(abc.ABC):
         super().__init_subclass__(**kwargs)
         name = cls.__dict__.get("name")
         if name is None:
+            if hasattr(cls, "name"):
+                raise TypeError(f"{cls.__qualname__} needs a name of its own: a ledger would read its base back.")
             return
         taken = _BY_NAME.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):

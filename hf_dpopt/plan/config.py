@@ -37,9 +37,7 @@ from hf_dpopt.preclip import PRECLIPS, make_preclip
 from hf_dpopt.sampling import SAMPLERS
 
 AUTO = {"auto": None}
-REGISTRIES: dict[
-    str, Mapping[str, Any]
-] = {  # option -> names that are allowed now, besides those it was described with
+REGISTRIES: dict[str, Mapping[str, Any]] = {  # option -> names that are allowed, besides its choices
     "clipping": CLIPPINGS,
     "sampling": ChainMap(SAMPLERS, AUTO),
     "noise_mechanism": ChainMap(MECHANISMS, AUTO),
@@ -134,8 +132,8 @@ class PrivacyConfig:
         samples = self.amplification_samples
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise DPConfigError(
-                f"amplification_samples={samples!r} is no number of samples. Use an integer such as 4000000, or 0 for the "
-                "computed bound alone."
+                f"amplification_samples={samples!r} is no number of samples. Use an integer such as 4000000, or 0 "
+                "for the computed bound alone."
             )
         if not isinstance(self.allow_large_delta, bool):
             raise DPConfigError(

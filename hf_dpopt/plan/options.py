@@ -170,7 +170,8 @@ class NoiseOptions:
         AMPLIFICATION_SAMPLES,
         "Samples that verify a bound on epsilon before the first step, where the computed one is loose: balls_in_bins "
         "with correlated noise. 0 takes the computed bound.",
-        more="The probability of a false verification is part of delta. Takes seconds to minutes.",
+        more="A false verification has probability at most 0.001 over the samples, for each start of a run. Takes "
+        "seconds to minutes.",
     )
     unsafe_fixed_noise_key: str | None = option(
         None,

@@ -275,10 +275,12 @@ class PrivacyPlan:
         proof = self.certificate
         if not self.is_private or proof is None or proof.epsilon >= computed.epsilon:
             return computed
+        if not all(proof.covers(leaf, self.delta) for leaf, _ in events.flatten(self.event)):
+            return computed
         return accountants.Spent(
             proof.epsilon,
-            f"balls in bins (verified by {proof.num_samples} samples in each direction; the probability "
-            f"{proof.failure:g} of a false verification is part of delta)",
+            f"balls in bins (verified by {proof.num_samples} samples in each direction before the first step, which "
+            f"fails to find an error with probability at most {proof.failure:g})",
         )
 
 

@@ -14,10 +14,11 @@ import torch
 
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.common.types import ClippedSums, Released
+from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
@@ -296,10 +297,18 @@ class PrivateRun:
             What records are multiplied by before the clip, for each query that the noise was calibrated to.
 
         Raises:
-            DPConfigError: for a preconditioner that was not started, or that asks for other queries, and for another
-                clip: one record would move the sums by more. Nothing is charged then.
+            DPConfigError: for a step out of order; for a preconditioner that was not started, asks for other queries
+                or counts more than its sensitivity_ratio says; for another clip: one record would move the sums by
+                more. Nothing is charged then.
             DPBudgetExceeded: see `charge`.
         """
+        following = self._start + self.charged[-1] + 1
+        if step != following:
+            raise DPConfigError(
+                f"Step {step} is not the one after those charged: {following} is next. Samplers draw by the number of "
+                "a step and are charged by how many there were, so a step left out would show records more often than "
+                "was paid for. Take every step of a run once, in order; one without a batch, too."
+            )
         scales = self.preclip.scales()
         planned = self.plan.preclip.num_queries
         if len(scales) != planned:
@@ -312,11 +321,20 @@ class PrivateRun:
                 f"The engine clips by {engine.clipping}, and the noise was calibrated to {self.plan.clipper}. Make it "
                 "with the plan's: make_engine(model, plan.clipper)."
             )
+        # what one unit moves: a clipped sum for each query, and the counts beside them
+        counts = [0.0 if scale is None else scale.count_weight / 2 for scale in scales]
+        sums = [self.plan.clipper.clipping_norm] * len(scales)
+        moved = SENSITIVITY_FACTOR[self.plan.adjacency] * math.hypot(*sums, *counts)
+        if moved > self.plan.sensitivity * (1 + 1e-9):
+            raise DPConfigError(
+                f"One unit moves the sums of a step by up to {moved:.6g}, and the noise was calibrated to "
+                f"{self.plan.sensitivity:.6g}: sensitivity_ratio of the preconditioner leaves a query or a count out."
+            )
         self.charge(step)
         self._begun = step
         return scales
 
-    def release(self, sums: ClippedSums, step: int) -> Released:
+    def release(self, sums: JointSums, step: int) -> Released:
         """The mean gradient with the noise of a step: the only door from what is secret to what is public.
 
         It is divided by the public expected size: the realised size of a logical batch is data.

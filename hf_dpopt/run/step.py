@@ -55,8 +55,8 @@ def private_step(
     scales = run.begin(step, engine)
     # private from here
     sums, seen = clip_and_sum(engine, losses, physical_batches, scales, sums_users=run.plan.sums_users)
-    sums = run.ranks.sum(sums)
-    released = run.release(sums, step)
+    joint = run.ranks.sum(sums)
+    released = run.release(joint, step)
     # released from here
     released = run.preclip.receive(released)
     for stage in chain:

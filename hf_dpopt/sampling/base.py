@@ -48,6 +48,19 @@ class Sampler(abc.ABC):
     samples_records_of_users: ClassVar[bool] = False  # with users as the unit; else whole users are sampled
     takes: ClassVar[tuple[str, ...]] = ()  # fields that a config of the run gives, besides batch size and examples
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse a sampler that draws in its own way and says of its batches what another one says of its own."""
+        super().__init_subclass__(**kwargs)
+        own = cls.__dict__
+        missing = [name for name in ("name", "event", "describe") if name not in own]
+        if "draw" in own and missing:
+            raise TypeError(
+                f"{cls.__qualname__} draws its own batches, so it needs {' and '.join(missing)} of its own: they "
+                "would be those of another law."
+            )
+        if "event" in own and "excess" not in own:
+            cls.excess = Sampler.excess  # type: ignore[method-assign]  # costs of another law are not compared
+
     def __post_init__(self) -> None:
         if self.num_examples < 1:
             raise DPConfigError(

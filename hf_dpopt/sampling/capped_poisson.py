@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import dp_accounting
@@ -10,6 +11,7 @@ from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.sampling.base import Steps, repeat
 from hf_dpopt.sampling.poisson import PoissonSampler
 
@@ -46,6 +48,9 @@ class CappedPoissonSampler(PoissonSampler):
         super().__post_init__()
         if self.records_per_user < 1:
             raise DPConfigError(f"records_per_user={self.records_per_user} leaves nothing. Use an integer >= 1.")
+
+    def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
+        return self._excess_of_participations(strategy, chains, planned)
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
         if self.records_per_user == 1:

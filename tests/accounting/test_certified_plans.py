@@ -72,7 +72,22 @@ def test_a_run_of_an_earlier_release_goes_on_with_the_computed_bound(certified, 
 
 
 @pytest.mark.parametrize(
-    "edit", [{"epsilon": "0.1"}, {"remove": 1.0}, {"accepted": False}, {"num_samples": None}, {"event": {}}], ids=str
+    "edit",
+    [
+        {"epsilon": "0.1"},
+        {"remove": 1.0},
+        {"accepted": False},
+        {"num_samples": None},
+        {"event": {}},
+        {"epsilon": 0.01},
+        {"epsilon": -3.0},
+        {"epsilon": float("nan")},
+        {"failure": 0.9},
+        {"num_samples": 1},
+        {"remove_threshold": 1.0},
+        {"delta": 1e-9},
+    ],
+    ids=str,
 )
 def test_an_edited_certificate_is_refused(certified, edit):
     recorded = json.loads(json.dumps(certified.public_dict()))
@@ -105,3 +120,17 @@ def test_too_few_samples_leave_the_computed_bound(computed):
 def test_a_run_that_is_not_private_has_no_certificate():
     config = dataclasses.replace(CONFIG, unsafe_fixed_noise_key="5a" * 32)
     assert make_plan(config, **SIZES).epsilon() == float("inf")
+
+
+def test_another_plan_does_not_take_it(certified, computed):
+    """A plan that was changed by hand is not the one that was verified."""
+    for change in ({"num_steps": 80, "noise_steps": 80}, {"delta": 1e-8}):
+        changed = dataclasses.replace(certified, **change)
+        assert changed.epsilon() == pytest.approx(dataclasses.replace(computed, **change).epsilon())
+        assert changed.epsilon() > certified.epsilon()
+
+
+@pytest.mark.parametrize("samples", [-1, 2.5, "many", True, None])
+def test_numbers_of_samples_are_checked(samples):
+    with pytest.raises(DPConfigError, match="amplification_samples=.* is no number of samples. Use an integer"):
+        dataclasses.replace(CONFIG, amplification_samples=samples)

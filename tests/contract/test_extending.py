@@ -16,7 +16,7 @@ from hf_dpopt.clipping.rules import RULES
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.noise.strategy import _BY_NAME
 from hf_dpopt.optim import OPTIMIZERS
-from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.sampling import SAMPLERS, Sampler
 from tests import tiny
 from tests.contract import noise, optimizers, postprocess, rules, sampling
 from tests.test_correlated_training import run_and_die_everywhere, trainer
@@ -62,10 +62,18 @@ def test_sampler(examples, check):
     check("repeated_poisson")
 
 
-def test_sampler_with_the_trap_left_in_is_found(examples, monkeypatch):
-    monkeypatch.delattr(examples["repeated_poisson"].RepeatedPoissonSampler, "excess")
+def test_a_sampler_does_not_inherit_how_costs_compare(examples, monkeypatch):
+    sampler = examples["repeated_poisson"].RepeatedPoissonSampler
+    assert sampler.excess is Sampler.excess
+    monkeypatch.setattr(sampler, "excess", SAMPLERS["poisson"].excess)
     with pytest.raises(AssertionError):
         sampling.check_excess("repeated_poisson")
+
+
+def test_a_sampler_that_draws_says_what_that_costs():
+    """A shuffle that kept the event of Poisson sampling would have half of its epsilon."""
+    with pytest.raises(TypeError, match="draws its own batches, so it needs name and event and describe"):
+        type("Shuffled", (SAMPLERS["poisson"],), {"draw": lambda self, key, step: None})
 
 
 def test_rule(examples):

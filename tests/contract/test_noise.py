@@ -6,9 +6,19 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS, Mechanism, NoiseMechanism, NoiseStrategy
+from hf_dpopt.noise import (
+    MECHANISMS,
+    BandedToeplitz,
+    IdentityStrategy,
+    Mechanism,
+    NoiseMechanism,
+    NoiseStrategy,
+    Restarted,
+)
+from hf_dpopt.noise.streams import RecurrentStream
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from tests.contract import noise
@@ -61,3 +71,29 @@ def test_a_strategy_without_a_name_is_refused(monkeypatch):
     monkeypatch.setitem(MECHANISMS, "nameless", nameless)
     with pytest.raises(DPConfigError, match="_Claiming, which has no name"):
         noise.plan_of("nameless")
+
+
+def test_a_named_strategy_is_not_extended_under_its_name():
+    with pytest.raises(TypeError, match="Mine needs a name of its own"):
+        type("Mine", (IdentityStrategy,), {})
+
+
+def test_a_copy_draws_no_row_of_the_next_copy():
+    """Two rows a step would be drawn again by the next copy: the same noise, on two batches."""
+
+    class Stream(RecurrentStream):
+        def _add_to(self, total, name, tensor, t):
+            for row in (2 * t, 2 * t + 1):
+                total.add_(self._normal(total, tensor, row))
+
+    class Greedy(BandedToeplitz):
+        name = "test greedy"
+
+        def _make_stream(self, source, backend, block, common):
+            return Stream(self.coefs, source, **common)
+
+    stream = Restarted(Greedy((1.0, 0.5)), 4).stream(noise.CountedSource(), scale=1.0, num_steps=8)
+    stream.add_({"w": torch.zeros(3)}, 0)
+    stream.add_({"w": torch.zeros(3)}, 1)
+    with pytest.raises(DPConfigError, match="asked for row 4 of the noise"):
+        stream.add_({"w": torch.zeros(3)}, 2)

@@ -11,8 +11,10 @@ import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.preclip import PRECLIPS, DelayedPreconditioner, Identity, Preclip, ScaleThenPrivatize
+from hf_dpopt.preclip.base import _Nothing
 from hf_dpopt.run.run import LEDGER
 from hf_dpopt.run.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
@@ -87,6 +89,40 @@ def test_nothing_is_released_that_was_not_charged_and_nothing_twice(tmp_path):
     assert run.release(sums, 1)["weight"].abs().min() > 0
     with pytest.raises(DPConfigError, match="not begun"):
         run.release(sums, 1)
+
+
+def test_steps_are_taken_in_order(tmp_path):
+    """Samplers draw by the number of a step: a record would be shown in steps 1, 11, 21, paid for as one epoch."""
+    run = PrivateRun(plan(30), output_dir=tmp_path / "out", private_state_dir=tmp_path / "keys")
+    engine = make_engine(loop_model(), run.plan.clipper)
+    run.begin(1, engine)
+    for wrong in (1, 3, 11, 0):
+        with pytest.raises(DPConfigError, match=f"Step {wrong} is not the one after those charged: 2 is next"):
+            run.begin(wrong, engine)
+    assert run.charged == [1]
+    run.begin(2, engine)
+
+
+@pytest.mark.parametrize("claim", ["queries", "count"])
+def test_an_inherited_sensitivity_ratio_is_compared_with_the_step(tmp_path, claim):
+    """Three sums, or a count beside one, under the ratio of one sum: epsilon would be that of the one."""
+
+    class Working(_Nothing):
+        def scales(self):
+            return (None, None, None) if claim == "queries" else (Scale({}, count_weight=100.0),)
+
+    class Lying(Identity):
+        num_queries = 3 if claim == "queries" else 1
+
+        def start(self, parameters, **kwargs):
+            return Working()
+
+    run = PrivateRun(plan(6, Lying()), output_dir=tmp_path / "out", private_state_dir=tmp_path / "keys")
+    engine = make_engine(loop_model(), run.plan.clipper)
+    run.start_preclip(engine)
+    with pytest.raises(DPConfigError, match="sensitivity_ratio of the preconditioner leaves a query or a count out"):
+        run.begin(1, engine)
+    assert run.charged == [0]
 
 
 def test_a_preconditioner_whose_author_misspells_the_sensitivity_cannot_be_made():

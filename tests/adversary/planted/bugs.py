@@ -264,8 +264,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the sum is divided by the records that were drawn",
         "hf_dpopt/run/step.py",
-        "    released = run.release(sums, step)\n",
-        "    released = run.release(sums, step)\n"
+        "    released = run.release(joint, step)\n",
+        "    released = run.release(joint, step)\n"
         "    for x in released.values():\n"
         "        x.mul_(run.plan.config.expected_batch_size / max(1, seen.num_records))\n",
         (f"{TRAINER}::test_without_noise_a_step_is_the_clipped_sum_of_the_drawn_records", LEAVE_ONE_OUT),
@@ -273,8 +273,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a step without records releases no noise",
         "hf_dpopt/run/step.py",
-        "    released = run.release(sums, step)\n",
-        "    released = run.release(sums, step) if seen.num_records else sums\n",
+        "    released = run.release(joint, step)\n",
+        "    released = run.release(joint, step) if seen.num_records else joint\n",
         (f"{TRAINER}::test_a_noise_only_step_noises_every_coordinate",),
     ),
     Bug(
