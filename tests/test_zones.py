@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hf_dpopt.clipping import UnprivatizedStatistics
-from hf_dpopt.common.types import ClippedSums, Released
+from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.run.run import PrivateRun
 
 DOOR = "    released = run.release(joint, step)\n"
@@ -77,7 +77,7 @@ def test_mypy_lets_the_step_pass_and_no_wrong_one(errors, name):
 
 
 def test_the_door_says_what_comes_in_and_what_goes_out():
-    assert typing.get_type_hints(PrivateRun.release) == {"sums": ClippedSums, "step": int, "return": Released}
+    assert typing.get_type_hints(PrivateRun.release) == {"sums": JointSums, "step": int, "return": Released}
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +115,11 @@ def test_released_values_are_made_of_released_values_or_at_the_door(functions):
 def test_clipped_sums_are_made_where_clipping_ends(functions):
     made = {(module, function.name) for module, function in functions if _makes(function, "ClippedSums")}
     assert made == {("clipping/clipped_sum.py", "result"), ("preclip/queries.py", "join")}
+
+
+def test_joint_sums_are_made_where_ranks_meet(functions):
+    made = {(module, function.name) for module, function in functions if _makes(function, "JointSums")}
+    assert made == {("common/collectives.py", "sum")}
 
 
 def test_what_a_step_saw_is_not_in_its_text():

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from hf_dpopt.clipping.rules import RULES
+from hf_dpopt.clipping.rules import RULES, class_path, rule_for
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.noise.strategy import _BY_NAME
 from hf_dpopt.optim import OPTIMIZERS
@@ -77,6 +77,8 @@ def test_a_sampler_that_draws_says_what_that_costs():
 
 
 def test_rule(examples):
+    gain = examples["gain"].Gain
+    assert rule_for(gain(6)) is RULES[class_path(gain)]
     inputs = torch.randn(4, 5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rules.check_rule(lambda: rules.Case(examples["gain"].Gain(6), inputs))
 
