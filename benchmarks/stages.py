@@ -31,7 +31,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.optim import OPTIMIZERS, state_bytes
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner
+from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner, queries
 
 NOISE = IndependentNoise(0.1 / 8)
 
@@ -109,8 +109,8 @@ class Running:
         self.preclip = None if stage.preclip is None else stage.preclip.start(case.engine.parameters, **options)
         if self.preclip is not None:  # into the phase that divides
             self.preclip.scales()
-            queries = [{n: torch.randn(p.shape) for n, p in case.engine.parameters.items()} for _ in range(2)]
-            self.preclip.receive(queries[: stage.preclip.num_queries])
+            draws = [{n: torch.randn(p.shape) for n, p in case.engine.parameters.items()} for _ in range(2)]
+            self.preclip.receive(queries.join(draws[: stage.preclip.num_queries]))
 
     def scales(self) -> tuple[Scale | None, ...]:
         return (None,) if self.preclip is None else self.preclip.scales()

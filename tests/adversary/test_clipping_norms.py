@@ -116,7 +116,7 @@ def test_a_quantile_does_not_carry_the_norm_out_of_range():
         ):
             for _ in range(30):
                 count = torch.tensor((share - 0.5) * adaptive._weight)
-                adaptive.receive([{"units within the clip": count, "weight": torch.zeros(1)}])
+                adaptive.receive({"units within the clip": count, "weight": torch.zeros(1)})
             assert first * adaptive.ratio == pytest.approx(end, rel=1e-9)
         adaptive.load_state_dict({"ratio": 1e-30, "last": 1.0})
         assert first * adaptive.ratio >= SMALLEST_CLIPPING_NORM * (1 - 1e-9)

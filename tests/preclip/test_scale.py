@@ -90,7 +90,7 @@ def test_adadps_continues_bit_for_bit():
         other.load_state_dict(one.state_dict())
         for n, p in SHAPES.items():
             assert torch.equal(one.scales()[0].weights(n, p), other.scales()[0].weights(n, p)), t
-        one.receive([{n: g.clone() for n, g in gradients.items()}])
+        one.receive({n: g.clone() for n, g in gradients.items()})
 
 
 def test_adadps_without_public_records_is_refused():

@@ -378,7 +378,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the exact loss is logged",
         "hf_dpopt/huggingface/trainer.py",
-        "logs = {key: value for key, value in logs.items() if key not in SECRET_LOG_KEYS}\n        if",
+        "logs = {key: value for key, value in logs.items() if not is_secret_key(key)}\n        if",
         "if",
         (f"{TRAINER}::test_nothing_unprivatized_is_logged_or_saved",),
     ),
