@@ -49,7 +49,7 @@ class _Claiming(NoiseStrategy):
         return np.tril(np.ones((n, n))) + np.eye(n) * n  # of another run, if it is cut short
 
     def parameters(self):
-        return {"name": "claiming"}
+        return {"name": "test claiming"}
 
 
 CLAIMS = {"is_independent": True, "num_bands": 2, "anytime": True, "is_square": False}
@@ -62,7 +62,7 @@ def test_a_strategy_that_is_not_what_it_says_makes_no_noise(claim):
     values = {"noise_multiplier": 1.0, "strategy_sensitivity": 1.0, "num_steps": 12}
     with pytest.raises(DPConfigError, match=f"says {claim}="):
         NoiseMechanism(strategy=lying, **values)
-    honest = type("Honest", (_Claiming,), {"name": "claiming"})()
+    honest = type("Honest", (_Claiming,), {"name": "test claiming"})()
     NoiseMechanism(strategy=honest, **values)
 
 
