@@ -325,7 +325,7 @@ class PrivateRun:
         counts = [0.0 if scale is None else scale.count_weight / 2 for scale in scales]
         sums = [self.plan.clipper.clipping_norm] * len(scales)
         moved = SENSITIVITY_FACTOR[self.plan.adjacency] * math.hypot(*sums, *counts)
-        if moved > self.plan.sensitivity * (1 + 1e-9):
+        if self.plan.noise_multiplier > 0 and moved > self.plan.sensitivity * (1 + 1e-9):
             raise DPConfigError(
                 f"One unit moves the sums of a step by up to {moved:.6g}, and the noise was calibrated to "
                 f"{self.plan.sensitivity:.6g}: sensitivity_ratio of the preconditioner leaves a query or a count out."
