@@ -41,6 +41,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "noise_mechanism": ("blt", "blt"),
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),
     "noise_restart_every": ("100", 100),
+    "amplification_samples": ("0", 0),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),
     "clipping_quantile": ("0.3", 0.3),
@@ -105,7 +106,7 @@ def test_switches_need_no_value(parse, cls):
 
 
 @pytest.mark.parametrize(
-    "name", ["clipping", "sampling", "adjacency", "privacy_unit", "noise_rng", "eval_data_privacy"]
+    "name", ["clipping", "adjacency", "privacy_unit", "noise_rng", "eval_data_privacy"]
 )
 def test_closed_choices_are_refused_on_the_command_line(parse, name, capsys):
     with pytest.raises(SystemExit):

@@ -93,7 +93,7 @@ def test_plan_with_auto_takes_the_first_row(run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "mend"),
     [
-        (["--epsilon", "3", "--steps", "10", "--noise_mechanism", "laplace"], "Use one of: 'gaussian'"),
+        (["--epsilon", "3", "--steps", "10", "--noise_mechanism", "laplace"], "Use one of: 'auto', 'gaussian'"),
         (["--epsilon", "3", "--steps", "10", "--noise_kwargs", "nu=1"], "is not JSON. Use --noise-kwargs"),
         (["--epsilon", "3", "--steps", "10", "--schedule", "cosine"], "Use constant or linear"),
         (["--epsilon", "3", "--steps", "10", "--optimizer", "sgd", "--momentum", "1"], "momentum=1.0 is out"),
