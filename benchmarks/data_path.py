@@ -1,7 +1,8 @@
 """Time of a LoRA step and of the start-up, beside another checkout of this project, in turns.
 
-Everything counts: reading, collation, checks, clipping, noise, the ledger, the optimizer. Both draw the same batches,
-under a fixed key, for the size of a Poisson batch moves a step by more than what is looked for. SST-2 on a RoBERTa of
+Everything counts: reading, collation, checks, clipping, noise, the ledger, the optimizer. Two processes stand beside each
+other and take one step each by turns, so that what else the machine does hits both. They draw the same batches, under a
+fixed key, for the size of a Poisson batch moves a step by more than what is looked for. SST-2 on a RoBERTa of
 six layers, 768 wide, rank 8; once from stored columns with the stock collator, once from a list with a collator of one's
 own, which sees one record at a time.
 
@@ -38,8 +39,8 @@ def records(num: int) -> list[dict[str, Any]]:
     ]
 
 
-def run(source: str, num_steps: int, num_records: int) -> dict[str, float]:
-    """Seconds of the start-up and of each step after the first few, in this process and with this package."""
+def run(source: str, num_steps: int, num_records: int) -> None:
+    """Trains with this package; prints the seconds of the start-up and of each step, and waits for a line before each."""
     import datasets
     from peft import LoraConfig, get_peft_model
     from tokenizers import Tokenizer
@@ -63,14 +64,21 @@ def run(source: str, num_steps: int, num_records: int) -> dict[str, float]:
     )
     model = get_peft_model(RobertaForSequenceClassification(config), LoraConfig(task_type="SEQ_CLS", r=8))
     rows = records(num_records)
-    times: list[float] = []
+    begun: list[float] = []
+    steps: list[float] = []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            times.append(time.perf_counter())
+            if begun:
+                steps.append(time.perf_counter() - begun[-1])
+            else:
+                print(json.dumps({"start_up": time.perf_counter() - begin}), flush=True)
+            print(json.dumps({"step": steps[-1] if steps else None}), flush=True)
+            sys.stdin.readline()  # its turn
+            begun.append(time.perf_counter())
 
         def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            times.append(time.perf_counter())
+            print(json.dumps({"step": time.perf_counter() - begun[-1]}), flush=True)
 
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -88,54 +96,72 @@ def run(source: str, num_steps: int, num_records: int) -> dict[str, float]:
             callbacks=[Clock()],
         )  # fmt: skip
         trainer.train()
-    steps = [b - a for a, b in zip(times, times[1:], strict=False)][WARM_UP:]
-    return {"start_up": times[0] - begin, "step": sum(steps) / len(steps)}
 
 
-def in_turns(against: Path, source: str, rounds: int, num_steps: int, num_records: int) -> dict[str, Any]:
-    """Both checkouts by turns, each run in a process of its own; the ratio of each pair."""
-    found: dict[str, list[dict[str, float]]] = {"here": [], "there": []}
-    for i in range(rounds):
-        order = [("here", REPO), ("there", against)]
-        for name, checkout in order if i % 2 == 0 else order[::-1]:
-            found[name].append(_in_a_process(checkout, source, num_steps, num_records))
-    ratios = [a["step"] / b["step"] for a, b in zip(found["here"], found["there"], strict=True)]
-    mean, half = statistics.mean(ratios), 0.0
-    if rounds > 1:
-        import scipy.stats
+class _Trainer:
+    """A process that trains with one checkout, step by step."""
 
-        half = float(scipy.stats.t.ppf(0.975, rounds - 1)) * statistics.stdev(ratios) / rounds**0.5
+    def __init__(self, checkout: Path, source: str, num_steps: int, num_records: int):
+        command = [
+            sys.executable, __file__, "--once", source, "--num_steps", str(num_steps), "--num_records", str(num_records),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            command, env=environment, cwd=checkout, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        self.start_up = self._next("start_up")
+        self._next("step")
+
+    def _next(self, name: str) -> float:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith(f'{{"{name}"'):
+                return json.loads(line)[name]
+        raise RuntimeError("The training process ended. Run it by hand: --once stored.")
+
+    def step(self) -> float:
+        """Seconds of the next step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._next("step")
+
+
+def in_turns(against: Path, source: str, num_steps: int, num_records: int) -> dict[str, Any]:
+    """Both checkouts by turns; the ratio of each pair of steps."""
+    import scipy.stats
+
+    pair = {name: _Trainer(checkout, source, num_steps, num_records) for name, checkout in
+            (("here", REPO), ("there", against))}  # fmt: skip
+    found: dict[str, list[float]] = {"here": [], "there": []}
+    for i in range(num_steps):
+        for name in ("here", "there") if i % 2 == 0 else ("there", "here"):
+            found[name].append(pair[name].step())
+    ratios = [a / b for a, b in zip(found["here"][WARM_UP:], found["there"][WARM_UP:], strict=True)]
+    half = float(scipy.stats.t.ppf(0.975, len(ratios) - 1)) * statistics.stdev(ratios) / len(ratios) ** 0.5
+    mean = statistics.mean(ratios)
     return {
         "source": source,
-        "step_seconds": {name: statistics.median(run["step"] for run in runs) for name, runs in found.items()},
-        "start_up_seconds": {name: statistics.median(run["start_up"] for run in runs) for name, runs in found.items()},
+        "step_seconds": {name: statistics.median(steps[WARM_UP:]) for name, steps in found.items()},
+        "start_up_seconds": {name: trainer.start_up for name, trainer in pair.items()},
         "ratio_of_steps": mean,
         "interval_95": [mean - half, mean + half],
         "ratios": ratios,
     }
 
 
-def _in_a_process(checkout: Path, source: str, num_steps: int, num_records: int) -> dict[str, float]:
-    command = [
-        sys.executable, __file__, "--once", source, "--num_steps", str(num_steps), "--num_records", str(num_records),
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=checkout, check=True, capture_output=True, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--against", type=Path, help="the other checkout")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--num_steps", type=int, default=8)
+    parser.add_argument("--num_steps", type=int, default=20)
     parser.add_argument("--num_records", type=int, default=67_349)
     parser.add_argument("--sources", nargs="+", choices=["stored", "list"], default=["stored", "list"])
     parser.add_argument("--output", type=Path)
     parser.add_argument("--once", choices=["stored", "list"], help="time this checkout once and print JSON")
     args = parser.parse_args()
     if args.once:
-        print(json.dumps(run(args.once, args.num_steps, args.num_records)))
+        run(args.once, args.num_steps, args.num_records)
         return
     if args.against is None:
         parser.error("name the other checkout: --against ../before")
@@ -149,7 +175,7 @@ def main() -> None:
         "cores": os.cpu_count(),
         "num_records": args.num_records,
         "results": [
-            in_turns(args.against.resolve(), source, args.rounds, args.num_steps, args.num_records)
+            in_turns(args.against.resolve(), source, args.num_steps, args.num_records)
             for source in args.sources
         ],
     }  # fmt: skip
