@@ -105,9 +105,7 @@ def test_switches_need_no_value(parse, cls):
     assert args.log_unprivatized is True and args.skip_self_check is True
 
 
-@pytest.mark.parametrize(
-    "name", ["clipping", "adjacency", "privacy_unit", "noise_rng", "eval_data_privacy"]
-)
+@pytest.mark.parametrize("name", ["clipping", "adjacency", "privacy_unit", "noise_rng", "eval_data_privacy"])
 def test_closed_choices_are_refused_on_the_command_line(parse, name, capsys):
     with pytest.raises(SystemExit):
         parse(DPTrainingArguments, f"--{name}", "nonsense")
