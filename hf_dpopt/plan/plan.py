@@ -275,7 +275,8 @@ class PrivacyPlan:
         proof = self.certificate
         if not self.is_private or proof is None or proof.epsilon >= computed.epsilon:
             return computed
-        if not all(proof.covers(leaf, self.delta) for leaf, _ in events.flatten(self.event)):
+        parts = events.flatten(self.event)
+        if not all(proof.covers(leaf, self.delta) for leaf, _ in parts) or sum(count for _, count in parts) > 1:
             return computed
         return accountants.Spent(
             proof.epsilon,

@@ -112,6 +112,8 @@ def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
 def stream_options(config: PrivacyConfig) -> dict[str, Any]:
     """Options of how the noise is kept between steps: `backend`, `block` and `offload` of `NoiseStrategy.stream`."""
     given = {name: value for name, value in config.noise_kwargs.items() if name in STREAM_OPTIONS}
+    if given.get("backend") == "blt" and config.noise_mechanism == "nu_dpftrl":
+        given["backend"] = "auto"  # its name in ledgers of 0.1.0
     return {**STREAM_OPTIONS, **given}
 
 

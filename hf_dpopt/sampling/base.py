@@ -52,7 +52,7 @@ class Sampler(abc.ABC):
         """Refuse a sampler that draws in its own way and says of its batches what another one says of its own."""
         super().__init_subclass__(**kwargs)
         own = cls.__dict__
-        missing = [name for name in ("name", "event", "describe") if name not in own]
+        missing = [name for name in ("name", "event", "describe", "adjacencies") if name not in own]
         if "draw" in own and missing:
             raise TypeError(
                 f"{cls.__qualname__} draws its own batches, so it needs {' and '.join(missing)} of its own: they "

@@ -46,6 +46,7 @@ class TruncatedPoissonSampler(PoissonSampler):
     cap: int | None = None
 
     name: ClassVar[str] = "truncated_poisson"
+    adjacencies: ClassVar[tuple[str, ...]] = PoissonSampler.adjacencies
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from hf_dpopt.clipping.rules import RULES, class_path, rule_for
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.noise.strategy import _BY_NAME
 from hf_dpopt.optim import OPTIMIZERS
@@ -72,8 +73,17 @@ def test_a_sampler_does_not_inherit_how_costs_compare(examples, monkeypatch):
 
 def test_a_sampler_that_draws_says_what_that_costs():
     """A shuffle that kept the event of Poisson sampling would have half of its epsilon."""
-    with pytest.raises(TypeError, match="draws its own batches, so it needs name and event and describe"):
+    with pytest.raises(
+        TypeError, match="draws its own batches, so it needs name and event and describe and adjacencies"
+    ):
         type("Shuffled", (SAMPLERS["poisson"],), {"draw": lambda self, key, step: None})
+
+
+def test_the_example_of_a_sampler_has_no_adjacency_without_a_proof(examples):
+    with pytest.raises(DPConfigError, match="replace_one"):
+        examples["repeated_poisson"].RepeatedPoissonSampler(num_examples=10, expected_batch_size=2).check_adjacency(
+            "replace_one"
+        )
 
 
 def test_rule(examples):
