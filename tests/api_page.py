@@ -127,7 +127,9 @@ def members(cls: type) -> Iterator[tuple[str, Any]]:
     for name, value in vars(cls).items():
         thing = value.func if isinstance(value, functools.cached_property) else value
         thing = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
-        if not name.startswith("_") and inspect.isfunction(thing) and thing.__doc__:
+        # torch puts a wrapped copy of an inherited `step` into the class of the first optimizer that is made
+        is_own = getattr(thing, "__qualname__", "").startswith(f"{cls.__qualname__}.")
+        if not name.startswith("_") and inspect.isfunction(thing) and is_own and thing.__doc__:
             yield name, value
 
 
