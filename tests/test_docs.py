@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import re
@@ -9,7 +10,6 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-import torch
 import yaml
 
 import hf_dpopt
@@ -175,8 +175,14 @@ def test_a_report_of_a_fault_goes_to_nobody_in_particular(repo: Path) -> None:
     assert all(word in text for word in ("epsilon", "used twice", "private state", "Supported versions"))
 
 
-def test_the_api_page_is_the_same_once_an_optimizer_was_made():
-    """Torch then has put a wrapped `step` into its class, by which pages differed with the order of the tests."""
-    hf_dpopt.DPAdamBC([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert "step" in vars(hf_dpopt.DPAdamBC)
-    assert "step" not in dict(api_page.members(hf_dpopt.DPAdamBC))
+def test_the_api_page_is_the_same_once_an_optimizer_was_made(monkeypatch):
+    """Torch then has put a wrapped `step` into a class, by which pages differed with the order of the tests."""
+    inherited = hf_dpopt.DPAdamBC.step
+
+    @functools.wraps(inherited)
+    def step(*args, **kwargs):
+        return inherited(*args, **kwargs)
+
+    before = dict(api_page.members(hf_dpopt.DPAdamBC))
+    monkeypatch.setattr(hf_dpopt.DPAdamBC, "step", step)
+    assert dict(api_page.members(hf_dpopt.DPAdamBC)) == before and "step" not in before
