@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_dpopt.huggingface.functional import clipped_gradient_sum
     from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
     from hf_dpopt.optim import DPAdamBC
+    from hf_dpopt.plan.advice import Advice, TrainingJob, advise
     from hf_dpopt.plan.compare import compare_mechanisms
     from hf_dpopt.plan.config import PrivacyConfig
     from hf_dpopt.plan.make import make_plan
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from hf_dpopt.run.step import private_step
 
 __all__ = [
+    "Advice",
     "DPAdamBC",
     "DPBudgetExceeded",
     "DPConfigError",
@@ -50,7 +52,9 @@ __all__ = [
     "PrivateRun",
     "RunFacts",
     "Stages",
+    "TrainingJob",
     "UnsupportedModuleError",
+    "advise",
     "calibrate_noise_multiplier",
     "clipped_gradient_sum",
     "compare_mechanisms",
@@ -71,6 +75,7 @@ _EXPORTS = {
     "huggingface.functional": ("clipped_gradient_sum",),
     "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),
     "optim": ("DPAdamBC",),
+    "plan.advice": ("Advice", "TrainingJob", "advise"),
     "plan.compare": ("compare_mechanisms",),
     "plan.config": ("PrivacyConfig",),
     "plan.make": ("make_plan",),

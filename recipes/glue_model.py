@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from typing import Any
 
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_dpopt import DPConfigError
 from recipes import models
 from recipes.glue_data import ClassificationData
 from recipes.glue_options import ModelArguments
+from recipes.pooled_model import PooledForSequenceClassification
 
 
 def load_model(
@@ -21,14 +25,41 @@ def load_model(
         config.label2id = {data.labels[i]: order[i] for i in range(len(data.labels))}
         config.id2label = {i: label for label, i in config.label2id.items()}
     tokenizer = models.load_tokenizer(model_args)
-    model = models.load_weights(
-        AutoModelForSequenceClassification,
-        model_args,
-        config,
-        ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-    )
+    pooling = model_args.pooling or getattr(config, "pooling", None) or ["model"]
+    if pooling == ["model"]:
+        model = models.load_weights(
+            AutoModelForSequenceClassification,
+            model_args,
+            config,
+            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+        )
+    else:
+        model = load_pooled(model_args, config, pooling)
     models.set_padding(tokenizer, model)
     return tokenizer, model
+
+
+def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> PooledForSequenceClassification:
+    """Load a model that reads pooled states: one that was saved as such, or an encoder with a new head.
+
+    Raises:
+        DPConfigError: for ways or layers that the model does not have.
+    """
+    is_saved = "PooledForSequenceClassification" in (config.architectures or ())
+    config.pooling = pooling
+    config.pooling_layers = model_args.pooling_layers or getattr(config, "pooling_layers", None) or [-1]
+    num_layers = config.num_hidden_layers
+    if "model" in pooling or any(not -1 <= layer <= num_layers for layer in config.pooling_layers):
+        raise DPConfigError(
+            f"pooling={pooling} of the layers {config.pooling_layers} does not fit: 'model' stands alone, and layers "
+            f"go from 0 (embeddings) to {num_layers}, or -1 for the last. Use --pooling mean."
+        )
+    if is_saved:
+        return models.load_weights(
+            PooledForSequenceClassification, model_args, config,
+            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
+        )  # fmt: skip
+    return PooledForSequenceClassification(config, models.load_weights(AutoModel, model_args, config))
 
 
 def label_order(own: dict[str, int], labels: list[str]) -> list[int]:

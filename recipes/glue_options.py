@@ -8,6 +8,7 @@ from typing import Any
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from recipes import options
 from recipes.glue_data import GLUE_LABELS
+from recipes.pooled_model import WAYS
 
 SOURCES = ("model_name_or_path", "task_name", "dataset_name", "train_file", "validation_file", "test_file")
 
@@ -37,6 +38,18 @@ class ModelArguments(options.ModelArguments):
 
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Load a model whose head has another number of labels; the head starts anew."}
+    )
+    pooling: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Read the mean, the first (cls) or the last token of a layer, or several of them, with a linear "
+            "head in place of the one that comes with the model; 'model' keeps that one. Default: model.",
+            "choices": [*WAYS, "model"],
+        },
+    )
+    pooling_layers: list[int] | None = field(
+        default=None,
+        metadata={"help": "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."},
     )
 
 

@@ -24,7 +24,7 @@ GROUPS = {
     ),
     "Planning": (
         "PrivacyConfig", "make_plan", "PrivacyPlan", "compare_mechanisms", "plan_for_users",
-        "calibrate_noise_multiplier",
+        "calibrate_noise_multiplier", "advise", "TrainingJob", "Advice",
     ),
     "A loop of one's own": (
         "PrivateRun", "PrivacySpent", "private_step", "make_engine", "clipped_gradient_sum", "Stages", "LowPassFilter",

@@ -17,6 +17,7 @@ from hf_dpopt.cli.flags import (
     BatchSize,
     Delta,
     Epsilon,
+    MaybeBatchSize,
     NoiseMultiplier,
     NumExamples,
     OutputDir,
@@ -47,9 +48,12 @@ def main() -> None:
 @app.command()
 def plan(
     num_examples: NumExamples,
-    batch_size: BatchSize,
+    batch_size: MaybeBatchSize = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Or passes over the data, counted as the Trainer does.")] = None,
+    epochs: Annotated[
+        float | None,
+        typer.Option("--epochs", "--passes", help="Or passes over the data, counted as the Trainer does."),
+    ] = None,
     epsilon: Epsilon = None,
     noise_multiplier: NoiseMultiplier = None,
     delta: Delta = None,
@@ -67,14 +71,36 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="adamw (any adaptive one) or sgd.")] = "adamw",
     momentum: Annotated[float, typer.Option(help="Of SGD; noise is tuned for it.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
-    num_parameters: Annotated[int, typer.Option(help="Trained coordinates, for memory and time.")] = 10**6,
+    num_parameters: Annotated[
+        str | None,
+        typer.Option("--num-parameters", "--trained", help="Trained coordinates (0.3M), for advice, memory and time."),
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Weights of the model, frozen ones included, such as 125M.")
+    ] = None,
+    finetuning: Annotated[str | None, typer.Option(help="full, lora or head. Default: by what is trained.")] = None,
+    objective: Annotated[
+        str, typer.Option(help="classification, or generation (a loss on tokens).")
+    ] = "classification",
+    records_per_second: Annotated[float | None, typer.Option(help="A measured rate, for the hours of advice.")] = None,
     compare: Annotated[
         bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for plots of the comparison (PNG and SVG).")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a run: noise, epsilon, and which noise suits it. No data is read."""
+    """Plan a run: noise, epsilon, and which noise suits it. Without a batch: advice which to take. No data is read."""
+    from hf_dpopt.cli import advising
+
+    trained = None if num_parameters is None else advising.numbers(num_parameters)
+    wanted = advising.Asked(
+        num_examples=num_examples, epsilon=epsilon, delta=delta, passes=epochs, trained=trained,
+        weights=None if weights is None else advising.numbers(weights), finetuning=finetuning, objective=objective,
+        records_per_second=records_per_second,
+    )  # fmt: skip
+    if batch_size is None:
+        advising.show_advice(wanted, as_json=as_json)
+        return
     from hf_dpopt.cli import planning
 
     asked = {
@@ -97,7 +123,8 @@ def plan(
     planning.plan_run(
         asked,
         length,
-        planning.Training(optimizer=optimizer, momentum=momentum, schedule=schedule, num_parameters=num_parameters),
+        planning.Training(optimizer=optimizer, momentum=momentum, schedule=schedule, num_parameters=trained or 10**6),
+        wanted=wanted,
         compare=compare if compare is not None else not as_json,
         plots=plots,
         as_json=as_json,

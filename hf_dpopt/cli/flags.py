@@ -28,6 +28,9 @@ def flag(name: str, *short: str, says_default: bool = True) -> Any:
 
 NumExamples = Annotated[int, typer.Option("--num-examples", "-n", help="Records in the training set.")]
 BatchSize = Annotated[int, flag("expected_batch_size", "--batch-size", "--batch", "-b", says_default=False)]
+MaybeBatchSize = Annotated[
+    int | None, flag("expected_batch_size", "--batch-size", "--batch", "-b", says_default=False)
+]
 Epsilon = Annotated[float | None, flag("target_epsilon", "--epsilon")]
 NoiseMultiplier = Annotated[float | None, flag("noise_multiplier")]
 Delta = Annotated[float | None, flag("target_delta", "--delta")]

@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from hf_dpopt.cli.advising import Asked, lines_beside
 from hf_dpopt.cli.mechanisms import mechanism_facts, mechanisms_table
 from hf_dpopt.cli.show import print_json, table_of
 from hf_dpopt.common import log
@@ -80,12 +81,20 @@ class Training:
 
 
 def plan_run(
-    asked: dict[str, Any], length: Length, training: Training, *, compare: bool, plots: Path | None, as_json: bool
+    asked: dict[str, Any],
+    length: Length,
+    training: Training,
+    *,
+    wanted: Asked,
+    compare: bool,
+    plots: Path | None,
+    as_json: bool,
 ) -> None:
     """Print the plan of a run, and beside it that of every mechanism at the same budget.
 
     Args:
         asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
+        wanted: what advice is for.
         compare: whether to compare mechanisms.
         plots: folder for plots of the comparison, or None.
     """
@@ -108,6 +117,8 @@ def plan_run(
         print_json(made.public_dict() | listed)
     else:
         _show(made, rows, training.num_parameters)
+        for line in lines_beside(made, wanted, is_adaptive=training.optimizer == "adamw"):
+            typer.echo(line)
     if plots is not None and rows:
         by_epsilon = {target: _compare(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
         for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):

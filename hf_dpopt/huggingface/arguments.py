@@ -25,6 +25,7 @@ from hf_dpopt.plan.options import (
     NoiseOptions,
     PreconditionerOptions,
     PrivacyOptions,
+    RecipeOptions,
     UserOptions,
 )
 
@@ -37,6 +38,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     AfterNoiseOptions,
     PreconditionerOptions,
     NoiseOptions,
+    RecipeOptions,
     PrivacyOptions,
     TrainingArguments,
 ):

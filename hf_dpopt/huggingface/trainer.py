@@ -29,11 +29,13 @@ from hf_dpopt.huggingface.data_mark import data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.processes import warn_if_alone
+from hf_dpopt.huggingface.recipe import Recipe, announce, choose_recipe
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.plan.compare import as_text
+from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
@@ -132,8 +134,9 @@ class DPTrainerMixin(_Trainer):
         self.unit_declared: str | None = None
         self.printed_rows = warn_of_printed_rows()
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
+        self._recipe, self._given = Recipe(), {**given, "preclip": preclip}
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
-        self._take_over_batching(args, expected)
+        self._take_over_batching(args, args.expected_batch_size or expected)
         self._per_example_loss_func = per_example_loss_func
         self._run: PrivateRun | None = None
         self._self_check = "not run"
@@ -166,13 +169,13 @@ class DPTrainerMixin(_Trainer):
             folder = functools.partial(private_folder, args.private_state_dir, output_dir)
             self._users = UserData.of(train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
             num_examples = self._users.num_sampled
+        expected, config, recorded = self._choose_recipe(args, given, expected, config, num_examples)
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
         workload = None if is_independent(config.noise_mechanism) else workload_of(args, num_steps, given)
 
         def planned() -> PrivacyPlan:
             # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
-            recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
             return make_plan(
                 config,
                 num_examples=num_examples,
@@ -180,9 +183,24 @@ class DPTrainerMixin(_Trainer):
                 workload=workload,
                 recorded=recorded,
                 preclip=self._own_preclip,
+                recipe=self._recipe.chosen,
             )
 
         return collectives.current_ranks().same(planned)  # tuning on other hardware may end in other digits
+
+    def _choose_recipe(
+        self, args: DPTrainingArguments, given: dict[str, Any], expected: int, config: PrivacyConfig, num_units: int
+    ) -> tuple[int, PrivacyConfig, dict[str, Any] | None]:
+        """Set what was left open; logical batch and config with it, and the recorded plan that this one follows."""
+
+        def chosen() -> tuple[dict[str, Any] | None, Recipe]:
+            recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
+            return recorded, choose_recipe(args, self._given, num_units=num_units, batch=expected, recorded=recorded)
+
+        recorded, self._recipe = collectives.current_ranks().same(chosen)
+        self._recipe.apply(args)
+        expected = args.expected_batch_size or expected
+        return expected, args.privacy_config(expected), recorded
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:
@@ -378,6 +396,7 @@ class DPTrainerMixin(_Trainer):
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
             f"{sum(run.charged)} already charged"
         )
+        announce(plan, self.args, {**self._given, "model": self.model}, self._recipe)
         if not plan.strategy.is_independent:
             logger.info(
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "

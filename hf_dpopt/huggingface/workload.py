@@ -29,16 +29,32 @@ def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any
     Returns:
         A workload that has no influence on privacy: nothing in it depends on the data.
     """
-    optimizer, scheduler = (given or {}).get("optimizers") or (None, None)
-    if optimizer is not None:
-        kind, options = type(optimizer), optimizer.param_groups[0]
-    else:
-        kind, options = (given or {}).get("optimizer_cls_and_kwargs") or _named(args)
+    kind, options, scheduler = _optimizer(args, given)
     # a scheduler that has begun cannot be asked without moving it
     is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
     momentum = float(options.get("momentum", 0.0))
     workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
     return dataclasses.replace(workload, adaptive=not issubclass(kind, torch.optim.SGD))
+
+
+def is_adaptive(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> bool:
+    """Whether the optimizer divides by a second moment; arguments as for `workload_of`."""
+    return not issubclass(_optimizer(args, given)[0], torch.optim.SGD)
+
+
+def mean_step_size(args: TrainingArguments, num_steps: int) -> float:
+    """Mean learning rate of the run relative to the largest; 1 where metrics decide."""
+    sizes = _step_sizes(args, min(num_steps, MAX_SCHEDULED_STEPS))
+    return 1.0 if sizes is None else sum(sizes) / (len(sizes) * max(sizes))
+
+
+def _optimizer(args: TrainingArguments, given: Mapping[str, Any] | None) -> tuple[type, Mapping[str, Any], Any]:
+    """Class, options and scheduler of the run's optimizer; no scheduler where the arguments name it."""
+    optimizer, scheduler = (given or {}).get("optimizers") or (None, None)
+    if optimizer is not None:
+        return type(optimizer), optimizer.param_groups[0], scheduler
+    kind, options = (given or {}).get("optimizer_cls_and_kwargs") or _named(args)
+    return kind, options, scheduler
 
 
 def _named(args: TrainingArguments) -> tuple[type, Mapping[str, Any]]:

@@ -19,6 +19,7 @@ from hf_dpopt.noise import MECHANISMS, StreamCost, Workload
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan, build_plan
 from hf_dpopt.plan.resolve import refuse_options_of_auto
+from hf_dpopt.preclip import Preclip
 
 INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
 
@@ -57,7 +58,7 @@ class ComparedNoise:
     @property
     def step_stddev(self) -> float:
         """Stddev of the noise of the last step, in clipping norms."""
-        return _step_stddev(self.plan)
+        return step_stddev(self.plan)
 
 
 def compare_mechanisms(
@@ -67,6 +68,7 @@ def compare_mechanisms(
     num_steps: int,
     workload: Workload | None = None,
     candidates: Sequence[tuple[str, str]] | None = None,
+    preclip: Preclip | None = None,
 ) -> list[ComparedNoise]:
     """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
 
@@ -75,6 +77,8 @@ def compare_mechanisms(
         num_examples, num_steps: size of the training set and length of the run.
         workload: what the optimizer makes of the gradients; None for plain sums.
         candidates: (mechanism, sampler) to compare; None for all that their registrations name.
+        preclip: a preconditioner of one's own, which may ask for more noise, or for noise that starts anew; None for
+            the one that ``config`` names.
 
     Raises:
         DPConfigError: without a budget, or if no mechanism fits what was asked for.
@@ -92,7 +96,9 @@ def compare_mechanisms(
             config, noise_mechanism=name, sampling=sampling, amplification_samples=0
         )  # fmt: skip
         try:
-            plan = build_plan(asked, num_examples=num_examples, num_steps=num_steps, workload=workload)
+            plan = build_plan(
+                asked, num_examples=num_examples, num_steps=num_steps, workload=workload, preclip=preclip
+            )
         except DPConfigError as error:
             refused.append(f"{name}: {error}")
             continue
@@ -116,7 +122,8 @@ def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.
     return scale * np.sqrt(plan.strategy.per_query_error(plan.num_steps, workload))
 
 
-def _step_stddev(plan: PrivacyPlan) -> float:
+def step_stddev(plan: PrivacyPlan) -> float:
+    """Stddev of a coordinate of the noise in the last step's sum, in clipping norms."""
     row_norm = plan.mechanism.row_norm(plan.noise_steps - 1)
     return plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency] * row_norm
 
@@ -131,7 +138,7 @@ def compare_row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
         rmse=rmse,
         max_error=float(errors.max()),
         cost=plan.cost,
-        score=math.sqrt(rmse * _step_stddev(plan)) if is_adaptive else rmse,
+        score=math.sqrt(rmse * step_stddev(plan)) if is_adaptive else rmse,
     )
 
 

@@ -147,6 +147,22 @@ class PrivacyOptions:
 
 
 @dataclass
+class RecipeOptions:
+    """Recipe: what is chosen where nothing was said."""
+
+    recipe: str = option(
+        "auto",
+        "auto chooses batch, learning rate and warm-up for target_epsilon where they were left at their defaults, "
+        "from public numbers alone; none leaves them.",
+        more="It processes no more records than num_train_epochs says, and keeps model, optimizer, physical batch "
+        "and whatever was set; a value that equals its default counts as not set. With max_steps or "
+        "gradient_accumulation_steps the batch stays; with noise_multiplier everything does. What was chosen stands "
+        "in the log, the ledger and the statement.",
+        choices=("auto", "none"),
+    )
+
+
+@dataclass
 class NoiseOptions:
     """Noise: how it is drawn, and how the noise of different steps is correlated."""
 
@@ -316,7 +332,15 @@ class HeadOptions:
     decay: float = option(0.0, "Step t has learning_rate t^-decay; in [0, 1).")
 
 
-GROUPS = (PrivacyOptions, NoiseOptions, PreconditionerOptions, AfterNoiseOptions, UserOptions, EngineOptions)
+GROUPS = (
+    PrivacyOptions,
+    RecipeOptions,
+    NoiseOptions,
+    PreconditionerOptions,
+    AfterNoiseOptions,
+    UserOptions,
+    EngineOptions,
+)
 OPTIONS: dict[str, dataclasses.Field] = {
     field.name: field for group in (*GROUPS, HeadOptions) for field in dataclasses.fields(group)
 }

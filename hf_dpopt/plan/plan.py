@@ -59,6 +59,7 @@ class PrivacyPlan:
         sampler, preclip, clipper, mechanism: the stages of the step.
         compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
         certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
+        recipe: options that were chosen for the user, from public numbers; empty otherwise.
     """
 
     config: PrivacyConfig
@@ -73,6 +74,7 @@ class PrivacyPlan:
     preclip: Preclip = Identity()
     compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     certificate: Certificate | None = dataclasses.field(default=None, compare=False)
+    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     @property
     def adjacency(self) -> str:
@@ -267,6 +269,7 @@ class PrivacyPlan:
             "accountant": self._spent.accountant,
             "dp_accounting": events.dp_accounting_version(),
             **({} if self.certificate is None else {"certificate": self.certificate.parameters()}),
+            **({"recipe": dict(self.recipe)} if self.recipe else {}),
         }
 
     @functools.cached_property
@@ -295,12 +298,14 @@ def build_plan(
     recorded: Mapping[str, Any] | None = None,
     preclip: Preclip | None = None,
     compared: tuple[Any, ...] = (),
+    recipe: Mapping[str, Any] | None = None,
 ) -> PrivacyPlan:
     """Build the plan of a run whose mechanism has a name; arguments as for `hf_dpopt.plan.make.make_plan`.
 
     Args:
         config: what was asked for; a `noise_mechanism` of "auto" only with `recorded`.
         compared: what the mechanism was chosen from; empty where it was named.
+        recipe: options that were chosen for the user, which the plan notes down.
     """
     check_count("num_examples", num_examples)
     check_count("num_steps", num_steps)
@@ -349,6 +354,7 @@ def build_plan(
         preclip=preclip,
         compared=compared,
         certificate=_covering(certificate, config, strategy, sampler, noise_multiplier, num_steps, delta),
+        recipe=dict(recipe or {}),
     )
 
 

@@ -243,8 +243,18 @@ def _numbers(facts: RunFacts) -> str:
         ),
         "steps planned / charged": f"{facts.steps_planned} / {facts.steps_charged}",
         "trained coordinates, all clipped and noised": f"{facts.num_trainable}",
+        **_recipe(plan),
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _recipe(plan: dict[str, Any]) -> dict[str, str]:
+    """Row of the options that were chosen for the user; empty where none was."""
+    chosen = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in plan.get("recipe", {}).items()}
+    if not chosen:
+        return {}
+    values = ", ".join(f"`{_plain(name)}` {_plain(value)}" for name, value in chosen.items())
+    return {"chosen by `recipe`, from n, epsilon, delta, passes and the size of the model": values}
 
 
 def _num_units(plan: dict[str, Any]) -> int:

@@ -119,6 +119,7 @@ def _on_accumulation(args: Any) -> Iterator[Refusal]:
 
 
 def _on_backward(args: Any) -> Iterator[Refusal]:
+    check_choice("recipe", args.recipe, ("auto", "none"))
     check_choice("clipping_engine", args.clipping_engine, ("auto", *ENGINES))
     optim = str(getattr(args.optim, "value", args.optim))
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}

@@ -1,0 +1,184 @@
+"""`hf-dpopt plan` without a batch: which batch, learning rate and clip suit the records, the budget and the passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hf_dpopt.cli.show import print_json
+from hf_dpopt.common.checks import check_real
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.advice import REFERENCE_SIZE, Advice, TrainingJob, advise
+from hf_dpopt.plan.outlook import Kind, outlook_of
+from hf_dpopt.plan.plan import PrivacyPlan
+
+MORE = (1, 3, 10)  # times the passes that were asked for
+LEAST_FULL = 4_000_000  # trained weights above which, if nothing else is said, all of a model is trained
+UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """Values of the command line; None where nothing was asked."""
+
+    num_examples: int
+    epsilon: float | None
+    delta: float | None
+    passes: float | None
+    trained: int | None
+    weights: int | None
+    finetuning: str | None
+    objective: str
+    records_per_second: float | None
+
+    def job(self) -> TrainingJob:
+        """The job, with what was left out filled in."""
+        if self.epsilon is None:
+            raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
+        if self.trained is not None and self.weights is not None and self.trained > self.weights:
+            raise DPConfigError(f"--trained {self.trained} is more than --weights {self.weights}. Leave one out.")
+        weights = self.weights or (self.trained if self.finetuning == "full" else None)
+        return TrainingJob(
+            num_units=self.num_examples,
+            target_epsilon=self.epsilon,
+            target_delta=self.delta,
+            passes=3.0 if self.passes is None else self.passes,
+            kind=self._kind(),
+            objective=self.objective,  # type: ignore[arg-type]  # checked by TrainingJob
+            model_size=weights or max(REFERENCE_SIZE, self.trained or 0),
+        )
+
+    def _kind(self) -> Kind:
+        if self.finetuning is not None:
+            return self.finetuning  # type: ignore[return-value]  # checked by TrainingJob
+        most = LEAST_FULL if self.weights is None else 0.5 * self.weights
+        return "full" if self.trained is not None and self.trained >= most else "lora"
+
+
+def numbers(text: str) -> int:
+    """A count with a unit: 300k, 0.3M, 7B.
+
+    Raises:
+        typer.BadParameter: for anything else.
+    """
+    digits, unit = (text[:-1], UNITS[text[-1].lower()]) if text[-1:].lower() in UNITS else (text, 1.0)
+    try:
+        value = float(digits) * unit
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < 1e15:
+        raise typer.BadParameter(f"{text!r} is no number of weights. Use such as 300000, 300k, 0.3M or 7B.")
+    return round(value)
+
+
+def show_advice(asked: Asked, *, as_json: bool) -> None:
+    """Print advice as tables, or as JSON."""
+    if asked.records_per_second is not None:
+        check_real("records_per_second", asked.records_per_second, "a number > 0")
+    job = asked.job()
+    rows = [advise(dataclasses.replace(job, passes=job.passes * times)) for times in MORE]
+    advice = rows[0]
+    if as_json:
+        print_json(_facts(advice, asked) | {"more_passes": [_row(row) for row in rows]})
+        return
+    console = Console(width=max(Console().width, 110))
+    table = Table(title=f"Advice for {job.num_units:,} records at epsilon {job.target_epsilon:g}", show_header=True)
+    for name in ("option", "value", "why"):
+        table.add_column(name, overflow="fold")
+    for name, value in advice.values.items():
+        table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), advice.reasons.get(name, ""))
+    console.print(table)
+    typer.echo(f"Outlook: {advice.outlook.describe()}.")
+    typer.echo(f"Cost: {_cost(advice, asked)}.")
+    passes = Table(title="With more passes over the records")
+    for name in ("passes", "batch", "steps", "noise / signal in a step", "steps' worth without noise", ""):
+        passes.add_column(name, justify="right")
+    for row in rows:
+        passes.add_row(*(str(v) if not isinstance(v, float) else f"{v:.3g}" for v in _row(row).values()))
+    console.print(passes)
+    typer.echo(f"\n{command(advice)}")
+    if advice.outlook.verdict == "hopeless":
+        sys.stderr.write(
+            "hf-dpopt: warning: at this budget and with these passes the model will not learn. More passes (as in the "
+            "table), more records, a larger epsilon or a linear head (recipes/linear_probe.py) would help.\n"
+        )
+
+
+def lines_beside(plan: PrivacyPlan, asked: Asked, *, is_adaptive: bool) -> list[str]:
+    """Lines that say what the noise leaves of a planned run, and what would be better for as many records."""
+    if not plan.is_private:
+        return []
+    batch = plan.sampler.expected_batch_size
+    passes = plan.num_steps * batch / plan.num_examples
+    job = dataclasses.replace(asked, epsilon=plan.epsilon(), delta=plan.delta, passes=passes).job()
+    outlook = outlook_of(plan, job.kind, is_adaptive=is_adaptive)
+    rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
+    lines = [f"Outlook ({job.kind}): {outlook.describe()}. Learning rate for AdamW: about {rate:g}."]
+    advice = advise(job)
+    if advice.outlook.useful_steps > 1.2 * outlook.useful_steps:
+        lines.append(
+            f"Advice: as many records in batches of {advice.batch} with --learning_rate {advice.learning_rate:g} are "
+            f"worth {advice.outlook.useful_steps:.3g} steps. Without --batch this command says why."
+        )
+    return lines
+
+
+def command(advice: Advice) -> str:
+    """The command line of the recipe that fits; what it leaves out is what it chooses by itself."""
+    job = advice.job
+    script = "glue.py" if job.objective == "classification" else "clm.py"
+    lora = " --lora_r 8" if job.kind == "lora" else ""
+    delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
+    return (
+        f"accelerate launch recipes/{script} --model_name_or_path MODEL --train_file FILE --validation_file FILE \\\n"
+        f"   {lora} --target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g} "
+        f"--expected_batch_size {advice.batch} \\\n"
+        f"    --learning_rate {advice.learning_rate:g} --warmup_steps {advice.values['warmup_steps']}"
+    )
+
+
+def _facts(advice: Advice, asked: Asked) -> dict[str, Any]:
+    outlook = advice.outlook
+    return {
+        "options": advice.values,
+        "reasons": advice.reasons,
+        "num_steps": outlook.num_steps,
+        "noise_over_signal": {"step": outlook.step_ratio, "run": outlook.run_ratio},
+        "useful_steps": outlook.useful_steps,
+        "verdict": outlook.verdict,
+        "records": _records(advice),
+        "hours": _hours(advice, asked),
+        "command": command(advice),
+    }
+
+
+def _row(advice: Advice) -> dict[str, Any]:
+    outlook = advice.outlook
+    return {
+        "passes": advice.job.passes,
+        "batch": advice.batch,
+        "steps": outlook.num_steps,
+        "noise_over_signal": outlook.step_ratio,
+        "useful_steps": outlook.useful_steps,
+        "verdict": outlook.verdict,
+    }
+
+
+def _records(advice: Advice) -> int:
+    return advice.batch * advice.outlook.num_steps
+
+
+def _hours(advice: Advice, asked: Asked) -> float | None:
+    return None if asked.records_per_second is None else _records(advice) / asked.records_per_second / 3600
+
+
+def _cost(advice: Advice, asked: Asked) -> str:
+    hours = _hours(advice, asked)
+    if hours is None:
+        return f"{_records(advice):,} records in forward and backward passes (--records-per-second tells the hours)"
+    return f"{_records(advice):,} records, {hours:.2g} hours at {asked.records_per_second:g} a second"

@@ -1,0 +1,193 @@
+"""Advice for a private run: batch, learning rate, clip, schedule and noise, from public numbers alone.
+
+The advisor knows how many records (or users) there are, the budget, what is trained and how many records the user can
+afford to process. It never sees a record: signals are declared (`hf_dpopt.plan.outlook.SIGNAL`), so advice costs no
+privacy, and two data sets of one size are advised alike.
+
+The rules, and where they are from:
+
+* **Batch**: of all ways to cut the affordable records into steps, the one with the most useful steps (`Outlook`). Few
+  large batches have little noise and go nowhere, many small ones drown; the best is where the noise of a step comes
+  down to the signal. It reproduces what was found by search: B = 1000 to 6000 in 200 to 1,200 steps on GLUE (Li et al.
+  2022, arXiv:2110.05679; Yu et al. 2022, arXiv:2110.06500; Bu et al. 2022, arXiv:2206.07136).
+* **Learning rate**: `RATES`, smaller for larger models and for longer runs. Where noise is above the signal it falls
+  as epsilon does (learning rate times steps is linear in epsilon: Panda et al. 2022, arXiv:2212.04486).
+* **Clip**: 1, near the norm of a record's gradient at the start (1.1 to 2.7 were measured). A far smaller one, or
+  automatic clipping (arXiv:2206.07136), makes every record count the same, the confidently right ones too: on SST-2 the
+  accuracy was the same and the loss twice as high.
+* **Schedule**: linear to 0 after a warm-up of 6 %. The last weights are the result: with a rate that falls to 0 they
+  are an average already.
+* **Noise**: independent for adaptive optimizers; correlated noise with SGD, whose map from gradients to weights it is
+  tuned for (docs/mechanisms.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from hf_dpopt.accounting.delta import default_delta
+from hf_dpopt.accounting.rough import rough_noise_multiplier
+from hf_dpopt.common.checks import check_choice, check_count, check_real
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook
+
+# Peak learning rates of AdamW at `REFERENCE_SIZE` weights and `REFERENCE_STEPS` steps: tuned by hand on SST-2 (MiniLM)
+# and E2E (a GPT-2 of 5.3 million weights), docs/results.md; and at other sizes near those of arXiv:2110.05679.
+RATES: dict[tuple[Kind, Objective], float] = {
+    ("full", "classification"): 1e-3,
+    ("full", "generation"): 3e-3,
+    ("lora", "classification"): 4e-3,
+    ("lora", "generation"): 6e-3,
+    ("head", "classification"): 1e-2,
+    ("head", "generation"): 1e-2,
+}
+REFERENCE_SIZE = 22_000_000
+REFERENCE_STEPS = 132
+WARMUP = 0.06
+LARGEST_BATCH = 8192  # published runs found no gain beyond
+LONGEST = 1200  # steps; beyond, only batches that would be larger still are cut
+SHORTEST = 8
+RATIO = 1.3  # of the numbers of steps that are tried
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingJob:
+    """Size of a finetuning run and its budget. Public numbers only.
+
+    Args:
+        num_units: records, or users if they are protected as a whole; >= 1.
+        target_epsilon: budget, > 0.
+        target_delta: None for the default of that number of units.
+        passes: how often every record may be processed, on average; > 0.
+        kind: "full", "lora" (any adapter) or "head" (a layer on a frozen model).
+        objective: "classification" (and regression), or "generation" (a loss on tokens).
+        model_size: weights of the model, frozen ones included; >= 1.
+    """
+
+    num_units: int
+    target_epsilon: float
+    target_delta: float | None = None
+    passes: float = 3.0
+    kind: Kind = "lora"
+    objective: Objective = "classification"
+    model_size: int = REFERENCE_SIZE
+
+    def __post_init__(self) -> None:
+        check_count("num_units", self.num_units)
+        check_count("model_size", self.model_size)
+        check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
+        check_real("passes", self.passes, "a finite number > 0, such as 3")
+        if self.target_epsilon <= 0 or self.passes <= 0:
+            raise DPConfigError(
+                f"target_epsilon={self.target_epsilon} and passes={self.passes} must both be > 0. Use 8 and 3."
+            )
+        check_choice("kind", self.kind, tuple(SIGNAL))
+        check_choice("objective", self.objective, ("classification", "generation"))
+
+    def steps_of(self, batch: int) -> int:
+        """Optimizer steps of the passes in batches of this size, counted as the Trainer does."""
+        return math.ceil(self.passes * -(-self.num_units // batch))
+
+    def outlook(self, batch: int, *, noise_multiplier: float | None = None) -> Outlook:
+        """Outlook of the run in batches of this size with independent noise, a rough one where none is given."""
+        steps = self.steps_of(batch)
+        noise = (self.noise_multiplier(batch) if noise_multiplier is None else noise_multiplier) / batch
+        return Outlook(
+            num_steps=steps, noise=noise, run_noise=noise / math.sqrt(steps), signal=SIGNAL[self.kind]
+        )  # fmt: skip
+
+    def noise_multiplier(self, batch: int) -> float:
+        """Rough noise of Poisson-sampled batches; what a plan calibrates is a few percent less."""
+        delta = default_delta(self.num_units) if self.target_delta is None else self.target_delta
+        rate = batch / self.num_units
+        return rough_noise_multiplier(rate, self.steps_of(batch), self.target_epsilon, delta)
+
+    def learning_rate(self, outlook: Outlook) -> float:
+        """Peak learning rate of AdamW, to two digits."""
+        rate = RATES[self.kind, self.objective]
+        size = (REFERENCE_SIZE / self.model_size) ** 0.25
+        length = min(max((REFERENCE_STEPS / outlook.num_steps) ** (1 / 3), 0.3), 1.5)
+        noise = min(1.0, max(0.2, math.sqrt(2 / (1 + outlook.step_ratio**2))))
+        return float(f"{rate * size * length * noise:.1e}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """Options that are advised for a job, with the reasons.
+
+    Attributes:
+        job: what was asked.
+        batch: expected records (or users) of a step.
+        learning_rate: peak rate of AdamW.
+        outlook: noise, signal and reach of the run with these.
+        reasons: option -> why, in words with numbers.
+    """
+
+    job: TrainingJob
+    batch: int
+    learning_rate: float
+    outlook: Outlook
+    reasons: dict[str, str]
+
+    @property
+    def values(self) -> dict[str, int | float | str]:
+        """Options by their names in `DPTrainingArguments`."""
+        return {
+            "expected_batch_size": self.batch,
+            "learning_rate": self.learning_rate,
+            "lr_scheduler_type": "linear",
+            "warmup_steps": WARMUP,
+            "clipping": "flat",
+            "clipping_norm": 1.0,
+            "optim": "adamw_torch",
+            "noise_mechanism": "gaussian",
+        }
+
+
+@functools.lru_cache(maxsize=256)
+def advise(job: TrainingJob) -> Advice:
+    """Choose batch and learning rate, and say why.
+
+    Args:
+        job: size and budget of the run; see `TrainingJob`.
+    """
+    tried = {batch: job.outlook(batch) for batch in _batches(job)}
+    batch = max(tried, key=lambda size: (tried[size].useful_steps, size))
+    rate = job.learning_rate(tried[batch])
+    return Advice(job, batch, rate, tried[batch], _reasons(job, batch, rate, tried[batch]))
+
+
+def _batches(job: TrainingJob) -> list[int]:
+    """Batch sizes to try: records that can be processed, cut into more and more steps."""
+    records = job.passes * job.num_units
+    most = max(LONGEST, math.ceil(records / LARGEST_BATCH))
+    fewest = min(max(SHORTEST, records / job.num_units, records / LARGEST_BATCH), most)
+    count = max(1, math.ceil(math.log(most / fewest, RATIO)))
+    steps = [fewest * (most / fewest) ** (i / count) for i in range(count + 1)]
+    return sorted({min(max(1, round(records / step)), job.num_units) for step in steps})
+
+
+def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> dict[str, str]:
+    smaller = max(1, batch // 4)
+    passes = "1 pass" if job.passes == 1 else f"{job.passes:g} passes"
+    return {
+        "expected_batch_size": (
+            f"{passes} over {job.num_units:,} are {outlook.num_steps} steps; the noise of their mean is "
+            f"{outlook.noise:.2g} clips, {outlook.step_ratio:.2g} of the signal, and they are worth "
+            f"{outlook.useful_steps:.3g} steps without noise"
+            + (f" (batch {smaller}: {job.outlook(smaller).useful_steps:.3g})" if outlook.step_ratio > 0.5 else "")
+        ),
+        "learning_rate": (
+            f"{RATES[job.kind, job.objective]:g} for {job.kind} {job.objective} with {REFERENCE_SIZE / 1e6:.0f} "
+            f"million weights and {REFERENCE_STEPS} steps, here {job.model_size / 1e6:.3g} million and "
+            f"{outlook.num_steps}"
+            + (f", and less as noise is {outlook.step_ratio:.2g} of the signal" if outlook.step_ratio > 1 else "")
+        ),
+        "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
+        "warmup_steps": "the first steps of Adam know no second moment yet",
+        "clipping_norm": "near the norm of a record's gradient; far below it the loss doubles, and accuracy stays",
+        "optim": "adaptive steps bear noise on coordinates without signal",
+        "noise_mechanism": "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)",
+    }

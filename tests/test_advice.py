@@ -1,0 +1,140 @@
+"""The advisor: reviewed outputs, what it may not do, and rough noise beside the accountant's."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
+from hf_dpopt.accounting.rough import rough_epsilon, rough_noise_multiplier
+from hf_dpopt.plan.advice import LARGEST_BATCH, LONGEST, SHORTEST, TrainingJob, advise
+from hf_dpopt.plan.outlook import SIGNAL, Outlook, outlook_of, with_independent_noise
+from tests.advice_table import PATH, jobs, row
+
+
+@pytest.mark.parametrize("frozen", json.loads(PATH.read_text()), ids=lambda r: "-".join(map(str, r["job"].values())))
+def test_reviewed_advice(frozen):
+    """Rows of tests/advice.json, which `python -m tests.advice_table --write` writes for review."""
+    assert row(TrainingJob(**frozen["job"])) == frozen
+
+
+def test_every_job_was_reviewed():
+    assert [r["job"] for r in json.loads(PATH.read_text())] == [dataclasses.asdict(job) for job in jobs()]
+    assert len(jobs()) >= 30
+
+
+@pytest.mark.parametrize("job", jobs(), ids=str)
+def test_no_more_records_than_can_be_paid(job):
+    advice = advise(job)
+    assert 1 <= advice.batch <= max(LARGEST_BATCH, job.num_units) and advice.batch <= job.num_units
+    per_epoch = -(-job.num_units // advice.batch) * advice.batch  # an epoch ends with a whole batch
+    assert advice.batch * advice.outlook.num_steps <= job.passes * per_epoch + advice.batch
+    assert 1e-5 < advice.learning_rate < 0.05
+
+
+@pytest.mark.parametrize("job", [j for j in jobs() if j.num_units >= 1000], ids=str)
+def test_no_other_batch_is_much_better(job):
+    """By trying all powers of two, which the search never looked at, in as many steps as it may take."""
+    sizes = [2**i for i in range(14) if 2**i <= job.num_units and SHORTEST <= job.steps_of(2**i) <= LONGEST]
+    assert advise(job).outlook.useful_steps >= 0.93 * max(job.outlook(size).useful_steps for size in sizes)
+
+
+@pytest.mark.parametrize("name", ["target_epsilon", "passes"])
+def test_more_of_everything_is_no_worse(name):
+    useful = [
+        advise(
+            TrainingJob(**{"num_units": 20_000, "target_epsilon": 2.0, "passes": 3.0, name: value})
+        ).outlook.useful_steps
+        for value in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+    ]
+    assert useful == sorted(useful)
+
+
+def test_advice_is_quick():
+    begun = time.process_time()
+    for exponent in range(3, 9):
+        advise(TrainingJob(num_units=10**exponent, target_epsilon=7.77))
+    assert time.process_time() - begun < 30  # 5 s each
+
+
+@pytest.mark.parametrize(
+    "changes, mend",
+    [
+        ({"num_units": 0}, "num_units"),
+        ({"target_epsilon": 0.0}, "must both be > 0"),
+        ({"target_epsilon": float("nan")}, "target_epsilon"),
+        ({"passes": -1.0}, "must both be > 0"),
+        ({"passes": float("inf")}, "passes"),
+        ({"kind": "qlora"}, "kind"),
+        ({"objective": "regression"}, "objective"),
+        ({"model_size": 0}, "model_size"),
+    ],
+)
+def test_bad_input(changes, mend):
+    with pytest.raises(DPConfigError, match=mend):
+        TrainingJob(**{"num_units": 100, "target_epsilon": 8.0, **changes})
+
+
+# --- rough noise ---
+
+
+@pytest.mark.parametrize(
+    "n, batch, steps, epsilon, delta",
+    [(67_349, 1032, 198, 8.0, 1e-5), (67_349, 1032, 198, 1.0, 1e-5), (3_668, 1_000, 12, 8.0, 1e-5),
+     (10**6, 2_500, 1_200, 3.0, 1e-7), (42_061, 1_024, 410, 8.0, 1e-5), (67_349, 67_349, 30, 3.0, 1e-6)],
+)  # fmt: skip
+def test_rough_noise_is_a_little_more_than_what_is_calibrated(n, batch, steps, epsilon, delta):
+    config = PrivacyConfig(
+        target_epsilon=epsilon, target_delta=delta, expected_batch_size=batch, sampling="poisson"
+    )  # fmt: skip
+    exact = make_plan(config, num_examples=n, num_steps=steps).noise_multiplier
+    assert exact < rough_noise_multiplier(batch / n, steps, epsilon, delta) < 1.2 * exact
+
+
+def test_rough_epsilon_of_one_full_step_is_that_of_the_gaussian_mechanism():
+    """The conversion of arXiv:2004.00010 of alpha / (2 sigma^2), in closed form at a single order by hand."""
+    import math
+
+    sigma, delta = 2.0, 1e-5
+    by_hand = min(
+        a / (2 * sigma**2) + math.log1p(-1 / a) - (math.log(delta) + math.log(a)) / (a - 1) for a in range(2, 65)
+    )
+    assert rough_epsilon(1.0, sigma, 1, delta) == pytest.approx(by_hand, rel=1e-12)
+    assert rough_epsilon(0.999999, sigma, 1, delta) == pytest.approx(by_hand, rel=1e-3)
+
+
+# --- outlook ---
+
+
+def test_useful_steps_are_half_where_noise_is_the_signal():
+    made = Outlook(num_steps=100, noise=5e-4, run_noise=5e-5, signal=5e-4)
+    assert made.useful_steps == pytest.approx(50) and made.step_ratio == 1 and made.verdict == "good"
+    assert dataclasses.replace(made, noise=0.0, run_noise=0.0).verdict == "no noise"
+    assert dataclasses.replace(made, noise=5e-3, run_noise=5e-4).verdict == "hopeless"
+    assert dataclasses.replace(made, reach=0.01, advised_reach=0.16).verdict == "hopeless"
+    assert dataclasses.replace(made, reach=0.1, advised_reach=0.16).verdict == "good"
+
+
+def plan_of(**changes):
+    asked = {"target_epsilon": 8.0, "expected_batch_size": 200, "target_delta": 1e-5, **changes}
+    return make_plan(PrivacyConfig(**asked), num_examples=20_000, num_steps=300)
+
+
+def test_outlook_of_a_plan_is_its_noise_over_its_batch():
+    plan = plan_of()
+    made = outlook_of(plan, "lora")
+    assert made.noise == pytest.approx(plan.noise_multiplier / 200)
+    assert made.run_noise == pytest.approx(made.noise / 300**0.5) and made.signal == SIGNAL["lora"]
+    other = plan_of(adjacency="replace_one")  # the sum moves by two clips
+    assert outlook_of(other, "lora").noise == pytest.approx(2 * other.noise_multiplier / 200)
+
+
+def test_outlook_of_correlated_noise_tells_steps_from_the_run():
+    made = outlook_of(plan_of(noise_mechanism="blt"), "lora")
+    beside = with_independent_noise(plan_of(noise_mechanism="blt"))
+    assert made.noise > beside.noise and made.run_noise < beside.run_noise
+    for_sgd = dataclasses.replace(made, is_adaptive=False)
+    assert for_sgd.useful_steps > made.useful_steps, "AdamW feels the noise of single steps"

@@ -1,0 +1,180 @@
+"""What the trainer chooses where nothing was said, what it leaves alone, and what the log says of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.plan import advice
+from tests.tiny import model, records, trainer
+
+OPEN = dict(
+    noise_multiplier=None, target_epsilon=8.0, expected_batch_size=None, max_steps=-1, num_train_epochs=3.0,
+    learning_rate=5e-5, lr_scheduler_type="linear",
+)  # fmt: skip
+
+
+@pytest.fixture
+def log(caplog):
+    """Lines of a trainer's log."""
+    caplog.set_level(logging.INFO, logger="hf_dpopt")
+    logging.getLogger("hf_dpopt").addHandler(caplog.handler)
+    yield lambda: list(dict.fromkeys(record.getMessage() for record in caplog.records))
+    logging.getLogger("hf_dpopt").removeHandler(caplog.handler)
+
+
+def big(**changes):
+    return {"train_dataset": records(400), **OPEN, **changes}
+
+
+def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
+    made = trainer(tmp_path, **big())
+    advised = advice.advise(
+        advice.TrainingJob(
+            num_units=400, target_epsilon=8.0, target_delta=1e-3, kind="full",
+            model_size=sum(p.numel() for p in made.model.parameters()),
+        )
+    )  # fmt: skip
+    assert made.plan.sampler.expected_batch_size == made.args.expected_batch_size == advised.batch > 4
+    assert made.args.per_device_train_batch_size == 4, "the physical batch is the user's"
+    assert made.args.learning_rate == advised.learning_rate and made.args.warmup_steps == advice.WARMUP
+    assert made.plan.num_steps == advised.outlook.num_steps
+    made.train()
+    ledger = [json.loads(line) for line in (tmp_path / "privacy" / "ledger.jsonl").read_text().splitlines()]
+    recipe = next(r["plan"]["recipe"] for r in ledger if "plan" in r)
+    assert recipe == {
+        "expected_batch_size": advised.batch, "learning_rate": advised.learning_rate,
+        "warmup_steps": advice.WARMUP,
+    }  # fmt: skip
+    statement = (tmp_path / "privacy" / "statement.md").read_text()
+    assert f"`learning_rate` {advised.learning_rate:g}" in statement and "chosen by `recipe`" in statement
+    assert any(line.startswith("Recipe: --expected_batch_size") and "--recipe none" in line for line in log())
+    assert any(line.startswith("Outlook: noise over signal") for line in log())
+
+
+@pytest.mark.parametrize(
+    "by_hand, left",
+    [
+        ({"expected_batch_size": 16}, {"expected_batch_size": 16}),
+        ({"gradient_accumulation_steps": 4}, {"expected_batch_size": 16}),
+        ({"max_steps": 5}, {"expected_batch_size": 4, "max_steps": 5}),
+        ({"learning_rate": 1e-4}, {"learning_rate": 1e-4, "warmup_steps": 0}),
+        ({"optim": "sgd"}, {"learning_rate": 5e-5}),
+        ({"optim": "adafactor"}, {"learning_rate": 5e-5}),
+        ({"warmup_steps": 3}, {"warmup_steps": 3}),
+        ({"lr_scheduler_type": "cosine"}, {"warmup_steps": 0}),
+        ({"clipping_norm": 0.5}, {"clipping": "flat", "clipping_norm": 0.5}),
+        ({"clipping": "per_layer"}, {"clipping": "per_layer"}),
+        ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 1}}, {"learning_rate": 5e-5}),
+        ({"clipping_quantile": 0.5}, {"learning_rate": 5e-5}),
+        ({"recipe": "none"}, {"expected_batch_size": 4, "learning_rate": 5e-5, "clipping": "flat", "warmup_steps": 0}),
+        ({"noise_multiplier": 1.0, "target_epsilon": None}, {"expected_batch_size": 4, "learning_rate": 5e-5}),
+    ],
+    ids=str,
+)
+def test_what_was_set_by_hand_stays(tmp_path, by_hand, left):
+    made = trainer(tmp_path, **big(**by_hand))
+    assert {name: getattr(made.args, name) for name in left} == left
+    assert not set(left) & set(made.plan.recipe)
+    assert made.plan.config.clipping == made.args.clipping
+
+
+def test_an_optimizer_of_ones_own_keeps_its_rate(tmp_path):
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    made = trainer(tmp_path, model=net, optimizers=(optimizer, None), **big())
+    assert "learning_rate" not in made.plan.recipe and "expected_batch_size" in made.plan.recipe
+
+
+@pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0, 7.3])
+@pytest.mark.parametrize("num", [64, 400, 999])
+def test_it_processes_no_more_records_than_the_epochs_say(tmp_path, num, epochs):
+    made = trainer(tmp_path, **big(train_dataset=records(num), num_train_epochs=epochs))
+    batch, steps = made.plan.sampler.expected_batch_size, made.plan.num_steps
+    assert batch * steps <= epochs * num + (epochs + 1) * batch  # every epoch, and the run, end with a whole batch
+
+
+def test_a_resumed_run_keeps_its_recipe_whatever_later_rules_say(tmp_path, monkeypatch):
+    first = trainer(tmp_path, **big(save_strategy="steps", save_steps=2))
+    first.train()
+    chosen = dict(first.plan.recipe)
+    monkeypatch.setattr(advice, "RATES", {key: 10 * rate for key, rate in advice.RATES.items()})
+    monkeypatch.setattr(advice, "SHORTEST", 2)
+    advice.advise.cache_clear()
+    again = trainer(tmp_path, **big(save_strategy="steps", save_steps=2))
+    assert again.plan.recipe == chosen and again.args.learning_rate == chosen["learning_rate"]
+    assert again.plan.num_steps == first.plan.num_steps
+    checkpoint = sorted(tmp_path.glob("checkpoint-*"))[-1]
+    again.train(resume_from_checkpoint=str(checkpoint))
+    advice.advise.cache_clear()
+
+
+def test_a_run_that_began_without_a_recipe_goes_on_without(tmp_path):
+    trainer(tmp_path, **big(recipe="none", expected_batch_size=50)).train()
+    again = trainer(tmp_path, **big(expected_batch_size=50))
+    assert not again.plan.recipe and again.args.learning_rate == 5e-5 and again.args.clipping == "flat"
+
+
+def test_users_are_counted_not_their_records(tmp_path):
+    rows = [{**row, "who": i % 100} for i, row in enumerate(records(400))]
+    made = trainer(
+        tmp_path, **big(train_dataset=rows, privacy_unit="user", user_id_column="who", target_delta=1e-3)
+    )  # fmt: skip
+    assert made.plan.recipe["expected_batch_size"] <= 100
+
+
+# --- the log ---
+
+
+def started(made):
+    """Begin the run, so that it announces itself."""
+    made.train()
+
+
+def test_a_hopeless_run_is_told_so_with_what_would_be_better(tmp_path, log):
+    """All by hand: a batch in which the noise is a thousand times the signal."""
+    started(trainer(tmp_path, **big(recipe="none", expected_batch_size=4, learning_rate=1e-3)))
+    (line,) = [line for line in log() if "HOPELESS" in line]
+    assert "the signal" in line and "--expected_batch_size" in line and "--learning_rate" in line
+
+
+def test_a_hopeless_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
+    started(trainer(tmp_path, **big(recipe="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)))
+    (line,) = [line for line in log() if "HOPELESS" in line]
+    assert "it takes more records" in line
+
+
+def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
+    """The README's first command before there were recipes: everything as it comes, 5e-5 included."""
+    from hf_dpopt.huggingface import recipe as module
+
+    monkeypatch.setattr(
+        module, "outlook_of",
+        lambda plan, kind, **kwargs: advice.Outlook(
+            num_steps=198, noise=5e-4, run_noise=5e-4 / 14, signal=5e-4, **kwargs
+        ),
+    )  # fmt: skip
+    started(trainer(tmp_path, **big(recipe="none", expected_batch_size=200)))
+    (line,) = [line for line in log() if "HOPELESS" in line]
+    assert "the weights stay where they are" in line
+
+
+def test_correlated_noise_with_adamw_is_warned_of(tmp_path, log):
+    started(trainer(tmp_path, **big(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=40)))
+    assert any("--noise_mechanism gaussian" in line for line in log())
+
+
+def test_no_such_warning_for_sgd_that_gains(tmp_path, log):
+    started(
+        trainer(tmp_path, **big(noise_mechanism="nu_dpftrl", optim="sgd", expected_batch_size=40, num_train_epochs=10))
+    )
+    assert not any("fills" in line for line in log())
+
+
+def test_unknown_recipes_are_refused(tmp_path):
+    with pytest.raises((DPConfigError, ValueError), match="recipe"):
+        trainer(tmp_path, **big(recipe="best"))
