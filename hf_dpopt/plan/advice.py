@@ -13,7 +13,7 @@ The rules, and where they are from:
 * **Learning rate**: `RATES`, smaller for larger models and for longer runs. Where noise is above the signal it falls
   as epsilon does (learning rate times steps is linear in epsilon: Panda et al. 2022, arXiv:2212.04486).
 * **Clip**: 1, near the norm of a record's gradient at the start (1.1 to 2.7 were measured). A far smaller one, or
-  automatic clipping (arXiv:2206.07136), makes every record count the same, the confidently right ones too: on SST-2 the
+  automatic clipping (arXiv:2206.07136), makes every record count the same, confidently right ones too: on SST-2 the
   accuracy was the same and the loss twice as high.
 * **Schedule**: linear to 0 after a warm-up of 6 %. The last weights are the result: with a rate that falls to 0 they
   are an average already.
