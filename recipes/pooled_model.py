@@ -47,6 +47,9 @@ class PooledForSequenceClassification(PreTrainedModel):
 
     config_class = PretrainedConfig
     base_model_prefix = "encoder"
+    # what the encoder does not support, it refuses itself
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: Any, encoder: PreTrainedModel | None = None):
         super().__init__(config)
@@ -63,7 +66,7 @@ class PooledForSequenceClassification(PreTrainedModel):
         return self.encoder.get_input_embeddings()
 
     def features(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> torch.Tensor:
-        """Pooled states of every layer and way side by side, each normalised to `FEATURE_NORM`, (B, F)."""
+        """Pooled states of every layer and way side by side, equally large, of the norm `FEATURE_NORM`; (B, F)."""
         layers = list(self.config.pooling_layers)
         asked = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
         outputs = self.encoder(**asked, return_dict=True, output_hidden_states=layers != [-1])
@@ -73,8 +76,8 @@ class PooledForSequenceClassification(PreTrainedModel):
         for layer in layers:
             states_BTD = outputs.last_hidden_state if layer == -1 else outputs.hidden_states[layer]
             parts += [pool(states_BTD, attention_mask, way) for way in self.config.pooling]
-        normed = [nn.functional.layer_norm(part, part.shape[-1:]) * part.size(-1) ** -0.5 for part in parts]
-        return FEATURE_NORM * torch.cat(normed, dim=-1)
+        normed_BF = torch.cat([nn.functional.layer_norm(part, part.shape[-1:]) for part in parts], dim=-1)
+        return normed_BF * (FEATURE_NORM * normed_BF.size(-1) ** -0.5)
 
     def forward(
         self,

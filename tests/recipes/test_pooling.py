@@ -1,0 +1,80 @@
+"""`glue.py --pooling`: what is read of a record, whatever stands beside it, and a saved model that others can load."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, GPT2Config, GPT2Model
+
+from recipes.pooled_model import FEATURE_NORM, PooledForSequenceClassification, pool
+
+STATES_BTD = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]], [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]])
+MASK_BT = torch.tensor([[1, 1, 0], [1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    "way, expected",
+    [("mean", [[2.0, 3.0], [7.0, 8.0]]), ("cls", [[1.0, 2.0], [5.0, 6.0]]), ("last", [[3.0, 4.0], [9.0, 10.0]])],
+)
+def test_padding_is_not_read_on_either_side(way, expected):
+    assert pool(STATES_BTD, MASK_BT, way).tolist() == expected
+    assert pool(STATES_BTD.flip(1), MASK_BT.flip(1), {"cls": "last", "last": "cls"}.get(way, way)).tolist() == expected
+
+
+def encoder(kind="bert"):
+    torch.manual_seed(0)
+    if kind == "bert":
+        return BertModel(
+            BertConfig(
+                vocab_size=50, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            )
+        )  # fmt: skip
+    return GPT2Model(
+        GPT2Config(vocab_size=50, n_embd=8, n_layer=2, n_head=2, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0)
+    )
+
+
+def pooled(kind="bert", pooling=("mean",), layers=(-1,)):
+    body = encoder(kind)
+    config = body.config
+    config.pooling, config.pooling_layers, config.num_labels = list(pooling), list(layers), 3
+    return PooledForSequenceClassification(config, body).eval()
+
+
+IDS_BT = torch.tensor([[4, 5, 0, 0], [6, 7, 8, 9]])
+TEXT_BT = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+@pytest.mark.parametrize("pooling, layers", [(("mean",), (-1,)), (("cls", "mean", "last"), (0, 1, 2))])
+def test_features_are_those_of_the_record_alone(kind, pooling, layers):
+    model = pooled(kind, pooling, layers)
+    together = model.features(IDS_BT, TEXT_BT)
+    alone = model.features(IDS_BT[:1, :2], TEXT_BT[:1, :2])
+    torch.testing.assert_close(together[:1], alone)
+    assert together.shape == (2, 8 * len(pooling) * len(layers))
+    parts = together.view(2, -1, 8)
+    expected = torch.full(parts.shape[:2], FEATURE_NORM / parts.size(1) ** 0.5)
+    torch.testing.assert_close(parts.norm(dim=-1), expected, rtol=0.05, atol=0)  # less where states are near 0
+
+
+def test_the_last_layer_has_two_names():
+    by_number, by_end = pooled(layers=(2,)), pooled(layers=(-1,))
+    torch.testing.assert_close(by_number.features(IDS_BT, TEXT_BT), by_end.features(IDS_BT, TEXT_BT))
+
+
+def test_the_encoder_keeps_its_weights():
+    body = encoder()
+    before = {name: value.clone() for name, value in body.state_dict().items() if "pooler" not in name}
+    made = pooled()
+    after = made.encoder.state_dict()
+    assert set(after) == set(before) and all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_what_was_saved_loads_without_this_repository(tmp_path):
+    model = pooled(pooling=("mean", "cls"))
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "pooled_model.py").exists()
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    torch.testing.assert_close(loaded(IDS_BT, TEXT_BT).logits, model(IDS_BT, TEXT_BT).logits)
