@@ -65,8 +65,7 @@ def main(argv: list[str]) -> None:
     block_size = choose_block_size(data_args.block_size, tokenizer, model)
     declare_unit(kind, block_size, training_args)
     splits = tokenize_splits(tables, kind, tokenizer, data_args, training_args, block_size)
-    if model_args.lora_r:
-        model = models.add_lora(model, model_args, "CAUSAL_LM")
+    model = models.choose_trained(model, model_args, "CAUSAL_LM")
 
     # The stock Trainer minimises the mean over all target tokens of a batch; DPTrainer the mean over records of each
     # record's mean, as no record may depend on the lengths of others. On records of like length the two are alike.

@@ -44,7 +44,7 @@ from recipes.glue_metrics import compute_metrics_with, load_metric
 from recipes.glue_model import load_model
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
-from recipes.models import add_lora
+from recipes.models import choose_trained
 
 logger = logging.getLogger("recipes.glue")
 
@@ -58,8 +58,7 @@ def main(argv: list[str]) -> None:
 
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
-    if model_args.lora_r:
-        model = add_lora(model, model_args, "SEQ_CLS")
+    model = choose_trained(model, model_args, "SEQ_CLS")
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
 

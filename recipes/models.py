@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
@@ -89,6 +90,47 @@ def set_dropout(config: Any, dropout: float) -> None:
         )
 
 
+def choose_trained(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
+    """Adapt or freeze the model as the flags say.
+
+    Args:
+        model: a model with its head.
+        model_args: `lora_r` and `freeze`, of which one at most is set.
+        task: name of a `peft.TaskType`; with SEQ_CLS the classification head is trained in full.
+
+    Raises:
+        DPConfigError: if the model has no such layers, or nothing would be left to train.
+    """
+    if model_args.lora_r:
+        return add_lora(model, model_args, task)
+    if model_args.freeze != "none":
+        freeze(model, model_args.freeze)
+    return model
+
+
+def freeze(model: PreTrainedModel, part: str) -> None:
+    """Leave "embeddings" (all tables of tokens and positions), or the "encoder" (all but the head), as they are.
+
+    Raises:
+        DPConfigError: if nothing would be left to train.
+    """
+    if part == "embeddings":
+        frozen = [p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()]
+    else:
+        base = model.base_model
+        frozen = [] if base is model else list(base.parameters())
+    shared = {id(p) for p in frozen}
+    left = sum(p.numel() for p in model.parameters() if id(p) not in shared)
+    if not frozen or not left:
+        raise DPConfigError(
+            f"--freeze {part} leaves {'all' if left else 'nothing'} of {type(model).__name__} to train. Use "
+            "--lora_r 8."
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    logger.info(f"Frozen: {part}; {left:,} parameters are trained.")
+
+
 def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
     """LoRA on the attention layers, or on `lora_target_modules`.
 
@@ -114,6 +156,10 @@ def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> A
             f"LoRA does not fit this model: {str(error).splitlines()[0]} Name layers with --lora_target_modules, e.g. "
             "query value."
         ) from error
+    if model_args.lora_freeze_a:  # Sun et al. 2024, arXiv:2403.12313
+        for name, parameter in adapted.named_parameters():
+            if ".lora_A." in name or ".lora_embedding_A." in name:
+                parameter.requires_grad_(False)
     trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     logger.info(f"LoRA r={model_args.lora_r}: {trained:,} trainable parameters.")
     return adapted

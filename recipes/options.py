@@ -17,6 +17,7 @@ from hf_dpopt.huggingface.refusals import check_arguments
 
 ACTIONS = ("do_train", "do_eval", "do_predict")
 RUNS = Path("runs")
+FREEZE = ("none", "embeddings", "encoder")
 
 
 @dataclass
@@ -49,6 +50,20 @@ class ModelArguments:
     lora_target_modules: list[str] | None = field(
         default=None,
         metadata={"help": "Layers that get LoRA, e.g. query value; default: peft's choice for the model."},
+    )
+    lora_freeze_a: bool = field(
+        default=False,
+        metadata={
+            "help": "FFA-LoRA: the first matrix of every adapter keeps its random start and the second one is "
+            "trained, so that noise on one is not multiplied by noise on the other."
+        },
+    )
+    freeze: str = field(
+        default="none",
+        metadata={
+            "help": "Parts that are not trained: embeddings, or the encoder (all but the head).",
+            "choices": list(FREEZE),
+        },
     )
 
 
@@ -179,6 +194,10 @@ def check(
             raise DPConfigError(f"{name}={value} is not a positive count. Use 1 or more, or leave it out.")
     if model_args.lora_r < 0:
         raise DPConfigError(f"lora_r={model_args.lora_r} is negative. Use 4 to 64, or 0 to train all parameters.")
+    if model_args.lora_r and model_args.freeze != "none":
+        raise DPConfigError(f"LoRA freezes the model already. Leave --freeze {model_args.freeze} or --lora_r out.")
+    if model_args.lora_freeze_a and not model_args.lora_r:
+        raise DPConfigError("lora_freeze_a is for adapters, and there are none. Add --lora_r 8, or leave it out.")
     if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
         raise DPConfigError(f"dropout={model_args.dropout} is not a rate. Use 0 to 1, or -1 to keep the model's own.")
     if data_args.non_private:

@@ -59,8 +59,7 @@ def main(argv: list[str]) -> None:
     kind = find_pairs(tables, data_args)
     clm.declare_unit(kind, data_args.max_target_length, training_args)
     splits = clm.tokenize_splits(tables, kind, tokenizer, data_args, training_args, data_args.max_target_length)
-    if model_args.lora_r:
-        model = models.add_lora(model, model_args, "SEQ_2_SEQ_LM")
+    model = models.choose_trained(model, model_args, "SEQ_2_SEQ_LM")
 
     trainer_class = Seq2SeqTrainer if data_args.non_private else DPSeq2SeqTrainer
     trainer = trainer_class(
