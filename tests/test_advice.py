@@ -106,6 +106,13 @@ def test_rough_epsilon_of_one_full_step_is_that_of_the_gaussian_mechanism():
     assert rough_epsilon(0.999999, sigma, 1, delta) == pytest.approx(by_hand, rel=1e-3)
 
 
+@pytest.mark.parametrize("epsilon, delta", [(0.01, 1e-8), (0.001, 1e-12), (1e-4, 1e-6), (1e4, 1e-5)])
+def test_rough_noise_has_no_floor(epsilon, delta):
+    """Integer orders alone end at 0.04 with delta 1e-12."""
+    noise = rough_noise_multiplier(0.1, 10, epsilon, delta)
+    assert rough_epsilon(0.1, noise, 10, delta) == pytest.approx(epsilon, rel=0.05)
+
+
 # --- outlook ---
 
 

@@ -8,9 +8,10 @@ import logging
 import pytest
 import torch
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, DPTrainer
+from hf_dpopt.huggingface.recipe import read_recipe
 from hf_dpopt.plan import advice
-from tests.tiny import model, records, trainer
+from tests.tiny import arguments, collate, model, records, trainer
 
 OPEN = dict(
     noise_multiplier=None, target_epsilon=8.0, expected_batch_size=None, max_steps=-1, num_train_epochs=3.0,
@@ -41,14 +42,13 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
     )  # fmt: skip
     assert made.plan.sampler.expected_batch_size == made.args.expected_batch_size == advised.batch > 4
     assert made.args.per_device_train_batch_size == 4, "the physical batch is the user's"
-    assert made.args.learning_rate == advised.learning_rate and made.args.warmup_steps == advice.WARMUP
+    assert made.args.learning_rate == advised.learning_rate
     assert made.plan.num_steps == advised.outlook.num_steps
     made.train()
     ledger = [json.loads(line) for line in (tmp_path / "privacy" / "ledger.jsonl").read_text().splitlines()]
     recipe = next(r["plan"]["recipe"] for r in ledger if "plan" in r)
     assert recipe == {
-        "expected_batch_size": advised.batch, "learning_rate": advised.learning_rate,
-        "warmup_steps": advice.WARMUP,
+        "expected_batch_size": advised.batch, "learning_rate": advised.learning_rate, "warmup_steps": 0,
     }  # fmt: skip
     statement = (tmp_path / "privacy" / "statement.md").read_text()
     assert f"`learning_rate` {advised.learning_rate:g}" in statement and "chosen by `recipe`" in statement
@@ -70,7 +70,9 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
         ({"clipping_norm": 0.5}, {"clipping": "flat", "clipping_norm": 0.5}),
         ({"clipping": "per_layer"}, {"clipping": "per_layer"}),
         ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 1}}, {"learning_rate": 5e-5}),
-        ({"clipping_quantile": 0.5}, {"learning_rate": 5e-5}),
+        ({"clipping_quantile": 0.5, "expected_batch_size": 100}, {"learning_rate": 5e-5}),
+        ({"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 16}}, {"expected_batch_size": 4}),
+        ({"sampling": "fixed_order"}, {"expected_batch_size": 4}),
         ({"recipe": "none"}, {"expected_batch_size": 4, "learning_rate": 5e-5, "clipping": "flat", "warmup_steps": 0}),
         ({"noise_multiplier": 1.0, "target_epsilon": None}, {"expected_batch_size": 4, "learning_rate": 5e-5}),
     ],
@@ -127,6 +129,74 @@ def test_users_are_counted_not_their_records(tmp_path):
     assert made.plan.recipe["expected_batch_size"] <= 100
 
 
+def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
+    """What the library itself advises where the budget ends, and what other scripts type."""
+    first = trainer(tmp_path, **big())
+    first.train()
+    batch, steps = first.plan.sampler.expected_batch_size, first.plan.num_steps
+    for flags in ({"max_steps": steps}, {"recipe": "none"}, {"learning_rate": 1e-3}):
+        again = trainer(tmp_path, **big(**flags))
+        assert again.plan.sampler.expected_batch_size == batch and again.plan.recipe == first.plan.recipe
+    assert trainer(tmp_path, **big(learning_rate=1e-3)).args.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    "written",
+    [None, [], {"learning_rate": "fast"}, {"learning_rate": -1.0}, {"learning_rate": float("nan")},
+     {"warmup_steps": None}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
+    ids=str,
+)  # fmt: skip
+def test_a_recipe_that_no_run_wrote_is_refused(written):
+    with pytest.raises(DPConfigError, match="recipe that no run wrote"):
+        read_recipe({"recipe": written})
+
+
+def test_the_same_arguments_are_advised_anew(tmp_path):
+    """A sweep over epsilon in a notebook: what the first run was given is not taken for typed by the second."""
+    args = arguments(tmp_path / "a", **OPEN)
+    rows = records(400)
+    made = [DPTrainer(model(), args, train_dataset=rows, data_collator=collate)]
+    args.output_dir, args.target_epsilon = str(tmp_path / "b"), 1.0
+    made.append(DPTrainer(model(), args, train_dataset=rows[:100], data_collator=collate))
+    first, second = (dict(one.plan.recipe) for one in made)
+    assert set(first) == set(second) and first != second
+    assert made[1].plan.sampler.expected_batch_size == second["expected_batch_size"] <= 100
+
+
+def test_nothing_is_set_by_a_trainer_that_could_not_be_made(tmp_path):
+    args = arguments(tmp_path, **{**OPEN, "target_delta": 0.5})
+    with pytest.raises(DPConfigError, match="delta"):
+        DPTrainer(model(), args, train_dataset=records(400), data_collator=collate)
+    assert args.expected_batch_size is None and args.learning_rate == 5e-5
+
+
+def test_no_learning_rate_for_a_model_whose_size_is_unknown(tmp_path):
+    made = trainer(tmp_path, **big(model_init=lambda: model()))
+    assert "learning_rate" not in made.plan.recipe and "expected_batch_size" in made.plan.recipe
+
+
+def test_the_first_step_of_a_short_run_moves(tmp_path):
+    """6 % of a few steps would be a single warm-up step, of rate 0."""
+    made = trainer(tmp_path, **big())
+    assert made.plan.num_steps < 33 and made.args.warmup_steps == 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"target_epsilon": 0.01, "target_delta": 1e-8, "expected_batch_size": 16},
+        {"target_epsilon": 1e4, "expected_batch_size": 16},
+        {"lr_scheduler_type": "polynomial", "warmup_steps": 100},
+        {"optimizer_cls_and_kwargs": (lambda p, **k: torch.optim.AdamW(p, **k), {"lr": 1e-3})},
+        {"num_train_epochs": 1e-3},
+        {"train_dataset": records(1), "target_delta": 0.1, "per_device_train_batch_size": 1},
+    ],
+    ids=lambda flags: ", ".join(map(str, flags)),
+)
+def test_advice_is_no_reason_to_refuse_a_run(tmp_path, flags):
+    assert trainer(tmp_path, **big(**flags)).plan.is_private
+
+
 # --- the log ---
 
 
@@ -150,7 +220,7 @@ def test_a_hopeless_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
 
 def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
     """The README's first command before there were recipes: everything as it comes, 5e-5 included."""
-    from hf_dpopt.huggingface import recipe as module
+    from hf_dpopt.huggingface import advice_log as module
 
     monkeypatch.setattr(
         module, "outlook_of",
@@ -161,6 +231,27 @@ def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
     started(trainer(tmp_path, **big(recipe="none", expected_batch_size=200)))
     (line,) = [line for line in log() if "HOPELESS" in line]
     assert "the weights stay where they are" in line
+
+
+def test_an_optimizer_of_ones_own_is_not_judged_by_a_rate_that_it_does_not_have(tmp_path, log):
+    own = (torch.optim.AdamW, {"lr": 0.05})
+    started(trainer(tmp_path, **big(optimizer_cls_and_kwargs=own, num_train_epochs=1)))
+    assert not any("stay where they are" in line for line in log())
+
+
+def test_noise_so_large_that_epsilon_is_0_is_announced(tmp_path, log):
+    hidden = dict(target_epsilon=None, noise_multiplier=1e4, noise_mechanism="blt", expected_batch_size=40)
+    started(trainer(tmp_path, **big(**hidden, num_train_epochs=0.3)))
+    assert any("HOPELESS" in line for line in log())
+
+
+def test_long_correlated_noise_is_announced_without_its_error(tmp_path, log, monkeypatch):
+    """That of a tree over 60,000 steps would take 54 GB."""
+    from hf_dpopt.huggingface import advice_log as module
+
+    monkeypatch.setattr(module, "MAX_CORRELATED_STEPS", 2)
+    started(trainer(tmp_path, **big(noise_mechanism="tree", expected_batch_size=40, num_train_epochs=0.3)))
+    assert not any("Outlook" in line for line in log())
 
 
 def test_correlated_noise_with_adamw_is_warned_of(tmp_path, log):

@@ -24,12 +24,13 @@ from hf_dpopt.common import collectives, log
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.huggingface import refusals, stage_options
+from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.processes import warn_if_alone
-from hf_dpopt.huggingface.recipe import Recipe, announce, choose_recipe
+from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, typed_batch
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
@@ -125,7 +126,7 @@ class DPTrainerMixin(_Trainer):
         is_final = isinstance(model, nn.Module) and given.get("peft_config") is None
         if is_final:
             self._check_model(model, given.get("train_dataset"), per_example_loss_func)
-        expected = args.expected_batch_size
+        expected = typed_batch(args)
         if expected is None:
             expected = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._public_dataset, self._own_preclip, self._own_postprocess = public_dataset, preclip, tuple(postprocess)
@@ -134,7 +135,8 @@ class DPTrainerMixin(_Trainer):
         self.unit_declared: str | None = None
         self.printed_rows = warn_of_printed_rows()
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
-        self._recipe, self._given = Recipe(), {**given, "preclip": preclip}
+        asked = ("model", "peft_config", "optimizers", "optimizer_cls_and_kwargs")
+        self._recipe, self._given = Recipe(), {"preclip": preclip, **{key: given.get(key) for key in asked}}
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, args.expected_batch_size or expected)
         self._per_example_loss_func = per_example_loss_func
@@ -169,10 +171,13 @@ class DPTrainerMixin(_Trainer):
             folder = functools.partial(private_folder, args.private_state_dir, output_dir)
             self._users = UserData.of(train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
             num_examples = self._users.num_sampled
-        expected, config, recorded = self._choose_recipe(args, given, expected, config, num_examples)
+        recorded = self._choose_recipe(args, config, num_examples, expected)
+        settled = self._recipe.applied_to(args)  # args themselves change once there is a plan
+        expected = settled.expected_batch_size or expected
+        config = settled.privacy_config(expected)
         per_epoch = -(-num_examples // expected)
         num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
-        workload = None if is_independent(config.noise_mechanism) else workload_of(args, num_steps, given)
+        workload = None if is_independent(config.noise_mechanism) else workload_of(settled, num_steps, given)
 
         def planned() -> PrivacyPlan:
             # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
@@ -183,24 +188,26 @@ class DPTrainerMixin(_Trainer):
                 workload=workload,
                 recorded=recorded,
                 preclip=self._own_preclip,
-                recipe=self._recipe.chosen,
+                recipe=self._recipe.recorded,
             )
 
-        return collectives.current_ranks().same(planned)  # tuning on other hardware may end in other digits
+        # tuning on other hardware may end in other digits
+        plan = collectives.current_ranks().same(planned)
+        self._recipe.apply(args)
+        return plan
 
     def _choose_recipe(
-        self, args: DPTrainingArguments, given: dict[str, Any], expected: int, config: PrivacyConfig, num_units: int
-    ) -> tuple[int, PrivacyConfig, dict[str, Any] | None]:
-        """Set what was left open; logical batch and config with it, and the recorded plan that this one follows."""
+        self, args: DPTrainingArguments, config: PrivacyConfig, num_units: int, batch: int
+    ) -> dict[str, Any] | None:
+        """Choose what was left open; the plan that was recorded here, if this run goes on."""
 
         def chosen() -> tuple[dict[str, Any] | None, Recipe]:
             recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
-            return recorded, choose_recipe(args, self._given, num_units=num_units, batch=expected, recorded=recorded)
+            given = self._given
+            return recorded, choose_recipe(args, given, num_units=num_units, batch=batch, recorded=recorded)
 
         recorded, self._recipe = collectives.current_ranks().same(chosen)
-        self._recipe.apply(args)
-        expected = args.expected_batch_size or expected
-        return expected, args.privacy_config(expected), recorded
+        return recorded
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:

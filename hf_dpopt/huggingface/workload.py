@@ -34,17 +34,20 @@ def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any
     is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
     momentum = float(options.get("momentum", 0.0))
     workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
-    return dataclasses.replace(workload, adaptive=not issubclass(kind, torch.optim.SGD))
+    return dataclasses.replace(workload, adaptive=is_adaptive(args, given))
 
 
 def is_adaptive(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> bool:
     """Whether the optimizer divides by a second moment; arguments as for `workload_of`."""
-    return not issubclass(_optimizer(args, given)[0], torch.optim.SGD)
+    kind = _optimizer(args, given)[0]
+    return not (isinstance(kind, type) and issubclass(kind, torch.optim.SGD))  # it may be a function that makes one
 
 
 def mean_step_size(args: TrainingArguments, num_steps: int) -> float:
     """Mean learning rate of the run relative to the largest; 1 where metrics decide."""
-    sizes = _step_sizes(args, min(num_steps, MAX_SCHEDULED_STEPS))
+    if num_steps > MAX_SCHEDULED_STEPS:  # nearly that of a shorter run, and soon enough known
+        num_steps = MAX_SCHEDULED_STEPS
+    sizes = _step_sizes(args, num_steps)
     return 1.0 if sizes is None else sum(sizes) / (len(sizes) * max(sizes))
 
 
@@ -80,6 +83,10 @@ def _step_sizes(args: TrainingArguments, num_steps: int) -> list[float] | None:
             sizes.append(float(unused.param_groups[0]["lr"]))
             unused.step()
             schedule.step()
-    except (TypeError, ValueError):  # ReduceLROnPlateau and its like, or options that the Trainer will refuse
+    except (
+        TypeError,
+        ValueError,
+        ArithmeticError,
+    ):  # ReduceLROnPlateau and its like, or options that the Trainer will refuse
         return None
     return None if min(sizes) == max(sizes) or max(sizes) <= 0 or min(sizes) < 0 else sizes

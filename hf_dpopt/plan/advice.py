@@ -15,8 +15,8 @@ The rules, and where they are from:
 * **Clip**: 1, near the norm of a record's gradient at the start (1.1 to 2.7 were measured). A far smaller one, or
   automatic clipping (arXiv:2206.07136), makes every record count the same, confidently right ones too: on SST-2 the
   accuracy was the same and the loss twice as high.
-* **Schedule**: linear to 0 after a warm-up of 6 %. The last weights are the result: with a rate that falls to 0 they
-  are an average already.
+* **Schedule**: linear to 0 after a warm-up of 6 %, where that is two steps (a single one would have the rate 0). The
+  last weights are the result: with a rate that falls to 0 they are an average already.
 * **Noise**: independent for adaptive optimizers; correlated noise with SGD, whose map from gradients to weights it is
   tuned for (docs/mechanisms.md).
 """
@@ -138,7 +138,7 @@ class Advice:
             "expected_batch_size": self.batch,
             "learning_rate": self.learning_rate,
             "lr_scheduler_type": "linear",
-            "warmup_steps": WARMUP,
+            "warmup_steps": WARMUP if WARMUP * self.outlook.num_steps >= 2 else 0,
             "clipping": "flat",
             "clipping_norm": 1.0,
             "optim": "adamw_torch",

@@ -32,6 +32,7 @@ Verdict = Literal["good", "weak", "hopeless", "no noise"]
 SIGNAL: dict[Kind, float] = {"full": 4e-4, "lora": 5e-4, "head": 2e-3}
 WEAK = 30.0  # useful steps: runs below lost more than ten points on SST-2
 HOPELESS = 8.0  # and runs below stayed near the majority class, or at half of the BLEU
+MAX_CORRELATED_STEPS = 4096  # of correlated noise whose error over the run is computed: for some it takes n^2 numbers
 TOO_SHORT = 1 / 8  # of the reach that was advised: at a sixteenth, SST-2 ended at 50.9 %
 
 

@@ -88,7 +88,8 @@ def _request(
     cls_and_kwargs = given.get("optimizer_cls_and_kwargs")
     name = args.optimizer_name()
     is_given = optimizer is not None or cls_and_kwargs is not None
-    if cls_and_kwargs is not None and issubclass(cls_and_kwargs[0], NoiseAwareOptimizer):
+    is_ours = cls_and_kwargs is not None and isinstance(cls_and_kwargs[0], type)  # it may be a function that makes one
+    if cls_and_kwargs is not None and is_ours and issubclass(cls_and_kwargs[0], NoiseAwareOptimizer):
         optimizer = cls_and_kwargs[0](_parameters(), **{"lr": args.learning_rate, **cls_and_kwargs[1]})
     elif not is_given and name is not None:
         cls, options = optimizer_from_arguments(name, args)

@@ -1,0 +1,135 @@
+"""Lines of the log about what a run can learn: what was chosen, what its noise leaves, what would be better.
+
+Nothing here has a part in the run: what cannot be told, or would take long to compute, is left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hf_dpopt.common.collectives import current_ranks
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.recipe import Recipe, Trained
+from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
+from hf_dpopt.plan.advice import TrainingJob, advise
+from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of, with_independent_noise
+from hf_dpopt.plan.plan import PrivacyPlan
+
+MUCH = 1.5  # times the noise of a step under independent noise: nu_dpftrl, nu 0.1, loses nothing at 2, banded all at 3
+
+
+def announce(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, Any], recipe: Recipe) -> None:
+    """Say what was chosen, what the noise leaves, and what would be better; warn of a run that cannot learn.
+
+    Args:
+        plan: plan of the run.
+        args: its arguments, with what was chosen.
+        given: what the trainer was called with.
+        recipe: what was chosen, and the advice it is from.
+    """
+    if current_ranks().rank != 0:
+        return
+    if recipe.chosen:
+        logger.info(
+            f"Recipe: {_flags(recipe.chosen)} (chosen from public numbers, because they were left at their defaults; "
+            "--recipe none leaves them there)."
+        )
+    is_long = plan.num_steps > MAX_CORRELATED_STEPS and not plan.strategy.is_independent
+    if not plan.is_private or is_long:
+        return
+    try:
+        outlook = _outlook(plan, args, given, recipe)
+        logger.info(f"Outlook: {outlook.describe()}.")
+        better = _better(outlook, recipe, plan)
+        if outlook.verdict == "hopeless":
+            logger.warning(f"{'!' * 20} THIS RUN IS HOPELESS {'!' * 20} {_why(outlook)} {better}")
+        elif outlook.verdict == "weak" or better:
+            logger.info(f"Advice: {better or 'no setting is better with so few records and passes.'}")
+        _warn_of_correlated_noise(plan, outlook)
+    except DPConfigError as error:  # of a run that is not made, for a comparison
+        logger.info(f"No advice: {error}")
+
+
+def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, Any], recipe: Recipe) -> Outlook:
+    trained = Trained.of(args, given)
+    reach = advised = None
+    if recipe.job is not None and trained.is_tuned and trained.size is not None:
+        reach = args.learning_rate * plan.num_steps * mean_step_size(args, plan.num_steps)
+        batch = plan.sampler.expected_batch_size
+        rate = recipe.job.learning_rate(recipe.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
+        advised = rate * plan.num_steps / 2
+    adaptive = is_adaptive(args, given)
+    return outlook_of(plan, trained.kind, is_adaptive=adaptive, reach=reach, advised_reach=advised)
+
+
+def _why(outlook: Outlook) -> str:
+    if outlook.is_too_short:
+        assert outlook.reach is not None and outlook.advised_reach is not None
+        return (
+            f"Its learning rates add up to {outlook.reach:.2g}, and {outlook.advised_reach:.2g} is what it takes: the "
+            "weights stay where they are."
+        )
+    return (
+        f"The noise of a step is {outlook.step_ratio:.3g} times the signal, and all {outlook.num_steps} steps are "
+        f"worth {outlook.useful_steps:.2g} without noise: what it learns is noise."
+    )
+
+
+def _better(outlook: Outlook, recipe: Recipe, plan: PrivacyPlan) -> str:
+    """Say what the advisor would change, and what that is worth; empty if it would gain little."""
+    advice = recipe.advice
+    if advice is None:
+        asked = f"hf-dpopt plan --num-examples {plan.num_examples} --epsilon 8"
+        return f"`{asked}` advises." if outlook.verdict != "good" else ""
+    gains = advice.outlook.useful_steps > 1.2 * outlook.useful_steps
+    if not gains and not outlook.is_too_short:
+        return "" if outlook.verdict == "good" else _more_passes(advice.job)
+    names = ("expected_batch_size", "learning_rate", "warmup_steps")
+    worth = f"its {advice.outlook.num_steps} steps are worth {advice.outlook.useful_steps:.3g}"
+    text = f"For the same records and budget use {_flags({n: advice.values[n] for n in names})}: {worth}."
+    if advice.outlook.verdict != "good":
+        text += f" {_more_passes(advice.job)}"
+    return text
+
+
+def _more_passes(job: TrainingJob) -> str:
+    for passes in (10, 30, 100):
+        if passes > job.passes:
+            more = advise(dataclasses.replace(job, passes=float(passes)))
+            if more.outlook.verdict == "good":
+                return (
+                    f"With --num_train_epochs {passes}, batches of {more.batch} and --learning_rate "
+                    f"{more.learning_rate:g} it would be {more.outlook.useful_steps:.3g}."
+                )
+    return "More passes do not help: it takes more records, a larger epsilon, or a linear head (linear_probe.py)."
+
+
+def _flags(values: Mapping[str, Any]) -> str:
+    words = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    return " ".join(f"--{name} {word}" for name, word in words.items())
+
+
+def _warn_of_correlated_noise(plan: PrivacyPlan, outlook: Outlook) -> None:
+    """Warn of correlated noise that leaves more error than independent noise, or that the optimizer cannot use."""
+    has_places = plan.unit == "user" and not plan.sums_users
+    if plan.strategy.is_independent or has_places or not 0 < plan.epsilon() < math.inf:
+        return
+    beside = with_independent_noise(plan)
+    noise, alone = outlook.run_noise, beside.run_noise
+    facts = (
+        f"{plan.config.noise_mechanism} noise leaves {noise:.3g} clips of error in the mean over the run, independent "
+        f"noise at the same budget {alone:.3g}; in a single step {outlook.noise:.3g} and {beside.noise:.3g}."
+    )
+    if noise > alone:
+        logger.warning(f"{facts} Use --noise_mechanism gaussian, which is better in both.")
+    elif outlook.is_adaptive and outlook.noise > MUCH * beside.noise:
+        logger.warning(
+            f"{facts} AdamW divides by a second moment that the noise of single steps fills, and lost up to 17 points "
+            "with such noise (docs/mechanisms.md). Use --optim sgd --optim_args momentum=0.9, or --noise_mechanism "
+            "gaussian."
+        )
