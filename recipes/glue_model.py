@@ -25,8 +25,8 @@ def load_model(
         config.label2id = {data.labels[i]: order[i] for i in range(len(data.labels))}
         config.id2label = {i: label for label, i in config.label2id.items()}
     tokenizer = models.load_tokenizer(model_args)
-    pooling = model_args.pooling or getattr(config, "pooling", None) or ["model"]
-    if pooling == ["model"]:
+    pooling = model_args.pooling or (config.pooling if is_pooled(config) else ["model"])
+    if pooling == ["model"] and not is_pooled(config):
         model = models.load_weights(
             AutoModelForSequenceClassification,
             model_args,
@@ -45,21 +45,35 @@ def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> 
     Raises:
         DPConfigError: for ways or layers that the model does not have.
     """
-    is_saved = "PooledForSequenceClassification" in (config.architectures or ())
-    config.pooling = pooling
-    config.pooling_layers = model_args.pooling_layers or getattr(config, "pooling_layers", None) or [-1]
-    num_layers = config.num_hidden_layers
-    if "model" in pooling or any(not -1 <= layer <= num_layers for layer in config.pooling_layers):
+    num_layers, layers = config.num_hidden_layers, model_args.pooling_layers
+    if "model" in pooling or any(not -1 <= layer <= num_layers for layer in layers or ()):
         raise DPConfigError(
-            f"pooling={pooling} of the layers {config.pooling_layers} does not fit: 'model' stands alone, and layers "
-            f"go from 0 (embeddings) to {num_layers}, or -1 for the last. Use --pooling mean."
+            f"pooling={pooling} of the layers {layers or [-1]} does not fit: 'model' stands alone, and layers go from "
+            f"0 (embeddings) to {num_layers}, or -1 for the last. Use --pooling mean."
         )
-    if is_saved:
-        return models.load_weights(
-            PooledForSequenceClassification, model_args, config,
-            ignore_mismatched_sizes=model_args.ignore_mismatched_sizes,
-        )  # fmt: skip
-    return PooledForSequenceClassification(config, models.load_weights(AutoModel, model_args, config))
+    if not is_pooled(config):
+        config.pooling, config.pooling_layers = pooling, layers or [-1]
+        return PooledForSequenceClassification(config, models.load_weights(AutoModel, model_args, config))
+    mismatched = model_args.ignore_mismatched_sizes
+    found = models.load_weights(
+        PooledForSequenceClassification, model_args, config, ignore_mismatched_sizes=mismatched
+    )  # fmt: skip
+    saved = (config.pooling, config.pooling_layers)
+    asked = (pooling, layers or saved[1])
+    if asked == saved:
+        return found
+    if not mismatched:
+        raise DPConfigError(
+            f"The head of this model reads {saved[0]} of the layers {saved[1]}, not {asked[0]} of {asked[1]}. Leave "
+            "--pooling out, or add --ignore_mismatched_sizes true for a head that starts anew."
+        )
+    config.pooling, config.pooling_layers = asked
+    return PooledForSequenceClassification(config, found.encoder)
+
+
+def is_pooled(config: Any) -> bool:
+    """Whether a configuration was saved with a model that reads pooled states."""
+    return "PooledForSequenceClassification" in (config.architectures or ())
 
 
 def label_order(own: dict[str, int], labels: list[str]) -> list[int]:

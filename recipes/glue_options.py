@@ -97,6 +97,12 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             raise DPConfigError(
                 f"task_name={data_args.task_name!r} is unknown. Use one of: {', '.join(sorted(GLUE_LABELS))}."
             )
+    if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
+        raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
+    for name in ("pooling", "pooling_layers"):
+        given = getattr(model_args, name) or []
+        if len(set(given)) < len(given):
+            raise DPConfigError(f"{name}={given} names one twice. Name each once.")
     options.check(
         model_args,
         data_args,

@@ -29,7 +29,7 @@ def test_every_job_was_reviewed():
 @pytest.mark.parametrize("job", jobs(), ids=str)
 def test_no_more_records_than_can_be_paid(job):
     advice = advise(job)
-    assert 1 <= advice.batch <= max(LARGEST_BATCH, job.num_units) and advice.batch <= job.num_units
+    assert 1 <= advice.batch <= min(LARGEST_BATCH, job.num_units)
     per_epoch = -(-job.num_units // advice.batch) * advice.batch  # an epoch ends with a whole batch
     assert advice.batch * advice.outlook.num_steps <= job.passes * per_epoch + advice.batch
     assert 1e-5 < advice.learning_rate < 0.05
@@ -68,6 +68,9 @@ def test_advice_is_quick():
         ({"target_epsilon": float("nan")}, "target_epsilon"),
         ({"passes": -1.0}, "must both be > 0"),
         ({"passes": float("inf")}, "passes"),
+        ({"passes": 1e9}, "passes"),
+        ({"target_delta": 0.0}, "target_delta"),
+        ({"target_delta": 2.0}, "target_delta"),
         ({"kind": "qlora"}, "kind"),
         ({"objective": "regression"}, "objective"),
         ({"model_size": 0}, "model_size"),
@@ -141,7 +144,7 @@ def test_outlook_of_a_plan_is_its_noise_over_its_batch():
 
 def test_outlook_of_correlated_noise_tells_steps_from_the_run():
     made = outlook_of(plan_of(noise_mechanism="blt"), "lora")
-    beside = with_independent_noise(plan_of(noise_mechanism="blt"))
+    beside = with_independent_noise(plan_of(noise_mechanism="blt"), "lora")
     assert made.noise > beside.noise and made.run_noise < beside.run_noise
     for_sgd = dataclasses.replace(made, is_adaptive=False)
     assert for_sgd.useful_steps > made.useful_steps, "AdamW feels the noise of single steps"

@@ -38,6 +38,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "local_epochs": ("2", 2),
     "local_steps": ("3", 3),
     "local_users_at_once": ("4", 4),
+    "recipe": ("none", "none"),
     "noise_mechanism": ("blt", "blt"),
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),
     "noise_restart_every": ("100", 100),

@@ -13,6 +13,7 @@ import torch
 
 from hf_dpopt.cli import app
 from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
+from hf_dpopt.plan.advice import TrainingJob, advise
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.report import RunFacts, write_report
@@ -116,6 +117,48 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(run: Run, arguments: list[s
     code, out, err = run("plan", "-n", "1000", "-b", "100", *arguments)
     assert code == 2 and out == "" and mend in err
     assert err.startswith("hf-dpopt: ") and err.count("\n") == 1
+
+
+def test_without_a_batch_plan_advises(run: Run) -> None:
+    code, out, _ = run("plan", "-n", "67349", "--epsilon", "8", "--trained", "0.3M", "--records-per-second", "100")
+    assert code == 0 and "expected_batch_size" in out and "With more passes" in out and "hours" in out
+    assert "accelerate launch recipes/glue.py" in out and "--lora_r 8" in out
+    facts = json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json")[1])
+    advised = advise(TrainingJob(num_units=67_349, target_epsilon=8.0))
+    assert facts["options"]["expected_batch_size"] == advised.batch and facts["verdict"] == "good"
+    assert [row["passes"] for row in facts["more_passes"]] == [3, 9, 30]
+
+
+def test_a_hopeless_plan_is_a_warning(run: Run) -> None:
+    code, _, err = run("plan", "-n", "100", "--epsilon", "1")
+    assert code == 0 and "will not learn" in err
+
+
+def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
+    out = run("plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--no-compare")[1]
+    assert "(hopeless)" in out and "Advice: as many records in batches of" in out
+
+
+@pytest.mark.parametrize(
+    "flags, mend",
+    [
+        ([], "Add --epsilon 8"),
+        (["--epsilon", "8", "--trained", "lots"], "300k, 0.3M or 7B"),
+        (["--epsilon", "8", "--trained", "7B", "--weights", "125M"], "Leave one out"),
+        (["--epsilon", "8", "--finetuning", "qlora"], "finetuning='qlora'"),
+        (["--epsilon", "8", "--objective", "x"], "objective='x'"),
+        (["--epsilon", "8", "--passes", "1e9"], "100000 passes at most"),
+        (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
+        (["--epsilon", "8", "--records-per-second", "0"], "Use a number > 0"),
+        (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),
+        (["--epsilon", "8", "--sampling", "fixed_order"], "add --batch 1024"),
+        (["--noise-multiplier", "1"], "add --batch 1024"),
+    ],
+    ids=str,
+)
+def test_advice_that_cannot_be_given(run: Run, flags: list[str], mend: str) -> None:
+    code, out, err = run("plan", "-n", "1000", *flags)
+    assert code == 2 and out == "" and mend in " ".join(err.split())
 
 
 def test_a_delta_above_one_over_n_needs_a_flag_and_a_weak_one_is_a_warning(run: Run) -> None:

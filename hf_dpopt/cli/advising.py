@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dpopt.cli.show import print_json
-from hf_dpopt.common.checks import check_real
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.advice import REFERENCE_SIZE, Advice, TrainingJob, advise
 from hf_dpopt.plan.outlook import Kind, outlook_of
@@ -36,12 +37,20 @@ class Asked:
     objective: str
     records_per_second: float | None
 
+    def __post_init__(self) -> None:
+        check_choice("objective", self.objective, ("classification", "generation"))
+        if self.finetuning is not None:
+            check_choice("finetuning", self.finetuning, ("full", "lora", "head"))
+        if self.trained is not None and self.weights is not None and self.trained > self.weights:
+            raise DPConfigError(f"--trained {self.trained} is more than --weights {self.weights}. Leave one out.")
+        rate = self.records_per_second
+        if rate is not None and not 0 < rate < math.inf:
+            raise DPConfigError(f"--records-per-second {rate} is no rate. Use a number > 0, or leave it out.")
+
     def job(self) -> TrainingJob:
         """The job, with what was left out filled in."""
         if self.epsilon is None:
             raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
-        if self.trained is not None and self.weights is not None and self.trained > self.weights:
-            raise DPConfigError(f"--trained {self.trained} is more than --weights {self.weights}. Leave one out.")
         weights = self.weights or (self.trained if self.finetuning == "full" else None)
         return TrainingJob(
             num_units=self.num_examples,
@@ -76,10 +85,21 @@ def numbers(text: str) -> int:
     return round(value)
 
 
+def refuse_without_batch(given: list[str]) -> None:
+    """Refuse flags that plan a run, where advice is asked for.
+
+    Raises:
+        DPConfigError: if there are any.
+    """
+    if given:
+        raise DPConfigError(
+            f"{', '.join(given)} plans a run, which needs a batch: add --batch 1024. Without them, --epsilon 8 "
+            "advises which batch to take."
+        )
+
+
 def show_advice(asked: Asked, *, as_json: bool) -> None:
     """Print advice as tables, or as JSON."""
-    if asked.records_per_second is not None:
-        check_real("records_per_second", asked.records_per_second, "a number > 0")
     job = asked.job()
     rows = [advise(dataclasses.replace(job, passes=job.passes * times)) for times in MORE]
     advice = rows[0]
@@ -93,6 +113,7 @@ def show_advice(asked: Asked, *, as_json: bool) -> None:
     for name, value in advice.values.items():
         table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value), advice.reasons.get(name, ""))
     console.print(table)
+    typer.echo(f"For {job.kind} finetuning ({job.objective}) of {job.model_size / 1e6:.3g} million weights.")
     typer.echo(f"Outlook: {advice.outlook.describe()}.")
     typer.echo(f"Cost: {_cost(advice, asked)}.")
     passes = Table(title="With more passes over the records")
@@ -111,7 +132,7 @@ def show_advice(asked: Asked, *, as_json: bool) -> None:
 
 def lines_beside(plan: PrivacyPlan, asked: Asked, *, is_adaptive: bool) -> list[str]:
     """Lines that say what the noise leaves of a planned run, and what would be better for as many records."""
-    if not plan.is_private:
+    if not plan.is_private or not 0 < plan.epsilon() < math.inf:
         return []
     batch = plan.sampler.expected_batch_size
     passes = plan.num_steps * batch / plan.num_examples
@@ -119,7 +140,10 @@ def lines_beside(plan: PrivacyPlan, asked: Asked, *, is_adaptive: bool) -> list[
     outlook = outlook_of(plan, job.kind, is_adaptive=is_adaptive)
     rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
     lines = [f"Outlook ({job.kind}): {outlook.describe()}. Learning rate for AdamW: about {rate:g}."]
-    advice = advise(job)
+    try:
+        advice = advise(job)
+    except DPConfigError:  # a plan stands, whether there is a better one or not
+        return lines
     if advice.outlook.useful_steps > 1.2 * outlook.useful_steps:
         lines.append(
             f"Advice: as many records in batches of {advice.batch} with --learning_rate {advice.learning_rate:g} are "
@@ -132,11 +156,11 @@ def command(advice: Advice) -> str:
     """The command line of the recipe that fits; what it leaves out is what it chooses by itself."""
     job = advice.job
     script = "glue.py" if job.objective == "classification" else "clm.py"
-    lora = " --lora_r 8" if job.kind == "lora" else ""
+    part = {"lora": " --lora_r 8", "head": " --freeze encoder", "full": ""}[job.kind]
     delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
     return (
         f"accelerate launch recipes/{script} --model_name_or_path MODEL --train_file FILE --validation_file FILE \\\n"
-        f"   {lora} --target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g} "
+        f"   {part} --target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g} "
         f"--expected_batch_size {advice.batch} \\\n"
         f"    --learning_rate {advice.learning_rate:g} --warmup_steps {advice.values['warmup_steps']}"
     )

@@ -5,6 +5,7 @@ Here are the commands and their flags. What a command does is imported when it r
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -99,6 +100,15 @@ def plan(
         records_per_second=records_per_second,
     )  # fmt: skip
     if batch_size is None:
+        given = {
+            "--steps": steps, "--noise-multiplier": noise_multiplier, "--noise-kwargs": noise_kwargs, "--plots": plots,
+            "--noise-restart-every": noise_restart_every, "--compare": compare or None,
+            "--sampling": None if sampling == "auto" else sampling,
+            "--noise-mechanism": None if noise_mechanism == "gaussian" else noise_mechanism,
+        }  # fmt: skip
+        advising.refuse_without_batch([name for name, value in given.items() if value is not None])
+        if users is not None:
+            wanted = dataclasses.replace(wanted, num_examples=users)
         advising.show_advice(wanted, as_json=as_json)
         return
     from hf_dpopt.cli import planning

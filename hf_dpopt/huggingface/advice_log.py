@@ -43,14 +43,15 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, A
     if not plan.is_private or is_long:
         return
     try:
+        trained = Trained.of(args, given)
         outlook = _outlook(plan, args, given, recipe)
         logger.info(f"Outlook: {outlook.describe()}.")
-        better = _better(outlook, recipe, plan)
+        better = _better(outlook, recipe, plan, args, trained)
         if outlook.verdict == "hopeless":
             logger.warning(f"{'!' * 20} THIS RUN IS HOPELESS {'!' * 20} {_why(outlook)} {better}")
         elif outlook.verdict == "weak" or better:
             logger.info(f"Advice: {better or 'no setting is better with so few records and passes.'}")
-        _warn_of_correlated_noise(plan, outlook)
+        _warn_of_correlated_noise(plan, outlook, trained)
     except DPConfigError as error:  # of a run that is not made, for a comparison
         logger.info(f"No advice: {error}")
 
@@ -80,33 +81,43 @@ def _why(outlook: Outlook) -> str:
     )
 
 
-def _better(outlook: Outlook, recipe: Recipe, plan: PrivacyPlan) -> str:
+def _better(outlook: Outlook, recipe: Recipe, plan: PrivacyPlan, args: DPTrainingArguments, trained: Trained) -> str:
     """Say what the advisor would change, and what that is worth; empty if it would gain little."""
     advice = recipe.advice
     if advice is None:
-        asked = f"hf-dpopt plan --num-examples {plan.num_examples} --epsilon 8"
-        return f"`{asked}` advises." if outlook.verdict != "good" else ""
-    gains = advice.outlook.useful_steps > 1.2 * outlook.useful_steps
-    if not gains and not outlook.is_too_short:
-        return "" if outlook.verdict == "good" else _more_passes(advice.job)
-    names = ("expected_batch_size", "learning_rate", "warmup_steps")
+        units, epsilon = plan.num_users or plan.num_examples, plan.epsilon()
+        asked = f"hf-dpopt plan --num-examples {units} --epsilon {epsilon:.3g}"
+        return f"`{asked}` advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
+    if advice.outlook.useful_steps <= 1.2 * outlook.useful_steps and not outlook.is_too_short:
+        return "" if outlook.verdict == "good" else more_passes(advice.job)
+    values: dict[str, Any] = {"expected_batch_size": advice.batch}
+    if args.max_steps > 0:
+        values["max_steps"] = advice.outlook.num_steps
+    if trained.is_tuned:
+        values |= {name: advice.values[name] for name in ("learning_rate", "warmup_steps")}
     worth = f"its {advice.outlook.num_steps} steps are worth {advice.outlook.useful_steps:.3g}"
-    text = f"For the same records and budget use {_flags({n: advice.values[n] for n in names})}: {worth}."
-    if advice.outlook.verdict != "good":
-        text += f" {_more_passes(advice.job)}"
-    return text
+    text = f"For the same records and budget use {_flags(values)}: {worth}."
+    return text if advice.outlook.verdict == "good" else f"{text} {more_passes(advice.job)}"
 
 
-def _more_passes(job: TrainingJob) -> str:
+def more_passes(job: TrainingJob) -> str:
+    """Say how many passes over the records would do, or how far they would help."""
+    known = advise(job).outlook.useful_steps
+    most = known
     for passes in (10, 30, 100):
-        if passes > job.passes:
-            more = advise(dataclasses.replace(job, passes=float(passes)))
-            if more.outlook.verdict == "good":
-                return (
-                    f"With --num_train_epochs {passes}, batches of {more.batch} and --learning_rate "
-                    f"{more.learning_rate:g} it would be {more.outlook.useful_steps:.3g}."
-                )
-    return "More passes do not help: it takes more records, a larger epsilon, or a linear head (linear_probe.py)."
+        if passes <= job.passes:
+            continue
+        more = advise(dataclasses.replace(job, passes=float(passes)))
+        most = more.outlook.useful_steps
+        if more.outlook.verdict == "good":
+            return (
+                f"With --num_train_epochs {passes}, batches of {more.batch} and --learning_rate "
+                f"{more.learning_rate:g} it would be {most:.3g}."
+            )
+    rest = "it takes more records, a larger epsilon, or a linear head (recipes/linear_probe.py)."
+    if most > 1.2 * known:
+        return f"100 passes would be worth {most:.3g}; for more {rest}"
+    return f"More passes do not help: {rest}"
 
 
 def _flags(values: Mapping[str, Any]) -> str:
@@ -114,12 +125,12 @@ def _flags(values: Mapping[str, Any]) -> str:
     return " ".join(f"--{name} {word}" for name, word in words.items())
 
 
-def _warn_of_correlated_noise(plan: PrivacyPlan, outlook: Outlook) -> None:
+def _warn_of_correlated_noise(plan: PrivacyPlan, outlook: Outlook, trained: Trained) -> None:
     """Warn of correlated noise that leaves more error than independent noise, or that the optimizer cannot use."""
     has_places = plan.unit == "user" and not plan.sums_users
     if plan.strategy.is_independent or has_places or not 0 < plan.epsilon() < math.inf:
         return
-    beside = with_independent_noise(plan)
+    beside = with_independent_noise(plan, trained.kind)
     noise, alone = outlook.run_noise, beside.run_noise
     facts = (
         f"{plan.config.noise_mechanism} noise leaves {noise:.3g} clips of error in the mean over the run, independent "
@@ -129,7 +140,7 @@ def _warn_of_correlated_noise(plan: PrivacyPlan, outlook: Outlook) -> None:
         logger.warning(f"{facts} Use --noise_mechanism gaussian, which is better in both.")
     elif outlook.is_adaptive and outlook.noise > MUCH * beside.noise:
         logger.warning(
-            f"{facts} AdamW divides by a second moment that the noise of single steps fills, and lost up to 17 points "
+            f"{facts} AdamW divides by a second moment that the noise of single steps fills, and lost 2 to 9 points "
             "with such noise (docs/mechanisms.md). Use --optim sgd --optim_args momentum=0.9, or --noise_mechanism "
             "gaussian."
         )

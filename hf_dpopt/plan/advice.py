@@ -49,6 +49,7 @@ WARMUP = 0.06
 LARGEST_BATCH = 8192  # published runs found no gain beyond
 LONGEST = 1200  # steps; beyond, only batches that would be larger still are cut
 SHORTEST = 8
+MOST_PASSES = 1e5
 RATIO = 1.3  # of the numbers of steps that are tried
 
 
@@ -79,10 +80,17 @@ class TrainingJob:
         check_count("model_size", self.model_size)
         check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
         check_real("passes", self.passes, "a finite number > 0, such as 3")
-        if self.target_epsilon <= 0 or self.passes <= 0:
+        if self.target_epsilon <= 0 or not 0 < self.passes <= MOST_PASSES:
             raise DPConfigError(
-                f"target_epsilon={self.target_epsilon} and passes={self.passes} must both be > 0. Use 8 and 3."
+                f"target_epsilon={self.target_epsilon} and passes={self.passes} must both be > 0, and there can be "
+                f"{MOST_PASSES:g} passes at most. Use 8 and 3."
             )
+        if self.target_delta is not None:
+            check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
+            if not 0 < self.target_delta < 1:
+                raise DPConfigError(
+                    f"target_delta={self.target_delta} is outside (0, 1). Leave it out for a good one."
+                )
         check_choice("kind", self.kind, tuple(SIGNAL))
         check_choice("objective", self.objective, ("classification", "generation"))
 
@@ -152,8 +160,20 @@ def advise(job: TrainingJob) -> Advice:
 
     Args:
         job: size and budget of the run; see `TrainingJob`.
+
+    Raises:
+        DPConfigError: for a budget that no noise keeps.
     """
-    tried = {batch: job.outlook(batch) for batch in _batches(job)}
+    tried: dict[int, Outlook] = {}
+    refused: DPConfigError | None = None
+    for size in _batches(job):
+        try:
+            tried[size] = job.outlook(size)
+        except DPConfigError as error:  # of too many steps for so small a budget
+            refused = error
+    if not tried:
+        assert refused is not None
+        raise refused
     batch = max(tried, key=lambda size: (tried[size].useful_steps, size))
     rate = job.learning_rate(tried[batch])
     return Advice(job, batch, rate, tried[batch], _reasons(job, batch, rate, tried[batch]))

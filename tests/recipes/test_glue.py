@@ -136,6 +136,7 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "dropout": ({"dropout": "1.5"}, "dropout=1.5 is not a rate. Use 0 to 1"),
     "frozen adapters": ({"lora_r": "2", "freeze": "encoder"}, "Leave --freeze encoder or --lora_r out"),
     "no adapters": ({"lora_freeze_a": "true"}, "Add --lora_r 8"),
+    "layers alone": ({"pooling_layers": "1"}, "Add --pooling mean"),
     "layers": ({"pooling": "mean", "pooling_layers": "99"}, "layers go from 0"),
     "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
     "epsilon": ({"target_epsilon": "0"}, "target_epsilon=0.0 is not a budget. Use a finite number > 0"),

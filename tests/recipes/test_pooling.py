@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertModel, GPT2Config, GPT2Model
 
+from hf_dpopt import DPConfigError
+from recipes.glue_model import load_pooled
+from recipes.glue_options import ModelArguments
 from recipes.pooled_model import FEATURE_NORM, PooledForSequenceClassification, pool
 
 STATES_BTD = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]], [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]])
@@ -78,3 +81,37 @@ def test_what_was_saved_loads_without_this_repository(tmp_path):
     assert (tmp_path / "pooled_model.py").exists()
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True).eval()
     torch.testing.assert_close(loaded(IDS_BT, TEXT_BT).logits, model(IDS_BT, TEXT_BT).logits)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Folder of a pooled model that reads the mean of the last layer, and its configuration."""
+    model = pooled()
+    model.save_pretrained(tmp_path)
+    return tmp_path, model
+
+
+def load(folder, **flags):
+    model_args = ModelArguments(model_name_or_path=str(folder), **flags)
+    config = AutoConfig.from_pretrained(folder)
+    return load_pooled(model_args, config, flags.get("pooling") or config.pooling)
+
+
+def test_a_saved_model_is_loaded_with_its_head(saved):
+    folder, model = saved
+    torch.testing.assert_close(load(folder).eval()(IDS_BT, TEXT_BT).logits, model(IDS_BT, TEXT_BT).logits)
+
+
+@pytest.mark.parametrize("flags", [{"pooling": ["cls"]}, {"pooling": ["mean"], "pooling_layers": [1]}], ids=str)
+def test_a_head_is_not_put_on_other_features(saved, flags):
+    folder, model = saved
+    with pytest.raises(DPConfigError, match=r"reads \['mean'\] of the layers \[-1\].*starts anew"):
+        load(folder, **flags)
+    anew = load(folder, ignore_mismatched_sizes=True, **flags)
+    assert anew.config.pooling == flags["pooling"] and not torch.equal(anew.classifier.weight, model.classifier.weight)
+    torch.testing.assert_close(anew.encoder.state_dict(), model.encoder.state_dict())
+
+
+def test_the_head_of_another_class_is_refused(saved):
+    with pytest.raises(DPConfigError, match="'model' stands alone"):
+        load(saved[0], pooling=["model"])
