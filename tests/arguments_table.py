@@ -80,6 +80,8 @@ def _kind(hint: object) -> str:
     kinds = [kind for kind in typing.get_args(hint) or (hint,) if kind is not type(None)]
     if any(typing.get_origin(kind) is dict for kind in kinds):
         return "JSON"
+    if any(typing.get_origin(kind) is list for kind in kinds):
+        return "texts"
     return {bool: "yes or no", int: "integer", float: "number", str: "text"}[kinds[0]]  # type: ignore[index]
 
 

@@ -43,6 +43,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),
     "noise_restart_every": ("100", 100),
     "amplification_samples": ("0", 0),
+    "earlier_runs": ("runs/head", ["runs/head"]),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),
     "clipping_quantile": ("0.3", 0.3),

@@ -17,6 +17,7 @@ from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, StreamCost, Workload
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.earlier import EarlierRun
 from hf_dpopt.plan.plan import PrivacyPlan, build_plan
 from hf_dpopt.plan.resolve import refuse_options_of_auto
 from hf_dpopt.preclip import Preclip
@@ -69,6 +70,7 @@ def compare_mechanisms(
     workload: Workload | None = None,
     candidates: Sequence[tuple[str, str]] | None = None,
     preclip: Preclip | None = None,
+    earlier: Sequence[EarlierRun] = (),
 ) -> list[ComparedNoise]:
     """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
 
@@ -79,6 +81,7 @@ def compare_mechanisms(
         candidates: (mechanism, sampler) to compare; None for all that their registrations name.
         preclip: a preconditioner of one's own, which may ask for more noise, or for noise that starts anew; None for
             the one that ``config`` names.
+        earlier: runs on the same records that the budget includes.
 
     Raises:
         DPConfigError: without a budget, or if no mechanism fits what was asked for.
@@ -97,7 +100,12 @@ def compare_mechanisms(
         )  # fmt: skip
         try:
             plan = build_plan(
-                asked, num_examples=num_examples, num_steps=num_steps, workload=workload, preclip=preclip
+                asked,
+                num_examples=num_examples,
+                num_steps=num_steps,
+                workload=workload,
+                preclip=preclip,
+                earlier=earlier,
             )
         except DPConfigError as error:
             refused.append(f"{name}: {error}")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_dpopt.common.errors import PrivacyWarning
 from hf_dpopt.noise import Workload
 from hf_dpopt.plan.compare import compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.earlier import EarlierRun
 from hf_dpopt.plan.plan import PrivacyPlan, build_plan
 from hf_dpopt.preclip import Preclip
 
@@ -27,6 +28,7 @@ def make_plan(
     recorded: Mapping[str, Any] | None = None,
     preclip: Preclip | None = None,
     recipe: Mapping[str, Any] | None = None,
+    earlier: Sequence[EarlierRun] = (),
 ) -> PrivacyPlan:
     """Build the plan of a run, calibrating the noise where a budget was given.
 
@@ -42,6 +44,7 @@ def make_plan(
             unless another is asked for.
         preclip: a preconditioner of one's own; None for the one that ``config`` names.
         recipe: options that were chosen for the user, which the plan notes down; see `hf_dpopt.plan.advice`.
+        earlier: runs on the same records that were charged before: ``target_epsilon`` is for them and this run.
 
     Raises:
         DPConfigError: for a combination without a privacy proof, or values out of range, a delta above 1/n among them.
@@ -54,7 +57,12 @@ def make_plan(
     compared: tuple[Any, ...] = ()
     if config.noise_mechanism == "auto" and recorded is None:
         rows = compare_mechanisms(
-            config, num_examples=num_examples, num_steps=num_steps, workload=workload, preclip=preclip
+            config,
+            num_examples=num_examples,
+            num_steps=num_steps,
+            workload=workload,
+            preclip=preclip,
+            earlier=earlier,
         )
         compared = tuple(rows)
         config = dataclasses.replace(rows[0].plan.config, amplification_samples=config.amplification_samples)
@@ -68,6 +76,7 @@ def make_plan(
         preclip=preclip,
         compared=compared,
         recipe=recipe,
+        earlier=earlier,
     )
     if recorded is None and noise_multiplier is None and config.target_epsilon is not None and made.is_private:
         _warn_of_unspent(made.epsilon(), config.target_epsilon)

@@ -82,6 +82,13 @@ class PrivacyOptions:
         "Accept a target_delta above 1/n, which a run that publishes a record outright would keep; the privacy "
         "statement says so.",
     )
+    earlier_runs: list[str] | None = option(
+        None,
+        "Folders (output_dir) of private runs on the same records whose results this one builds on, such as a head "
+        "that was trained first: target_epsilon and the epsilon of the statement are for all of them together.",
+        unset="none: this run's epsilon adds to theirs",
+        more="Same records, unit and adjacency. Composed exactly, which costs less than to add epsilons.",
+    )
     noise_multiplier: float | None = option(
         None,
         "Noise stddev / sensitivity, instead of target_epsilon; epsilon is what results.",

@@ -134,10 +134,16 @@ def with_independent_noise(plan: PrivacyPlan, kind: Kind) -> Outlook:
     """Make the outlook of the same run with independent noise, at the epsilon of the plan; its batches are sampled."""
     config = dataclasses.replace(
         plan.config, noise_mechanism="gaussian", noise_kwargs={}, noise_restart_every=None, sampling="auto",
-        adjacency="auto", target_epsilon=plan.epsilon(), noise_multiplier=None, target_delta=plan.delta,
-        allow_large_delta=True,
+        adjacency=plan.config.adjacency if plan.earlier else "auto", target_epsilon=plan.epsilon(),
+        noise_multiplier=None, target_delta=plan.delta, allow_large_delta=True,
     )  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)  # of the delta, which the plan itself told
-        other = make_plan(config, num_examples=plan.num_examples, num_steps=plan.num_steps, preclip=plan.preclip)
+        other = make_plan(
+            config,
+            num_examples=plan.num_examples,
+            num_steps=plan.num_steps,
+            preclip=plan.preclip,
+            earlier=plan.earlier,
+        )
     return outlook_of(other, kind)

@@ -16,7 +16,7 @@ import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
-from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
+from hf_dpopt.accounting.calibrate import MARGIN, calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import Clipping, make_clipper
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
@@ -24,6 +24,7 @@ from hf_dpopt.common.checks import check_count, check_noise_multiplier
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise import NoiseMechanism, NoiseStrategy, StreamCost, Workload
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed
 from hf_dpopt.plan.resolve import choose_noise, restarted_with, stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
 from hf_dpopt.sampling import Sampler
@@ -36,7 +37,7 @@ MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_acco
 RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
     "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
-    "noise_strategy", "noise_rng", "is_private", "preclip", "users",
+    "noise_strategy", "noise_rng", "is_private", "preclip", "users", "earlier_runs",
 )  # fmt: skip
 
 
@@ -60,6 +61,7 @@ class PrivacyPlan:
         compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
         certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
         recipe: options that were chosen for the user, from public numbers; empty otherwise.
+        earlier: runs on the same records that were charged before, whose cost `epsilon` includes.
     """
 
     config: PrivacyConfig
@@ -75,6 +77,7 @@ class PrivacyPlan:
     compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     certificate: Certificate | None = dataclasses.field(default=None, compare=False)
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    earlier: tuple[EarlierRun, ...] = ()
 
     @property
     def adjacency(self) -> str:
@@ -160,14 +163,18 @@ class PrivacyPlan:
         return self.event_after(self.num_steps)
 
     def event_after(self, num_steps: Steps) -> dp_accounting.DpEvent:
-        """Event of what that many steps release. A sequence gives the steps of each chain of a run that branched."""
+        """Event of what that many steps release, and of the earlier runs.
+
+        A sequence gives the steps of each chain of a run that branched.
+        """
         if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
         stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
-        return self.sampler.release(self.strategy, stddev, num_steps, planned_steps=self.noise_steps)
+        own = self.sampler.release(self.strategy, stddev, num_steps, planned_steps=self.noise_steps)
+        return composed(self.earlier, own)
 
     def epsilon(self, num_steps: Steps | None = None) -> float:
-        """Epsilon after that many steps; all planned steps by default.
+        """Epsilon after that many steps and the earlier runs; all planned steps by default.
 
         Formal guarantee: an upper bound, non-decreasing in the steps. The planned number of steps gets the fine value;
         any other number one that is cheap enough for every log line: about 1% larger at most or, for balls in bins,
@@ -211,7 +218,8 @@ class PrivacyPlan:
         Args:
             num_steps: steps, or steps of each chain; None for the planned ones.
         """
-        if "replace_one" not in self.sampler.adjacencies:
+        samplers = [self.sampler, *(run.sampler for run in self.earlier)]
+        if not all("replace_one" in sampler.adjacencies for sampler in samplers):
             return None
         try:
             event = self.event if num_steps is None else self.event_after(num_steps)
@@ -270,6 +278,7 @@ class PrivacyPlan:
             "dp_accounting": events.dp_accounting_version(),
             **({} if self.certificate is None else {"certificate": self.certificate.parameters()}),
             **({"recipe": dict(self.recipe)} if self.recipe else {}),
+            **({"earlier_runs": [run.public_dict() for run in self.earlier]} if self.earlier else {}),
         }
 
     @functools.cached_property
@@ -299,6 +308,7 @@ def build_plan(
     preclip: Preclip | None = None,
     compared: tuple[Any, ...] = (),
     recipe: Mapping[str, Any] | None = None,
+    earlier: Sequence[EarlierRun] = (),
 ) -> PrivacyPlan:
     """Build the plan of a run whose mechanism has a name; arguments as for `hf_dpopt.plan.make.make_plan`.
 
@@ -306,6 +316,7 @@ def build_plan(
         config: what was asked for; a `noise_mechanism` of "auto" only with `recorded`.
         compared: what the mechanism was chosen from; empty where it was named.
         recipe: options that were chosen for the user, which the plan notes down.
+        earlier: runs on the same records that the budget includes.
     """
     check_count("num_examples", num_examples)
     check_count("num_steps", num_steps)
@@ -325,17 +336,18 @@ def build_plan(
     config, sampler, strategy, noise_steps = chosen
     preclip.check_config(config)
     _check_noise(config, strategy, sampler, num_steps, noise_steps)
+    check_earlier(earlier, config, config.adjacency, sampler.num_examples)
     if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
         noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:
         noise_multiplier = config.noise_multiplier
     certificate = None
     if noise_multiplier is None:
-        noise_multiplier, certificate = _calibrate(config, strategy, sampler, noise_steps, delta)
+        noise_multiplier, certificate = _calibrate(config, strategy, sampler, noise_steps, delta, earlier)
     check_noise_multiplier(noise_multiplier)
     if recorded is not None:
         certificate = _kept_certificate(recorded, strategy)
-    elif certificate is None and config.is_private and noise_multiplier > 0:
+    elif certificate is None and config.is_private and noise_multiplier > 0 and not earlier:
         stddev = _stddev(config, strategy, sampler, noise_multiplier, noise_steps)
         certificate = sampler.certify(strategy, stddev, noise_steps, delta, num_samples=config.amplification_samples)
     per_clip = noise_multiplier * SENSITIVITY_FACTOR[config.adjacency]
@@ -355,6 +367,7 @@ def build_plan(
         compared=compared,
         certificate=_covering(certificate, config, strategy, sampler, noise_multiplier, num_steps, delta),
         recipe=dict(recipe or {}),
+        earlier=tuple(earlier),
     )
 
 
@@ -399,11 +412,18 @@ def _stddev(
 
 
 def _calibrate(
-    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
+    config: PrivacyConfig,
+    strategy: NoiseStrategy,
+    sampler: Sampler,
+    num_steps: int,
+    delta: float,
+    earlier: Sequence[EarlierRun],
 ) -> tuple[float, Certificate | None]:
     """Noise multiplier for the budget, and the proof of it if it was found by samples."""
     assert config.target_epsilon is not None
-    computed = _calibrate_computed(config, strategy, sampler, num_steps, delta)
+    computed = _calibrate_computed(config, strategy, sampler, num_steps, delta, earlier)
+    if earlier:
+        return computed, None  # samples prove a bound of one mechanism alone
     made = sampler.calibrate(
         strategy, num_steps, epsilon=config.target_epsilon, delta=delta, num_samples=config.amplification_samples
     )
@@ -442,20 +462,32 @@ def _covering(
 
 
 def _calibrate_computed(
-    config: PrivacyConfig, strategy: NoiseStrategy, sampler: Sampler, num_steps: int, delta: float
+    config: PrivacyConfig,
+    strategy: NoiseStrategy,
+    sampler: Sampler,
+    num_steps: int,
+    delta: float,
+    earlier: Sequence[EarlierRun] = (),
 ) -> float:
     sensitivity = sampler.sensitivity_of(strategy, num_steps)
 
     assert config.target_epsilon is not None
+    if earlier:
+        spent = accountants.epsilon(composed(earlier, dp_accounting.NoOpDpEvent()), delta, config.adjacency).epsilon
+        if spent >= config.target_epsilon * (1 - MARGIN):
+            raise DPConfigError(
+                f"The earlier runs spent epsilon {spent:.4g} at delta {delta:g}, and target_epsilon="
+                f"{config.target_epsilon:g} is for them and this run together. Raise target_epsilon."
+            )
 
     def epsilon_at(noise_multiplier: float, relative_error: float) -> float:
         stddev = events.noise_stddev_over_clip(noise_multiplier * sensitivity, config.adjacency)
-        event = sampler.release(strategy, stddev, num_steps, planned_steps=num_steps)
+        event = composed(earlier, sampler.release(strategy, stddev, num_steps, planned_steps=num_steps))
         return accountants.epsilon(event, delta, config.adjacency, relative_error=relative_error).epsilon
 
     unit = events.noise_stddev_over_clip(sensitivity, config.adjacency)
     event = sampler.release(strategy, unit, num_steps, planned_steps=num_steps)
-    precision = events.gaussian_precision(events.flatten(event))
+    precision = None if earlier else events.gaussian_precision(events.flatten(event))
     if precision is not None:
         return calibrate_gaussian(epsilon_at, config.target_epsilon, delta, precision, config.adjacency)
     return calibrate_noise_multiplier(epsilon_at, config.target_epsilon)

@@ -111,7 +111,7 @@ _NOT_COVERED = (
     "That the run began: before its first step it refuses records that the model cannot take (token ids, labels and "
     "lengths out of range, missing or unlike columns) and tells whoever holds the data. Its having run says that the "
     "records that were looked at had none of these faults.",
-    "Other runs on the same people that do not share this ledger; their epsilons add up.",
+    "Other runs on the same people that do not share this ledger{earlier}; their epsilons add up.",
     "The data the base model was trained on before.",
     "Records given as public (`public_dataset`).",
     "Prompts and predictions when the model is used.",
@@ -156,6 +156,7 @@ def render_statement(facts: RunFacts) -> str:
         _bullets([*map(_braced, _printed(facts)), *_NOT_COVERED]).format(
             evaluation=_declared(facts.eval_data_privacy),
             preprocessing=_declared(facts.data_dependent_preprocessing),
+            earlier=" and are not named above" if facts.plan.get("earlier_runs") else "",
         ),
         "## What left the run without noise",
         _unnoised(facts),
@@ -198,8 +199,20 @@ def _promise(facts: RunFacts) -> str:
         f"Take any two training sets of which {relation}, and the settings below for both. Then whatever somebody "
         f"looks for in all that was computed from the records and released, its probability under one of the sets "
         f"is at most e^epsilon{factor} times that under the other, "
-        f"plus delta. The smaller epsilon is, the less anybody can find out about whether a given {unit} was in the "
+        f"plus delta. {_earlier(facts.plan)}"
+        f"The smaller epsilon is, the less anybody can find out about whether a given {unit} was in the "
         f"training set, even knowing all the others. {_planned_or_spent(facts)}{weak}"
+    )
+
+
+def _earlier(plan: dict[str, Any]) -> str:
+    """Sentence about the earlier runs that epsilon includes; empty where there were none."""
+    runs = plan.get("earlier_runs", ())
+    if not runs:
+        return ""
+    named = ", ".join(f"{sum(run['charged'])} steps (ledger `{_plain(run['ledger_digest'][:16])}`)" for run in runs)
+    return (
+        f"This includes all that {len(runs)} earlier run{'s' * (len(runs) > 1)} on these records released: {named}. "
     )
 
 

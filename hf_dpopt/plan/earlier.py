@@ -1,0 +1,133 @@
+"""Earlier private runs on the same records, whose cost the budget of a run includes.
+
+Two runs on one training set reveal more than either: a head that was trained first, and the adapters that start from
+it. Their mechanisms are composed before epsilon is computed, which costs far less than adding two epsilons.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import dp_accounting
+
+from hf_dpopt.accounting import events
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import from_parameters, is_whole
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.sampling import SAMPLERS, Sampler
+
+_NEEDED = (
+    "num_examples", "sampler", "adjacency", "privacy_unit", "users", "draw_stddev", "noise_strategy", "noise_steps",
+    "is_private",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlierRun:
+    """A run that was charged before this one, as its ledger describes it. Public values only.
+
+    Attributes:
+        ledger_digest: last record of its ledger when it was read; what it charged later is not counted.
+        charged: steps of each of its chains.
+        mechanism: the entries of its plan that fix what a step reveals.
+    """
+
+    ledger_digest: str
+    charged: tuple[int, ...]
+    mechanism: Mapping[str, Any] = dataclasses.field(hash=False)
+
+    @property
+    def sampler(self) -> Sampler:
+        """Sampler of its batches."""
+        fields = {key: value for key, value in self.mechanism["sampler"].items() if key != "name"}
+        return SAMPLERS[self.mechanism["sampler"]["name"]](**fields)
+
+    @property
+    def unit(self) -> str:
+        """Unit that it protects as a whole, with the column that tells users apart."""
+        users = self.mechanism["users"]
+        return self.mechanism["privacy_unit"] + (f" by {users['column']}" if users else "")
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        """Event of everything that it released."""
+        strategy = from_parameters(self.mechanism["noise_strategy"])
+        stddev = events.noise_stddev_over_clip(self.mechanism["draw_stddev"], self.mechanism["adjacency"])
+        return self.sampler.release(strategy, stddev, self.charged, planned_steps=self.mechanism["noise_steps"])
+
+    def public_dict(self) -> dict[str, Any]:
+        """Plain JSON values, from which `read` makes it again."""
+        return {"ledger_digest": self.ledger_digest, "charged": list(self.charged), **self.mechanism}
+
+    @classmethod
+    def read(cls, public: Mapping[str, Any]) -> EarlierRun:
+        """The run that `public_dict` describes."""
+        return cls(public["ledger_digest"], tuple(public["charged"]), {key: public[key] for key in _NEEDED})
+
+
+def earlier_runs_of(
+    plan: Mapping[str, Any] | None, charged: Sequence[int], ledger_digest: str, *, where: str
+) -> list[EarlierRun]:
+    """A run and those before it that its own budget included, oldest first.
+
+    Args:
+        plan: the plan in its ledger, as `PrivacyPlan.public_dict` gives it.
+        charged: steps of each of its chains.
+        ledger_digest: last record of the ledger.
+        where: how the user named it, for messages.
+
+    Raises:
+        DPConfigError: for a run whose cost cannot be composed with that of another.
+    """
+    if plan is None or not sum(charged):
+        raise DPConfigError(f"{where} is no private run that took a step. Leave it out of earlier_runs.")
+    missing = [name for name in _NEEDED if name not in plan]
+    if missing:
+        raise DPConfigError(
+            f"The ledger of {where} does not say what its steps reveal ({', '.join(missing)}): it is that of a convex "
+            "head, whose bound is one of its final weights, or of an old release. Leave it out of earlier_runs, and "
+            "add its epsilon and delta to those of this run."
+        )
+    if not plan["is_private"]:
+        raise DPConfigError(f"{where} was not private, so nothing that starts from it is. Start from another model.")
+    if not is_whole(plan["noise_strategy"]):
+        raise DPConfigError(
+            f"The noise matrix of {where} is not in its ledger. Leave it out of earlier_runs, and add its epsilon and "
+            "delta to those of this run."
+        )
+    before = [EarlierRun.read(entry) for entry in plan.get("earlier_runs", ())]
+    mechanism = json.loads(json.dumps({name: plan[name] for name in _NEEDED}))
+    return [*before, EarlierRun(ledger_digest, tuple(charged), mechanism)]
+
+
+def check_earlier(runs: Iterable[EarlierRun], config: PrivacyConfig, adjacency: str, num_sampled: int) -> None:
+    """Refuse earlier runs on another data set, or with another promise.
+
+    Args:
+        runs: what was charged before.
+        config: what is asked for now.
+        adjacency: the adjacency of this run, which is no longer "auto".
+        num_sampled: records of the training set, or users if they are sampled.
+
+    Raises:
+        DPConfigError: if they do not protect the same units of as many records in the same sense.
+    """
+    unit = config.privacy_unit + (f" by {config.user_id_column}" if config.privacy_unit == "user" else "")
+    for run in runs:
+        was = (run.mechanism["num_examples"], run.unit, run.mechanism["adjacency"])
+        now = (num_sampled, unit, adjacency)
+        if was != now:
+            raise DPConfigError(
+                f"An earlier run protected {was[0]:,} units ({was[1]}, {was[2]}), this one {now[0]:,} ({now[1]}, "
+                f"{now[2]}): they are not of one data set and one promise, so their costs cannot be composed. Use the "
+                f"same training set and unit, and --adjacency {was[2]}; or leave earlier_runs out and add up epsilon "
+                "and delta."
+            )
+
+
+def composed(runs: Sequence[EarlierRun], event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
+    """Event of the earlier runs and then this one; the event itself where there were none."""
+    return dp_accounting.ComposedDpEvent([*(run.event for run in runs), event]) if runs else event

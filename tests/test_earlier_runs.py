@@ -1,0 +1,160 @@
+"""A budget that includes earlier runs on the same records: what it costs, what is refused, what is written down."""
+
+from __future__ import annotations
+
+import json
+
+import dp_accounting
+import pytest
+from dp_accounting.pld import PLDAccountant
+
+from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
+from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
+from hf_dpopt.run.earlier import read_earlier_runs
+from tests.tiny import records, trainer
+
+N, DELTA = 10_000, 1e-5
+
+
+def plan(epsilon=8.0, batch=500, steps=60, earlier=(), **options):
+    config = PrivacyConfig(target_epsilon=epsilon, target_delta=DELTA, expected_batch_size=batch, **options)
+    return make_plan(config, num_examples=N, num_steps=steps, earlier=earlier)
+
+
+def as_earlier(made, charged=None, digest="a" * 64):
+    recorded = json.loads(json.dumps(made.public_dict()))
+    (*_, run) = earlier_runs_of(recorded, charged or (made.num_steps,), digest, where="runs/a")
+    return run
+
+
+def by_hand(*parts):
+    """Epsilon of sampled Gaussians, composed by dp_accounting itself: (rate, noise over one record's norm, steps)."""
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-4)
+    for rate, noise, steps in parts:
+        gaussian = dp_accounting.GaussianDpEvent(noise)
+        accountant.compose(dp_accounting.PoissonSampledDpEvent(rate, gaussian), steps)
+    return accountant.get_epsilon(DELTA)
+
+
+def test_epsilon_is_that_of_both_runs_composed():
+    first = plan(2.0, batch=2000, steps=30, sampling="poisson")
+    both = plan(4.0, sampling="poisson", earlier=[as_earlier(first)])
+    expected = by_hand((0.2, first.noise_multiplier, 30), (0.05, both.noise_multiplier, 60))
+    assert both.epsilon() == pytest.approx(expected, rel=2e-3)
+    assert 4.0 * 0.995 < both.epsilon() <= 4.0
+    assert both.epsilon(0) == pytest.approx(first.epsilon(), rel=1e-3), "the first run is spent before the first step"
+    alone = plan(4.0, sampling="poisson")
+    assert both.noise_multiplier > alone.noise_multiplier
+    assert both.noise_multiplier < plan(2.0, sampling="poisson").noise_multiplier, "less than the sum of epsilons"
+
+
+def test_plain_gaussians_add_their_precisions():
+    options = dict(sampling="fixed_order", adjacency="zero_out")
+    first = plan(1.0, batch=N // 10, steps=20, **options)
+    both = plan(3.0, batch=N // 10, steps=40, earlier=[as_earlier(first)], **options)
+    precision = 2 * first.noise_multiplier**-2 + 4 * both.noise_multiplier**-2  # every record: once in 10 steps
+    expected = dp_accounting.get_epsilon_gaussian(precision**-0.5, DELTA)
+    assert both.epsilon() == pytest.approx(expected, rel=1e-6)
+    assert both.epsilon() == pytest.approx(3.0, rel=5e-3)
+
+
+def test_what_an_earlier_run_charged_beyond_its_plan_counts():
+    first = plan(2.0)
+    once = as_earlier(first)
+    twice = as_earlier(first, charged=(60, 60))
+    assert plan(8.0, earlier=[twice]).noise_multiplier > plan(8.0, earlier=[once]).noise_multiplier
+
+
+def test_correlated_noise_of_either_run_is_composed():
+    first = plan(2.0, noise_mechanism="nu_dpftrl", sampling="fixed_order", adjacency="zero_out", steps=40)
+    both = plan(4.0, earlier=[as_earlier(first)], adjacency="zero_out")
+    assert 4.0 * 0.99 < both.epsilon() <= 4.0
+    again = plan(6.0, noise_mechanism="auto", adjacency="zero_out", earlier=[as_earlier(first)])
+    assert again.epsilon() <= 6.0 and again.earlier
+
+
+def test_runs_before_the_earlier_run_count_too(tmp_path):
+    first = plan(1.0)
+    second = plan(2.0, earlier=[as_earlier(first)])
+    recorded = json.loads(json.dumps(second.public_dict()))
+    runs = earlier_runs_of(recorded, (60,), "b" * 64, where="runs/b")
+    assert [run.ledger_digest[0] for run in runs] == ["a", "b"]
+    assert all(EarlierRun.read(run.public_dict()) == run for run in runs)
+    third = plan(3.0, earlier=runs)
+    assert third.epsilon(0) == pytest.approx(second.epsilon(), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(adjacency="zero_out", sampling="poisson"), "--adjacency add_or_remove_one"),
+        (dict(privacy_unit="user", records_per_user=4, user_id_column="who"), "user by who"),
+        (dict(epsilon=0.9), "Raise target_epsilon"),
+    ],
+)
+def test_another_promise_or_no_budget_left_is_refused(changes, words):
+    with pytest.raises(DPConfigError, match=words):
+        plan(**{"epsilon": 4.0, **changes}, earlier=[as_earlier(plan(1.0))])
+
+
+def test_a_training_set_of_another_size_is_refused():
+    config = PrivacyConfig(target_epsilon=4.0, target_delta=DELTA, expected_batch_size=100)
+    with pytest.raises(DPConfigError, match="10,000 units.*9,999"):
+        make_plan(config, num_examples=N - 1, num_steps=10, earlier=[as_earlier(plan(1.0))])
+
+
+def test_runs_whose_cost_is_not_known_are_refused():
+    recorded = plan(1.0).public_dict()
+    for changed, charged, words in (
+        (None, (1,), "no private run"),
+        (recorded, (0,), "no private run"),
+        ({"kind": "convex_head", "epsilon": 1.0}, (1,), "convex head"),
+        ({**recorded, "is_private": False}, (1,), "was not private"),
+    ):
+        with pytest.raises(DPConfigError, match=words):
+            earlier_runs_of(changed, charged, "a" * 64, where="runs/a")
+
+
+# --- with the trainer ------------------------------------------------------------------------------------------------
+
+BOTH = dict(noise_multiplier=None, expected_batch_size=8, target_delta=1e-3, recipe="none")
+
+
+def test_a_run_that_builds_on_another_pays_for_both(tmp_path):
+    data = records(64)
+    first = trainer(tmp_path / "a", train_dataset=data, target_epsilon=2.0, **BOTH)
+    first.train()
+    second = trainer(
+        tmp_path / "b", train_dataset=data, target_epsilon=3.0, earlier_runs=[str(tmp_path / "a")], **BOTH
+    )
+    second.train()
+    assert 2.9 < second.privacy_spent().epsilon <= 3.0
+    alone = trainer(tmp_path / "c", train_dataset=data, target_epsilon=3.0, **BOTH)
+    assert second.plan.noise_multiplier > alone.plan.noise_multiplier
+    statement = (tmp_path / "b" / "privacy" / "statement.md").read_text()
+    (run,) = json.loads((tmp_path / "b" / "privacy" / "report.json").read_text())["plan"]["earlier_runs"]
+    assert f"1 earlier run on these records released: {first.plan.num_steps} steps" in statement
+    assert run["ledger_digest"][:16] in statement and "share this ledger and are not named above" in statement
+    assert "earlier run" not in (tmp_path / "a" / "privacy" / "statement.md").read_text()
+
+
+def test_a_resumed_run_has_to_name_the_same_earlier_runs(tmp_path):
+    data = records(64)
+    trainer(tmp_path / "a", train_dataset=data, target_epsilon=2.0, **BOTH).train()
+    options = dict(train_dataset=data, target_epsilon=3.0, save_strategy="steps", save_steps=1, **BOTH)
+    trainer(tmp_path / "b", earlier_runs=[str(tmp_path / "a")], **options).train()
+    first = str(next((tmp_path / "b").glob("checkpoint-*")))
+    with pytest.raises(DPConfigError, match="earlier_runs"):
+        trainer(tmp_path / "b", **{**options, "target_epsilon": 50.0}).train(resume_from_checkpoint=first)
+
+
+def test_folders_are_read_once_and_never_the_own_one(tmp_path):
+    data = records(64)
+    trainer(tmp_path / "a", train_dataset=data, target_epsilon=2.0, **BOTH).train()
+    folder = str(tmp_path / "a")
+    assert len(read_earlier_runs([folder, folder + "/"], str(tmp_path / "b"))) == 1
+    assert read_earlier_runs(folder, str(tmp_path / "b")) == read_earlier_runs([folder], str(tmp_path / "b"))
+    with pytest.raises(DPConfigError, match="own output_dir"):
+        read_earlier_runs([folder], folder)
+    with pytest.raises(DPConfigError, match="no ledger"):
+        read_earlier_runs([str(tmp_path / "nowhere")], folder)
