@@ -170,9 +170,26 @@ def test_nothing_is_set_by_a_trainer_that_could_not_be_made(tmp_path):
     assert args.expected_batch_size is None and args.learning_rate == 5e-5
 
 
-def test_no_learning_rate_for_a_model_whose_size_is_unknown(tmp_path):
-    made = trainer(tmp_path, **big(model_init=lambda: model()))
-    assert "learning_rate" not in made.plan.recipe and "expected_batch_size" in made.plan.recipe
+def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
+    made = trainer(tmp_path / "a", **big(model_init=lambda: model()))
+    given = trainer(tmp_path / "b", **big())
+    assert made.plan.recipe == given.plan.recipe and "learning_rate" in made.plan.recipe
+    assert made.args.learning_rate == given.args.learning_rate
+    assert made.plan.epsilon() == given.plan.epsilon()
+
+
+def test_a_run_of_such_a_model_goes_on_with_its_recipe(tmp_path, monkeypatch):
+    options = big(model_init=lambda: model(), save_strategy="steps", save_steps=1)
+    first = trainer(tmp_path, **options)
+    first.train()
+    checkpoint = str(sorted(tmp_path.glob("checkpoint-*"))[0])
+    monkeypatch.setitem(advice.RATES, ("full", "classification"), 0.5)
+    monkeypatch.setitem(advice.RATES, ("full", "generation"), 0.5)
+    advice.advise.cache_clear()
+    again = trainer(tmp_path, **{**options, "target_epsilon": 100.0})
+    assert again.plan.recipe == first.plan.recipe and again.args.learning_rate == first.args.learning_rate
+    again.train(resume_from_checkpoint=checkpoint)
+    advice.advise.cache_clear()
 
 
 def test_the_first_step_of_a_short_run_moves(tmp_path):

@@ -14,17 +14,16 @@ from rich.table import Table
 from hf_dpopt.cli.show import print_json
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.advice import REFERENCE_SIZE, Advice, TrainingJob, advise
-from hf_dpopt.plan.outlook import Kind, outlook_of
+from hf_dpopt.plan.advice import REFERENCE_SIZE, Advice, TrainingJob, advise, kind_of
+from hf_dpopt.plan.outlook import Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
 MORE = (1, 3, 10)  # times the passes that were asked for
-LEAST_FULL = 4_000_000  # trained weights above which, if nothing else is said, all of a model is trained
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """Values of the command line; None where nothing was asked."""
 
     num_examples: int
@@ -57,19 +56,13 @@ class Asked:
             target_epsilon=self.epsilon,
             target_delta=self.delta,
             passes=3.0 if self.passes is None else self.passes,
-            kind=self._kind(),
+            kind=self.finetuning or kind_of(self.trained, self.weights),  # type: ignore[arg-type]  # checked above
             objective=self.objective,  # type: ignore[arg-type]  # checked by TrainingJob
             model_size=weights or max(REFERENCE_SIZE, self.trained or 0),
         )
 
-    def _kind(self) -> Kind:
-        if self.finetuning is not None:
-            return self.finetuning  # type: ignore[return-value]  # checked by TrainingJob
-        most = LEAST_FULL if self.weights is None else 0.5 * self.weights
-        return "full" if self.trained is not None and self.trained >= most else "lora"
 
-
-def numbers(text: str) -> int:
+def parse_count(text: str) -> int:
     """A count with a unit: 300k, 0.3M, 7B.
 
     Raises:
@@ -98,13 +91,18 @@ def refuse_without_batch(given: list[str]) -> None:
         )
 
 
-def show_advice(asked: Asked, *, as_json: bool) -> None:
+def show_advice(request: Request, *, as_json: bool) -> None:
     """Print advice as tables, or as JSON."""
-    job = asked.job()
+    job = request.job()
     rows = [advise(dataclasses.replace(job, passes=job.passes * times)) for times in MORE]
     advice = rows[0]
+    if advice.outlook.verdict == "hopeless":
+        sys.stderr.write(
+            "hf-dpopt: warning: at this budget and with these passes the model will not learn. More passes (as in the "
+            "table), more records, a larger epsilon or a linear head (recipes/linear_probe.py) would help.\n"
+        )
     if as_json:
-        print_json(_facts(advice, asked) | {"more_passes": [_row(row) for row in rows]})
+        print_json(_facts(advice, request) | {"more_passes": [_row(row) for row in rows]})
         return
     console = Console(width=max(Console().width, 110))
     table = Table(title=f"Advice for {job.num_units:,} records at epsilon {job.target_epsilon:g}", show_header=True)
@@ -115,7 +113,7 @@ def show_advice(asked: Asked, *, as_json: bool) -> None:
     console.print(table)
     typer.echo(f"For {job.kind} finetuning ({job.objective}) of {job.model_size / 1e6:.3g} million weights.")
     typer.echo(f"Outlook: {advice.outlook.describe()}.")
-    typer.echo(f"Cost: {_cost(advice, asked)}.")
+    typer.echo(f"Cost: {_cost(advice, request)}.")
     passes = Table(title="With more passes over the records")
     for name in ("passes", "batch", "steps", "noise / signal in a step", "steps' worth without noise", ""):
         passes.add_column(name, justify="right")
@@ -123,33 +121,57 @@ def show_advice(asked: Asked, *, as_json: bool) -> None:
         passes.add_row(*(str(v) if not isinstance(v, float) else f"{v:.3g}" for v in _row(row).values()))
     console.print(passes)
     typer.echo(f"\n{command(advice)}")
-    if advice.outlook.verdict == "hopeless":
-        sys.stderr.write(
-            "hf-dpopt: warning: at this budget and with these passes the model will not learn. More passes (as in the "
-            "table), more records, a larger epsilon or a linear head (recipes/linear_probe.py) would help.\n"
-        )
 
 
-def lines_beside(plan: PrivacyPlan, asked: Asked, *, is_adaptive: bool) -> list[str]:
-    """Lines that say what the noise leaves of a planned run, and what would be better for as many records."""
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """Advice beside a plan that was asked for.
+
+    Attributes:
+        job: training of as many records at the same budget.
+        outlook: noise and signal of the plan.
+        learning_rate: peak rate of AdamW for the plan as it is.
+        better: advice that is worth clearly more; None where there is none.
+    """
+
+    job: TrainingJob
+    outlook: Outlook
+    learning_rate: float
+    better: Advice | None
+
+    def lines(self) -> list[str]:
+        """Lines that say what the noise leaves of the plan, and what would be better."""
+        rate = f"Learning rate for AdamW: about {self.learning_rate:g}."
+        lines = [f"Outlook ({self.job.kind}): {self.outlook.describe()}. {rate}"]
+        if self.better is not None:
+            lines.append(
+                f"Advice: as many records in batches of {self.better.batch} with --learning_rate "
+                f"{self.better.learning_rate:g} are worth {self.better.outlook.useful_steps:.3g} steps. Without "
+                "--batch this command says why."
+            )
+        return lines
+
+    def facts(self) -> dict[str, Any]:
+        """The same for programs."""
+        better = None if self.better is None else {**self.better.values, "num_steps": self.better.outlook.num_steps}
+        return {**_outlook_facts(self.outlook), "learning_rate": self.learning_rate, "better": better}
+
+
+def advice_beside(plan: PrivacyPlan, request: Request, *, is_adaptive: bool) -> Beside | None:
+    """Judge a planned run, and look for better batches of as many records; None for one that is not private."""
     if not plan.is_private or not 0 < plan.epsilon() < math.inf:
-        return []
+        return None
     batch = plan.sampler.expected_batch_size
     passes = plan.num_steps * batch / plan.num_examples
-    job = dataclasses.replace(asked, epsilon=plan.epsilon(), delta=plan.delta, passes=passes).job()
+    job = dataclasses.replace(request, epsilon=plan.epsilon(), delta=plan.delta, passes=passes).job()
     outlook = outlook_of(plan, job.kind, is_adaptive=is_adaptive)
     rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
-    lines = [f"Outlook ({job.kind}): {outlook.describe()}. Learning rate for AdamW: about {rate:g}."]
     try:
         advice = advise(job)
     except DPConfigError:  # a plan stands, whether there is a better one or not
-        return lines
-    if advice.outlook.useful_steps > 1.2 * outlook.useful_steps:
-        lines.append(
-            f"Advice: as many records in batches of {advice.batch} with --learning_rate {advice.learning_rate:g} are "
-            f"worth {advice.outlook.useful_steps:.3g} steps. Without --batch this command says why."
-        )
-    return lines
+        return Beside(job, outlook, rate, None)
+    is_better = advice.outlook.useful_steps > 1.2 * outlook.useful_steps
+    return Beside(job, outlook, rate, advice if is_better else None)
 
 
 def command(advice: Advice) -> str:
@@ -166,18 +188,23 @@ def command(advice: Advice) -> str:
     )
 
 
-def _facts(advice: Advice, asked: Asked) -> dict[str, Any]:
-    outlook = advice.outlook
+def _facts(advice: Advice, request: Request) -> dict[str, Any]:
     return {
         "options": advice.values,
-        "reasons": advice.reasons,
-        "num_steps": outlook.num_steps,
+        "reasons": dict(advice.reasons),
+        "num_steps": advice.outlook.num_steps,
+        **_outlook_facts(advice.outlook),
+        "records": _records(advice),
+        "hours": _hours(advice, request),
+        "command": command(advice),
+    }
+
+
+def _outlook_facts(outlook: Outlook) -> dict[str, Any]:
+    return {
         "noise_over_signal": {"step": outlook.step_ratio, "run": outlook.run_ratio},
         "useful_steps": outlook.useful_steps,
         "verdict": outlook.verdict,
-        "records": _records(advice),
-        "hours": _hours(advice, asked),
-        "command": command(advice),
     }
 
 
@@ -197,12 +224,12 @@ def _records(advice: Advice) -> int:
     return advice.batch * advice.outlook.num_steps
 
 
-def _hours(advice: Advice, asked: Asked) -> float | None:
-    return None if asked.records_per_second is None else _records(advice) / asked.records_per_second / 3600
+def _hours(advice: Advice, request: Request) -> float | None:
+    return None if request.records_per_second is None else _records(advice) / request.records_per_second / 3600
 
 
-def _cost(advice: Advice, asked: Asked) -> str:
-    hours = _hours(advice, asked)
+def _cost(advice: Advice, request: Request) -> str:
+    hours = _hours(advice, request)
     if hours is None:
         return f"{_records(advice):,} records in forward and backward passes (--records-per-second tells the hours)"
-    return f"{_records(advice):,} records, {hours:.2g} hours at {asked.records_per_second:g} a second"
+    return f"{_records(advice):,} records, {hours:.2g} hours at {request.records_per_second:g} a second"

@@ -93,10 +93,10 @@ def plan(
     """Plan a run: noise, epsilon, and which noise suits it. Without a batch: advice which to take. No data is read."""
     from hf_dpopt.cli import advising
 
-    trained = None if num_parameters is None else advising.numbers(num_parameters)
-    wanted = advising.Asked(
+    trained = None if num_parameters is None else advising.parse_count(num_parameters)
+    request = advising.Request(
         num_examples=num_examples, epsilon=epsilon, delta=delta, passes=epochs, trained=trained,
-        weights=None if weights is None else advising.numbers(weights), finetuning=finetuning, objective=objective,
+        weights=None if weights is None else advising.parse_count(weights), finetuning=finetuning, objective=objective,
         records_per_second=records_per_second,
     )  # fmt: skip
     if batch_size is None:
@@ -108,8 +108,8 @@ def plan(
         }  # fmt: skip
         advising.refuse_without_batch([name for name, value in given.items() if value is not None])
         if users is not None:
-            wanted = dataclasses.replace(wanted, num_examples=users)
-        advising.show_advice(wanted, as_json=as_json)
+            request = dataclasses.replace(request, num_examples=users)
+        advising.show_advice(request, as_json=as_json)
         return
     from hf_dpopt.cli import planning
 
@@ -134,7 +134,7 @@ def plan(
         asked,
         length,
         planning.Training(optimizer=optimizer, momentum=momentum, schedule=schedule, num_parameters=trained or 10**6),
-        wanted=wanted,
+        request=request,
         compare=compare if compare is not None else not as_json,
         plots=plots,
         as_json=as_json,

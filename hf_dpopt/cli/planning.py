@@ -13,7 +13,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from hf_dpopt.cli.advising import Asked, lines_beside
+from hf_dpopt.cli.advising import Request, advice_beside
 from hf_dpopt.cli.mechanisms import mechanism_facts, mechanisms_table
 from hf_dpopt.cli.show import print_json, table_of
 from hf_dpopt.common import log
@@ -85,7 +85,7 @@ def plan_run(
     length: Length,
     training: Training,
     *,
-    wanted: Asked,
+    request: Request,
     compare: bool,
     plots: Path | None,
     as_json: bool,
@@ -94,7 +94,7 @@ def plan_run(
 
     Args:
         asked: fields of `PrivacyConfig`, with noise_kwargs as JSON.
-        wanted: what advice is for.
+        request: what advice is for.
         compare: whether to compare mechanisms.
         plots: folder for plots of the comparison, or None.
     """
@@ -112,12 +112,13 @@ def plan_run(
         rows = _compare(config, made, sizes, wanted=compare or plots is not None)
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         sys.stderr.write(f"hf-dpopt: warning: {message}\n")
+    beside = advice_beside(made, request, is_adaptive=training.optimizer == "adamw")
     if as_json:
         listed = {"mechanisms": [mechanism_facts(row, training.num_parameters) for row in rows]} if rows else {}
-        print_json(made.public_dict() | listed)
+        print_json(made.public_dict() | listed | ({} if beside is None else {"outlook": beside.facts()}))
     else:
         _show(made, rows, training.num_parameters)
-        for line in lines_beside(made, wanted, is_adaptive=training.optimizer == "adamw"):
+        for line in [] if beside is None else beside.lines():
             typer.echo(line)
     if plots is not None and rows:
         by_epsilon = {target: _compare(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}

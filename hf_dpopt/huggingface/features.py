@@ -119,7 +119,8 @@ def _check_model(model: PreTrainedModel) -> None:
             f"The model is in {', '.join(map(str, kinds))}: rounding depends on the other records of a batch, and is "
             "no small matter there. Load it in float32 (model.float())."
         )
-    if "big" in str(model.config.model_type) and "bird" in str(model.config.model_type):
+    names = {str(part.config.model_type) for part in model.modules() if isinstance(part, PreTrainedModel)}
+    if any("big" in name and "bird" in name for name in names):
         raise DPConfigError(
             f"{type(model).__name__} changes its attention for all records when it meets a short one. Use another "
             "model."

@@ -18,13 +18,13 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.workload import mean_step_size
 from hf_dpopt.noise.registry import is_independent
-from hf_dpopt.plan.advice import Advice, TrainingJob, advise
+from hf_dpopt.plan.advice import Advice, TrainingJob, advise, kind_of
 from hf_dpopt.plan.outlook import Kind, Objective
+from hf_dpopt.plan.plan import PrivacyPlan
 
 TUNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "dp_adamw")  # that the advised learning rates are for
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
 POISSON = ("auto", "truncated_poisson", "poisson")  # samplers that the advised batches are for
-HEAD_SHARE = 0.02  # of the weights: a model that trains less, without adapters, trains a head
 KEPT = "_chosen_by_recipe"  # attribute of arguments: option -> value that a recipe set
 
 
@@ -61,10 +61,11 @@ class Trained:
         objective: Objective = "classification" if type(base).__name__.endswith(CLASSIFIERS) else "generation"
         size = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        kind: Kind = "head" if trained < HEAD_SHARE * size else "full"
         if adapters is not None or hasattr(model, "peft_config"):
-            kind = "lora"
-        return cls(kind, objective, size, is_plain, is_tuned)
+            return cls("lora", objective, size, is_plain, is_tuned)
+        body = getattr(base, "base_model", base)
+        is_head = body is not base and not any(p.requires_grad for p in body.parameters())
+        return cls("head" if is_head else kind_of(trained, size), objective, size, is_plain, is_tuned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,7 @@ def choose_recipe(
     num_units: int,
     batch: int,
     recorded: Mapping[str, Any] | None,
+    batch_stays: bool = False,
 ) -> Recipe:
     """Choose values for what was left open. Nothing is changed yet.
 
@@ -112,6 +114,7 @@ def choose_recipe(
         num_units: records, or users.
         batch: logical batch where none is chosen.
         recorded: plan of the run that this one goes on with, or None.
+        batch_stays: whether `batch` is that of a plan that was made already.
 
     Raises:
         DPConfigError: for a recorded recipe that no run wrote.
@@ -125,9 +128,27 @@ def choose_recipe(
     if args.target_epsilon is None:
         return Recipe()
     try:
-        return _advised(args, trained, num_units=num_units, batch=batch)
+        return _advised(args, trained, num_units=num_units, batch=batch, batch_stays=batch_stays)
     except DPConfigError:  # of values out of range the plan knows more to say, and a budget may be beyond advice
         return Recipe()
+
+
+def complete_recipe(recipe: Recipe, args: DPTrainingArguments, given: Mapping[str, Any], plan: PrivacyPlan) -> Recipe:
+    """Choose what depends on the size of the model, for trainers that load it themselves; the batch is the plan's.
+
+    Args:
+        recipe: what was chosen without the model.
+        args: arguments of the run.
+        given: what the trainer was called with, and the model.
+        plan: plan of the run.
+    """
+    later = choose_recipe(
+        args, given, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
+        recorded={"recipe": recipe.recorded} if recipe.job is None else None,  # a run that goes on chooses nothing
+        batch_stays=True,
+    )  # fmt: skip
+    more = {name: value for name, value in later.chosen.items() if name != "expected_batch_size"}
+    return dataclasses.replace(later, chosen={**recipe.chosen, **more}, recorded={**recipe.recorded, **more})
 
 
 def typed_batch(args: DPTrainingArguments) -> int | None:
@@ -158,10 +179,10 @@ def read_recipe(plan: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found)
 
 
-def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int) -> Recipe:
+def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Recipe:
     job = _job(args, trained, num_units=num_units, batch=batch)
     open_ = _open_options(args, trained) if args.recipe == "auto" else ()
-    if job.passes * num_units < batch:
+    if batch_stays or job.passes * num_units < batch:
         open_ = tuple(name for name in open_ if name != "expected_batch_size")
     advice = advise(job)
     values, rate = advice.values, advice.learning_rate

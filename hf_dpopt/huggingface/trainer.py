@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import math
@@ -30,7 +31,7 @@ from hf_dpopt.huggingface.data_mark import data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.processes import warn_if_alone
-from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, typed_batch
+from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
@@ -54,6 +55,7 @@ from hf_dpopt.run.batches import (
     Records,
     explain_out_of_memory,
 )
+from hf_dpopt.run.earlier import read_earlier_runs
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.run.stages import Stages
@@ -146,6 +148,8 @@ class DPTrainerMixin(_Trainer):
         super().__init__(model, args, *positional, **kwargs)
         if not is_final and model is not None:
             self._check_model(self.model, self.train_dataset, per_example_loss_func)
+        if not is_final:
+            self._complete_recipe(args)
         self._check_records_are_kept()
         self._release = ReleaseGuard(self)
 
@@ -189,6 +193,7 @@ class DPTrainerMixin(_Trainer):
                 recorded=recorded,
                 preclip=self._own_preclip,
                 recipe=self._recipe.recorded,
+                earlier=read_earlier_runs(args.earlier_runs or (), str(args.output_dir)),
             )
 
         # tuning on other hardware may end in other digits
@@ -208,6 +213,15 @@ class DPTrainerMixin(_Trainer):
 
         recorded, self._recipe = collectives.current_ranks().same(chosen)
         return recorded
+
+    def _complete_recipe(self, args: DPTrainingArguments) -> None:
+        """Choose the learning rate of a model that the trainer has loaded by itself."""
+        if self.plan is None:
+            return
+        self._given["model"] = self.model
+        self._recipe = complete_recipe(self._recipe, args, self._given, self.plan)
+        self._recipe.apply(args)
+        self.plan = dataclasses.replace(self.plan, recipe=self._recipe.recorded)
 
     @staticmethod
     def _check_model(model: nn.Module, train_dataset: Any, per_example_loss_func: Any) -> None:

@@ -26,6 +26,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import types
+from collections.abc import Mapping
 
 from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.rough import rough_noise_multiplier
@@ -51,6 +53,21 @@ LONGEST = 1200  # steps; beyond, only batches that would be larger still are cut
 SHORTEST = 8
 MOST_PASSES = 1e5
 RATIO = 1.3  # of the numbers of steps that are tried
+
+
+FULL_SHARE = 0.1  # of the weights: who trains more of them, and no adapters, trains the model
+LEAST_FULL = 4_000_000  # likewise, where it is not known how many weights there are
+
+
+def kind_of(num_trained: int | None, size: int | None = None) -> Kind:
+    """Tell the kind of finetuning from how much is trained: "full", or "lora" for a small part of every layer.
+
+    Args:
+        num_trained: trained weights; None if not known.
+        size: weights of the model, frozen ones included; None if not known.
+    """
+    most = LEAST_FULL if size is None else FULL_SHARE * size
+    return "full" if num_trained is not None and num_trained >= most else "lora"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,14 +147,14 @@ class Advice:
         batch: expected records (or users) of a step.
         learning_rate: peak rate of AdamW.
         outlook: noise, signal and reach of the run with these.
-        reasons: option -> why, in words with numbers.
+        reasons: option -> why, in words with numbers; read-only.
     """
 
     job: TrainingJob
     batch: int
     learning_rate: float
     outlook: Outlook
-    reasons: dict[str, str]
+    reasons: Mapping[str, str]
 
     @property
     def values(self) -> dict[str, int | float | str]:
@@ -189,10 +206,10 @@ def _batches(job: TrainingJob) -> list[int]:
     return sorted({min(max(1, round(records / step)), job.num_units) for step in steps})
 
 
-def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> dict[str, str]:
+def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> Mapping[str, str]:
     smaller = max(1, batch // 4)
     passes = "1 pass" if job.passes == 1 else f"{job.passes:g} passes"
-    return {
+    reasons = {
         "expected_batch_size": (
             f"{passes} over {job.num_units:,} are {outlook.num_steps} steps; the noise of their mean is "
             f"{outlook.noise:.2g} clips, {outlook.step_ratio:.2g} of the signal, and they are worth "
@@ -207,7 +224,9 @@ def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> dic
         ),
         "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
         "warmup_steps": "the first steps of Adam know no second moment yet",
+        "clipping": "one norm over all weights; by layer, every layer has noise of its own",
         "clipping_norm": "near the norm of a record's gradient; far below it the loss doubles, and accuracy stays",
         "optim": "adaptive steps bear noise on coordinates without signal",
         "noise_mechanism": "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)",
     }
+    return types.MappingProxyType(reasons)  # `advise` remembers its answers
