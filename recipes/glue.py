@@ -45,6 +45,7 @@ from recipes.glue_model import load_model
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
 from recipes.models import choose_trained
+from recipes.warm_start import warm_start
 
 logger = logging.getLogger("recipes.glue")
 
@@ -58,8 +59,12 @@ def main(argv: list[str]) -> None:
 
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
-    model = choose_trained(model, model_args, "SEQ_CLS")
     splits = tokenize(data, tokenizer, model, data_args, training_args)
+    collate = default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer)
+    if model_args.warm_start_epsilon is not None and training_args.do_train:
+        head_run = warm_start(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
+        training_args.earlier_runs = [*(training_args.earlier_runs or ()), head_run]
+    model = choose_trained(model, model_args, "SEQ_CLS")
     metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
 
     trainer_class = Trainer if data_args.non_private else DPTrainer
@@ -70,7 +75,7 @@ def main(argv: list[str]) -> None:
         eval_dataset=next(iter(evaluation_splits(splits).values()), None) if training_args.do_eval else None,
         compute_metrics=compute_metrics_with(metric, is_regression=data.labels is None),
         processing_class=tokenizer,
-        data_collator=default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer),
+        data_collator=collate,
     )
     if training_args.do_train:
         running.train(trainer, training_args)

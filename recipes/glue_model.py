@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from hf_dpopt import DPConfigError
 from recipes import models
 from recipes.glue_data import ClassificationData
 from recipes.glue_options import ModelArguments
-from recipes.pooled_model import PooledForSequenceClassification
+from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
+
+# here what was saved is read by the code of this repository, and needs no trust
+AutoConfig.register(PooledConfig.model_type, PooledConfig)
+AutoModelForSequenceClassification.register(PooledConfig, PooledForSequenceClassification)
 
 
 def load_model(
@@ -52,28 +62,29 @@ def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> 
             f"0 (embeddings) to {num_layers}, or -1 for the last. Use --pooling mean."
         )
     if not is_pooled(config):
-        config.pooling, config.pooling_layers = pooling, layers or [-1]
-        return PooledForSequenceClassification(config, models.load_weights(AutoModel, model_args, config))
+        labels = {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
+        made = PooledConfig(config, pooling, layers or [-1], pad_token_id=config.pad_token_id, **labels)
+        return PooledForSequenceClassification(made, models.load_weights(AutoModel, model_args, config))
     mismatched = model_args.ignore_mismatched_sizes
     found = models.load_weights(
         PooledForSequenceClassification, model_args, config, ignore_mismatched_sizes=mismatched
     )  # fmt: skip
     saved = (config.pooling, config.pooling_layers)
-    asked = (pooling, layers or saved[1])
-    if asked == saved:
+    now = (pooling, layers or saved[1])
+    if now == saved:
         return found
     if not mismatched:
         raise DPConfigError(
-            f"The head of this model reads {saved[0]} of the layers {saved[1]}, not {asked[0]} of {asked[1]}. Leave "
+            f"The head of this model reads {saved[0]} of the layers {saved[1]}, not {now[0]} of {now[1]}. Leave "
             "--pooling out, or add --ignore_mismatched_sizes true for a head that starts anew."
         )
-    config.pooling, config.pooling_layers = asked
+    config.pooling, config.pooling_layers = now
     return PooledForSequenceClassification(config, found.encoder)
 
 
 def is_pooled(config: Any) -> bool:
     """Whether a configuration was saved with a model that reads pooled states."""
-    return "PooledForSequenceClassification" in (config.architectures or ())
+    return config.model_type == PooledConfig.model_type
 
 
 def label_order(own: dict[str, int], labels: list[str]) -> list[int]:

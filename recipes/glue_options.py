@@ -51,6 +51,13 @@ class ModelArguments(options.ModelArguments):
         default=None,
         metadata={"help": "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."},
     )
+    warm_start_epsilon: float | None = field(
+        default=None,
+        metadata={
+            "help": "Train the head first, on features of the frozen model, for this part of target_epsilon (about an "
+            "eighth). Takes a forward pass over the data. Default: everything starts together."
+        },
+    )
 
 
 @dataclass
@@ -97,6 +104,8 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             raise DPConfigError(
                 f"task_name={data_args.task_name!r} is unknown. Use one of: {', '.join(sorted(GLUE_LABELS))}."
             )
+    if model_args.warm_start_epsilon is not None and data_args.non_private:
+        raise DPConfigError("warm_start_epsilon is for private runs. Leave it or non_private out.")
     if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):

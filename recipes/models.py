@@ -131,6 +131,14 @@ def freeze(model: PreTrainedModel, part: str) -> None:
     logger.info(f"Frozen: {part}; {left:,} parameters are trained.")
 
 
+def usual_targets(model: PreTrainedModel) -> list[str] | None:
+    """Layers that adapters are usually put on, of a model whose name `peft` does not know; None of any other."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
+
+    encoder = getattr(model.config, "encoder_config", None)
+    return None if encoder is None else usual.get(encoder.model_type)
+
+
 def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
     """LoRA on the attention layers, or on `lora_target_modules`.
 
@@ -147,7 +155,7 @@ def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> A
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha or 2 * model_args.lora_r,
         lora_dropout=model_args.lora_dropout,
-        target_modules=model_args.lora_target_modules,
+        target_modules=model_args.lora_target_modules or usual_targets(model),
     )
     try:
         adapted = get_peft_model(model, config)

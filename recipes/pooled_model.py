@@ -9,18 +9,55 @@ B = records, T = tokens, D = width of the model, F = features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
-from transformers.configuration_utils import PretrainedConfig
+from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 WAYS = ("cls", "mean", "last")
-FEATURE_NORM = (
-    4.0  # of one pooled state: near that of the rest of a record's gradient, so that neither drowns the other
-)
+FEATURE_NORM = 4.0  # of a record's features: what moves the head and what moves the rest are then about as large
+
+
+class PooledConfig(PreTrainedConfig):
+    """Configuration of a classifier that reads pooled states.
+
+    Its name is its own, so that a folder is never loaded as the bare encoder with a new head.
+
+    Args:
+        encoder_config: configuration of the encoder, as an object or as its dictionary.
+        pooling: ways, of `WAYS`.
+        pooling_layers: hidden states, of which 0 are the embeddings and -1 those of the last layer.
+    """
+
+    model_type = "pooled_encoder"
+    sub_configs = {"encoder_config": AutoConfig}
+
+    def __init__(
+        self,
+        encoder_config: Any = None,
+        pooling: Sequence[str] = ("mean",),
+        pooling_layers: Sequence[int] = (-1,),
+        **kwargs: Any,
+    ):
+        super().__init__(**kwargs)  # first: it would unset how a part that is there computes attention
+        is_stored = isinstance(encoder_config, dict)
+        self.encoder_config = AutoConfig.for_model(**encoder_config) if is_stored else encoder_config
+        self.pooling, self.pooling_layers = list(pooling), list(pooling_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.encoder_config.hidden_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return self.encoder_config.num_hidden_layers
+
+    @property
+    def max_position_embeddings(self) -> int | None:
+        return getattr(self.encoder_config, "max_position_embeddings", None)
 
 
 def pool(states_BTD: torch.Tensor, mask_BT: torch.Tensor, way: str) -> torch.Tensor:
@@ -40,24 +77,23 @@ class PooledForSequenceClassification(PreTrainedModel):
     """A linear head on pooled states of an encoder or decoder.
 
     Args:
-        config: configuration of the encoder, with `pooling` (ways, of `WAYS`) and `pooling_layers` (hidden states, of
-            which 0 are the embeddings and -1 those of the last layer).
+        config: see `PooledConfig`.
         encoder: the model, or None to make one of the configuration.
     """
 
-    config_class = PretrainedConfig
+    config_class = PooledConfig
     base_model_prefix = "encoder"
     # what the encoder does not support, it refuses itself
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
     supports_gradient_checkpointing = True
 
-    def __init__(self, config: Any, encoder: PreTrainedModel | None = None):
+    def __init__(self, config: PooledConfig, encoder: PreTrainedModel | None = None):
         super().__init__(config)
         self.num_labels = config.num_labels
-        self.encoder = AutoModel.from_config(config) if encoder is None else encoder
+        self.encoder = AutoModel.from_config(config.encoder_config) if encoder is None else encoder
         if getattr(self.encoder, "pooler", None) is not None:
             self.encoder.pooler = None  # nothing reads it
-        self.dropout = nn.Dropout(getattr(config, "classifier_dropout", None) or 0.0)
+        self.dropout = nn.Dropout(getattr(config.encoder_config, "classifier_dropout", None) or 0.0)
         width = config.hidden_size * len(config.pooling) * len(config.pooling_layers)
         self.classifier = nn.Linear(width, config.num_labels)
         self.post_init()
@@ -68,8 +104,8 @@ class PooledForSequenceClassification(PreTrainedModel):
     def features(self, input_ids: Any = None, attention_mask: Any = None, **inputs: Any) -> torch.Tensor:
         """Pooled states of every layer and way side by side, equally large, of the norm `FEATURE_NORM`; (B, F)."""
         layers = list(self.config.pooling_layers)
-        asked = {"input_ids": input_ids, "attention_mask": attention_mask, **inputs}
-        outputs = self.encoder(**asked, return_dict=True, output_hidden_states=layers != [-1])
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask}
+        outputs = self.encoder(**inputs, return_dict=True, output_hidden_states=layers != [-1])
         if attention_mask is None:
             attention_mask = torch.ones(outputs.last_hidden_state.shape[:2], device=outputs.last_hidden_state.device)
         parts = []
@@ -95,4 +131,5 @@ class PooledForSequenceClassification(PreTrainedModel):
         return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
+PooledConfig.register_for_auto_class()
 PooledForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")

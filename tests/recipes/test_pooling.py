@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, BertConfig, BertModel, GPT2Config, GPT2Model
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
 from recipes.glue_model import load_pooled
 from recipes.glue_options import ModelArguments
-from recipes.pooled_model import FEATURE_NORM, PooledForSequenceClassification, pool
+from recipes.pooled_model import FEATURE_NORM, PooledConfig, PooledForSequenceClassification, pool
 
 STATES_BTD = torch.tensor([[[1.0, 2.0], [3.0, 4.0], [100.0, 100.0]], [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]]])
 MASK_BT = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -40,8 +43,7 @@ def encoder(kind="bert"):
 
 def pooled(kind="bert", pooling=("mean",), layers=(-1,)):
     body = encoder(kind)
-    config = body.config
-    config.pooling, config.pooling_layers, config.num_labels = list(pooling), list(layers), 3
+    config = PooledConfig(body.config, pooling, layers, num_labels=3)
     return PooledForSequenceClassification(config, body).eval()
 
 
@@ -81,6 +83,12 @@ def test_what_was_saved_loads_without_this_repository(tmp_path):
     assert (tmp_path / "pooled_model.py").exists()
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True).eval()
     torch.testing.assert_close(loaded(IDS_BT, TEXT_BT).logits, model(IDS_BT, TEXT_BT).logits)
+
+
+def test_it_never_loads_as_an_encoder_with_a_new_head(saved):
+    stored = json.loads((saved[0] / "config.json").read_text())
+    assert stored["model_type"] not in CONFIG_MAPPING_NAMES, "a name that transformers knows needs no trust"
+    assert set(stored["auto_map"]) == {"AutoConfig", "AutoModelForSequenceClassification"}
 
 
 @pytest.fixture

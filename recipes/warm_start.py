@@ -1,0 +1,163 @@
+"""A private warm start: the head is trained first, on features of the frozen model, and the rest starts from it.
+
+A head with random weights sends random gradients into the model, and the noise of the first steps is spent on them. On
+frozen features the same head is trained in a minute, with a small part of the budget. Both parts are runs on the same
+records: the second one names the first among its `earlier_runs`, so epsilon is that of both together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel, default_data_collator
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
+from hf_dpopt.huggingface.features import compute_features
+from hf_dpopt.huggingface.head import find_head
+from hf_dpopt.run.keys import private_folder
+from recipes.glue_model import is_pooled
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "warm_start"
+PASSES = 24  # over features that were computed once
+LEARNING_RATE = 0.03
+NORM = 4.0  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
+
+
+class HeadForSequenceClassification(PreTrainedModel):
+    """The linear head of a classifier on features of its frozen part, (B, H).
+
+    Args:
+        config: configuration of the classifier.
+        head: its last layer; the trained one is this very layer.
+    """
+
+    main_input_name = "features"
+    # it has no attention; the configuration names that of the whole model
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = _supports_attention_backend = True
+
+    def __init__(self, config: Any, head: nn.Linear):
+        super().__init__(config)
+        self.num_labels = config.num_labels
+        self.classifier = head
+
+    def forward(
+        self, features: torch.Tensor, labels: torch.Tensor | None = None, **unused: Any
+    ) -> SequenceClassifierOutput:
+        logits = self.classifier(features)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+class FeatureRows(Dataset):
+    """Features, (N, H), and labels, (N,), record by record."""
+
+    def __init__(self, features: torch.Tensor, labels: torch.Tensor):
+        self.features, self.labels = features, labels
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        return {"features": self.features[i], "labels": self.labels[i]}
+
+
+def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> str:
+    """Train the head of `model` privately on frozen features, in place.
+
+    Args:
+        model: a classifier whose last layer is linear; see `find_head`.
+        records: tokenized training records with the column "label".
+        collate: makes a batch of records.
+        args: arguments of the run that follows; its output_dir gets a folder for this one.
+        epsilon: budget of this part alone, at the delta of the whole run; > 0.
+
+    Returns:
+        The folder of the run, which the one that follows has to name in `earlier_runs`.
+
+    Raises:
+        DPConfigError: for a model without such a head, or a part that is no part of the budget.
+        DPBudgetExceeded: if this part was stopped on its way: its steps are spent.
+    """
+    name = find_head(model)
+    head = model.get_submodule(name)
+    assert isinstance(head, nn.Linear)
+    folder = str(Path(args.output_dir) / FOLDER)
+    saved = Path(folder) / "model.safetensors"
+    if saved.is_file():  # of a run that was stopped later
+        weights = load_file(saved)
+        head.load_state_dict({key.removeprefix("classifier."): value for key, value in weights.items()})
+        return folder
+    head_args = _arguments(args, folder, len(records), epsilon, head)
+    with args.main_process_first(desc="features"):
+        features = compute_features(
+            model.to(args.device),
+            records.remove_columns("label"),
+            collate,
+            batch_size=args.per_device_train_batch_size,
+            cache=private_folder(head_args.private_state_dir, folder),
+            progress=None if args.disable_tqdm else "features",
+        )
+    scale = 1.0 if is_pooled(model.config) else NORM / math.sqrt(head.in_features)  # public: no record is looked at
+    logger.info(f"Warm start: {head_args.num_train_epochs:g} passes of the head over frozen features, in {folder}.")
+    trainer = DPTrainer(
+        model=HeadForSequenceClassification(model.config, head),
+        args=head_args,
+        train_dataset=FeatureRows(features * scale, torch.tensor(records["label"])),
+        data_collator=default_data_collator,
+    )
+    trainer.train()
+    with torch.no_grad():
+        head.weight *= scale
+    trainer.save_model()
+    return folder
+
+
+def _arguments(
+    args: DPTrainingArguments, folder: str, num_records: int, epsilon: float, head: nn.Linear
+) -> DPTrainingArguments:
+    """Arguments of the head's run: those of the whole run where they say who and where, the advised ones else."""
+    if args.target_epsilon is None or not 0 < epsilon < args.target_epsilon:
+        raise DPConfigError(
+            f"warm_start_epsilon={epsilon:g} is no part of target_epsilon={args.target_epsilon}. Use about an eighth "
+            "of it."
+        )
+    if args.privacy_unit == "user":
+        raise DPConfigError("A warm start is for records, and privacy_unit is 'user'. Leave warm_start_epsilon out.")
+    job = TrainingJob(
+        num_units=num_records, target_epsilon=epsilon, target_delta=args.target_delta, passes=PASSES, kind="head",
+        model_size=head.weight.numel(),
+    )  # fmt: skip
+    advice = advise(job)
+    return dataclasses.replace(
+        args,
+        output_dir=folder,
+        private_state_dir=args.private_state_dir and f"{args.private_state_dir.rstrip('/')}-{FOLDER}",
+        target_epsilon=epsilon,
+        recipe="none",
+        num_train_epochs=float(PASSES),
+        max_steps=-1,
+        per_device_train_batch_size=min(advice.batch, 4096),
+        expected_batch_size=advice.batch,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=0,
+        lr_scheduler_type="linear",
+        optim="adamw_torch",
+        save_strategy="no",
+        eval_strategy="no",
+        push_to_hub=False,
+        load_best_model_at_end=False,
+        resume_from_checkpoint=None,
+        remove_unused_columns=False,
+        gradient_checkpointing=False,
+    )
