@@ -47,6 +47,7 @@ from recipes.clm_data import (
 from recipes.clm_generate import generate, group_references, most_prompt_tokens
 from recipes.clm_metrics import generation_metrics, loss_of_records, perplexity_metrics
 from recipes.clm_options import DataTrainingArguments, ModelArguments, parse
+from recipes.public_first import SPLIT, learn_public
 from recipes.tables import TEXT_EXTENSIONS, Table
 
 logger = logging.getLogger("recipes.clm")
@@ -66,6 +67,9 @@ def main(argv: list[str]) -> None:
     declare_unit(kind, block_size, training_args)
     splits = tokenize_splits(tables, kind, tokenizer, data_args, training_args, block_size)
     model = models.choose_trained(model, model_args, "CAUSAL_LM")
+    collate = PaddingCollator(tokenizer.pad_token_id)
+    if SPLIT in splits:
+        learn_public(model, splits[SPLIT].dataset, collate, training_args, data_args)
 
     # The stock Trainer minimises the mean over all target tokens of a batch; DPTrainer the mean over records of each
     # record's mean, as no record may depend on the lengths of others. On records of like length the two are alike.
@@ -78,7 +82,7 @@ def main(argv: list[str]) -> None:
         compute_metrics=perplexity_metrics,
         preprocess_logits_for_metrics=loss_of_records,
         processing_class=tokenizer,
-        data_collator=PaddingCollator(tokenizer.pad_token_id),
+        data_collator=collate,
     )
     results = train_and_evaluate(trainer, tables, kind, tokenizer, data_args, training_args)
     finetuned_from = None if data_args.embedded else model_args.model_name_or_path
@@ -173,7 +177,7 @@ def tokenize_splits(
     block_size: int,
 ) -> dict[str, Split]:
     """Records of every split; what was cut is said before training."""
-    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples, SPLIT: None}
     splits = {}
     for name, table in tables.items():
         with training_args.main_process_first(desc=f"tokenizing {name}"):

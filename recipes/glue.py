@@ -41,13 +41,16 @@ from hf_dpopt import DPTrainer, DPTrainingArguments
 from recipes import processes, running
 from recipes.glue_data import ClassificationData
 from recipes.glue_metrics import compute_metrics_with, load_metric
-from recipes.glue_model import load_model
+from recipes.glue_model import is_pooled, load_model, save_merged
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
 from recipes.models import choose_trained
+from recipes.public_first import SPLIT, learn_public
 from recipes.warm_start import warm_start
 
 logger = logging.getLogger("recipes.glue")
+
+MERGED = "merged"  # folder of a pooled model with its adapters
 
 
 def main(argv: list[str]) -> None:
@@ -65,6 +68,8 @@ def main(argv: list[str]) -> None:
         head_run = warm_start(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
         training_args.earlier_runs = [*(training_args.earlier_runs or ()), head_run]
     model = choose_trained(model, model_args, "SEQ_CLS")
+    if SPLIT in splits:
+        learn_public(model, splits[SPLIT], collate, training_args, data_args)
     metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
 
     trainer_class = Trainer if data_args.non_private else DPTrainer
@@ -82,6 +87,10 @@ def main(argv: list[str]) -> None:
     results = evaluate(trainer, splits) if training_args.do_eval else {}
     if training_args.do_predict:
         predict(trainer, splits, data, training_args)
+    if training_args.do_train and model_args.lora_r and is_pooled(model.config) and trainer.is_world_process_zero():
+        save_merged(
+            trainer.accelerator.unwrap_model(trainer.model), Path(training_args.output_dir) / MERGED, tokenizer
+        )
     publish(trainer, model_args, data_args, training_args)
     if trainer.is_world_process_zero():
         print(summary(trainer, data, splits, results, model_args, data_args, seconds=time.monotonic() - start))
@@ -109,7 +118,7 @@ def tokenize(
             result["label"] = rows["label"] if ids is None else [ids[label] for label in rows["label"]]
         return result
 
-    limits = {"train": data_args.max_train_samples, "test": data_args.max_predict_samples}
+    limits = {"train": data_args.max_train_samples, "test": data_args.max_predict_samples, SPLIT: None}
     tokenized = {}
     for split, dataset in data.splits.items():
         limit = limits.get(split.split("_")[0], data_args.max_eval_samples)
@@ -208,6 +217,8 @@ def summary(
     lines.append(("privacy", running.privacy_line(trainer)))
     lines.append(("wall time", f"{seconds:.0f} s"))
     lines.append(("output", str(Path(trainer.args.output_dir).resolve())))
+    if (merged := Path(trainer.args.output_dir) / MERGED).is_dir():
+        lines.append(("whole model", str(merged.resolve())))
     return running.result_text(lines) + (f"\n{NEXT_STEPS}" if data_args.embedded else "")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -80,6 +82,17 @@ def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> 
         )
     config.pooling, config.pooling_layers = now
     return PooledForSequenceClassification(config, found.encoder)
+
+
+def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a pooled model with its adapters merged in, as a model that loads by itself.
+
+    `peft` would put the adapters on the encoder that they name, with a head of its own class: what they were trained
+    with is nowhere but here.
+    """
+    merged = copy.deepcopy(model).merge_and_unload()
+    merged.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def is_pooled(config: Any) -> bool:

@@ -106,6 +106,11 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             )
     if model_args.warm_start_epsilon is not None and data_args.non_private:
         raise DPConfigError("warm_start_epsilon is for private runs. Leave it or non_private out.")
+    if model_args.warm_start_epsilon is not None and data_args.public_file is not None:
+        raise DPConfigError(
+            "The head is started from public records or by a private run, not by both. Leave public_file or "
+            "warm_start_epsilon out."
+        )
     if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):

@@ -13,6 +13,7 @@ from hf_dpopt import DPTrainingArguments
 from recipes import sources
 from recipes.glue_data import ClassificationData, build, read_label_list
 from recipes.glue_options import DataTrainingArguments, ModelArguments
+from recipes.public_first import SPLIT
 from recipes.tables import Table
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ def load_data(
             name=GLUE_ON_THE_HUB if is_glue else data_args.dataset_name,
             config=data_args.task_name if is_glue else data_args.dataset_config_name,
         )
+        tables |= sources.public_table(data_args, training_args)
         from_hub = not any(data_args.files.values())
         if from_hub and data_args.task_name is not None and training_args.eval_data_privacy == "undeclared":
             training_args.eval_data_privacy = "public"  # GLUE's own validation set
@@ -52,6 +54,7 @@ def load_data(
         )
         declare_preprocessing(data_args, training_args)
     names = sources.needed_splits(data.splits, training_args)
+    names += [SPLIT] if SPLIT in data.splits else []
     return dataclasses.replace(data, splits=DatasetDict({name: data.splits[name] for name in names}))
 
 

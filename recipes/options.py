@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from hf_dpopt.huggingface.refusals import check_arguments
+from recipes.public_first import check_public
 
 ACTIONS = ("do_train", "do_eval", "do_predict")
 RUNS = Path("runs")
@@ -77,6 +78,14 @@ class DataArguments:
     max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first so many evaluation records."})
     train_file: str | None = field(default=None, metadata={"help": "csv, tsv, json or jsonl, each optionally .gz."})
     validation_file: str | None = field(default=None, metadata={"help": "The same, for evaluation."})
+    public_file: str | None = field(
+        default=None,
+        metadata={"help": "Public records, in the form of train_file: ordinary training on them comes first."},
+    )
+    public_epochs: float = field(default=1.0, metadata={"help": "Passes over public_file."})
+    public_learning_rate: float | None = field(
+        default=None, metadata={"help": "Of the training on public_file. Default: 5e-5, of adapters and heads 1e-3."}
+    )
     non_private: bool = field(
         default=False,
         metadata={"help": "NO PRIVACY: the stock Trainer with the same data and batch, to compare with."},
@@ -188,6 +197,7 @@ def check(
             "job runs."
         )
     check_files(data_args, training_args)
+    check_public(data_args)
     for name in counts:
         value = getattr(data_args, name)
         if value is not None and value < 1:

@@ -38,6 +38,7 @@ from recipes.clm_data import choose_block_size
 from recipes.clm_generate import most_prompt_tokens
 from recipes.clm_metrics import loss_of_records, perplexity_metrics
 from recipes.clm_options import ModelArguments
+from recipes.public_first import SPLIT, learn_public
 from recipes.seq2seq_data import find_pairs
 from recipes.seq2seq_options import parse
 from recipes.tables import TEXT_EXTENSIONS
@@ -60,6 +61,9 @@ def main(argv: list[str]) -> None:
     clm.declare_unit(kind, data_args.max_target_length, training_args)
     splits = clm.tokenize_splits(tables, kind, tokenizer, data_args, training_args, data_args.max_target_length)
     model = models.choose_trained(model, model_args, "SEQ_2_SEQ_LM")
+    collate = DataCollatorForSeq2Seq(tokenizer, model=model)  # makes what a smoothed evaluation loss needs
+    if SPLIT in splits:
+        learn_public(model, splits[SPLIT].dataset, collate, training_args, data_args)
 
     trainer_class = Seq2SeqTrainer if data_args.non_private else DPSeq2SeqTrainer
     trainer = trainer_class(
@@ -70,7 +74,7 @@ def main(argv: list[str]) -> None:
         compute_metrics=perplexity_metrics,
         preprocess_logits_for_metrics=functools.partial(loss_of_records, shifted=False),
         processing_class=tokenizer,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, model=model),  # makes what a smoothed evaluation loss needs
+        data_collator=collate,
     )
     results = clm.train_and_evaluate(trainer, tables, kind, tokenizer, data_args, training_args)
     running.publish(trainer, training_args, finetuned_from=model_args.model_name_or_path, tasks="text2text-generation")

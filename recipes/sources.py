@@ -10,6 +10,7 @@ from datasets import ClassLabel, Dataset, load_dataset
 from hf_dpopt import DPConfigError, DPTrainingArguments
 from recipes import hub
 from recipes.options import ModelArguments
+from recipes.public_first import SPLIT
 from recipes.tables import EXTENSIONS, Table, read_table
 
 LOCAL_FILES = "To use local files: --train_file train.tsv --validation_file dev.tsv (csv, tsv, json, jsonl, .gz)."
@@ -41,13 +42,23 @@ def load_tables(
 def load_used(
     model_args: ModelArguments, data_args: Any, training_args: DPTrainingArguments, *, kinds: tuple[str, ...]
 ) -> dict[str, Table]:
-    """train and validation, as far as a run uses them.
+    """train, validation and public records, as far as a run uses them.
 
     Raises:
         DPConfigError: if one is missing or cannot be read.
     """
     name, config = data_args.dataset_name, data_args.dataset_config_name
-    return used(load_tables(model_args, data_args, name=name, config=config, kinds=kinds), training_args)
+    tables = used(load_tables(model_args, data_args, name=name, config=config, kinds=kinds), training_args)
+    return tables | public_table(data_args, training_args, kinds=kinds)
+
+
+def public_table(
+    data_args: Any, training_args: DPTrainingArguments, *, kinds: tuple[str, ...] = EXTENSIONS
+) -> dict[str, Table]:
+    """The table of public records under the name of its split; empty where none is used."""
+    if data_args.public_file is None or not training_args.do_train:
+        return {}
+    return {SPLIT: read_table(data_args.public_file, kinds=kinds)}
 
 
 def used(tables: dict[str, Table], training_args: DPTrainingArguments) -> dict[str, Table]:

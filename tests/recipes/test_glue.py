@@ -136,6 +136,19 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "dropout": ({"dropout": "1.5"}, "dropout=1.5 is not a rate. Use 0 to 1"),
     "frozen adapters": ({"lora_r": "2", "freeze": "encoder"}, "Leave --freeze encoder or --lora_r out"),
     "no adapters": ({"lora_freeze_a": "true"}, "Add --lora_r 8"),
+    "public is private": ({"public_file": "train.tsv"}, "train_file or validation_file, too"),
+    "public passes": ({"public_file": "test.tsv", "public_epochs": "0"}, "must be finite and > 0"),
+    "public rate alone": ({"public_learning_rate": "0.1"}, "Add --public_file"),
+    "public without a private run": (
+        {"public_file": "a.tsv", "non_private": "true", "target_epsilon": None},
+        "before a private run",
+    ),
+    "two starts": ({"public_file": "a.tsv", "warm_start_epsilon": "1"}, "not by both"),
+    "warm start without privacy": (
+        {"warm_start_epsilon": "1", "non_private": "true", "target_epsilon": None},
+        "for private runs",
+    ),
+    "warm start beyond the budget": ({"warm_start_epsilon": "8"}, "no part of target_epsilon"),
     "layers alone": ({"pooling_layers": "1"}, "Add --pooling mean"),
     "layers": ({"pooling": "mean", "pooling_layers": "99"}, "layers go from 0"),
     "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
@@ -323,3 +336,26 @@ def test_non_private_says_so(model_dir: str, files: Path, capsys: pytest.Capture
     assert glue.run(arguments(model_dir, non_private="true", target_epsilon=None)) == 0
     assert "NONE (--non_private)" in capsys.readouterr().out
     assert not (files / "out" / "privacy").exists()
+
+
+# --- what comes before the private run -------------------------------------------------------------------------------
+
+
+def test_public_records_are_learnt_first_and_the_statement_says_so(model_dir: str, files: Path) -> None:
+    (files / "public.tsv").write_text("sentence\tlabel\n" + "a fine film\t1\nno good film\t0\n" * 20)
+    flags = {"public_file": "public.tsv", "public_epochs": "2", "learning_rate": "1e-12", "dropout": "0"}
+    assert glue.run(arguments(model_dir, **flags)) == 0
+    before = RobertaForSequenceClassification.from_pretrained(model_dir).state_dict()
+    after = RobertaForSequenceClassification.from_pretrained(files / "out").state_dict()
+    assert max(float((after[name] - before[name]).abs().max()) for name in before) > 1e-5, "the private rate is 1e-12"
+    statement = (files / "out" / "privacy" / "statement.md").read_text()
+    assert "trained on 40 records of a file that was declared public" in statement
+    assert "| 40, 8, 0.2 |" in statement, "public records are no part of n"
+
+
+def test_a_warm_start_is_paid_for_by_the_same_budget(model_dir: str, files: Path) -> None:
+    flags = {"warm_start_epsilon": "1", "recipe": "none", "dropout": "0", "report_to": "none"}
+    assert glue.run(arguments(model_dir, **flags)) == 0
+    statement = (files / "out" / "privacy" / "statement.md").read_text()
+    assert "1 earlier run on these records released" in statement and "**epsilon = 7.9" in statement
+    assert (files / "out" / "warm_start" / "privacy" / "statement.md").exists()

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, BertCon
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
-from recipes.glue_model import load_pooled
+from recipes.glue_model import load_pooled, save_merged
 from recipes.glue_options import ModelArguments
 from recipes.pooled_model import FEATURE_NORM, PooledConfig, PooledForSequenceClassification, pool
 
@@ -123,3 +123,23 @@ def test_a_head_is_not_put_on_other_features(saved, flags):
 def test_the_head_of_another_class_is_refused(saved):
     with pytest.raises(DPConfigError, match="'model' stands alone"):
         load(saved[0], pooling=["model"])
+
+
+def test_adapters_are_saved_with_the_head_they_belong_to(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(pooled(), LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                value.normal_()
+    model.eval()
+    save_merged(model, tmp_path, AnyTokenizer())
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, trust_remote_code=True).eval()
+    torch.testing.assert_close(loaded(IDS_BT, TEXT_BT).logits, model(IDS_BT, TEXT_BT).logits)
+    assert any("lora_B" in name for name, _ in model.named_parameters()), "the trained model keeps its adapters"
+
+
+class AnyTokenizer:
+    def save_pretrained(self, folder):
+        pass

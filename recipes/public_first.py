@@ -1,0 +1,88 @@
+"""Ordinary training on public records first: what they teach costs no privacy.
+
+Whatever the private run does not have to learn, its noise cannot spoil. The smaller the budget, the more it helps: a
+start on public records lifted 42.0 % to 64.5 % at epsilon 0.25, and changed nothing at 2 (docs/reproductions.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from typing import Any
+
+from transformers import Trainer, TrainingArguments
+
+from hf_dpopt import DPConfigError, DPTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+SPLIT = "public"
+LEARNING_RATES = {"full": 5e-5, "part": 1e-3}  # usual ones of ordinary finetuning, and of adapters and heads
+
+
+def learn_public(model: Any, records: Any, collate: Any, args: DPTrainingArguments, data_args: Any) -> None:
+    """Train `model` on public records, in place, with the stock Trainer and without noise; the statement says so.
+
+    Args:
+        model: the model as the private run trains it, adapters included.
+        records: tokenized public records.
+        collate: makes a batch of records.
+        args: arguments of the run that follows; device, seed and physical batch are theirs.
+        data_args: `public_epochs` and `public_learning_rate`.
+    """
+    _declare(args, len(records))
+    if args.resume_from_checkpoint is not None:  # the checkpoint has learnt it
+        return
+    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
+    is_full = sum(sizes) > 0.5 * sum(p.numel() for p in model.parameters())
+    rate = data_args.public_learning_rate or LEARNING_RATES["full" if is_full else "part"]
+    logger.info(f"Public records first: {len(records)} of them, {data_args.public_epochs:g} passes, rate {rate:g}.")
+    with tempfile.TemporaryDirectory() as folder:
+        own = TrainingArguments(
+            output_dir=folder,
+            num_train_epochs=data_args.public_epochs,
+            learning_rate=rate,
+            per_device_train_batch_size=args.per_device_train_batch_size,
+            warmup_steps=0.06,
+            seed=args.seed,
+            use_cpu=args.use_cpu,
+            bf16=args.bf16,
+            disable_tqdm=args.disable_tqdm,
+            remove_unused_columns=args.remove_unused_columns,
+            report_to=[],
+            save_strategy="no",
+        )
+        Trainer(model=model, args=own, train_dataset=records, data_collator=collate).train()
+
+
+def check_public(data_args: Any) -> None:
+    """Refuse settings of public records that do not fit together.
+
+    Raises:
+        DPConfigError: for passes or rates out of range, without a file, or of a run that has no private part.
+    """
+    if data_args.public_file is None:
+        if data_args.public_learning_rate is not None:
+            raise DPConfigError("public_learning_rate is for public records. Add --public_file, or leave it out.")
+        return
+    if data_args.non_private:
+        raise DPConfigError("public_file comes before a private run. Leave it or non_private out.")
+    if data_args.public_file in (data_args.train_file, data_args.validation_file):
+        raise DPConfigError(
+            f"{data_args.public_file} is train_file or validation_file, too. Public records are others: whatever is "
+            "in public_file is not protected."
+        )
+    rate, epochs = data_args.public_learning_rate, data_args.public_epochs
+    if not 0 < epochs < float("inf") or not (rate is None or 0 < rate < float("inf")):
+        raise DPConfigError(
+            f"public_epochs={epochs} and public_learning_rate={rate} must be finite and > 0. Use 1, and leave the "
+            "rate out."
+        )
+
+
+def _declare(args: DPTrainingArguments, num_records: int) -> None:
+    """For the privacy statement: what the model had learnt from before its private run."""
+    args.data_dependent_preprocessing = (
+        f"{args.data_dependent_preprocessing}. Before the private run the model was trained on {num_records} records "
+        "of a file that was declared public, which are not protected"
+    )
