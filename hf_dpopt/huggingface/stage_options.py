@@ -14,7 +14,7 @@ from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage
+from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage, decay_over
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.public.gradients import PublicGradients
@@ -51,7 +51,7 @@ def after_steps_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterSte
         after.append(BallProjection(model, args.ball_radius))
     match args.average_iterate:
         case "exponential":
-            after.append(IterateAverage(model, "exponential"))
+            after.append(IterateAverage(model, "exponential", decay=decay_over(num_steps)))
         case "uniform" | "tail":
             after.append(IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0))
     return after

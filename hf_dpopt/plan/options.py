@@ -256,7 +256,7 @@ class AfterNoiseOptions:
     average_iterate: str | None = option(
         None,
         "Weights that the run ends with: their uniform average over all steps, over the second half (tail), or an "
-        "exponential one.",
+        "exponential one over about the last tenth.",
         unset="the last ones",
         choices=("uniform", "tail", "exponential"),
     )

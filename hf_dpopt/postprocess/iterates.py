@@ -17,6 +17,21 @@ from hf_dpopt.common.errors import DPConfigError
 Weights = dict[str, torch.Tensor]
 
 
+WINDOW = 0.1  # of a run, that its exponential average is over: longer ones hold weights of a much higher loss
+
+
+def decay_over(num_steps: int) -> float:
+    """Decay of an exponential average that is over the last tenth of a run; 0 for runs of ten steps or less.
+
+    A fixed decay suits one length: 0.999 makes of a run of 200 steps nearly its uniform average. Private runs have
+    from 30 to some thousand steps.
+
+    Args:
+        num_steps: steps of the whole run, >= 1.
+    """
+    return max(0.0, 1 - 1 / (WINDOW * num_steps))
+
+
 class AfterStep(abc.ABC):
     """Something done to the trainable parameters of a model after every step of its optimizer."""
 

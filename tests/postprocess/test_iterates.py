@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage
+from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage, decay_over
 
 
 def _model() -> nn.Module:
@@ -49,6 +49,15 @@ def test_the_average_is_that_of_the_iterates(kind, optimizer):
     for name, got in average.average().items():
         want = torch.stack([it[name] for it in iterates]).mul(w.view(-1, *[1] * got.dim())).sum(dim=0) / w.sum()
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [1, 10, 11, 198, 10**5])
+def test_the_exponential_average_is_over_the_last_tenth_of_any_run(num_steps):
+    decay = decay_over(num_steps)
+    weights = [decay ** (num_steps - s) for s in range(1, num_steps + 1)]
+    mean_age = sum(w * (num_steps - s) for s, w in enumerate(weights, start=1)) / sum(weights)
+    assert 0 <= decay < 1 and mean_age <= 0.1 * num_steps
+    assert num_steps <= 10 or mean_age >= 0.099 * num_steps - 1.01
 
 
 def test_before_anything_counts_it_is_the_weights_as_they_are():
