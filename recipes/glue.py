@@ -41,16 +41,17 @@ from hf_dpopt import DPTrainer, DPTrainingArguments
 from recipes import processes, running
 from recipes.glue_data import ClassificationData
 from recipes.glue_metrics import compute_metrics_with, load_metric
-from recipes.glue_model import is_pooled, load_model, save_merged
+from recipes.glue_model import is_own, load_model, save_merged
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
 from recipes.models import choose_trained
+from recipes.prompts import fill
 from recipes.public_first import SPLIT, learn_public
 from recipes.warm_start import warm_start
 
 logger = logging.getLogger("recipes.glue")
 
-MERGED = "merged"  # folder of a pooled model with its adapters
+MERGED = "merged"  # folder of a model whose class is of this repository, with its adapters
 
 
 def main(argv: list[str]) -> None:
@@ -87,7 +88,7 @@ def main(argv: list[str]) -> None:
     results = evaluate(trainer, splits) if training_args.do_eval else {}
     if training_args.do_predict:
         predict(trainer, splits, data, training_args)
-    if training_args.do_train and model_args.lora_r and is_pooled(model.config) and trainer.is_world_process_zero():
+    if training_args.do_train and model_args.lora_r and is_own(model.config) and trainer.is_world_process_zero():
         save_merged(
             trainer.accelerator.unwrap_model(trainer.model), Path(training_args.output_dir) / MERGED, tokenizer
         )
@@ -111,9 +112,16 @@ def tokenize(
     padding = "max_length" if data_args.pad_to_max_length else False
     ids = None if data.labels is None else [model.config.label2id[label] for label in data.labels]
 
+    template = getattr(model.config, "template", None)
+    put = None if template is None else fill(template, tokenizer, max_length)
+
     def preprocess(rows: dict[str, list]) -> dict[str, Any]:
         texts = (rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)
-        result = tokenizer(*texts, padding=padding, max_length=max_length, truncation=True)
+        if put is not None:
+            filled = [put(*one) for one in zip(*texts, strict=True)]
+            result = {name: [one[name] for one in filled] for name in filled[0]}
+        else:
+            result = dict(tokenizer(*texts, padding=padding, max_length=max_length, truncation=True))
         if "label" in rows:
             result["label"] = rows["label"] if ids is None else [ids[label] for label in rows["label"]]
         return result

@@ -60,11 +60,13 @@ class ClassificationData:
         splits: train, validation (or mnli's two), test; as far as they were given.
         labels: names in the order of their ids; None for regression.
         description: what was loaded, for the last lines of a run.
+        task: GLUE task whose labels these are; None for others.
     """
 
     splits: DatasetDict
     labels: list[str] | None
     description: str
+    task: str | None = None
 
     @property
     def has_pairs(self) -> bool:
@@ -228,7 +230,7 @@ def build(
             )
         splits["train"] = splits["train"].add_column(user_id_column, list(ids))
     return ClassificationData(
-        splits, labels, ", ".join(f"{len(table)} records of {table.name}" for table in tables.values())
+        splits, labels, ", ".join(f"{len(table)} records of {table.name}" for table in tables.values()), task
     )
 
 

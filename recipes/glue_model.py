@@ -9,6 +9,8 @@ from typing import Any
 from transformers import (
     AutoConfig,
     AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -19,10 +21,16 @@ from recipes import models
 from recipes.glue_data import ClassificationData
 from recipes.glue_options import ModelArguments
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
+from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
+from recipes.prompts import make_prompt, word_ids
 
 # here what was saved is read by the code of this repository, and needs no trust
-AutoConfig.register(PooledConfig.model_type, PooledConfig)
-AutoModelForSequenceClassification.register(PooledConfig, PooledForSequenceClassification)
+for _config, _model in (
+    (PooledConfig, PooledForSequenceClassification),
+    (PromptConfig, PromptForSequenceClassification),
+):
+    AutoConfig.register(_config.model_type, _config)
+    AutoModelForSequenceClassification.register(_config, _model)
 
 
 def load_model(
@@ -37,6 +45,8 @@ def load_model(
         config.label2id = {data.labels[i]: order[i] for i in range(len(data.labels))}
         config.id2label = {i: label for label, i in config.label2id.items()}
     tokenizer = models.load_tokenizer(model_args)
+    if model_args.prompt is not None or is_prompted(config):
+        return tokenizer, load_prompted(model_args, config, tokenizer, data)
     pooling = model_args.pooling or (config.pooling if is_pooled(config) else ["model"])
     if pooling == ["model"] and not is_pooled(config):
         model = models.load_weights(
@@ -84,10 +94,44 @@ def load_pooled(model_args: ModelArguments, config: Any, pooling: list[str]) -> 
     return PooledForSequenceClassification(config, found.encoder)
 
 
-def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save a pooled model with its adapters merged in, as a model that loads by itself.
+def load_prompted(
+    model_args: ModelArguments, config: Any, tokenizer: PreTrainedTokenizerBase, data: ClassificationData
+) -> PromptForSequenceClassification:
+    """Load a language model that classifies by label words, or one that was saved as such.
 
-    `peft` would put the adapters on the encoder that they name, with a head of its own class: what they were trained
+    Raises:
+        DPConfigError: for a prompt that does not fit the data, the model or its tokens.
+    """
+    if is_prompted(config):
+        if model_args.prompt is not None and model_args.prompt != config.template:
+            raise DPConfigError(f"This model was trained with the prompt {config.template!r}. Leave --prompt out.")
+        model = models.load_weights(PromptForSequenceClassification, model_args, config)
+    else:
+        assert model_args.prompt is not None
+        prompt = make_prompt(model_args.prompt, model_args.label_words, data.task)
+        is_causal = tokenizer.mask_token_id is None
+        prompt.check(data.labels, has_pairs=data.has_pairs, is_causal=is_causal)
+        labels = {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
+        order = [config.label2id[label] for label in data.labels or ()]
+        ids = dict(zip(order, word_ids(prompt, tokenizer), strict=True))
+        lm = models.load_weights(AutoModelForCausalLM if is_causal else AutoModelForMaskedLM, model_args, config)
+        words = [ids[i] for i in sorted(ids)]
+        padding = config.pad_token_id
+        made = PromptConfig(lm.config, prompt.template, words, tokenizer.mask_token_id, pad_token_id=padding, **labels)
+        model = PromptForSequenceClassification(made, lm)
+    models.set_padding(tokenizer, model)
+    return model
+
+
+def is_prompted(config: Any) -> bool:
+    """Whether a configuration was saved with a model that classifies by label words."""
+    return config.model_type == PromptConfig.model_type
+
+
+def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save a model of one of this repository's classes with its adapters merged in, so that it loads by itself.
+
+    `peft` would put the adapters on the model that they name, with a head of its own class: what they were trained
     with is nowhere but here.
     """
     merged = copy.deepcopy(model).merge_and_unload()
@@ -98,6 +142,11 @@ def save_merged(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase) ->
 def is_pooled(config: Any) -> bool:
     """Whether a configuration was saved with a model that reads pooled states."""
     return config.model_type == PooledConfig.model_type
+
+
+def is_own(config: Any) -> bool:
+    """Whether the class of the model is one of this repository."""
+    return is_pooled(config) or is_prompted(config)
 
 
 def label_order(own: dict[str, int], labels: list[str]) -> list[int]:

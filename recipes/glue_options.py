@@ -9,6 +9,7 @@ from hf_dpopt import DPConfigError, DPTrainingArguments
 from recipes import options
 from recipes.glue_data import GLUE_LABELS
 from recipes.pooled_model import WAYS
+from recipes.prompts import make_prompt
 
 SOURCES = ("model_name_or_path", "task_name", "dataset_name", "train_file", "validation_file", "test_file")
 
@@ -50,6 +51,17 @@ class ModelArguments(options.ModelArguments):
     pooling_layers: list[int] | None = field(
         default=None,
         metadata={"help": "Layers that --pooling reads side by side, such as 4 5 6; default: -1, the last."},
+    )
+    prompt: str | None = field(
+        default=None,
+        metadata={
+            "help": "Classify by the model's own language head: the template, such as '{text} It was {mask}.', or "
+            "auto for that of a GLUE task. Default: a head of its own."
+        },
+    )
+    label_words: list[str] | None = field(
+        default=None,
+        metadata={"help": "With --prompt: a word for the gap for every label, in their order: terrible great."},
     )
     warm_start_epsilon: float | None = field(
         default=None,
@@ -111,6 +123,17 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             "The head is started from public records or by a private run, not by both. Leave public_file or "
             "warm_start_epsilon out."
         )
+    if model_args.prompt is None and model_args.label_words:
+        raise DPConfigError("label_words are for the gap of a prompt. Add --prompt, or leave them out.")
+    if model_args.prompt is not None:
+        without = {"pooling": model_args.pooling, "warm_start_epsilon": model_args.warm_start_epsilon}
+        taken = [name for name, value in without.items() if value is not None]
+        if taken or data_args.pad_to_max_length:
+            raise DPConfigError(
+                f"A prompt has no new head, and is padded to the batch. Leave {' and '.join(taken) or '--prompt or '}"
+                f"{'' if taken else 'pad_to_max_length'} out."
+            )
+        make_prompt(model_args.prompt, model_args.label_words, data_args.task_name)
     if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):

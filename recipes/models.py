@@ -135,8 +135,8 @@ def usual_targets(model: PreTrainedModel) -> list[str] | None:
     """Layers that adapters are usually put on, of a model whose name `peft` does not know; None of any other."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
 
-    encoder = getattr(model.config, "encoder_config", None)
-    return None if encoder is None else usual.get(encoder.model_type)
+    inner = getattr(model.config, "encoder_config", None) or getattr(model.config, "lm_config", None)
+    return None if inner is None else usual.get(inner.model_type)
 
 
 def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
