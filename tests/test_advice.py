@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
+from pathlib import Path
 
 import pytest
 
@@ -149,3 +151,18 @@ def test_outlook_of_correlated_noise_tells_steps_from_the_run():
     assert made.noise > beside.noise and made.run_noise < beside.run_noise
     for_sgd = dataclasses.replace(made, is_adaptive=False)
     assert for_sgd.useful_steps > made.useful_steps, "AdamW feels the noise of single steps"
+
+
+def test_the_useful_steps_of_the_documentation_are_those_of_the_rule():
+    """Each row of the table in docs/choosing.md: kind, steps, batch, epsilon and what the steps are worth."""
+    text = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()
+    row = re.compile(r"^\| (full|LoRA)[^|]*\| ([\d,]+), (\d+), (\d+)[^|]*\| (\d+) \|", re.MULTILINE)
+    found = row.findall(text)
+    assert len(found) == 7
+    for kind, steps, batch, epsilon, useful in found:
+        config = PrivacyConfig(
+            target_epsilon=float(epsilon), target_delta=1e-5, expected_batch_size=int(batch), sampling="poisson"
+        )
+        plan = make_plan(config, num_examples=67349, num_steps=int(steps.replace(",", "")))
+        outlook = outlook_of(plan, kind.lower())
+        assert outlook.useful_steps == pytest.approx(int(useful), rel=0.04, abs=0.6), (kind, steps, batch, epsilon)

@@ -125,6 +125,9 @@ def test_block_runs(block: Block, workspaces: dict[str, Path]) -> None:
         f"--- stdout\n{result.stdout[-4000:]}\n--- stderr\n{result.stderr[-4000:]}"
     )
 
+    if "eval_accuracy" in block.code:
+        assert float(result.stdout.split()[-1]) > 0.95, "the README promises a model that has learnt"
+
 
 def test_no_block_escapes_the_tests() -> None:
     """A README block is run, or says why not; and no misspelt word switches the running off."""
