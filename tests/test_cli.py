@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -129,9 +130,50 @@ def test_without_a_batch_plan_advises(run: Run) -> None:
     assert [row["passes"] for row in facts["more_passes"]] == [3, 9, 30]
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--model", "roberta-base", "--task", "sst2", "--finetuning", "full"], "--task_name sst2 --prompt auto"),
+        (["--model", "roberta-large", "--task", "mnli"], "--model_name_or_path roberta-large"),
+        (["--model", "gpt2", "--task", "e2e", "--passes", "10"], "--prompt_column mr --target_column ref --generate"),
+        (["--finetuning", "head", "--task", "qnli"], "--freeze encoder"),
+    ],
+)
+def test_the_command_that_advice_prints_is_one_that_the_recipe_takes(
+    run: Run, flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from recipes import clm_options, glue_options
+
+    monkeypatch.chdir(tmp_path)
+    facts = json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json", *flags)[1])
+    assert words in facts["command"]
+    _, _, script, *printed = shlex.split(facts["command"].replace("\\\n", " "))
+    printed = [word.replace("MODEL", "roberta-base") for word in printed]
+    parse = clm_options.parse if script.endswith("clm.py") else glue_options.parse
+    _, _, args = parse(printed)
+    assert args.expected_batch_size == facts["options"]["expected_batch_size"]
+    assert args.learning_rate == facts["options"]["learning_rate"] and args.target_epsilon == 8
+
+
+def test_known_models_have_their_size(run: Run) -> None:
+    small, large = (
+        json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json", "--model", name)[1])["options"]
+        for name in ("roberta-base", "FacebookAI/roberta-large")
+    )
+    assert small["learning_rate"] > large["learning_rate"]
+
+
+def test_a_plan_in_json_has_its_outlook(run: Run) -> None:
+    asked = ["plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--no-compare", "--json"]
+    outlook = json.loads(run(*asked)[1])["outlook"]
+    assert outlook["verdict"] == "hopeless" and outlook["better"]["expected_batch_size"] > 500
+
+
 def test_a_hopeless_plan_is_a_warning(run: Run) -> None:
     code, _, err = run("plan", "-n", "100", "--epsilon", "1")
     assert code == 0 and "will not learn" in err
+    code, out, err = run("plan", "-n", "100", "--epsilon", "1", "--json")
+    assert json.loads(out)["verdict"] == "hopeless" and "will not learn" in err
 
 
 def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
@@ -147,6 +189,8 @@ def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
         (["--epsilon", "8", "--trained", "7B", "--weights", "125M"], "Leave one out"),
         (["--epsilon", "8", "--finetuning", "qlora"], "finetuning='qlora'"),
         (["--epsilon", "8", "--objective", "x"], "objective='x'"),
+        (["--epsilon", "8", "--task", "sst3"], "task='sst3'"),
+        (["--epsilon", "8", "--task", "sst2", "--objective", "generation"], "does not fit"),
         (["--epsilon", "8", "--passes", "1e9"], "100000 passes at most"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
         (["--epsilon", "8", "--records-per-second", "0"], "Use a number > 0"),

@@ -19,6 +19,14 @@ from hf_dpopt.plan.outlook import Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
 MORE = (1, 3, 10)  # times the passes that were asked for
+# Weights of models that papers on private finetuning report, by their names on the hub.
+SIZES = {
+    "distilroberta-base": 82_000_000, "bert-base-uncased": 110_000_000, "roberta-base": 125_000_000,
+    "roberta-large": 355_000_000, "distilgpt2": 82_000_000, "gpt2": 124_000_000, "gpt2-medium": 355_000_000,
+    "gpt2-large": 774_000_000,
+}  # fmt: skip
+PROMPTED = ("cola", "mnli", "mrpc", "qnli", "qqp", "rte", "sst2")  # GLUE tasks with a prompt in recipes/prompts.py
+TASKS = (*PROMPTED, "stsb", "wnli", "e2e")
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
 
@@ -35,9 +43,15 @@ class Request:
     finetuning: str | None
     objective: str
     records_per_second: float | None
+    model: str | None = None
+    task: str | None = None
 
     def __post_init__(self) -> None:
         check_choice("objective", self.objective, ("classification", "generation"))
+        if self.task is not None:
+            check_choice("task", self.task, TASKS)
+            if (self.task == "e2e") != (self.objective == "generation"):
+                raise DPConfigError(f"--task {self.task} does not fit --objective {self.objective}. Leave one out.")
         if self.finetuning is not None:
             check_choice("finetuning", self.finetuning, ("full", "lora", "head"))
         if self.trained is not None and self.weights is not None and self.trained > self.weights:
@@ -50,13 +64,14 @@ class Request:
         """The job, with what was left out filled in."""
         if self.epsilon is None:
             raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
-        weights = self.weights or (self.trained if self.finetuning == "full" else None)
+        known = SIZES.get((self.model or "").rpartition("/")[2])
+        weights = self.weights or (self.trained if self.finetuning == "full" else None) or known
         return TrainingJob(
             num_units=self.num_examples,
             target_epsilon=self.epsilon,
             target_delta=self.delta,
             passes=3.0 if self.passes is None else self.passes,
-            kind=self.finetuning or kind_of(self.trained, self.weights),  # type: ignore[arg-type]  # checked above
+            kind=self.finetuning or kind_of(self.trained, self.weights or known),  # type: ignore[arg-type]  # checked above
             objective=self.objective,  # type: ignore[arg-type]  # checked by TrainingJob
             model_size=weights or max(REFERENCE_SIZE, self.trained or 0),
         )
@@ -120,7 +135,7 @@ def show_advice(request: Request, *, as_json: bool) -> None:
     for row in rows:
         passes.add_row(*(str(v) if not isinstance(v, float) else f"{v:.3g}" for v in _row(row).values()))
     console.print(passes)
-    typer.echo(f"\n{command(advice)}")
+    typer.echo(f"\n{command(advice, request)}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,15 +189,22 @@ def advice_beside(plan: PrivacyPlan, request: Request, *, is_adaptive: bool) -> 
     return Beside(job, outlook, rate, advice if is_better else None)
 
 
-def command(advice: Advice) -> str:
+def command(advice: Advice, request: Request) -> str:
     """The command line of the recipe that fits; what it leaves out is what it chooses by itself."""
-    job = advice.job
-    script = "glue.py" if job.objective == "classification" else "clm.py"
-    part = {"lora": " --lora_r 8", "head": " --freeze encoder", "full": ""}[job.kind]
+    job, task = advice.job, request.task
+    script = "clm.py" if job.objective == "generation" else "glue.py"
+    data = "--train_file FILE --validation_file FILE"
+    if task == "e2e":
+        data = (
+            "--train_file trainset.csv --validation_file devset.csv --prompt_column mr --target_column ref --generate"
+        )
+    elif task is not None:
+        data = f"--task_name {task}" + (" --prompt auto" if job.kind != "head" and task in PROMPTED else "")
+    part = {"lora": "--lora_r 8 ", "head": "--freeze encoder ", "full": ""}[job.kind]
     delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
     return (
-        f"accelerate launch recipes/{script} --model_name_or_path MODEL --train_file FILE --validation_file FILE \\\n"
-        f"   {part} --target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g} "
+        f"accelerate launch recipes/{script} --model_name_or_path {request.model or 'MODEL'} {data} \\\n"
+        f"    {part}--target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g} "
         f"--expected_batch_size {advice.batch} \\\n"
         f"    --learning_rate {advice.learning_rate:g} --warmup_steps {advice.values['warmup_steps']}"
     )
@@ -196,7 +218,7 @@ def _facts(advice: Advice, request: Request) -> dict[str, Any]:
         **_outlook_facts(advice.outlook),
         "records": _records(advice),
         "hours": _hours(advice, request),
-        "command": command(advice),
+        "command": command(advice, request),
     }
 
 

@@ -79,6 +79,10 @@ def plan(
     weights: Annotated[
         str | None, typer.Option(help="Weights of the model, frozen ones included, such as 125M.")
     ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name or folder of the model, for the command line; roberta-base, gpt2 ..")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="GLUE task, or e2e, for the command line.")] = None,
     finetuning: Annotated[str | None, typer.Option(help="full, lora or head. Default: by what is trained.")] = None,
     objective: Annotated[
         str, typer.Option(help="classification, or generation (a loss on tokens).")
@@ -96,8 +100,9 @@ def plan(
     trained = None if num_parameters is None else advising.parse_count(num_parameters)
     request = advising.Request(
         num_examples=num_examples, epsilon=epsilon, delta=delta, passes=epochs, trained=trained,
-        weights=None if weights is None else advising.parse_count(weights), finetuning=finetuning, objective=objective,
-        records_per_second=records_per_second,
+        weights=None if weights is None else advising.parse_count(weights), finetuning=finetuning,
+        objective="generation" if task == "e2e" else objective, records_per_second=records_per_second,
+        model=model, task=task,
     )  # fmt: skip
     if batch_size is None:
         given = {
