@@ -9,8 +9,10 @@ import pytest
 from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
+from hf_dpopt.convex import HeadTrainingArguments, check_convex_arguments
 from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
 from hf_dpopt.run.earlier import read_earlier_runs
+from hf_dpopt.run.ledger import Ledger
 from tests.tiny import records, trainer
 
 N, DELTA = 10_000, 1e-5
@@ -133,19 +135,113 @@ def test_a_run_that_builds_on_another_pays_for_both(tmp_path):
     assert second.plan.noise_multiplier > alone.plan.noise_multiplier
     statement = (tmp_path / "b" / "privacy" / "statement.md").read_text()
     (run,) = json.loads((tmp_path / "b" / "privacy" / "report.json").read_text())["plan"]["earlier_runs"]
-    assert f"1 earlier run on these records released: {first.plan.num_steps} steps" in statement
-    assert run["ledger_digest"][:16] in statement and "share this ledger and are not named above" in statement
+    assert f"1 earlier run on these records had released by then: {first.plan.num_steps} steps" in statement
+    assert run["ledger_digest"][:16] in statement and "or later steps of the runs that are named above" in statement
     assert "earlier run" not in (tmp_path / "a" / "privacy" / "statement.md").read_text()
 
 
-def test_a_resumed_run_has_to_name_the_same_earlier_runs(tmp_path):
+def both(tmp_path):
+    """A run of epsilon 2 in the folder a, and options of one in b that builds on it."""
     data = records(64)
     trainer(tmp_path / "a", train_dataset=data, target_epsilon=2.0, **BOTH).train()
-    options = dict(train_dataset=data, target_epsilon=3.0, save_strategy="steps", save_steps=1, **BOTH)
+    return dict(train_dataset=data, target_epsilon=3.0, save_strategy="steps", save_steps=1, **BOTH)
+
+
+def test_a_run_that_goes_on_keeps_its_earlier_runs(tmp_path):
+    options = both(tmp_path)
+    first = trainer(tmp_path / "b", earlier_runs=[str(tmp_path / "a")], **options)
+    first.train()
+    checkpoint = str(sorted((tmp_path / "b").glob("checkpoint-*"))[0])
+    again = trainer(tmp_path / "b", **{**options, "target_epsilon": 50.0})
+    again.train(resume_from_checkpoint=checkpoint)
+    assert again.plan.earlier == first.plan.earlier and again.privacy_spent().epsilon > 3.0
+    trainer(tmp_path / "c", **options).train()
+    with pytest.raises(DPConfigError, match="names others now"):
+        trainer(tmp_path / "b", earlier_runs=[str(tmp_path / "c")], **options)
+    with pytest.raises(DPConfigError, match="began with 0 earlier runs"):
+        trainer(tmp_path / "c", earlier_runs=[str(tmp_path / "a")], **options)
+
+
+def test_a_trainer_that_only_publishes_does_not_forget_them(tmp_path):
+    options = both(tmp_path)
     trainer(tmp_path / "b", earlier_runs=[str(tmp_path / "a")], **options).train()
-    first = str(next((tmp_path / "b").glob("checkpoint-*")))
-    with pytest.raises(DPConfigError, match="earlier_runs"):
-        trainer(tmp_path / "b", **{**options, "target_epsilon": 50.0}).train(resume_from_checkpoint=first)
+    before = (tmp_path / "b" / "privacy" / "statement.md").read_text()
+    later = trainer(tmp_path / "b", **options)
+    assert 2.9 < later.privacy_spent().epsilon <= 3.0
+    later._release.write_report()
+    after = (tmp_path / "b" / "privacy" / "statement.md").read_text()
+    assert "1 earlier run" in after and before.splitlines()[0] == after.splitlines()[0]
+
+
+def test_a_trainer_of_another_mechanism_publishes_nothing_here(tmp_path):
+    options = both(tmp_path)
+    before = (tmp_path / "a" / "privacy" / "report.json").read_bytes()
+    other = trainer(tmp_path / "a", **{**options, "target_epsilon": 2.0, "clipping_norm": 0.5})
+    with pytest.raises(DPConfigError, match="another private mechanism"):
+        other._release.write_report()
+    assert (tmp_path / "a" / "privacy" / "report.json").read_bytes() == before
+
+
+def test_a_run_that_is_going_on_is_refused(tmp_path):
+    both(tmp_path)
+    with Ledger.open(tmp_path / "a" / "privacy" / "ledger.jsonl"):
+        with pytest.raises(DPConfigError, match="still going on"):
+            read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
+    assert read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
+
+
+def test_a_last_line_without_its_newline_is_counted(tmp_path):
+    both(tmp_path)
+    path = tmp_path / "a" / "privacy" / "ledger.jsonl"
+    (whole,) = read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    assert read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b")) == (whole,)
+    path.write_bytes(path.read_bytes()[:-5])
+    (half,) = read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
+    assert sum(half.charged) == sum(whole.charged) - 1, "half a record is a step that did not run"
+
+
+def test_a_fast_generator_of_an_earlier_run_is_told(tmp_path):
+    data = records(64)
+    trainer(tmp_path / "a", train_dataset=data, target_epsilon=2.0, noise_rng="fast", **BOTH).train()
+    second = trainer(
+        tmp_path / "b", train_dataset=data, target_epsilon=3.0, earlier_runs=[str(tmp_path / "a")], **BOTH
+    )
+    assert not second._release.facts().secure
+
+
+def test_units_are_compared_and_not_places_for_records():
+    options = dict(privacy_unit="user", user_id_column="who", adjacency="add_or_remove_one")
+
+    def of_users(records_per_user, sampling):
+        return PrivacyConfig(
+            target_epsilon=8.0, target_delta=DELTA, expected_batch_size=100, sampling=sampling,
+            records_per_user=records_per_user, **options,
+        )  # fmt: skip
+
+    capped = make_plan(of_users(4, "capped_poisson"), num_examples=4000, num_steps=10)
+    run = as_earlier(capped)
+    assert run.num_units == 1000
+    both = make_plan(of_users(2, "capped_poisson"), num_examples=2000, num_steps=10, earlier=[run])
+    assert both.epsilon() <= 8.0
+
+
+def test_balls_in_bins_are_not_composed_with_sampled_batches():
+    first = plan(2.0, sampling="balls_in_bins", noise_mechanism="gaussian")
+    with pytest.raises(DPConfigError, match="no common analysis"):
+        plan(8.0, earlier=[as_earlier(first)], adjacency=first.adjacency)
+
+
+def test_a_sampler_that_is_not_known_here_is_refused():
+    recorded = {**plan(1.0).public_dict(), "sampler": {"name": "mine"}}
+    with pytest.raises(DPConfigError, match="'mine', is not registered"):
+        earlier_runs_of(recorded, (1,), "a" * 64, where="runs/a")
+
+
+def test_a_convex_head_refuses_them(tmp_path):
+    args = HeadTrainingArguments(output_dir=str(tmp_path), target_epsilon=1.0, earlier_runs=["a"], use_cpu=True)
+    with pytest.raises(DPConfigError, match="not composed with the steps of other runs"):
+        check_convex_arguments(args)
 
 
 def test_folders_are_read_once_and_never_the_own_one(tmp_path):

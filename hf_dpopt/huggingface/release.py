@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common import collectives
+from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.randomness.cipher import SecureGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
@@ -42,6 +43,8 @@ class ReleaseGuard:
         """Collect the facts that the report states now."""
         trainer, plan = self.trainer, self.trainer._planned()
         ledger = self._ledger()
+        if ledger is not None and trainer._run is None:  # a trainer that only publishes says what was run
+            ledger.check_plan(plan.public_dict(), must_match=RESUME_KEYS)
         spent = trainer.privacy_spent()
         extras = (
             ["training loss, clip fraction and batch sizes, on the console"] if trainer.args.log_unprivatized else []
@@ -54,7 +57,7 @@ class ReleaseGuard:
             steps_charged=spent.num_steps,
             steps_planned=plan.num_steps,
             noise_generator=trainer._run.noise_generator_class if trainer._run else "none yet",
-            secure=plan.config.noise_rng == SecureGaussian.name,
+            secure=all(name == SecureGaussian.name for name in plan.noise_generators()),
             chains=len(ledger.chains) if ledger else 0,
             world_size=collectives.world_size(),
             ledger_digest=ledger.digest() if ledger else "",

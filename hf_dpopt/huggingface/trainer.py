@@ -55,7 +55,7 @@ from hf_dpopt.run.batches import (
     Records,
     explain_out_of_memory,
 )
-from hf_dpopt.run.earlier import read_earlier_runs
+from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.run.stages import Stages
@@ -193,7 +193,7 @@ class DPTrainerMixin(_Trainer):
                 recorded=recorded,
                 preclip=self._own_preclip,
                 recipe=self._recipe.recorded,
-                earlier=read_earlier_runs(args.earlier_runs or (), str(args.output_dir)),
+                earlier=earlier_runs_for(args.earlier_runs, str(args.output_dir), recorded),
             )
 
         # tuning on other hardware may end in other digits

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dp_accounting
@@ -21,7 +21,7 @@ from hf_dpopt.sampling import SAMPLERS, Sampler
 
 _NEEDED = (
     "num_examples", "sampler", "adjacency", "privacy_unit", "users", "draw_stddev", "noise_strategy", "noise_steps",
-    "is_private",
+    "noise_rng", "is_private",
 )  # fmt: skip
 
 
@@ -50,6 +50,13 @@ class EarlierRun:
         """Unit that it protects as a whole, with the column that tells users apart."""
         users = self.mechanism["users"]
         return self.mechanism["privacy_unit"] + (f" by {users['column']}" if users else "")
+
+    @property
+    def num_units(self) -> int:
+        """Records, or users, that it protects one by one."""
+        users = self.mechanism["users"]
+        places = 1 if users is None or users["sampled"] != "records" else users["records_per_user"]
+        return self.mechanism["num_examples"] // places
 
     @property
     def event(self) -> dp_accounting.DpEvent:
@@ -98,27 +105,40 @@ def earlier_runs_of(
             f"The noise matrix of {where} is not in its ledger. Leave it out of earlier_runs, and add its epsilon and "
             "delta to those of this run."
         )
+    if plan["sampler"]["name"] not in SAMPLERS:
+        raise DPConfigError(
+            f"The sampler of {where}, {plan['sampler']['name']!r}, is not registered here. Import the module that "
+            "registers it before the trainer is made."
+        )
     before = [EarlierRun.read(entry) for entry in plan.get("earlier_runs", ())]
     mechanism = json.loads(json.dumps({name: plan[name] for name in _NEEDED}))
     return [*before, EarlierRun(ledger_digest, tuple(charged), mechanism)]
 
 
-def check_earlier(runs: Iterable[EarlierRun], config: PrivacyConfig, adjacency: str, num_sampled: int) -> None:
-    """Refuse earlier runs on another data set, or with another promise.
+def check_earlier(runs: Sequence[EarlierRun], config: PrivacyConfig, sampler: Sampler) -> None:
+    """Refuse earlier runs on another data set, with another promise, or without a common analysis.
 
     Args:
         runs: what was charged before.
-        config: what is asked for now.
-        adjacency: the adjacency of this run, which is no longer "auto".
-        num_sampled: records of the training set, or users if they are sampled.
+        config: what is asked for now; its adjacency is no longer "auto".
+        sampler: sampler of this run.
 
     Raises:
-        DPConfigError: if they do not protect the same units of as many records in the same sense.
+        DPConfigError: if they do not protect the same units of as many records in the same sense, or batches of balls
+            in bins are to be composed with sampled ones.
     """
+    adjacency, num_units = config.adjacency, config.num_units(sampler.num_examples)
+    names = {sampler.name, *(run.sampler.name for run in runs)} if runs else set()
+    if "balls_in_bins" in names and names - {"balls_in_bins", "fixed_order"}:
+        raise DPConfigError(
+            f"Batches of {' and '.join(sorted(names))} have no common analysis: balls_in_bins is composed with itself "
+            "and with fixed_order alone. Use another --sampling, or leave earlier_runs out and add up epsilon and "
+            "delta."
+        )
     unit = config.privacy_unit + (f" by {config.user_id_column}" if config.privacy_unit == "user" else "")
     for run in runs:
-        was = (run.mechanism["num_examples"], run.unit, run.mechanism["adjacency"])
-        now = (num_sampled, unit, adjacency)
+        was = (run.num_units, run.unit, run.mechanism["adjacency"])
+        now = (num_units, unit, adjacency)
         if was != now:
             raise DPConfigError(
                 f"An earlier run protected {was[0]:,} units ({was[1]}, {was[2]}), this one {now[0]:,} ({now[1]}, "

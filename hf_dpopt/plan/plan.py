@@ -227,6 +227,10 @@ class PrivacyPlan:
         except DPConfigError:  # a delta at which only RDP works, which is not valid here
             return None
 
+    def noise_generators(self) -> tuple[str, ...]:
+        """Generators of the noise of this run and of the earlier ones, as ``noise_rng`` names them."""
+        return (self.config.noise_rng, *(run.mechanism["noise_rng"] for run in self.earlier))
+
     def max_steps_within(self, epsilon: float, *, after: Sequence[int] = ()) -> int:
         """Largest number t of further steps, in one chain, with ``self.epsilon((*after, t)) <= epsilon``.
 
@@ -336,7 +340,7 @@ def build_plan(
     config, sampler, strategy, noise_steps = chosen
     preclip.check_config(config)
     _check_noise(config, strategy, sampler, num_steps, noise_steps)
-    check_earlier(earlier, config, config.adjacency, sampler.num_examples)
+    check_earlier(earlier, config, sampler)
     if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
         noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:

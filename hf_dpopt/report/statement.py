@@ -156,7 +156,7 @@ def render_statement(facts: RunFacts) -> str:
         _bullets([*map(_braced, _printed(facts)), *_NOT_COVERED]).format(
             evaluation=_declared(facts.eval_data_privacy),
             preprocessing=_declared(facts.data_dependent_preprocessing),
-            earlier=" and are not named above" if facts.plan.get("earlier_runs") else "",
+            earlier=", or later steps of the runs that are named above" if facts.plan.get("earlier_runs") else "",
         ),
         "## What left the run without noise",
         _unnoised(facts),
@@ -212,7 +212,8 @@ def _earlier(plan: dict[str, Any]) -> str:
         return ""
     named = ", ".join(f"{sum(run['charged'])} steps (ledger `{_plain(run['ledger_digest'][:16])}`)" for run in runs)
     return (
-        f"This includes all that {len(runs)} earlier run{'s' * (len(runs) > 1)} on these records released: {named}. "
+        f"This includes what {len(runs)} earlier run{'s' * (len(runs) > 1)} on these records had released by then: "
+        f"{named}; not what they charged later, nor what their own statements list as released without noise. "
     )
 
 

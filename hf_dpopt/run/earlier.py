@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
@@ -11,16 +12,46 @@ from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
 
 
+def earlier_runs_for(
+    folders: Iterable[str] | str | None, output_dir: str, recorded: Mapping[str, Any] | None
+) -> tuple[EarlierRun, ...]:
+    """Earlier runs of a run that begins, or those that are recorded for one that goes on or is published.
+
+    Args:
+        folders: what was asked for now; None for nothing.
+        output_dir: folder of the run.
+        recorded: the plan in its ledger, or None.
+
+    Raises:
+        DPConfigError: if other runs, or further steps of them, are named than were recorded; see `read_earlier_runs`.
+    """
+    if recorded is None:
+        return read_earlier_runs(folders or (), output_dir)
+    known = tuple(EarlierRun.read(entry) for entry in recorded.get("earlier_runs", ()))
+    if folders:
+        named = {run.ledger_digest for run in read_earlier_runs(folders, output_dir)}
+        if named != {run.ledger_digest for run in known}:
+            raise DPConfigError(
+                f"The run of {output_dir} began with {len(known)} earlier runs, and earlier_runs names others now, or "
+                "one of them was charged further since. Leave earlier_runs out, which takes those that are recorded; "
+                "what was charged since comes on top."
+            )
+    return known
+
+
 def read_earlier_runs(folders: Iterable[str] | str, output_dir: str) -> tuple[EarlierRun, ...]:
-    """Read what earlier runs were charged, with the runs that they were built on; each is counted once.
+    """Read what earlier runs were charged, with the runs that they were built on.
+
+    A ledger counts once for each state in which it was read: a run that went on after another was built on it counts
+    twice, which is the safe side.
 
     Args:
         folders: their output folders, or the only one.
         output_dir: folder of the run that comes after them.
 
     Raises:
-        DPConfigError: for a folder without a ledger, with one that was edited, or with a cost that cannot be composed;
-            and for the folder of the run itself.
+        DPConfigError: for a folder without a ledger, with one that was edited or is in use, or with a cost that cannot
+            be composed; and for the folder of the run itself.
     """
     found: dict[str, EarlierRun] = {}
     for folder in [folders] if isinstance(folders, str) else folders:
@@ -29,7 +60,13 @@ def read_earlier_runs(folders: Iterable[str] | str, output_dir: str) -> tuple[Ea
                 f"{folder} is this run's own output_dir, whose ledger is counted in any case. Leave it out of "
                 "earlier_runs, or choose another output_dir."
             )
-        ledger = Ledger.read(Path(folder) / LEDGER)
+        path = Path(folder) / LEDGER
+        if Ledger.is_in_use(path):
+            raise DPConfigError(
+                f"The run of {folder} is still going on, and what it charges from now on would not be counted. Wait "
+                "until it has ended."
+            )
+        ledger = Ledger.read(path)
         for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
             found[run.ledger_digest] = run
     return tuple(found.values())

@@ -10,6 +10,7 @@ were removed *from the end* are not found from the file alone; the digest that a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -129,8 +130,25 @@ class Ledger:
         ledger = cls(Path(path))
         if not ledger.path.exists():
             raise DPConfigError(_missing(ledger.path))
-        ledger._load()
+        end = ledger._load()
+        with contextlib.suppress(DPConfigError):  # half a record is one that did not run, or that is being written
+            ledger._replay(ledger.path.read_bytes()[end:].partition(b"\n")[0], number=-1)
         return ledger
+
+    @staticmethod
+    def is_in_use(path: str | os.PathLike[str]) -> bool:
+        """Whether a run has the ledger open for writing, as far as this machine's locks tell."""
+        try:
+            lock = os.open(f"{path}.lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+        return False
 
     def close(self) -> None:
         """Give up the lock; the ledger can still be read from."""
@@ -199,17 +217,25 @@ class Ledger:
             DPConfigError: if a field of ``must_match`` differs from the plan recorded last.
         """
         plan = json.loads(_canonical(plan))  # as it would be read back: tuples are lists, keys are strings
-        old = self._plan
-        if old is not None:
-            differing = list(_differences(old, plan, must_match))
-            if differing:
-                raise DPConfigError(
-                    f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). "
-                    "Continue with the same options, or choose another output_dir for a new run; on the same data its "
-                    "epsilon comes on top of this one's."
-                )
-        if old is None or _canonical(old) != _canonical(plan):
+        self.check_plan(plan, must_match=must_match)
+        if self._plan is None or _canonical(self._plan) != _canonical(plan):
             self._append({"kind": "plan", "plan": plan})
+
+    def check_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
+        """Check that a plan has the mechanism that is recorded, if one is; arguments as for `record_plan`.
+
+        Raises:
+            DPConfigError: if a field of ``must_match`` differs from the plan recorded last.
+        """
+        if self._plan is None:
+            return
+        differing = list(_differences(self._plan, json.loads(_canonical(plan)), must_match))
+        if differing:
+            raise DPConfigError(
+                f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). Continue "
+                "with the same options, or choose another output_dir for a new run; on the same data its epsilon "
+                "comes on top of this one's."
+            )
 
     def start_chain(
         self,
