@@ -17,6 +17,7 @@ shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import sys
@@ -37,7 +38,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_dpopt import DPTrainer, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import processes, running
 from recipes.glue_data import ClassificationData
 from recipes.glue_metrics import compute_metrics_with, load_metric
@@ -66,8 +67,10 @@ def main(argv: list[str]) -> None:
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     collate = default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer)
     if model_args.warm_start_epsilon is not None and training_args.do_train:
+        choose_trained(copy.deepcopy(model), model_args, "SEQ_CLS")  # what does not fit is found before it costs
         head_run = warm_start(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
-        training_args.earlier_runs = [*(training_args.earlier_runs or ()), head_run]
+        before = training_args.earlier_runs or []
+        training_args.earlier_runs = [*([before] if isinstance(before, str) else before), head_run]
     model = choose_trained(model, model_args, "SEQ_CLS")
     if SPLIT in splits:
         learn_public(model, splits[SPLIT], collate, training_args, data_args)
@@ -114,6 +117,8 @@ def tokenize(
 
     template = getattr(model.config, "template", None)
     put = None if template is None else fill(template, tokenizer, max_length)
+    if put is not None and data_args.pad_to_max_length:
+        raise DPConfigError("Texts in a prompt are padded to the batch. Leave pad_to_max_length out.")
 
     def preprocess(rows: dict[str, list]) -> dict[str, Any]:
         texts = (rows["text"], rows["pair"]) if data.has_pairs else (rows["text"],)

@@ -22,7 +22,7 @@ from recipes.glue_data import ClassificationData
 from recipes.glue_options import ModelArguments
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
 from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
-from recipes.prompts import make_prompt, word_ids
+from recipes.prompts import Prompt, make_prompt, word_ids
 
 # here what was saved is read by the code of this repository, and needs no trust
 for _config, _model in (
@@ -100,27 +100,79 @@ def load_prompted(
     """Load a language model that classifies by label words, or one that was saved as such.
 
     Raises:
-        DPConfigError: for a prompt that does not fit the data, the model or its tokens.
+        DPConfigError: for a prompt that does not fit the data, the model or its tokens, and for a model without a
+            language head.
     """
+    is_causal = tokenizer.mask_token_id is None
+    asked = None
+    if model_args.prompt is not None:
+        asked = make_prompt(
+            model_args.prompt, model_args.label_words, data.task, labels=data.labels, is_causal=is_causal
+        )
     if is_prompted(config):
-        if model_args.prompt is not None and model_args.prompt != config.template:
-            raise DPConfigError(f"This model was trained with the prompt {config.template!r}. Leave --prompt out.")
-        model = models.load_weights(PromptForSequenceClassification, model_args, config)
-    else:
-        assert model_args.prompt is not None
-        prompt = make_prompt(model_args.prompt, model_args.label_words, data.task)
-        is_causal = tokenizer.mask_token_id is None
-        prompt.check(data.labels, has_pairs=data.has_pairs, is_causal=is_causal)
-        labels = {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
-        order = [config.label2id[label] for label in data.labels or ()]
-        ids = dict(zip(order, word_ids(prompt, tokenizer), strict=True))
-        lm = models.load_weights(AutoModelForCausalLM if is_causal else AutoModelForMaskedLM, model_args, config)
-        words = [ids[i] for i in sorted(ids)]
-        padding = config.pad_token_id
-        made = PromptConfig(lm.config, prompt.template, words, tokenizer.mask_token_id, pad_token_id=padding, **labels)
-        model = PromptForSequenceClassification(made, lm)
+        return _load_saved_prompt(model_args, config, tokenizer, data, asked)
+    assert asked is not None
+    if is_pooled(config):
+        raise DPConfigError("This model was saved with a head on pooled states. Leave --prompt out, or use its base.")
+    asked.check(data.labels, has_pairs=data.has_pairs, is_causal=is_causal)
+    labels = {name: getattr(config, name) for name in ("num_labels", "id2label", "label2id")}
+    lm = _load_language_model(model_args, config, is_causal=is_causal)
+    words, padding = _words_by_id(asked, tokenizer, config, data), config.pad_token_id
+    made = PromptConfig(
+        lm.config, asked.template, words, tokenizer.mask_token_id, pad_token_id=padding, **labels
+    )  # fmt: skip
+    model = PromptForSequenceClassification(made, lm)
     models.set_padding(tokenizer, model)
     return model
+
+
+def _load_saved_prompt(
+    model_args: ModelArguments,
+    config: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    data: ClassificationData,
+    asked: Prompt | None,
+) -> PromptForSequenceClassification:
+    """Load what was saved, if the data and what is asked for are what it was trained for."""
+    saved = Prompt(config.template, tuple(map(str, config.label_word_ids)))  # ids stand for the words
+    saved.check(data.labels, has_pairs=data.has_pairs, is_causal=config.mask_token_id is None)
+    if model_args.pooling is not None or model_args.warm_start_epsilon is not None:
+        raise DPConfigError("This model classifies by label words. Leave --pooling and --warm_start_epsilon out.")
+    is_other = asked is not None and (
+        asked.template != config.template or _words_by_id(asked, tokenizer, config, data) != config.label_word_ids
+    )
+    if is_other or tokenizer.mask_token_id != config.mask_token_id:
+        raise DPConfigError(
+            f"This model was trained with the prompt {config.template!r}, other words or another tokenizer. Leave "
+            "--prompt, --label_words and --tokenizer_name out."
+        )
+    model = models.load_weights(PromptForSequenceClassification, model_args, config)
+    models.set_padding(tokenizer, model)
+    return model
+
+
+def _words_by_id(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Any, data: ClassificationData) -> list:
+    """Token of the word of every label, in the order of the model's ids."""
+    order = [config.label2id[label] for label in data.labels or ()]
+    ids = dict(zip(order, word_ids(prompt, tokenizer), strict=True))
+    return [ids[i] for i in sorted(ids)]
+
+
+def _load_language_model(model_args: ModelArguments, config: Any, *, is_causal: bool) -> PreTrainedModel:
+    """Load a model with the language head that it was pretrained with.
+
+    Raises:
+        DPConfigError: if there is none: a random one knows no words.
+    """
+    auto = AutoModelForCausalLM if is_causal else AutoModelForMaskedLM
+    lm, found = models.load_weights(auto, model_args, config, output_loading_info=True)
+    missing = sorted(found["missing_keys"])
+    if missing:
+        raise DPConfigError(
+            f"{model_args.model_name_or_path} has no language head ({', '.join(missing[:3])} are not in it), and one "
+            "of random weights knows no words. Use a model that was saved with it, or --pooling mean."
+        )
+    return lm
 
 
 def is_prompted(config: Any) -> bool:

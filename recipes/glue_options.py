@@ -13,8 +13,8 @@ from recipes.prompts import make_prompt
 
 SOURCES = ("model_name_or_path", "task_name", "dataset_name", "train_file", "validation_file", "test_file")
 
-# The embedded job: some twenty seconds of reading, building and evaluating, the rest is training. Batch and learning rate
-# are those of the recipe; the clip fits records whose gradients are larger than those of pretrained models.
+# The embedded job: some twenty seconds of reading, building and evaluating, the rest is training. Batch and learning
+# rate are those of the recipe; the clip fits records whose gradients are larger than those of pretrained models.
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-5,
@@ -30,6 +30,8 @@ EMBEDDED: dict[str, Any] = {
     "eval_data_privacy": "public",
     "data_dependent_preprocessing": "none: the labels are declared, and the tokenizer comes from public text",
 }
+
+CHOSEN = {"expected_batch_size": 1334, "learning_rate": 2.7e-3}  # by the recipe, for the same job without privacy
 
 
 @dataclass
@@ -109,6 +111,10 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     model_args, data_args, training_args, embedded = options.read_flags(
         argv, (ModelArguments, DataTrainingArguments), sources=SOURCES, embedded_defaults=EMBEDDED, run_name="glue"
     )
+    if embedded and data_args.non_private:
+        for name, value in CHOSEN.items():
+            if getattr(training_args, name) in (None, 5e-5):
+                setattr(training_args, name, value)
     if data_args.task_name is not None:
         data_args.task_name = data_args.task_name.lower().replace("-", "")
         if data_args.task_name not in GLUE_LABELS:
@@ -132,7 +138,8 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
                 f"A prompt has no new head, and is padded to the batch. Leave {' and '.join(taken) or '--prompt or '}"
                 f"{'' if taken else 'pad_to_max_length'} out."
             )
-        make_prompt(model_args.prompt, model_args.label_words, data_args.task_name)
+        if model_args.prompt != "auto":
+            make_prompt(model_args.prompt, model_args.label_words, None, labels=None, is_causal=False)
     if model_args.pooling_layers and (model_args.pooling or ["model"]) == ["model"]:
         raise DPConfigError("pooling_layers are what --pooling reads. Add --pooling mean, or leave them out.")
     for name in ("pooling", "pooling_layers"):

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
+from recipes.glue_data import GLUE_LABELS
 
 # Templates and words, in the order of the labels of `GLUE_LABELS`: Gao et al. 2021 (arXiv:2012.15723), which Li et al.
 # 2022 (arXiv:2110.05679, section 3.2) found to help private finetuning.
@@ -76,23 +77,50 @@ class Prompt:
             )
 
 
-def make_prompt(prompt: str, words: Sequence[str] | None, task: str | None) -> Prompt:
+def make_prompt(
+    prompt: str, words: Sequence[str] | None, task: str | None, *, labels: Sequence[str] | None, is_causal: bool
+) -> Prompt:
     """The prompt that was asked for, or that of a GLUE task for "auto".
+
+    Args:
+        prompt: a template, or "auto".
+        words: label words in the order of `labels`, or None for those of the task.
+        task: GLUE task, or None.
+        labels: labels of the data, in the order of their ids; None for numbers.
+        is_causal: whether the model reads from left to right: the gap of a task's template is its end then.
 
     Raises:
         DPConfigError: if there is none.
     """
-    if prompt == "auto":
-        if task not in TASKS:
+    if prompt != "auto":
+        if not words:
             raise DPConfigError(
-                f"There is no known prompt for {task or 'files without --task_name'}, only for {', '.join(TASKS)}. "
-                "Give one: --prompt '{text} It was {mask}.' --label_words terrible great."
+                "A prompt needs a word for every label. Add --label_words, in the order of the labels."
             )
-        template, own = TASKS[task]
-        return Prompt(template, tuple(words or own))
-    if not words:
-        raise DPConfigError("A prompt needs a word for every label. Add --label_words, in the order of the labels.")
-    return Prompt(prompt, tuple(words))
+        return Prompt(prompt, tuple(words))
+    if task not in TASKS:
+        raise DPConfigError(
+            f"There is no known prompt for {task or 'files without --task_name'}, only for {', '.join(TASKS)}. "
+            "Give one: --prompt '{text} It was {mask}.' --label_words terrible great."
+        )
+    template, own = TASKS[task]
+    if is_causal:
+        if "{pair}" in template:
+            raise DPConfigError(
+                f"The prompt of {task} has text behind its gap, which a causal model has not read. Give one that ends "
+                "in the gap: --prompt '{text} Question: {pair} True or false? {mask}' --label_words True False."
+            )
+        template = template[: template.index("{mask}") + len("{mask}")]
+    if words is None:
+        by_name = dict(zip(GLUE_LABELS[task] or (), own, strict=True))
+        missing = [label for label in labels or () if label not in by_name]
+        if missing:
+            raise DPConfigError(
+                f"The words of --prompt auto are for {', '.join(by_name)}, and there are labels {', '.join(missing)}. "
+                "Add --label_words, in the order of the labels."
+            )
+        words = [by_name[label] for label in labels or ()]
+    return Prompt(template, tuple(words))
 
 
 def word_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -126,7 +154,7 @@ def fill(template: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> 
     fixed = len(tokenizer(_put(template, text="", pair=""))["input_ids"])
     room = max_length - fixed - 4  # words that were cut may be tokenized otherwise beside the template
     if room < 1:
-        raise DPConfigError(f"max_seq_length={max_length} leaves no room beside the prompt, {fixed} tokens. Use more.")
+        raise DPConfigError(f"max_seq_length={max_length} leaves no room beside the prompt. Use {fixed + 5} or more.")
 
     def filled(text: str, pair: str = "") -> dict[str, Any]:
         texts = [part.replace(gap, " ") if gap else part for part in (text, pair)]

@@ -1,18 +1,21 @@
 """Ordinary training on public records first: what they teach costs no privacy.
 
-Whatever the private run does not have to learn, its noise cannot spoil. The smaller the budget, the more it helps: a
-start on public records lifted 42.0 % to 64.5 % at epsilon 0.25, and changed nothing at 2 (docs/reproductions.md).
+Whatever the private run does not have to learn, its noise cannot spoil. The smaller the budget, the more it helps: on
+AG News a bag of words went from 42.0 to 64.5 % at epsilon 0.25 and from 66.7 to 70.9 at 2, where the public records
+alone gave 65.4; a frozen encoder that knew the subject gained nothing at 2 (docs/reproductions.md).
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
+from hf_dpopt.plan.advice import kind_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +36,8 @@ def learn_public(model: Any, records: Any, collate: Any, args: DPTrainingArgumen
     _declare(args, len(records))
     if args.resume_from_checkpoint is not None:  # the checkpoint has learnt it
         return
-    sizes = [p.numel() for p in model.parameters() if p.requires_grad]
-    is_full = sum(sizes) > 0.5 * sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    is_full = kind_of(trained, sum(p.numel() for p in model.parameters())) == "full"
     rate = data_args.public_learning_rate or LEARNING_RATES["full" if is_full else "part"]
     logger.info(f"Public records first: {len(records)} of them, {data_args.public_epochs:g} passes, rate {rate:g}.")
     with tempfile.TemporaryDirectory() as folder:
@@ -62,14 +65,19 @@ def check_public(data_args: Any) -> None:
         DPConfigError: for passes or rates out of range, without a file, or of a run that has no private part.
     """
     if data_args.public_file is None:
-        if data_args.public_learning_rate is not None:
-            raise DPConfigError("public_learning_rate is for public records. Add --public_file, or leave it out.")
+        if data_args.public_learning_rate is not None or data_args.public_epochs != 1.0:
+            raise DPConfigError(
+                "public_learning_rate and public_epochs are for public records. Add --public_file, or leave them out."
+            )
         return
     if data_args.non_private:
         raise DPConfigError("public_file comes before a private run. Leave it or non_private out.")
-    if data_args.public_file in (data_args.train_file, data_args.validation_file):
+    others = [path for path in data_args.files.values() if path]
+    if data_args.embedded:
+        raise DPConfigError("public_file goes with data of your own. Add --train_file and --model_name_or_path.")
+    if any(Path(path).resolve() == Path(data_args.public_file).resolve() for path in others):
         raise DPConfigError(
-            f"{data_args.public_file} is train_file or validation_file, too. Public records are others: whatever is "
+            f"{data_args.public_file} is a file of the private run, too. Public records are others: whatever is "
             "in public_file is not protected."
         )
     rate, epochs = data_args.public_learning_rate, data_args.public_epochs

@@ -8,6 +8,8 @@ records: the second one names the first among its `earlier_runs`, so epsilon is 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import logging
 import math
 from pathlib import Path
@@ -20,18 +22,22 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
 from hf_dpopt.huggingface.features import compute_features
 from hf_dpopt.huggingface.head import find_head
 from hf_dpopt.run.keys import private_folder
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.run import LEDGER
 from recipes.glue_model import is_pooled
+from recipes.pooled_model import FEATURE_NORM
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "warm_start"
+MARK = "belongs_to.json"
 PASSES = 24  # over features that were computed once
 LEARNING_RATE = 0.03
-NORM = 4.0  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
+NORM = FEATURE_NORM  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
 
 
 class HeadForSequenceClassification(PreTrainedModel):
@@ -89,23 +95,40 @@ def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrain
         DPConfigError: for a model without such a head, or a part that is no part of the budget.
         DPBudgetExceeded: if this part was stopped on its way: its steps are spent.
     """
+    if model.config.num_labels < 2:
+        raise DPConfigError("A warm start is for labels, and these are numbers. Leave warm_start_epsilon out.")
     name = find_head(model)
     head = model.get_submodule(name)
     assert isinstance(head, nn.Linear)
     folder = str(Path(args.output_dir) / FOLDER)
-    saved = Path(folder) / "model.safetensors"
+    head_args = _arguments(args, folder, len(records), epsilon, head)
+    saved, mark = Path(folder) / "model.safetensors", _mark(model, name, records, head_args)
+    for directory in (args.private_state_dir, head_args.private_state_dir):  # features and keys are never published
+        private_folder(directory, args.output_dir)
+    private = private_folder(head_args.private_state_dir, folder)
+    if private.resolve().is_relative_to(Path(args.output_dir).resolve()):
+        raise DPConfigError(
+            f"The private folder of the warm start, {private}, lies in {args.output_dir}, which may be published. "
+            "Name another place with --private_state_dir."
+        )
     if saved.is_file():  # of a run that was stopped later
+        _check_mark(Path(folder) / MARK, mark)
+        ledger = Ledger.read(Path(folder) / LEDGER)
+        if ledger.plan is None or ledger.num_charged < ledger.plan["num_steps"]:
+            raise DPConfigError(
+                f"{ledger.path} has charged fewer steps than the head beside it took: it was put back to an earlier "
+                "state. Put the whole ledger back, or use another output_dir."
+            )
         weights = load_file(saved)
         head.load_state_dict({key.removeprefix("classifier."): value for key, value in weights.items()})
         return folder
-    head_args = _arguments(args, folder, len(records), epsilon, head)
     with args.main_process_first(desc="features"):
         features = compute_features(
             model.to(args.device),
             records.remove_columns("label"),
             collate,
             batch_size=args.per_device_train_batch_size,
-            cache=private_folder(head_args.private_state_dir, folder),
+            cache=private,
             progress=None if args.disable_tqdm else "features",
         )
     scale = 1.0 if is_pooled(model.config) else NORM / math.sqrt(head.in_features)  # public: no record is looked at
@@ -116,11 +139,46 @@ def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrain
         train_dataset=FeatureRows(features * scale, torch.tensor(records["label"])),
         data_collator=default_data_collator,
     )
-    trainer.train()
+    try:
+        trainer.train()
+    except DPBudgetExceeded as error:
+        raise DPBudgetExceeded(
+            f"The warm start in {folder} was stopped on its way, and its steps are spent. Start in another "
+            f"output_dir with --earlier_runs {folder}, which counts them, or with another warm_start_epsilon."
+        ) from error
     with torch.no_grad():
         head.weight *= scale
+    if trainer.is_world_process_zero():
+        (Path(folder) / MARK).write_text(json.dumps(mark, indent=1, sort_keys=True) + "\n")  # before the head is there
     trainer.save_model()
     return folder
+
+
+def _mark(model: PreTrainedModel, name: str, records: Any, args: DPTrainingArguments) -> dict[str, Any]:
+    """Public values that a head belongs to; of the frozen part a digest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for key, value in sorted(model.state_dict().items()):
+        if not key.startswith(f"{name}."):
+            digest.update(f"{key} {value.dtype} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return {
+        "frozen_part": digest.hexdigest(),
+        "label2id": dict(model.config.label2id),
+        "num_records": len(records),
+        "target_epsilon": args.target_epsilon,
+        "target_delta": args.target_delta,
+    }
+
+
+def _check_mark(path: Path, now: dict[str, Any]) -> None:
+    """Refuse a head that was trained on features of another model, for other labels or another budget."""
+    then = json.loads(path.read_text()) if path.is_file() else {}
+    other = [f"{name}: {then.get(name)!r}, now {value!r}" for name, value in now.items() if then.get(name) != value]
+    if other:
+        raise DPConfigError(
+            f"{path.parent} holds the head of another run ({'; '.join(other)}). Use another output_dir; what was "
+            "spent there stays spent."
+        )
 
 
 def _arguments(
@@ -144,6 +202,7 @@ def _arguments(
         output_dir=folder,
         private_state_dir=args.private_state_dir and f"{args.private_state_dir.rstrip('/')}-{FOLDER}",
         target_epsilon=epsilon,
+        earlier_runs=None,  # the run that follows counts them, and this one
         recipe="none",
         num_train_epochs=float(PASSES),
         max_steps=-1,

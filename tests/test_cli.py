@@ -163,6 +163,11 @@ def test_known_models_have_their_size(run: Run) -> None:
     assert small["learning_rate"] > large["learning_rate"]
 
 
+def test_a_model_of_unknown_size_is_told(run: Run) -> None:
+    code, out, err = run("plan", "-n", "67349", "--epsilon", "8", "--model", "my models/llama")
+    assert code == 0 and "'my models/llama'" in out and "Add --weights" in err
+
+
 def test_a_plan_in_json_has_its_outlook(run: Run) -> None:
     asked = ["plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--no-compare", "--json"]
     outlook = json.loads(run(*asked)[1])["outlook"]
@@ -190,6 +195,10 @@ def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
         (["--epsilon", "8", "--finetuning", "qlora"], "finetuning='qlora'"),
         (["--epsilon", "8", "--objective", "x"], "objective='x'"),
         (["--epsilon", "8", "--task", "sst3"], "task='sst3'"),
+        (["--epsilon", "8", "--task", "e2e", "--finetuning", "head"], "Use --finetuning lora or full"),
+        (["--epsilon", "8", "--model", "roberta-base/", "--trained", "200M"], "more than the 125000000 weights"),
+        (["--epsilon", "8", "--optimizer", "sgd"], "--optimizer plans a run"),
+        (["--epsilon", "8", "--users", "100"], "--users plans a run"),
         (["--epsilon", "8", "--task", "sst2", "--objective", "generation"], "does not fit"),
         (["--epsilon", "8", "--passes", "1e9"], "100000 passes at most"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import sys
 from typing import Any
 
@@ -52,28 +53,35 @@ class Request:
             check_choice("task", self.task, TASKS)
             if (self.task == "e2e") != (self.objective == "generation"):
                 raise DPConfigError(f"--task {self.task} does not fit --objective {self.objective}. Leave one out.")
+        if self.finetuning == "head" and self.objective == "generation":
+            raise DPConfigError("The head of a language model is its embeddings. Use --finetuning lora or full.")
         if self.finetuning is not None:
             check_choice("finetuning", self.finetuning, ("full", "lora", "head"))
-        if self.trained is not None and self.weights is not None and self.trained > self.weights:
-            raise DPConfigError(f"--trained {self.trained} is more than --weights {self.weights}. Leave one out.")
+        if self.trained is not None and self.size is not None and self.trained > self.size:
+            raise DPConfigError(f"--trained {self.trained} is more than the {self.size} weights. Leave one out.")
         rate = self.records_per_second
         if rate is not None and not 0 < rate < math.inf:
             raise DPConfigError(f"--records-per-second {rate} is no rate. Use a number > 0, or leave it out.")
+
+    @property
+    def size(self) -> int | None:
+        """Weights of the model, as they were given or as they are known by its name."""
+        if self.weights is None and self.finetuning == "full" and self.trained is not None:
+            return self.trained
+        return self.weights or SIZES.get((self.model or "").rstrip("/").rpartition("/")[2])
 
     def job(self) -> TrainingJob:
         """The job, with what was left out filled in."""
         if self.epsilon is None:
             raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
-        known = SIZES.get((self.model or "").rpartition("/")[2])
-        weights = self.weights or (self.trained if self.finetuning == "full" else None) or known
         return TrainingJob(
             num_units=self.num_examples,
             target_epsilon=self.epsilon,
             target_delta=self.delta,
             passes=3.0 if self.passes is None else self.passes,
-            kind=self.finetuning or kind_of(self.trained, self.weights or known),  # type: ignore[arg-type]  # checked above
+            kind=self.finetuning or kind_of(self.trained, self.size),  # type: ignore[arg-type]  # checked above
             objective=self.objective,  # type: ignore[arg-type]  # checked by TrainingJob
-            model_size=weights or max(REFERENCE_SIZE, self.trained or 0),
+            model_size=self.size or max(REFERENCE_SIZE, self.trained or 0),
         )
 
 
@@ -111,6 +119,11 @@ def show_advice(request: Request, *, as_json: bool) -> None:
     job = request.job()
     rows = [advise(dataclasses.replace(job, passes=job.passes * times)) for times in MORE]
     advice = rows[0]
+    if request.model is not None and request.size is None:
+        sys.stderr.write(
+            f"hf-dpopt: warning: how large {request.model} is, is not known here; the learning rate is for "
+            f"{job.model_size / 1e6:.0f} million weights. Add --weights, such as 7B.\n"
+        )
     if advice.outlook.verdict == "hopeless":
         sys.stderr.write(
             "hf-dpopt: warning: at this budget and with these passes the model will not learn. More passes (as in the "
@@ -199,11 +212,13 @@ def command(advice: Advice, request: Request) -> str:
             "--train_file trainset.csv --validation_file devset.csv --prompt_column mr --target_column ref --generate"
         )
     elif task is not None:
-        data = f"--task_name {task}" + (" --prompt auto" if job.kind != "head" and task in PROMPTED else "")
+        has_prompt = task in PROMPTED and job.kind != "head" and "roberta" in (request.model or "")
+        data = f"--task_name {task}" + (" --prompt auto" if has_prompt else "")
     part = {"lora": "--lora_r 8 ", "head": "--freeze encoder ", "full": ""}[job.kind]
     delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
+    model = shlex.quote(request.model or "MODEL")
     return (
-        f"accelerate launch recipes/{script} --model_name_or_path {request.model or 'MODEL'} {data} \\\n"
+        f"accelerate launch recipes/{script} --model_name_or_path {model} {data} \\\n"
         f"    {part}--target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g} "
         f"--expected_batch_size {advice.batch} \\\n"
         f"    --learning_rate {advice.learning_rate:g} --warmup_steps {advice.values['warmup_steps']}"

@@ -5,7 +5,6 @@ Here are the commands and their flags. What a command does is imported when it r
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -110,10 +109,11 @@ def plan(
             "--noise-restart-every": noise_restart_every, "--compare": compare or None,
             "--sampling": None if sampling == "auto" else sampling,
             "--noise-mechanism": None if noise_mechanism == "gaussian" else noise_mechanism,
+            "--adjacency": None if adjacency == "auto" else adjacency, "--momentum": momentum or None,
+            "--optimizer": None if optimizer == "adamw" else optimizer, "--users": users,
+            "--schedule": None if schedule == "linear" else schedule,
         }  # fmt: skip
         advising.refuse_without_batch([name for name, value in given.items() if value is not None])
-        if users is not None:
-            request = dataclasses.replace(request, num_examples=users)
         advising.show_advice(request, as_json=as_json)
         return
     from hf_dpopt.cli import planning

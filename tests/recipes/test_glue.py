@@ -136,8 +136,17 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "dropout": ({"dropout": "1.5"}, "dropout=1.5 is not a rate. Use 0 to 1"),
     "frozen adapters": ({"lora_r": "2", "freeze": "encoder"}, "Leave --freeze encoder or --lora_r out"),
     "no adapters": ({"lora_freeze_a": "true"}, "Add --lora_r 8"),
-    "public is private": ({"public_file": "train.tsv"}, "train_file or validation_file, too"),
-    "public passes": ({"public_file": "test.tsv", "public_epochs": "0"}, "must be finite and > 0"),
+    "public is private": ({"public_file": "train.tsv"}, "a file of the private run, too"),
+    "public is private in other words": ({"public_file": "./train.tsv"}, "a file of the private run, too"),
+    "public with nothing private": (
+        {"public_file": "dev.tsv", "train_file": None, "validation_file": None, "model_name_or_path": None},
+        "goes with data of your own",
+    ),
+    "warm start with adapters that do not fit": (
+        {"warm_start_epsilon": "1", "lora_r": "2", "lora_target_modules": "nothing"},
+        "Name layers with --lora_target_modules",
+    ),
+    "public passes": ({"public_file": "p.tsv", "public_epochs": "0"}, "must be finite and > 0"),
     "public rate alone": ({"public_learning_rate": "0.1"}, "Add --public_file"),
     "public without a private run": (
         {"public_file": "a.tsv", "non_private": "true", "target_epsilon": None},
@@ -357,5 +366,5 @@ def test_a_warm_start_is_paid_for_by_the_same_budget(model_dir: str, files: Path
     flags = {"warm_start_epsilon": "1", "recipe": "none", "dropout": "0", "report_to": "none"}
     assert glue.run(arguments(model_dir, **flags)) == 0
     statement = (files / "out" / "privacy" / "statement.md").read_text()
-    assert "1 earlier run on these records released" in statement and "**epsilon = 7.9" in statement
+    assert "1 earlier run on these records had released" in statement and "**epsilon = 7.9" in statement
     assert (files / "out" / "warm_start" / "privacy" / "statement.md").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import (
     GPT2LMHeadModel,
     RobertaConfig,
     RobertaForMaskedLM,
+    RobertaForSequenceClassification,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -97,17 +99,28 @@ def test_a_text_cannot_make_a_gap_or_a_pair_of_its_own(masked_dir: str) -> None:
 def test_the_prompts_of_the_tasks_fit_their_labels(task: str) -> None:
     from recipes.glue_data import GLUE_LABELS
 
-    prompt = make_prompt("auto", None, task)
+    labels = GLUE_LABELS[task]
+    prompt = make_prompt("auto", None, task, labels=labels, is_causal=False)
     is_pair = task not in ("cola", "sst2")
-    prompt.check(GLUE_LABELS[task], has_pairs=is_pair, is_causal=False)
+    prompt.check(labels, has_pairs=is_pair, is_causal=False)
+    turned = make_prompt("auto", None, task, labels=labels[::-1], is_causal=False)
+    assert turned.words == prompt.words[::-1], "words belong to names, not to places"
+    if not is_pair:
+        make_prompt("auto", None, task, labels=labels, is_causal=True).check(labels, has_pairs=False, is_causal=True)
+
+
+def make(prompt="auto", words=None, task="sst2", labels=("negative", "positive"), is_causal=False):
+    return make_prompt(prompt, words, task, labels=labels, is_causal=is_causal)
 
 
 @pytest.mark.parametrize(
     "call, words",
     [
         (lambda: Prompt("no gap {text}", ("a", "b")), "needs {text} and {mask}"),
-        (lambda: make_prompt("auto", None, "stsb"), "no known prompt for stsb"),
-        (lambda: make_prompt(TEMPLATE, None, None), "Add --label_words"),
+        (lambda: make(task="stsb"), "no known prompt for stsb"),
+        (lambda: make(TEMPLATE), "Add --label_words"),
+        (lambda: make(labels=("0", "1")), "Add --label_words"),
+        (lambda: make(task="rte", labels=("entailment", "not_entailment"), is_causal=True), "ends in the gap"),
         (lambda: Prompt(TEMPLATE, ("a",)).check(["0", "1"], has_pairs=False, is_causal=False), "one word for each"),
         (lambda: Prompt(TEMPLATE, ("a", "b")).check(["0", "1"], has_pairs=True, is_causal=False), "two texts"),
         (lambda: Prompt(TEMPLATE, ("a", "b")).check(["0", "1"], has_pairs=False, is_causal=True), "has to be its end"),
@@ -170,6 +183,54 @@ def test_a_run_is_exact_and_its_model_loads(masked_dir: str, files: Path, caplog
         assert glue.run(again) == 0
         first, second = (json.loads((files / name / "eval_results.json").read_text()) for name in ("out", "again"))
         assert second["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-4)
+
+
+def test_a_model_without_a_language_head_is_refused(masked_dir: str, files: Path, capsys) -> None:
+    RobertaForSequenceClassification.from_pretrained(masked_dir).save_pretrained(files / "headless")
+    AutoTokenizer.from_pretrained(masked_dir).save_pretrained(files / "headless")
+    assert glue.run(arguments("headless")) == 2
+    assert "has no language head" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def prompted_dir(masked_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A saved model that classifies by label words."""
+    folder = tmp_path_factory.mktemp("prompted")
+    tokenizer = AutoTokenizer.from_pretrained(masked_dir)
+    lm = RobertaForMaskedLM.from_pretrained(masked_dir)
+    ids = word_ids(Prompt(TEMPLATE, tuple(WORDS)), tokenizer)
+    labels = {"num_labels": 2, "label2id": {"bad": 0, "good": 1}, "id2label": {0: "bad", 1: "good"}}
+    config = PromptConfig(
+        lm.config, TEMPLATE, ids, tokenizer.mask_token_id, pad_token_id=lm.config.pad_token_id, **labels
+    )
+    PromptForSequenceClassification(config, lm).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"--prompt": "{text} {mask}"}, "was trained with the prompt"),
+        ({"--prompt": TEMPLATE, "--label_words": ["great", "terrible"]}, "was trained with the prompt"),
+        ({"--pooling": "mean"}, "Leave --pooling"),
+        ({"--warm_start_epsilon": "1"}, "--warm_start_epsilon out"),
+        ({"--pad_to_max_length": "true"}, "Leave pad_to_max_length out"),
+        ({"--label_list": "bad,good,other"}, "one word for each"),
+        ({"--text_pair_column": "label", "--label_column": "sentence"}, "has|fit|not one of"),
+    ],
+    ids=str,
+)
+def test_a_saved_prompt_is_used_for_what_it_was_made_for(
+    prompted_dir: str, files: Path, capsys, flags: dict[str, str], words: str
+) -> None:
+    all_flags = {**{k: v for k, v in FLAGS.items() if k != "--prompt"}, "--model_name_or_path": prompted_dir, **flags}
+    argv = [part for k, v in all_flags.items() for part in (k, *([v] if isinstance(v, str) else v))]
+    if flags.get("--prompt") == "{text} {mask}":
+        argv += ["--label_words", *WORDS]
+    assert glue.run(argv) == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (files / "out").exists()
 
 
 @pytest.mark.parametrize(

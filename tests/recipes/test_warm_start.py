@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
 from recipes.warm_start import FeatureRows, HeadForSequenceClassification, warm_start
@@ -112,6 +112,58 @@ def test_a_run_that_is_started_again_takes_the_head_that_is_there(tmp_path):
     assert warm_start(again, records(), collate, arguments(tmp_path / "run"), 2.0) == folder
     assert torch.equal(again.classifier.weight, model.classifier.weight)
     assert (tmp_path / "run" / "warm_start" / "privacy" / "ledger.jsonl").read_bytes() == ledger, "nothing is spent"
+
+
+def other_labels():
+    model = classifier()
+    model.config.label2id = {"LABEL_1": 0, "LABEL_0": 1}
+    return model
+
+
+def other_weights():
+    model = classifier()
+    with torch.no_grad():
+        model.bert.pooler.dense.weight += 1
+    return model
+
+
+@pytest.mark.parametrize(
+    "make, rows, epsilon, words",
+    [
+        (other_labels, N, 2.0, "label2id"),
+        (other_weights, N, 2.0, "frozen_part"),
+        (classifier, N, 3.0, "target_epsilon"),
+        (classifier, N - 1, 2.0, "num_records"),
+    ],
+)
+def test_a_head_of_another_run_is_not_taken(tmp_path, make, rows, epsilon, words):
+    warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
+    with pytest.raises(DPConfigError, match=f"the head of another run .*{words}"):
+        warm_start(make(), records().select(range(rows)), collate, arguments(tmp_path / "run"), epsilon)
+
+
+def test_a_ledger_that_was_put_back_is_no_proof_of_a_head(tmp_path):
+    warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
+    path = tmp_path / "run" / "warm_start" / "privacy" / "ledger.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-2]))
+    with pytest.raises(DPConfigError, match="charged fewer steps than the head"):
+        warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
+
+
+def test_features_are_not_kept_where_they_would_be_published(tmp_path):
+    args = arguments(tmp_path / "run", private_state_dir=str(tmp_path / "run" / "keys"))
+    with pytest.raises(DPConfigError, match="overlap|inside|lies in"):
+        warm_start(classifier(), records(), collate, args, 2.0)
+    assert not list((tmp_path).rglob("features-*"))
+
+
+def test_a_warm_start_that_was_stopped_says_how_to_go_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(DPTrainer, "save_model", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
+    monkeypatch.undo()
+    with pytest.raises(DPBudgetExceeded, match="--earlier_runs .*warm_start"):
+        warm_start(classifier(), records(), collate, arguments(tmp_path / "run"), 2.0)
 
 
 @pytest.mark.parametrize(
