@@ -74,7 +74,8 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
 def _on_records(args: Any) -> Iterator[Refusal]:
     yield (
         bool(args.earlier_runs),
-        "earlier_runs: the bound on the final weights of a head is not composed with the steps of other runs.",
+        f"earlier_runs={args.earlier_runs}: the bound on the final weights of a head is not composed with the steps "
+        "of other runs.",
         "Leave it out, and add up epsilon and delta; or finetune with DPTrainer.",
     )
     yield (
