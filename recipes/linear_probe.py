@@ -132,8 +132,10 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
         run_name="linear_probe", training_class=HeadTrainingArguments,
     )  # fmt: skip
     assert isinstance(training_args, HeadTrainingArguments)
-    if data_args.public_file is not None or model_args.warm_start_epsilon is not None:
-        raise DPConfigError("public_file and warm_start_epsilon are flags of glue.py. Leave them out.")
+    taken = {"public_file": data_args.public_file, "warm_start_epsilon": model_args.warm_start_epsilon}
+    taken |= {"prompt": model_args.prompt, "label_words": model_args.label_words}
+    if named := [name for name, value in taken.items() if value is not None]:
+        raise DPConfigError(f"{' and '.join(named)}: for glue.py alone. Leave out what is named.")
     if data_args.non_private:
         raise DPConfigError("non_private is a flag of glue.py. Use --noise_multiplier 0, which runs without noise.")
     if training_args.push_to_hub:

@@ -56,6 +56,8 @@ def learn_public(model: Any, records: Any, collate: Any, args: DPTrainingArgumen
             save_strategy="no",
         )
         Trainer(model=model, args=own, train_dataset=records, data_collator=collate).train()
+    for name in ("forward", "_original_forward"):  # autocast that accelerate put around the model's own
+        vars(model).pop(name, None)
 
 
 def check_public(data_args: Any) -> None:
