@@ -225,7 +225,8 @@ def test_a_torn_last_line_is_cut_off(path):
     for end in range(start, len(content)):
         whole = end == len(content) - 1
         path.write_bytes(content[:end])
-        assert Ledger.read(path).num_charged == 2  # reading mends nothing
+        assert Ledger.read(path).num_charged == (3 if whole else 2)
+        assert path.read_bytes() == content[:end]  # reading mends nothing
         with Ledger.open(path) as ledger:
             assert ledger.num_charged == (3 if whole else 2)
             assert path.read_bytes() == (content if whole else content[:start])
@@ -234,7 +235,7 @@ def test_a_torn_last_line_is_cut_off(path):
 
 
 def test_an_edited_byte_is_found_wherever_it_is(path):
-    """Every byte but the last newline, without which the last record counts as torn."""
+    """Every byte but the last newline: with another byte there, the last line is torn."""
     _write(path, num_steps=1)
     content = path.read_bytes()
     for position in range(len(content) - 1):
