@@ -51,19 +51,31 @@ def load_tokenizer(model_args: ModelArguments) -> PreTrainedTokenizerBase:
 
 
 def load_weights(auto_class: Any, model_args: ModelArguments, config: Any, **kwargs: Any) -> PreTrainedModel:
-    """The model of one of transformers' Auto classes."""
+    """The model of one of transformers' Auto classes.
+
+    Raises:
+        DPConfigError: if it cannot be loaded, or was saved with a head for other labels.
+    """
     name = model_args.model_name_or_path
     if model_args.attn_implementation is not None:
         kwargs["attn_implementation"] = model_args.attn_implementation
-    return hub.load(
-        f"The model {name!r}",
-        auto_class.from_pretrained,
-        name,
-        fix=FIX,
-        config=config,
-        **kwargs,
-        **source(model_args),
-    )
+    try:
+        return hub.load(
+            f"The model {name!r}",
+            auto_class.from_pretrained,
+            name,
+            fix=FIX,
+            config=config,
+            **kwargs,
+            **source(model_args),
+        )
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise DPConfigError(
+            f"The model {name!r} was saved with a head for another number of labels than the data have. Use data with "
+            "its labels, or add --ignore_mismatched_sizes true for a head that starts anew."
+        ) from error
 
 
 def set_padding(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:

@@ -164,11 +164,19 @@ def fill(template: str, tokenizer: PreTrainedTokenizerBase, max_length: int) -> 
         while True:
             ids = tokenizer(_put(template, text=parts[0], pair=parts[1]))
             if len(ids["input_ids"]) <= max_length:
-                return dict(ids)
+                return dict(ids) if gap else _without_ending(dict(ids), tokenizer)
             longer = 0 if len(parts[0]) >= len(parts[1]) else 1
             parts[longer] = parts[longer][: len(parts[longer]) * 3 // 4]
 
     return filled
+
+
+def _without_ending(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Drop the tokens that some causal tokenizers end texts with: asked is what follows the text, not its end."""
+    size = len(row["input_ids"])
+    while size > 1 and row["input_ids"][size - 1] in (tokenizer.eos_token_id, tokenizer.sep_token_id):
+        size -= 1
+    return {name: values[:size] for name, values in row.items()}
 
 
 def _put(template: str, **texts: str) -> str:

@@ -295,6 +295,20 @@ def test_pairs_and_regression(model_dir: str, files: Path) -> None:
     assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(results)
 
 
+def test_a_head_for_other_labels_is_one_clear_line(
+    model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A classifier of two labels on three."""
+    labels = ["neutral", "positive", "negative"]
+    rows = [{"sentence": text, "label": labels[i % 3]} for i, text in enumerate(TEXTS)]
+    (files / "train.json").write_text(json.dumps(rows))
+    (files / "dev.json").write_text(json.dumps(rows[:6]))
+    assert glue.run(arguments(model_dir, train_file="train.json", validation_file="dev.json")) == 2
+    shown = capsys.readouterr().err
+    assert "another number of labels" in shown and "--ignore_mismatched_sizes true" in shown
+    assert "Traceback" not in shown and not (files / "out").exists()
+
+
 def test_mnli_from_the_hub(
     model_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -86,6 +87,17 @@ def test_long_texts_are_cut_and_the_template_is_not(masked_dir: str) -> None:
             assert tokenizer.eos_token_id is None or ids[-1] == tokenizer.eos_token_id
         both = tokenizer.decode(put("film " * 50, "number " * 50)["input_ids"])
         assert both.count("film") > 2 and both.count("number") > 2, "neither text is lost"
+
+
+def test_a_causal_tokenizer_that_ends_texts_is_asked_before_its_end(gpt2_dir: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(gpt2_dir)
+    plain = fill("{text} It was {mask}", tokenizer, 24)("a film")
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <end>", special_tokens=[("<end>", tokenizer.eos_token_id)]
+    )
+    assert tokenizer("a film")["input_ids"][-1] == tokenizer.eos_token_id
+    assert fill("{text} It was {mask}", tokenizer, 24)("a film") == plain
 
 
 def test_a_text_cannot_make_a_gap_or_a_pair_of_its_own(masked_dir: str) -> None:
