@@ -40,9 +40,10 @@ from transformers import (
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import processes, running
+from recipes.frozen import feature_splits
 from recipes.glue_data import ClassificationData
 from recipes.glue_metrics import compute_metrics_with, load_metric
-from recipes.glue_model import is_own, load_model, save_merged
+from recipes.glue_model import is_own, is_pooled, load_model, save_merged
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
 from recipes.models import choose_trained
@@ -74,23 +75,28 @@ def main(argv: list[str]) -> None:
     model = choose_trained(model, model_args, "SEQ_CLS")
     if SPLIT in splits:
         learn_public(model, splits[SPLIT], collate, training_args, data_args)
+    inputs: dict[str, Any] = splits
+    if model_args.freeze == "encoder" and is_pooled(model.config) and training_args.privacy_unit != "user":
+        needed = {name: split for name, split in splits.items() if name != SPLIT}
+        inputs = feature_splits(model, needed, collate, training_args, is_private=not data_args.non_private)
+        collate = default_data_collator
     metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
 
     trainer_class = Trainer if data_args.non_private else DPTrainer
     trainer = trainer_class(
         model=model,
         args=training_args,
-        train_dataset=splits["train"] if training_args.do_train else None,
-        eval_dataset=next(iter(evaluation_splits(splits).values()), None) if training_args.do_eval else None,
+        train_dataset=inputs["train"] if training_args.do_train else None,
+        eval_dataset=next(iter(evaluation_splits(inputs).values()), None) if training_args.do_eval else None,
         compute_metrics=compute_metrics_with(metric, is_regression=data.labels is None),
         processing_class=tokenizer,
         data_collator=collate,
     )
     if training_args.do_train:
         running.train(trainer, training_args)
-    results = evaluate(trainer, splits) if training_args.do_eval else {}
+    results = evaluate(trainer, inputs) if training_args.do_eval else {}
     if training_args.do_predict:
-        predict(trainer, splits, data, training_args)
+        predict(trainer, inputs, data, training_args)
     if training_args.do_train and model_args.lora_r and is_own(model.config) and trainer.is_world_process_zero():
         save_merged(
             trainer.accelerator.unwrap_model(trainer.model), Path(training_args.output_dir) / MERGED, tokenizer

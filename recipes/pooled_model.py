@@ -122,10 +122,11 @@ class PooledForSequenceClassification(PreTrainedModel):
         labels: torch.Tensor | None = None,
         return_dict: bool | None = None,
         output_hidden_states: bool | None = None,
+        features: torch.Tensor | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
         del return_dict, output_hidden_states  # wrappers pass them on; there is one kind of answer
-        features_BF = self.features(input_ids, attention_mask, **inputs)
+        features_BF = self.features(input_ids, attention_mask, **inputs) if features is None else features
         logits = self.classifier(self.dropout(features_BF))
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)

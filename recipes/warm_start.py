@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import Dataset
 from transformers import PreTrainedModel, default_data_collator
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -28,6 +27,7 @@ from hf_dpopt.huggingface.head import find_head
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
+from recipes.frozen import FeatureRows
 from recipes.glue_model import is_pooled
 from recipes.pooled_model import FEATURE_NORM
 
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 FOLDER = "warm_start"
 MARK = "belongs_to.json"
 PASSES = 24  # over features that were computed once
-LEARNING_RATE = 0.03
 NORM = FEATURE_NORM  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
 
 
@@ -63,19 +62,6 @@ class HeadForSequenceClassification(PreTrainedModel):
         logits = self.classifier(features)
         loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)
-
-
-class FeatureRows(Dataset):
-    """Features, (N, H), and labels, (N,), record by record."""
-
-    def __init__(self, features: torch.Tensor, labels: torch.Tensor):
-        self.features, self.labels = features, labels
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        return {"features": self.features[i], "labels": self.labels[i]}
 
 
 def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrainingArguments, epsilon: float) -> str:
@@ -208,7 +194,7 @@ def _arguments(
         max_steps=-1,
         per_device_train_batch_size=min(advice.batch, 4096),
         expected_batch_size=advice.batch,
-        learning_rate=LEARNING_RATE,
+        learning_rate=advice.learning_rate,
         warmup_steps=0,
         lr_scheduler_type="linear",
         optim="adamw_torch",

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.huggingface.head import features_instead_of_logits
+from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
 from hf_dpopt.records.collation import Collation
 
 
@@ -42,7 +42,7 @@ def compute_features(
         inputs: tokenized records, without labels.
         collate: makes a batch of records.
         batch_size: most records in a batch, >= 1; changes speed and memory, the features only by rounding.
-        cache: private folder to keep the features in, under a digest of the model's weights and of all inputs;
+        cache: private folder to keep the features in, under a digest of the frozen weights and of all inputs;
             features of private records are private data. None to keep nothing.
         progress: label of the progress bar; None for no bar.
 
@@ -128,8 +128,10 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+    digest, head = hashlib.blake2b(digest_size=16), f"{find_head(model)}."  # whose weights features do not depend on
     for name, value in sorted(model.state_dict().items()):
+        if name.startswith(head):
+            continue
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     for record in inputs:

@@ -42,8 +42,8 @@ RATES: dict[tuple[Kind, Objective], float] = {
     ("full", "generation"): 3e-3,
     ("lora", "classification"): 4e-3,
     ("lora", "generation"): 6e-3,
-    ("head", "classification"): 1e-2,
-    ("head", "generation"): 1e-2,
+    ("head", "classification"): 0.1,
+    ("head", "generation"): 0.1,
 }
 REFERENCE_SIZE = 22_000_000
 REFERENCE_STEPS = 132
@@ -132,7 +132,7 @@ class TrainingJob:
     def learning_rate(self, outlook: Outlook) -> float:
         """Peak learning rate of AdamW, to two digits."""
         rate = RATES[self.kind, self.objective]
-        size = (REFERENCE_SIZE / self.model_size) ** 0.25
+        size = 1.0 if self.kind == "head" else (REFERENCE_SIZE / self.model_size) ** 0.25
         length = min(max((REFERENCE_STEPS / outlook.num_steps) ** (1 / 3), 0.3), 1.5)
         noise = min(1.0, max(0.2, math.sqrt(2 / (1 + outlook.step_ratio**2))))
         return float(f"{rate * size * length * noise:.1e}")

@@ -11,8 +11,9 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
+from recipes.frozen import FeatureRows
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
-from recipes.warm_start import FeatureRows, HeadForSequenceClassification, warm_start
+from recipes.warm_start import HeadForSequenceClassification, warm_start
 
 N = 400
 

@@ -1,0 +1,96 @@
+"""`glue.py --freeze encoder --pooling ..`: a head on features that were computed once is the head on the inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from recipes import glue, pooled_model
+from recipes.frozen import FeatureRows
+from tests.recipes.test_glue import arguments, files, model_dir  # noqa: F401  fixtures of the folder and the model
+
+HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "recipe": "none", "seed": "3"}
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True)
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    "flags", [{"noise_multiplier": "0", "target_epsilon": None}, {"non_private": "true"}], ids=str
+)
+def test_the_head_is_that_of_a_run_over_the_inputs(model_dir: str, monkeypatch: pytest.MonkeyPatch, flags) -> None:
+    """Without noise, so that both runs draw the same batches and nothing hides a difference."""
+    fixed = {} if "non_private" in flags else {"unsafe_fixed_noise_key": "00" * 32}
+    if "non_private" in flags:
+        flags = {**flags, "target_epsilon": None, "target_delta": None, "expected_batch_size": None, "recipe": None}
+    once = arguments(model_dir, **{**HEAD, **fixed, **flags}, output_dir="once")
+    assert glue.run(once) == 0
+    monkeypatch.setattr(glue, "feature_splits", lambda model, splits, *args, **options: splits)
+    monkeypatch.setattr(
+        glue, "default_data_collator", glue.DataCollatorWithPadding(AutoTokenizer.from_pretrained(model_dir))
+    )
+    assert glue.run(arguments(model_dir, **{**HEAD, **fixed, **flags}, output_dir="inputs")) == 0
+    ours, theirs = weights(Path("once")), weights(Path("inputs"))
+    assert not torch.equal(ours["classifier.weight"], torch.zeros_like(ours["classifier.weight"]))
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.usefixtures("files")
+def test_the_encoder_runs_once_over_each_record(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    plain = pooled_model.PooledForSequenceClassification.features
+
+    def counted(self, input_ids=None, attention_mask=None, **inputs):
+        seen.append(len(input_ids))
+        return plain(self, input_ids, attention_mask, **inputs)
+
+    monkeypatch.setattr(pooled_model.PooledForSequenceClassification, "features", counted)
+    assert glue.run(arguments(model_dir, **HEAD, max_steps="9", do_train="true", do_eval="true", do_predict="true",
+                              test_file="test.tsv")) == 0  # fmt: skip
+    sizes = [len(Path(name).read_text().splitlines()) - 1 for name in ("train.tsv", "dev.tsv", "test.tsv")]
+    assert sum(seen) == sum(sizes)
+    assert len(Path("out/predict_results_test.txt").read_text().splitlines()) == 6
+
+
+@pytest.mark.usefixtures("files")
+def test_what_is_saved_takes_texts_and_answers_as_it_was_evaluated(model_dir: str) -> None:
+    flags = {**HEAD, "pooling": None, "pooling_layers": None}
+    assert glue.run([*arguments(model_dir, **flags, max_steps="30"), "--pooling", "cls", "mean"]) == 0
+    model = AutoModelForSequenceClassification.from_pretrained("out", trust_remote_code=True).eval()
+    tokenizer = AutoTokenizer.from_pretrained("out")
+    rows = [line.split("\t") for line in Path("dev.tsv").read_text().splitlines()[1:]]
+    with torch.no_grad():
+        logits = model(**tokenizer([text for text, _ in rows], padding=True, return_tensors="pt")).logits
+    said = [model.config.id2label[i] for i in logits.argmax(1).tolist()]
+    accuracy = np.mean([found == label for found, (_, label) in zip(said, rows, strict=True)])
+    assert json.loads(Path("out/all_results.json").read_text())["eval_accuracy"] == pytest.approx(accuracy)
+    assert not list(Path("out").rglob("features-*")), "features of private records are not published"
+
+
+@pytest.mark.usefixtures("files")
+def test_a_run_is_resumed_on_the_same_features(model_dir: str, tmp_path: Path) -> None:
+    flags = {
+        **HEAD,
+        "max_steps": "4",
+        "save_steps": "2",
+        "save_strategy": "steps",
+        "private_state_dir": str(tmp_path / "keys"),
+    }
+    assert glue.run(arguments(model_dir, **flags)) == 0
+    assert glue.run(arguments(model_dir, **flags, resume_from_checkpoint="out/checkpoint-4")) == 0
+    assert len(list((tmp_path / "keys").glob("features-*.npy"))) == 1
+
+
+def test_rows_without_labels() -> None:
+    rows = FeatureRows(torch.eye(3), torch.tensor([0, 1, 0]))
+    assert set(rows[1]) == {"features", "labels"} and rows.column_names == ["features", "label"]
+    assert set(rows.remove_columns(["label"])[1]) == {"features"} and len(rows) == 3
