@@ -12,8 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import glue, pooled_model
 from recipes.frozen import FeatureRows
-from tests.recipes.test_glue import arguments, files, model_dir  # noqa: F401  fixtures of the folder and the model
+from tests.recipes import test_glue
+from tests.recipes.test_glue import arguments
 
+files, model_dir = test_glue.files, test_glue.model_dir  # fixtures
 HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "recipe": "none", "seed": "3"}
 
 
