@@ -40,7 +40,7 @@ from transformers import (
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import processes, running
-from recipes.frozen import feature_splits
+from recipes.frozen import can_train_on_features, feature_splits
 from recipes.glue_data import ClassificationData
 from recipes.glue_metrics import compute_metrics_with, load_metric
 from recipes.glue_model import is_own, is_pooled, load_model, save_merged
@@ -76,7 +76,12 @@ def main(argv: list[str]) -> None:
     if SPLIT in splits:
         learn_public(model, splits[SPLIT], collate, training_args, data_args)
     inputs: dict[str, Any] = splits
-    if model_args.freeze == "encoder" and is_pooled(model.config) and training_args.privacy_unit != "user":
+    is_classifier, unit = data.labels is not None, training_args.privacy_unit
+    if (
+        model_args.freeze == "encoder"
+        and is_pooled(model.config)
+        and can_train_on_features(model, is_classifier=is_classifier, unit=unit)
+    ):
         needed = {name: split for name, split in splits.items() if name != SPLIT}
         inputs = feature_splits(model, needed, collate, training_args, is_private=not data_args.non_private)
         collate = default_data_collator

@@ -7,9 +7,10 @@ import logging
 
 import pytest
 import torch
+import transformers
 
-from hf_dpopt import DPConfigError, DPTrainer
-from hf_dpopt.huggingface.recipe import read_recipe
+from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.huggingface.recipe import Trained, read_recipe
 from hf_dpopt.plan import advice
 from tests.tiny import arguments, collate, model, records, trainer
 
@@ -286,3 +287,19 @@ def test_no_such_warning_for_sgd_that_gains(tmp_path, log):
 def test_unknown_recipes_are_refused(tmp_path):
     with pytest.raises((DPConfigError, ValueError), match="recipe"):
         trainer(tmp_path, **big(recipe="best"))
+
+
+@pytest.mark.parametrize(("model_class", "config_class", "kind"), [
+    (transformers.BertForSequenceClassification, transformers.BertConfig, "head"),
+    (transformers.RobertaForSequenceClassification, transformers.RobertaConfig, "lora"),
+])  # fmt: skip
+def test_only_one_linear_layer_gets_the_rate_of_a_head(tmp_path, model_class, config_class, kind):
+    """RoBERTa's head has a hidden layer, which a rate of 0.1 would wreck."""
+    config = config_class(
+        vocab_size=50, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    model = model_class(config)
+    for parameter in model.base_model.parameters():
+        parameter.requires_grad_(False)
+    args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
+    assert Trained.of(args, {"model": model}).kind == kind

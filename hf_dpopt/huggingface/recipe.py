@@ -64,7 +64,9 @@ class Trained:
         if adapters is not None or hasattr(model, "peft_config"):
             return cls("lora", objective, size, is_plain, is_tuned)
         body = getattr(base, "base_model", base)
-        is_head = body is not base and not any(p.requires_grad for p in body.parameters())
+        layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
+        # the rate of a head is that of one linear layer; RoBERTa's has a hidden one, which would not bear it
+        is_head = body is not base and len(layers) == 1 and not any(p.requires_grad for p in body.parameters())
         return cls("head" if is_head else kind_of(trained, size), objective, size, is_plain, is_tuned)
 
 

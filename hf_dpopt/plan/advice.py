@@ -10,11 +10,12 @@ The rules, and where they are from:
   large batches have little noise and go nowhere, many small ones drown; the best is where the noise of a step comes
   down to the signal. It reproduces what was found by search: B = 1000 to 6000 in 200 to 1,200 steps on GLUE (Li et al.
   2022, arXiv:2110.05679; Yu et al. 2022, arXiv:2110.06500; Bu et al. 2022, arXiv:2206.07136).
-* **Learning rate**: `RATES`, smaller for larger models and for longer runs. Where noise is above the signal it falls
-  as epsilon does (learning rate times steps is linear in epsilon: Panda et al. 2022, arXiv:2212.04486).
+* **Learning rate**: `RATES`, smaller for larger models (but for a head, whose size is that of its features) and for
+  longer runs. Where noise is above the signal it falls as epsilon does (learning rate times steps is linear in
+  epsilon: Panda et al. 2022, arXiv:2212.04486).
 * **Clip**: 1, near the norm of a record's gradient at the start (1.1 to 2.7 were measured). A far smaller one, or
-  automatic clipping (arXiv:2206.07136), makes every record count the same, confidently right ones too: on SST-2 the
-  accuracy was the same and the loss twice as high.
+  automatic clipping (arXiv:2206.07136), brings less noise for the signal and makes every record count the same,
+  confidently right ones too: on SST-2 the accuracy was no worse and the loss up to twice as high.
 * **Schedule**: linear to 0 after a warm-up of 6 %, where that is two steps (a single one would have the rate 0). The
   last weights are the result: with a rate that falls to 0 they are an average already.
 * **Noise**: independent for adaptive optimizers; correlated noise with SGD, whose map from gradients to weights it is
@@ -206,6 +207,18 @@ def _batches(job: TrainingJob) -> list[int]:
     return sorted({min(max(1, round(records / step)), job.num_units) for step in steps})
 
 
+def _reference(job: TrainingJob) -> str:
+    """Describe the run that the rate was tuned on."""
+    if job.kind == "head":
+        return "a head on features of norm 4"
+    return f"{job.kind} {job.objective} with {REFERENCE_SIZE / 1e6:.0f} million weights"
+
+
+def _size(job: TrainingJob) -> str:
+    """Say how large this model is, where that matters."""
+    return "" if job.kind == "head" else f"{job.model_size / 1e6:.3g} million and "
+
+
 def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> Mapping[str, str]:
     smaller = max(1, batch // 4)
     passes = "1 pass" if job.passes == 1 else f"{job.passes:g} passes"
@@ -217,15 +230,14 @@ def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> Map
             + (f" (batch {smaller}: {job.outlook(smaller).useful_steps:.3g})" if outlook.step_ratio > 0.5 else "")
         ),
         "learning_rate": (
-            f"{RATES[job.kind, job.objective]:g} for {job.kind} {job.objective} with {REFERENCE_SIZE / 1e6:.0f} "
-            f"million weights and {REFERENCE_STEPS} steps, here {job.model_size / 1e6:.3g} million and "
+            f"{RATES[job.kind, job.objective]:g} for {_reference(job)} and {REFERENCE_STEPS} steps, here {_size(job)}"
             f"{outlook.num_steps}"
             + (f", and less as noise is {outlook.step_ratio:.2g} of the signal" if outlook.step_ratio > 1 else "")
         ),
         "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
         "warmup_steps": "the first steps of Adam know no second moment yet",
         "clipping": "one norm over all weights; by layer, every layer has noise of its own",
-        "clipping_norm": "near the norm of a record's gradient; far below it the loss doubles, and accuracy stays",
+        "clipping_norm": "near the norm of a record's gradient; far below it the loss doubles, accuracy does not fall",
         "optim": "adaptive steps bear noise on coordinates without signal",
         "noise_mechanism": "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)",
     }

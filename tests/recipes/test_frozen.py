@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import glue, pooled_model
-from recipes.frozen import FeatureRows
+from recipes.frozen import FeatureRows, can_train_on_features
 from tests.recipes import test_glue
 from tests.recipes.test_glue import arguments
 
@@ -79,17 +79,52 @@ def test_what_is_saved_takes_texts_and_answers_as_it_was_evaluated(model_dir: st
 
 
 @pytest.mark.usefixtures("files")
-def test_a_run_is_resumed_on_the_same_features(model_dir: str, tmp_path: Path) -> None:
+def test_a_run_is_resumed_on_the_same_features(
+    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flags = {
-        **HEAD,
-        "max_steps": "4",
-        "save_steps": "2",
-        "save_strategy": "steps",
-        "private_state_dir": str(tmp_path / "keys"),
-    }
-    assert glue.run(arguments(model_dir, **flags)) == 0
-    assert glue.run(arguments(model_dir, **flags, resume_from_checkpoint="out/checkpoint-4")) == 0
+        **HEAD, "save_steps": "2", "save_strategy": "steps", "private_state_dir": str(tmp_path / "keys"),
+        "target_epsilon": None, "noise_multiplier": "1.0",
+    }  # fmt: skip
+    assert glue.run(arguments(model_dir, **{**flags, "max_steps": "2"})) == 0
+    before = weights(Path("out"))["classifier.weight"].clone()
+    seen: list[int] = []
+    plain = pooled_model.PooledForSequenceClassification.features
+
+    def counted(self, input_ids=None, attention_mask=None, **inputs):
+        seen.append(len(input_ids))
+        return plain(self, input_ids, attention_mask, **inputs)
+
+    monkeypatch.setattr(pooled_model.PooledForSequenceClassification, "features", counted)
+    assert (
+        glue.run(arguments(model_dir, **{**flags, "max_steps": "4"}, resume_from_checkpoint="out/checkpoint-2")) == 0
+    )
+    assert sum(seen) == len(Path("dev.tsv").read_text().splitlines()) - 1, "those of the training records were kept"
     assert len(list((tmp_path / "keys").glob("features-*.npy"))) == 1
+    assert not torch.equal(weights(Path("out"))["classifier.weight"], before), "it went on"
+
+
+def test_regression_is_trained_over_its_inputs(model_dir: str, files: Path) -> None:
+    rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(test_glue.TEXTS)]
+    (files / "train.json").write_text(json.dumps([{**row, "sentence1": f"truly {row['sentence1']}"} for row in rows]))
+    (files / "dev.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:12]))
+    flags = {"task_name": "stsb", "train_file": "train.json", "validation_file": "dev.jsonl"}
+    assert glue.run(arguments(model_dir, **HEAD, **flags)) == 0
+    assert "eval_pearson" in json.loads((files / "out" / "all_results.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_classifier", "unit", "answer"),
+    [
+        (torch.float32, True, "example", True),
+        (torch.bfloat16, True, "example", False),
+        (torch.float32, False, "example", False),
+        (torch.float32, True, "user", False),
+    ],
+)
+def test_what_is_trained_on_features(dtype, is_classifier, unit, answer) -> None:
+    model = torch.nn.Linear(2, 2).to(dtype)
+    assert can_train_on_features(model, is_classifier=is_classifier, unit=unit) is answer
 
 
 def test_rows_without_labels() -> None:
