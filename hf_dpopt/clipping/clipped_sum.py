@@ -17,6 +17,7 @@ from hf_dpopt.common.types import ClippedSums
 
 COUNT = "units within the clip"  # a coordinate of the sum that is no parameter
 MAX_PACKED = 2**15  # elements of a parameter that goes into a pack
+NARROW_RECORDS = 512  # that are added up in float32
 
 
 class Pack:
@@ -70,6 +71,9 @@ class ClippedSum:
     A sum of all parameters that is there from the start would stand beside the activations of the whole forward, where
     ordinary training has no gradients yet.
 
+    One record less shifts all batches after it, so what they round to is part of what a record moves. Rounding grows
+    with the square of the number of records: from `NARROW_RECORDS` on, a batch is summed alone, and added in float64.
+
     Args:
         parameters: name -> parameter; all of them are in the result, those without contributions as zeros.
         scale: multiplier of the records before the clip; None for 1.
@@ -78,6 +82,7 @@ class ClippedSum:
     def __init__(self, parameters: Mapping[str, torch.Tensor], scale: Scale | None = None):
         self._parameters = parameters
         self._totals: dict[str, torch.Tensor] = {}
+        self._num_records: dict[str, int] = {}  # in the total of a parameter, those of every use
         self.scale, self._is_scaled = scale, False
         self._count = 0.0  # of units, +1/2 for one within the clip and -1/2 for one that was clipped
 
@@ -91,21 +96,42 @@ class ClippedSum:
         assert not self._is_scaled, "the sum was taken"
         if contribution.num_records == 0:
             return
-        if name in self._totals:
+        self._widen(name, contribution.num_records)
+        if name not in self._totals:  # fresh memory, overwritten with beta=0: no pass of zeros
+            self._totals[name] = self._of_batch(name, contribution, factors_B)
+        elif self._is_wide(name):
+            self._totals[name] += self._of_batch(name, contribution, factors_B)
+        else:
             contribution.add_weighted_sum_(self._totals[name], factors_B)
-        else:  # fresh memory, overwritten with beta=0: no pass of zeros
-            total = self._new(name, torch.empty)
-            contribution.add_weighted_sum_(total, factors_B, beta=0)
-            self._totals[name] = total
+
+    def _of_batch(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> torch.Tensor:
+        total = self._new(name, torch.empty)
+        contribution.add_weighted_sum_(total, factors_B, beta=0)
+        return total
+
+    def _widen(self, name: str, num_records: int) -> None:
+        """Count records that come; before there are too many for its dtype, a total that is there becomes wide."""
+        self._num_records[name] = self._num_records.get(name, 0) + num_records
+        if name in self._totals and self._num_records[name] > NARROW_RECORDS:
+            self._totals[name] = self._totals[name].double()
+
+    def _is_wide(self, name: str) -> bool:
+        """Whether the total has more digits than what is added to it."""
+        return self._totals[name].dtype != self._dtype(self._parameters[name])
 
     def add_pack(self, pack: Pack, factors_B: torch.Tensor) -> None:
         """Add ``sum_b factors_b g_b`` of every gradient of the pack."""
         parts = pack.weighted_sums(factors_B)
+        for name in parts:
+            self._widen(name, len(factors_B))
         known = [name for name in parts if name in self._totals]
         new = {name: self._new(name, torch.empty) for name in parts if name not in self._totals}
-        if known:
-            totals = [self._totals[name] for name in known]
-            torch._foreach_add_(totals, [parts[n].view_as(t) for n, t in zip(known, totals, strict=True)])
+        for is_wide in (False, True):
+            some = [name for name in known if self._is_wide(name) == is_wide]
+            if some:
+                totals = [self._totals[name] for name in some]
+                added = [parts[n].view_as(t).to(t.dtype) for n, t in zip(some, totals, strict=True)]
+                torch._foreach_add_(totals, added)
         if new:  # copied: a view of the pack would keep all of it
             torch._foreach_copy_(list(new.values()), [parts[name].view_as(total) for name, total in new.items()])
         self._totals |= new
@@ -123,6 +149,8 @@ class ClippedSum:
 
         What is added afterwards would not be scaled, so nothing can be.
         """
+        for name, total in self._totals.items():
+            self._totals[name] = total.to(self._dtype(self._parameters[name]))
         if self.scale is not None and not self._is_scaled:
             self._is_scaled = True
             for name, total in self._totals.items():

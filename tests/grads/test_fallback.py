@@ -61,6 +61,41 @@ def _model(layer: nn.Module) -> Model:
     return model
 
 
+def _by_hand(model: nn.Module, batch: dict[str, torch.Tensor], norm: float) -> dict[str, torch.Tensor]:
+    """The sum of the clipped gradients of the records, one after the other."""
+    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for b in range(len(batch["x"])):
+        loss = _loss(model(batch["x"][b : b + 1]), batch["labels"][b : b + 1]).sum()
+        grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
+        length = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        for (name, _), g in zip(model.named_parameters(), grads, strict=True):
+            want[name] += g * min(1.0, norm / float(length))
+    return want
+
+
+class Scaled(nn.Module):
+    """Takes a number beside the records."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x, scale=None):
+        return torch.stack([_Doubled.apply(row * self.weight) * (1.0 if scale is None else scale) for row in x])
+
+
+class WithScale(Model):
+    def forward(self, x, labels=None):
+        return self.last(self.layer(self.first(x), scale=torch.tensor(0.5).double())).squeeze(-1)
+
+
+def test_a_tensor_without_dimensions_belongs_to_every_record():
+    model = WithScale(Scaled()).double()
+    batch = _batch([3.0, 5.0, -2.0])
+    got = clipped_gradient_sum(model, batch, clipping_norm=0.7, loss=_loss)
+    assert reference.relative_error(got, _by_hand(model, batch, 0.7)) < 1e-9
+
+
 @pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
 @pytest.mark.parametrize("ignores_input", [False, True])
 @pytest.mark.parametrize("skipped", [[], [1], [0, 1, 2]])
@@ -69,11 +104,5 @@ def test_branches_that_depend_on_the_record(engine, ignores_input, skipped):
     for b in skipped:
         batch["x"][b, 0] = 5.0
     got = clipped_gradient_sum(model, batch, clipping_norm=0.7, engine=engine, loss=_loss)
-    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for b in range(3):
-        loss = _loss(model(batch["x"][b : b + 1]), batch["labels"][b : b + 1]).sum()
-        grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
-        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        for (name, _), g in zip(model.named_parameters(), grads, strict=True):
-            want[name] += g * min(1.0, 0.7 / float(norm))
+    want = _by_hand(model, batch, 0.7)
     assert reference.relative_error(got, want) < 1e-9
