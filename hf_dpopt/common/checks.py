@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 
 NOISE_KEY_BYTES = 32
 
@@ -18,6 +18,10 @@ NOISE_KEY_BYTES = 32
 SMALLEST_CLIPPING_NORM, LARGEST_CLIPPING_NORM = 1e-10, 1e10
 LARGEST_RATIO = 1e15  # of two clipping norms; its square multiplies squares in float32
 
+# Less noise than the first hides nothing, and more than the second is more than any sum of records can be seen in;
+# beyond, squares and their inverses leave the numbers that accountants compute with.
+SMALLEST_NOISE, LARGEST_NOISE = 1e-9, 1e9
+
 
 def check_noise_multiplier(value: float) -> None:
     """Refuse what cannot be a noise multiplier; 0.0 passes and makes epsilon infinite."""
@@ -27,26 +31,32 @@ def check_noise_multiplier(value: float) -> None:
             f"noise_multiplier={value} is negative. Use a finite number > 0; 0.0 switches the noise off, and epsilon "
             "is then infinite (NOT PRIVATE)."
         )
+    if value != 0 and not SMALLEST_NOISE <= value <= LARGEST_NOISE:
+        raise DPConfigError(
+            f"noise_multiplier={value} is outside {SMALLEST_NOISE:g} to {LARGEST_NOISE:g}, where epsilon cannot be "
+            "computed. 0.3 to 10 is usual; 0.0 switches the noise off (NOT PRIVATE)."
+        )
 
 
 def check_count(name: str, value: Any, allowed: str = "an integer >= 1") -> None:
     """Refuse what is not a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or int(value) < 1:
-        raise DPConfigError(f"{name}={value!r} is not a positive count. Use {allowed}.")
+        raise DPConfigError(f"{name}={shown(value)} is not a positive count. Use {allowed}.")
 
 
 def check_choice(name: str, value: Any, allowed: Iterable[str]) -> None:
     """Refuse what is none of the names that are allowed; a name may be listed twice."""
     names = tuple(dict.fromkeys(allowed))
-    if value not in names:
-        raise DPConfigError(f"{name}={value!r} is unknown. Use one of: {', '.join(map(repr, names))}.")
+    if not isinstance(value, str) or value not in names:
+        raise DPConfigError(f"{name}={shown(value)} is unknown. Use one of: {', '.join(map(repr, names))}.")
 
 
 def check_mapping(name: str, value: Any, example: str) -> Mapping[str, Any]:
     """Refuse what does not map names to values; `example` is JSON that does."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise DPConfigError(
-            f"{name}={value!r} is no mapping of names to values. Use JSON on a command line: --{name} '{example}'."
+            f"{name}={shown(value)} is no mapping of names to values. Use JSON on a command line: --{name} "
+            f"'{example}'."
         )
     return value
 
@@ -66,8 +76,22 @@ def check_noise_key(value: str) -> None:
 
 def check_real(name: str, value: Any, allowed: str) -> None:
     """Refuse text, None, NaN and infinity with one message."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise DPConfigError(f"{name}={value!r} is not a finite number. Use {allowed}.")
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not is_finite(value):
+        raise DPConfigError(f"{name}={shown(value)} is not a finite number. Use {allowed}.")
+
+
+def is_finite(value: numbers.Real) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number with more than 308 digits
+        return False
+
+
+def check_at_most(name: str, value: Any, largest: float, why: str) -> None:
+    """Refuse what is above a bound on what is computed; `why` says what would become of it, and what to do."""
+    if value > largest:
+        raise DPConfigError(f"{name}={shown(value)} is more than {largest:,}: {why}")
 
 
 def check_positive(**values: Any) -> None:
@@ -76,7 +100,7 @@ def check_positive(**values: Any) -> None:
         if value is not None:
             check_real(name, value, "a finite number > 0")
             if value <= 0:
-                raise DPConfigError(f"{name}={value} is not > 0. Use a finite number > 0.")
+                raise DPConfigError(f"{name}={shown(value)} is not > 0. Use a finite number > 0.")
 
 
 def check_clipping_norm(name: str, value: Any) -> None:

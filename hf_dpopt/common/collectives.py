@@ -53,6 +53,10 @@ class Ranks(abc.ABC):
         It travels in memory only, so secrets may pass.
         """
 
+    @abc.abstractmethod
+    def largest(self, value: int) -> int:
+        """The largest value of all ranks, on every rank; it costs one small collective."""
+
 
 class Single(Ranks):
     """One process."""
@@ -65,6 +69,9 @@ class Single(Ranks):
 
     def same(self, compute: Callable[[], T]) -> T:
         return compute()
+
+    def largest(self, value: int) -> int:
+        return value
 
 
 class DataParallel(Ranks):
@@ -86,6 +93,12 @@ class DataParallel(Ranks):
         if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
+
+    def largest(self, value: int) -> int:
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+        agreed = torch.tensor(value, device=device)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
+        return int(agreed.item())
 
 
 def current_ranks() -> Ranks:

@@ -1,14 +1,67 @@
-"""Files that must survive a crash: whole or absent, and on the disk before the caller goes on."""
+"""Files and folders that must survive a crash: whole or absent, and on the disk before the caller goes on."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import secrets
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import warn_once
+
+# What a filesystem answers that does not have an operation; anything else (EIO, ENOSPC) is a failure of one that has.
+UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOTTY})
+
+
+def read_whole(path: Path) -> bytes:
+    """Content of a file that a run keeps its state in.
+
+    Raises:
+        DPConfigError: if something else lies there, or it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DPConfigError(
+            f"{path} cannot be read ({error.strerror}). It holds state of a private run: put the file back, or see "
+            "what the folder holds with `hf-dpopt doctor`."
+        ) from error
 
 
 def fsync_directory(directory: Path) -> None:
-    """Make the creation, renaming and removal of files in ``directory`` durable."""
+    """Make the creation, renaming and removal of files in ``directory`` durable, where its filesystem can do so.
+
+    Elsewhere (object stores that are mounted, some network disks) one line of the log says so.
+    """
+    try:
+        _fsync_directory(directory)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        warn_once(
+            f"fsync of folders {os.stat(directory).st_dev}",
+            f"The filesystem of {directory} cannot make the creation of a file durable ({error.strerror}): a power "
+            "cut may lose the ledger, with what it charged, or a checkpoint, where they were just made. The keys "
+            "remember the steps: keep private_state_dir on a local disk.",
+        )
+
+
+def has_directory_fsync(directory: Path) -> bool:
+    """Whether the filesystem can make the creation of files in ``directory`` durable."""
+    try:
+        _fsync_directory(directory)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+def _fsync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -16,10 +69,11 @@ def fsync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def write_durably(path: Path, content: bytes, *, mode: int) -> None:
+def write_durably(path: Path, content: bytes | memoryview, *, mode: int) -> None:
     """Create ``path`` with ``content`` and permissions ``mode``; a crash leaves all of it or nothing.
 
-    The permissions are set at creation, so the content is at no time readable by more users than ``mode`` says.
+    The permissions are set at creation, so the content is at no time readable by more users than ``mode`` says. A link
+    at ``path`` is replaced, never followed.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # a crash may have left another
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -33,3 +87,109 @@ def write_durably(path: Path, content: bytes, *, mode: int) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def is_open_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still what lies at ``path``: not deleted, and nothing else put in its place."""
+    try:
+        there = os.stat(path, follow_symlinks=False)
+    except OSError:
+        return False
+    return os.path.samestat(os.fstat(descriptor), there)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make every file and folder below ``folder``, and itself, durable."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            descriptor = os.open(Path(parent, name), os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        fsync_directory(Path(parent))
+
+
+def move_into_place(folder: Path, place: Path) -> None:
+    """Rename a folder whose files are written to ``place``, durably; what was there before is deleted.
+
+    At no moment is anything at ``place`` but a whole folder: the one before, nothing, or the new one.
+
+    Args:
+        folder: what to move; it lies on the same filesystem, in a folder that takes the one before for a moment.
+
+    Raises:
+        DPConfigError: if the filesystem cannot rename folders.
+    """
+    fsync_tree(folder)
+    with _refusing_without_renames(place.parent):
+        replaced = _move_aside(place, folder.parent)
+        os.rename(folder, place)
+    fsync_directory(place.parent)
+    if replaced is not None:
+        remove(replaced)
+
+
+@contextlib.contextmanager
+def _refusing_without_renames(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED | {errno.EXDEV, errno.EPERM}:
+            raise
+        raise DPConfigError(
+            f"The filesystem of {folder} cannot rename folders ({error.strerror}), so a checkpoint may be torn there. "
+            "Use an output_dir on a local disk, NFS or Lustre, and copy what is finished to the object store."
+        ) from None
+
+
+def check_renames(folder: Path) -> None:
+    """Refuse a filesystem that cannot rename folders, by an empty one in ``folder``, which is made if it is not there.
+
+    Raises:
+        DPConfigError: see `move_into_place`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f"removed-checkpoint-probe.{secrets.token_hex(4)}"
+    probe.mkdir()
+    try:
+        with _refusing_without_renames(folder.parent):
+            moved = _move_aside(probe, folder)
+        assert moved is not None
+        moved.rmdir()
+    except BaseException:
+        with contextlib.suppress(OSError):
+            probe.rmdir()
+        raise
+    with contextlib.suppress(OSError):  # a killed run left something there
+        folder.rmdir()
+
+
+def remove_folder(folder: Path, by_way_of: Path) -> None:
+    """Delete a folder so that a crash leaves it whole at its place, or not there.
+
+    Args:
+        by_way_of: a folder on the same filesystem from which it is deleted.
+    """
+    by_way_of.mkdir(exist_ok=True)
+    moved = _move_aside(folder, by_way_of)
+    if moved is not None:
+        remove(moved)
+
+
+def _move_aside(place: Path, into: Path) -> Path | None:
+    """Rename what lies at a place, if something does, to a fresh name of its own."""
+    if not os.path.lexists(place):
+        return None
+    moved = into / f"removed-{place.name}.{secrets.token_hex(4)}"
+    os.rename(place, moved)
+    fsync_directory(place.parent)
+    return moved
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder with all that is in it."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -2,9 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+LONGEST = 1000  # characters of a message; what is longer was quoted from somewhere, and loses its middle
+
+
+def one_line(message: str) -> str:
+    """The message as one line that can be read, whatever value or foreign error it quotes."""
+    line = " ".join(message.split()) if any(sign in message for sign in "\n\r") else message
+    return line if len(line) <= LONGEST else f"{line[: LONGEST * 2 // 3]} .. {line[-LONGEST // 4 :]}"
+
+
+def shown(value: Any, longest: int = 80) -> str:
+    """A value as it is quoted in a message: its `repr` on one line, and its type alone where that is of no use."""
+    try:
+        text = one_line(repr(value))
+    except Exception:  # of an object of the user's
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= longest else f"{text[: longest - 20]} .. ({type(value).__name__})"
+
 
 class DPConfigError(ValueError):
     """A setting, a file or a combination of both under which the privacy statement would be false or undefined."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(one_line(message))
 
 
 class UnsupportedModuleError(DPConfigError):
@@ -13,6 +35,9 @@ class UnsupportedModuleError(DPConfigError):
 
 class DPBudgetExceeded(RuntimeError):
     """The next step (or the requested run) would spend more than `target_epsilon`; raised before the step runs."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(one_line(message))
 
 
 class PrivacyWarning(UserWarning):

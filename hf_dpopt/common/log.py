@@ -13,6 +13,21 @@ SECRET_LOG_KEYS = frozenset({"loss", "train_loss", "total_flos", "num_input_toke
 SECRET_LOG_PREFIX = "unprivatized_"
 
 
+_told: set[str] = set()
+
+
+def warn_once(about: str, message: str) -> None:
+    """Log a warning that one process has not logged yet.
+
+    Args:
+        about: what tells it from others.
+        message: the line.
+    """
+    if about not in _told:
+        _told.add(about)
+        logger.warning(message)
+
+
 def is_secret_key(key: str) -> bool:
     """Whether a value under this key, in a log or a file of results, was computed from un-noised data."""
     return key in SECRET_LOG_KEYS or key.startswith(SECRET_LOG_PREFIX)
