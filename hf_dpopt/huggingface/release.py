@@ -6,15 +6,18 @@ import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_dpopt.common import collectives
+from hf_dpopt.common.log import warn_once
+from hf_dpopt.huggingface.training_text import training_records
 from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.randomness.cipher import SecureGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
-from hf_dpopt.report.release_scan import refuse_release, scan_for_secrets
+from hf_dpopt.report.release_scan import LINK_OUT, UNCHECKED, ReleaseScan, refuse_release
 from hf_dpopt.report.report import write_report
+from hf_dpopt.run.cleaning import UNPUBLISHED
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
@@ -22,11 +25,22 @@ from hf_dpopt.run.run import LEDGER
 SCRUBBED = ("hub_token", "unsafe_fixed_noise_key", "private_state_dir")
 
 
+class _LastScan(NamedTuple):
+    """A scan, and what it was made for."""
+
+    scan: ReleaseScan
+    keys: tuple[bytes, ...]
+    dataset: Any
+    tokenizer: Any
+    column: str | None
+
+
 class ReleaseGuard:
     """Report, model card and release scan of one trainer."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
+        self._scan: _LastScan | None = None
 
     def charged(self) -> Sequence[int]:
         """Charged steps of each chain: of the run in progress, else of the ledger on disk, else none."""
@@ -59,6 +73,7 @@ class ReleaseGuard:
             noise_generator=trainer._run.noise_generator_class if trainer._run else "none yet",
             secure=all(name == SecureGaussian.name for name in plan.noise_generators()),
             chains=len(ledger.chains) if ledger else 0,
+            steps_lost=ledger.num_lost if ledger else 0,
             world_size=collectives.world_size(),
             ledger_digest=ledger.digest() if ledger else "",
             self_check=trainer._self_check,
@@ -85,7 +100,10 @@ class ReleaseGuard:
         return None if planned is None or charged is None else max(planned, charged)
 
     def write_report(self) -> None:
-        """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only."""
+        """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger."""
+        run = self.trainer._run
+        if run is not None and run.ledger is not None and not run.ledger.is_intact:
+            return  # the run stops for it
         if self.trainer.args.should_save and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
 
@@ -102,8 +120,15 @@ class ReleaseGuard:
             for name, value in saved.items():
                 setattr(args, name, value)
 
-    def check(self, folder: Path) -> None:
-        """Refuse to go on if a secret is in the folder.
+    def check(self, folder: Path, *, is_thorough: bool = False, is_start: bool = False) -> None:
+        """Refuse to go on if a secret, a credential or training text is in the folder.
+
+        Args:
+            folder: folder that was saved, or is about to be pushed.
+            is_thorough: whether it is about to be pushed, so that every byte is read; see `ReleaseScan`. Else a link
+                out of the folder is a warning: a save publishes nothing of what it leads to.
+            is_start: whether the run is about to begin, where a file that cannot be read (of a checkpoint that a kill
+                tore) is a warning: it was there before, and saves and pushes look at it again.
 
         Raises:
             DPConfigError: naming the files and what is in them.
@@ -116,7 +141,38 @@ class ReleaseGuard:
         else:  # another process trained: the keys it left behind
             directory = Path(args.private_state_dir or default_private_dir(args.output_dir))
             keys = PrivateState(directory, forbidden=args.output_dir).secrets() if directory.exists() else []
-        refuse_release(scan_for_secrets(folder, keys))
+        tolerated = () if is_thorough else (LINK_OUT, UNCHECKED) if is_start else (LINK_OUT,)
+        findings = self._scan_for(keys, is_thorough).findings(folder)
+        for finding in findings:
+            if finding.kind in tolerated:
+                later = "a push" if finding.kind == LINK_OUT else "a save or a push"
+                warn_once(f"{folder}/{finding}", f"{finding}. This stops {later} of {folder}, not the run.")
+        refuse_release([finding for finding in findings if finding.kind not in tolerated])
+
+    def _scan_for(self, keys: Sequence[bytes], is_thorough: bool) -> ReleaseScan:
+        """The scan for these keys; the same one as before, which knows the files that were clean, if they are.
+
+        The markers of noise states among the keys are others at each save. A scan for others goes on from the one
+        before, so that training records are read for new texts only.
+        """
+        trainer, last = self.trainer, self._scan
+        column = trainer.args.user_id_column if trainer._users is not None else None
+        records = (trainer.train_dataset, trainer.processing_class, column)
+        if last is not None and (last.column != column or last.scan.is_thorough != is_thorough):
+            last = None
+        if last is not None and not (last.dataset is records[0] and last.tokenizer is records[1]):
+            last = None
+        if last is not None and last.keys == tuple(keys):
+            return last.scan
+        scan = ReleaseScan(
+            keys,
+            training=last.scan.training if last is not None else training_records(*records),
+            is_thorough=is_thorough,
+            unpublished=UNPUBLISHED,
+            earlier=last.scan if last is not None else None,
+        )
+        self._scan = _LastScan(scan, tuple(keys), *records)
+        return scan
 
     def complete_model_card(self) -> None:
         """Take the un-noised values out of the Trainer's card and put the privacy section in."""

@@ -40,6 +40,7 @@ class RunFacts:
         delta: delta of both epsilons, in (0, 1).
         steps_charged: steps in the ledger, over all resumes, branches and crashes.
         steps_planned: steps the noise was calibrated for.
+        steps_lost: charged steps that made no update, for the run was killed before their release was on the disk.
         noise_generator: class name of the generator of the noise.
         secure: whether that generator is cryptographic.
         chains: noise keys used, one for each uninterrupted sequence of steps.
@@ -80,6 +81,7 @@ class RunFacts:
     data_dependent_preprocessing: str | None = None
     unit_declared: str | None = None
     printed_rows: tuple[str, ...] = ()
+    steps_lost: int = 0
     model_class: str
     num_trainable: int
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -135,7 +137,10 @@ class RunFacts:
                 f"The report has format {version}, and this release reads {READABLE}. Use the release of hf_dpopt "
                 f"that wrote it, {_writer(content)}, or a newer one."
             )
-        if version not in READABLE or not known - {"unit_declared", "printed_rows"} <= set(content) <= known:
+        if (
+            version not in READABLE
+            or not known - {"unit_declared", "printed_rows", "steps_lost"} <= set(content) <= known
+        ):
             raise DPConfigError(
                 f"The report has format {version!r} or unknown fields; this release reads formats {READABLE}. "
                 f"Use the release of hf_dpopt that wrote it: {_writer(content)}."

@@ -50,4 +50,4 @@ def read_report(output_dir: str | os.PathLike[str]) -> RunFacts:
     path = Path(output_dir) / FOLDER / REPORT
     if not path.is_file():
         raise DPConfigError(f"There is no {path}. Give the output_dir of a private run that has saved its model.")
-    return RunFacts.from_json(path.read_text(encoding="utf-8"))
+    return RunFacts.from_json(path.read_text(encoding="utf-8", errors="replace"))

@@ -439,10 +439,17 @@ def _accounting(facts: RunFacts) -> str:
         f"{sampler.describe(_singular(plan))} The "
         "coins of the sampling are secret. A step is charged in the ledger before it runs, and an empty batch is a "
         f"step too. {_correlation(plan)}Charges add up over resumed, branched, crashed and repeated runs; a run stops "
-        "before it exceeds `target_epsilon`.\n\n"
+        f"before it exceeds `target_epsilon`.{_lost(facts)}\n\n"
         f"The noise generator, `{_plain(facts.noise_generator)}`, is {kind}. Keys used: {facts.chains}, from "
         f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{_plain(facts.ledger_digest)}`."
     )
+
+
+def _lost(facts: RunFacts) -> str:
+    if not facts.steps_lost:
+        return ""
+    steps = "1 of the steps was" if facts.steps_lost == 1 else f"{facts.steps_lost} of the steps were"
+    return f" {steps} charged and made no update, for the run was killed before the release was written down."
 
 
 def _software(facts: RunFacts) -> str:

@@ -17,7 +17,8 @@ from transformers import TrainerState, TrainingArguments
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import SECRET_LOG_KEYS
-from hf_dpopt.report import Finding, add_privacy_section, refuse_release, release_scan, scan_for_secrets, write_report
+from hf_dpopt.report import Finding, add_privacy_section, refuse_release, scan_for_secrets, write_report
+from hf_dpopt.report.scan import needles, sources
 from tests import tiny
 from tests.report.conftest import MakeFacts
 
@@ -90,7 +91,7 @@ def test_a_key_is_found_in_every_encoding(clean: Path, key: bytes, name: str) ->
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_the_shortest_secret_allowed_is_found_too(tmp_path: Path, name: str) -> None:
-    secret = os.urandom(release_scan.MIN_SECRET_BYTES)
+    secret = os.urandom(needles.MIN_SECRET_BYTES)
     (tmp_path / "weights").write_bytes(bytes(100) + ENCODINGS[name](secret) + bytes(100))
     assert len(scan_for_secrets(tmp_path, [secret])) == 1
 
@@ -100,20 +101,29 @@ def test_the_shortest_secret_allowed_is_found_too(tmp_path: Path, name: str) -> 
 def test_a_key_across_the_border_of_two_chunks_is_found(
     tmp_path: Path, key: bytes, name: str, shift: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(release_scan, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(sources, "WINDOW", 1000)
     (tmp_path / "big").write_bytes(b"\0" * (3000 + shift) + ENCODINGS[name](key) + b"\0" * 500)
     assert [finding.path for finding in scan_for_secrets(tmp_path, [key])] == ["big"]
 
 
-def test_a_key_behind_a_link_is_found(tmp_path: Path, key: bytes) -> None:
-    """Uploading follows links, so the scan does, and ends although one of them leads back."""
+def test_links_inside_are_read_and_links_out_are_a_finding(tmp_path: Path, key: bytes) -> None:
+    """Uploading follows links: one that leads out is refused unread, and one that leads back does not go round."""
     outside, folder = tmp_path / "outside", tmp_path / "out"
     outside.mkdir()
-    folder.mkdir()
+    (folder / "real").mkdir(parents=True)
     (outside / "notes.txt").write_text(key.hex())
-    (folder / "linked").symlink_to(outside)
+    (folder / "real" / "mine.txt").write_text(key.hex())
+    (folder / "linked").symlink_to(folder / "real")
     (folder / "loop").symlink_to(folder)
-    assert [finding.path for finding in scan_for_secrets(folder, [key])] == ["linked/notes.txt"]
+    (folder / "out").symlink_to(outside)
+    (folder / "file").symlink_to(outside / "notes.txt")
+    (folder / "nowhere").symlink_to(folder / "gone")
+    found = {finding.path: finding.what for finding in scan_for_secrets(folder, [key])}
+    assert set(found) in ({"linked/mine.txt", *LINKS}, {"real/mine.txt", *LINKS})
+    assert "not followed" in found["out"] and "not followed" in found["file"] and "ENOENT" in found["nowhere"]
+
+
+LINKS = {"out", "file", "nowhere"}
 
 
 @pytest.mark.parametrize("name", ["rng_state.pth", "rng_state_1.pth", "noise.key", "noise_buffer.pt", "x.dp_private"])

@@ -1,0 +1,1 @@
+"""Parts of the release scan: containers, pickles, known secrets, credentials, un-noised values, training text."""
