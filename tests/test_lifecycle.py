@@ -33,6 +33,8 @@ class Executed(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         some = next(p.grad for p in model.parameters()).flatten()[:4].tolist()  # enough to tell two noises apart
+        if not any(some):  # a step whose release a kill took
+            return
         line = f"{self.trainer._run.chain.key_id} {state.global_step + 1} {','.join(map(repr, some))}\n"
         os.write(self.file, line.encode())
 
@@ -47,13 +49,9 @@ def _trainer(folder: Path, **changes):
     return trainer
 
 
-def _complete_checkpoint(out: Path) -> str | None:
-    """The last checkpoint that a kill has not left half-written."""
-    while (last := get_last_checkpoint(str(out)) if out.exists() else None) is not None:
-        if (Path(last) / "trainer_state.json").exists():  # written last
-            return last
-        shutil.rmtree(last)
-    return None
+def _last_checkpoint(out: Path) -> str | None:
+    """What a stock script asks for, and is never handed half of."""
+    return get_last_checkpoint(str(out)) if out.exists() else None
 
 
 def _in_child(run) -> int:
@@ -84,7 +82,7 @@ def test_killed_at_twenty_random_points(tmp_path):
     kills, lines, keys, counts = 0, [], set(), []
     while kills < NUM_KILLS or len(keys) < 2:
         assert len(counts) < 200, f"after {kills} kills there are {len(keys)} keys"
-        checkpoint = _complete_checkpoint(folder / "out")
+        checkpoint = _last_checkpoint(folder / "out")
         child = _in_child(lambda checkpoint=checkpoint: _trainer(folder).train(resume_from_checkpoint=checkpoint))
         time.sleep(random.uniform(0.02, whole))  # any moment from before the ledger opens to after the last save
         os.kill(child, signal.SIGKILL)
@@ -98,6 +96,7 @@ def test_killed_at_twenty_random_points(tmp_path):
         path, before = folder / "out/privacy/ledger.jsonl", len(lines)
         charged = Ledger.read(path).num_charged if path.exists() else 0
         lines = (folder / "executed.txt").read_text().splitlines() if (folder / "executed.txt").exists() else []
+        lines = list(dict.fromkeys(lines))  # what is taken again from the journal is the same, bit for bit
         counts.append((charged, len(lines)))
         keys = {line.split()[0] for line in lines}
         if len(lines) == before:
@@ -108,7 +107,7 @@ def test_killed_at_twenty_random_points(tmp_path):
     noises = [line.split()[2] for line in lines]
     assert len(set(noises)) == len(noises)
     assert counts[-1][0] <= counts[-1][1] + kills, "at most one charged step per kill did not run"
-    _trainer(folder).train(resume_from_checkpoint=_complete_checkpoint(folder / "out"))
+    _trainer(folder).train(resume_from_checkpoint=_last_checkpoint(folder / "out"))
 
 
 class _Snapshot(TrainerCallback):

@@ -129,7 +129,8 @@ def test_secrets_are_all_keys_also_of_earlier_processes(state, output_dir):
     chain = state.new_chain()
     secrets = PrivateState(state.directory, forbidden=output_dir).secrets()
     derived = opening_key(chain.noise_key)
-    assert set(secrets) == {chain.root, chain.noise_key, chain.sampling_key, chain.dropout_key, derived}
+    keys = {chain.root, chain.noise_key, chain.sampling_key, chain.dropout_key, chain.journal_key, derived}
+    assert set(secrets) == keys
 
 
 def test_a_fixed_key_is_marked_unsafe_and_never_written(state, ledger):
@@ -232,6 +233,33 @@ def test_the_default_directory_is_one_per_output_outside_of_it(tmp_path, output_
     PrivateState(default_private_dir(output_dir), forbidden=output_dir).new_chain()
 
 
+class _Code:
+    """A pickle of it writes a file where it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_a_state_of_noise_runs_no_code(tmp_path, output_dir):
+    """What the key has not signed is not read: the noise is drawn again from the key."""
+    state = PrivateState(tmp_path / "keys", forbidden=output_dir)
+    chain = state.new_chain()
+    state.save_noise(chain, {"num_done": 3})
+    assert state.load_noise(chain) == {"num_done": 3}
+    (file,) = (path for path in (tmp_path / "keys").rglob("*") if path.suffix == ".noise")
+    torch.save({"num_done": _Code(tmp_path / "touched")}, file)
+    assert state.load_noise(chain) is None and not (tmp_path / "touched").exists()
+
+
+def test_the_name_of_the_default_directory_is_that_of_earlier_releases(tmp_path, monkeypatch):
+    """A run that one of them began finds its keys again: the name is a digest of the path, and does not change."""
+    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path))
+    assert default_private_dir("/no/such/run") == tmp_path / "dda8a84244252573463ace56e202a88f"
+
+
 # --- continuing a run ---
 
 
@@ -319,7 +347,7 @@ def test_nothing_secret_is_in_the_ledger(ledger, state):
         chain = continue_or_branch(ledger, state, resume_step)
         _run(ledger, chain, (ledger.last_step(chain.chain_id) or ledger.last_chain.start_step) + 1, 3)
     content = ledger.path.read_bytes()
-    assert len(ledger.chains) == 3 and len(state.secrets()) == 15
+    assert len(ledger.chains) == 3 and len(state.secrets()) == 18
     assert not [s for key in state.secrets() for s in _spellings(key) if s in content]
     assert any(s in content + chain.root.hex().encode() for s in _spellings(chain.root))  # the search can find
 

@@ -60,7 +60,7 @@ def test_noise_is_added_once(folders, name):
 
 @pytest.mark.parametrize("name", [
     "sum", "noise", "empty", "private", "blt", "banded", "resumed", "dp2", "factored", "adadps", "users", "local",
-    "query",
+    "query", "killed",
 ])  # fmt: skip
 def test_replicas_are_bit_equal(folders, name):
     (_, rank0), (_, rank1) = _load(folders[1], name, 0), _load(folders[1], name, 1)
@@ -91,6 +91,15 @@ def test_a_user_is_on_one_rank(folders):
 def test_ranks_and_worlds_have_the_same_strategy_and_epsilon(folders, name):
     facts = [_load(folders[0], name, 0)[0], *(_load(folders[1], name, rank)[0] for rank in (0, 1))]
     assert len({f["strategy"] for f in facts}) == len({f["epsilon"] for f in facts}) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on_on_every_rank(folders, world):
+    """Rank 0 alone has the journal; the weights are those of the run in which the lost step made no update."""
+    for rank in range(world):
+        facts, _ = _load(folders[world - 1], "killed", rank)
+        assert facts["taken_again"] == [4, 5, [5]] and facts["is_equal"]
+        assert facts["spent"] == facts["planned"]
 
 
 def test_empty_shares_make_noise_only_steps(folders):

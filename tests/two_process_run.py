@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_dpopt.common import collectives
-from tests import tiny
+from hf_dpopt.run.journal import Journal
+from tests import preempted, tiny
 
 FIXED = "22" * 32
 
@@ -56,8 +61,52 @@ def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
     (folder / f"{name}-{rank}.json").write_text(json.dumps(facts))
 
 
+class Die(TrainerCallback):
+    """Dies after a step, on all ranks; what is on the disk then is copied before."""
+
+    def __init__(self, folder: Path, to: Path, step: int):
+        self.folder, self.to, self.step = folder, to, step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            if collectives.rank() == 0:
+                shutil.copytree(self.folder, self.to)
+            if collectives.world_size() > 1:
+                dist.barrier()
+            raise preempted.Killed
+
+
+def killed(folder: Path, setting: str, lost: int) -> None:
+    """Die two steps after a checkpoint, with the last step charged and not written down, and go on."""
+    write = Journal.write
+
+    def skipping(journal: Journal, kind: str, step: int, *rest) -> None:
+        if step != lost:
+            write(journal, kind, step, *rest)
+
+    alive, left, whole = (folder / f"killed-{name}" for name in ("alive", "left", "whole"))
+    with preempted.known_keys():
+        with mock.patch.object(Journal, "write", skipping), contextlib.suppress(preempted.Killed):
+            preempted.make(alive, setting, callbacks=[Die(alive, left, lost)]).train()
+        trainer = preempted.make(left, setting)
+        trainer.train(resume_from_checkpoint=True)
+        undisturbed = preempted.make(whole, setting, save_strategy="no", journal_limit=0.0)
+        with preempted.losing(undisturbed, frozenset({lost})):
+            undisturbed.train()
+    rank, want = collectives.rank(), tiny.weights(undisturbed.model)
+    facts = {
+        "taken_again": [trainer._run.recovery.first, trainer._run.recovery.last, sorted(trainer._run.recovery.lost)],
+        "is_equal": all(torch.equal(p, want[name]) for name, p in tiny.weights(trainer.model).items()),
+        "spent": trainer.privacy_spent().epsilon,
+        "planned": trainer.plan.epsilon(),
+    }
+    torch.save({"weights": tiny.weights(trainer.model)}, folder / f"killed-{rank}.pt")
+    (folder / f"killed-{rank}.json").write_text(json.dumps(facts))
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
+    killed(folder, "dp2_correlated", lost=5)
     run(folder, "sum", noise_multiplier=0.0, unsafe_fixed_noise_key=FIXED)
     run(folder, "noise", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED)
     run(

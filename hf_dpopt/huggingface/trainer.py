@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,15 +26,18 @@ from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.checkpoints import Checkpoints
 from hf_dpopt.huggingface.data_mark import data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
+from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise.registry import is_independent
+from hf_dpopt.noise.registry import check_length, is_independent
+from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
@@ -56,7 +58,9 @@ from hf_dpopt.run.batches import (
     explain_out_of_memory,
 )
 from hf_dpopt.run.earlier import earlier_runs_for
+from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.keys import private_folder
+from hf_dpopt.run.replay import digest_of, replay_step
 from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
 from hf_dpopt.run.stages import Stages
 from hf_dpopt.run.step import private_step
@@ -125,6 +129,10 @@ class DPTrainerMixin(_Trainer):
         )
         refusals.check_hooks(type(self), DPTrainerMixin)
         refusals.check_arguments(args)
+        refusals.check_model_given(model, given, type(self))
+        datasets = {name: given.get(name) for name in ("train_dataset", "eval_dataset")}
+        refusals.check_datasets(**datasets, public_dataset=public_dataset)
+        refusals.check_public(public_dataset)
         # Some trainers load the model or wrap it in an adapter themselves; it is checked when they are through.
         is_final = isinstance(model, nn.Module) and given.get("peft_config") is None
         if is_final:
@@ -145,8 +153,13 @@ class DPTrainerMixin(_Trainer):
         self._per_example_loss_func = per_example_loss_func
         self._run: PrivateRun | None = None
         self._self_check = "not run"
+        self._preemption, self._begins_anew = Preemption(), True
         self._unprivatized = UnprivatizedStatistics()
+        self._checkpoints = Checkpoints(self)
+        self._stops_on_signals = bool(args.enable_jit_checkpoint)
+        args.enable_jit_checkpoint = False  # transformers' own would save between a gradient and its update
         super().__init__(model, args, *positional, **kwargs)
+        args.enable_jit_checkpoint = self._stops_on_signals
         if not is_final and model is not None:
             self._check_model(self.model, self.train_dataset, per_example_loss_func)
         if not is_final:
@@ -180,8 +193,10 @@ class DPTrainerMixin(_Trainer):
         settled = self._recipe.applied_to(args)  # args themselves change once there is a plan
         expected = settled.expected_batch_size or expected
         config = settled.privacy_config(expected)
-        per_epoch = -(-num_examples // expected)
-        num_steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        num_steps = args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, num_examples, expected)
+        check_sizes(num_examples, num_steps)
+        if recorded is None:  # noise that was tuned stays
+            check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
         workload = None if is_independent(config.noise_mechanism) else workload_of(settled, num_steps, given)
 
         def planned() -> PrivacyPlan:
@@ -274,17 +289,24 @@ class DPTrainerMixin(_Trainer):
             model, device_placement=device_placement, evaluation_mode=True
         )
 
-    def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         self._planned()
+        refusals.check_resume(resume_from_checkpoint)
         refusals.check_accumulation(self.args)
+        checkpoint, goes_on = self._checkpoints.choose(resume_from_checkpoint)
+        self._begins_anew, is_finished = not goes_on, False
         try:
-            return super().train(*args, **kwargs)
+            with self._preemption.watching(replaces_handlers=self._stops_on_signals):
+                output = super().train(checkpoint, *args, **kwargs)
+            is_finished = True
+            self._checkpoints.drop_extra()
+            return output
         finally:
             if self._run is not None:
                 try:
                     self._release.write_report()
                 finally:
-                    self._run.close()
+                    self._run.close(is_finished=is_finished)
                     if hasattr(self, "_stages"):  # a run may end before it has any
                         self._stages.close()
 
@@ -314,15 +336,18 @@ class DPTrainerMixin(_Trainer):
         self._run_self_check()
         public = functools.partial(self._public_gradients, model)
         stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
-        self._release.check(Path(self.args.output_dir))  # what could not be saved at the end is found now
+        self._release.check(Path(self.args.output_dir), is_start=True)  # what would refuse a save is found now
+        is_resumed = resume_from_checkpoint is not None or not self._begins_anew
         self._run = PrivateRun(
             self._planned(),
             output_dir=self.args.output_dir,
             private_state_dir=self.args.private_state_dir,
-            resume_step=self.state.global_step if resume_from_checkpoint is not None else None,
+            resume_step=self.state.global_step if is_resumed else None,
             checkpoint=resume_from_checkpoint,
             data_mark=self._data_mark(),
             training=self._gradient_options(model),
+            journal_limit=0.0 if self.args.save_only_model else self.args.journal_limit * GIGABYTE,
+            initial_weights=lambda: digest_of(self._engine.parameters),
         )
         self._stages = self._make_stages(model)
         if resume_from_checkpoint is not None:
@@ -426,6 +451,8 @@ class DPTrainerMixin(_Trainer):
             )
         if self._users is not None and self.args.log_unprivatized:
             logger.warning(self._users.describe_unprivatized())
+        if journal := run.describe_journal(sum(p.numel() for p in self._engine.parameters.values())):
+            logger.info(journal)
         self._stages.announce()
         if plan.compared:
             logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
@@ -500,18 +527,34 @@ class DPTrainerMixin(_Trainer):
             self.compute_loss_context_manager(),
             secret_randomness(run.chain.dropout_key, step, collectives.rank(), device),
         ):
-            self._unprivatized += private_step(
-                self._stages.engine,
-                self._losses,
-                self._physical_batches(inputs),
-                run=run,
-                step=step,
-                chain=self._stages.chain,
-                everything=self._everything,
-            )
+            if run.recovery is not None and run.recovery.covers(step):
+                self._replay(run, step)
+            else:
+                self._unprivatized += private_step(
+                    self._stages.engine,
+                    self._losses,
+                    self._physical_batches(inputs),
+                    run=run,
+                    step=step,
+                    chain=self._stages.chain,
+                    everything=self._everything,
+                )
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
             collectives.check_replicas_agree(model)
         return torch.zeros((), device=device)
+
+    def _replay(self, run: PrivateRun, step: int) -> None:
+        """Take a step again from the journal; one whose release was lost is done without the optimizer."""
+        if not replay_step(self._stages.engine, run=run, step=step, chain=self._stages.chain):
+            self.accelerator.gradient_state._set_sync_gradients(False)  # until the next step begins
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: nn.Module, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        self._preemption.between_steps(self._current_run(), self.state, self.control)
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        if self._preemption.wants_save and self._checkpoints.last_saved != self.state.global_step:
+            self._save_checkpoint(model, trial)  # save_strategy="best" takes back what was asked for
 
     def _check_unchanged(self) -> None:
         now = {id(p) for p in self.model.parameters() if p.requires_grad}
@@ -551,6 +594,7 @@ class DPTrainerMixin(_Trainer):
             )
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: float) -> TrainOutput:
+        self._preemption.stop(self.state)
         self._stages.finish()
         output = super()._finalize_training(trial, num_train_samples, start_time)
         metrics = {k: v for k, v in output.metrics.items() if not is_secret_key(k)}
@@ -558,11 +602,30 @@ class DPTrainerMixin(_Trainer):
         metrics |= {"epsilon": spent.epsilon, "delta": spent.delta}
         return TrainOutput(output.global_step, float("nan"), metrics)
 
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._checkpoints.folder is None else str(self._checkpoints.folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        save = functools.partial(super()._save_checkpoint, model, trial)
+        saves_only_model = self.args.save_only_model
+        self.args.save_only_model = saves_only_model and not self._preemption.is_stopping  # it has to go on from there
+        try:
+            place, is_pushed = self._checkpoints.save(
+                save, self._get_output_dir(trial), is_extra=self._preemption.is_extra
+            )
+        finally:
+            self.args.save_only_model = saves_only_model
+        if self.args.should_save and not saves_only_model:
+            self._current_run().checkpoint_written(self.state.global_step)
+        if is_pushed:
+            self._push_from_checkpoint(str(place))
+
     def _save_rng_state(self, output_dir: str) -> None:
-        # The generators' states are secret, and a resume derives them from the key. What a checkpoint needs instead is
-        # a proof of its cost: which record of which ledger it stands at.
-        os.makedirs(output_dir, exist_ok=True)
-        self._current_run().mark_checkpoint(output_dir)
+        return None  # secret: a resume derives the states of all generators from the key
+
+    def _load_best_model(self) -> None:
+        self._checkpoints.check_best()
+        super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -584,12 +647,14 @@ class DPTrainerMixin(_Trainer):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         self._release.write_report()
-        self._release.check(Path(self.args.output_dir))
+        self._release.check(Path(self.args.output_dir), is_thorough=True)
         return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._checkpoints.defer_push(checkpoint_folder):
+            return
         self._release.write_report()
-        self._release.check(Path(self.args.output_dir))
+        self._release.check(Path(self.args.output_dir), is_thorough=True)
         super()._push_from_checkpoint(checkpoint_folder)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:

@@ -166,6 +166,9 @@ class LogicalBatchSampler:
         run = self.run()
         first = self.epoch * self.steps_per_epoch + 1
         for step in range(first, min(first + self.steps_per_epoch, run.plan.num_steps + 1)):
+            if run.recovery is not None and run.recovery.covers(step):
+                yield StepIndices([], step)  # taken again from what it released: no record is read
+                continue
             drawn = run.draw(step)
             yield self._choose(run, step, drawn[run.ranks.rank :: run.ranks.size])
 

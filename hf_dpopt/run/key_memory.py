@@ -12,7 +12,6 @@ in every ledger of the family that meets the marks, and no other run's is. One f
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -20,8 +19,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import fsync_directory, write_durably
+from hf_dpopt.common.durable import fsync_directory, is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.locks import FileLock, LockHeld
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 
 # A page each: a write that a crash tears damages one of them alone.
@@ -65,13 +65,15 @@ class KeyMemory:
 
     def __init__(self, directory: Path, ledger: Ledger):
         self._used, self._ledger = directory / "used", ledger
-        self._lock: int | None = None
+        self._lock: FileLock | None = None
+        self._path_in_use: Path | None = None
         self._file: int | None = None
         self._header: bytes = b""
         self._next_slot = 0
 
     @property
-    def _folder(self) -> Path | None:
+    def folder(self) -> Path | None:
+        """Folder of the family; None while the ledger has no chain."""
         chains = self._ledger.chains
         return self._used / chains[0].chain_id if chains else None
 
@@ -85,35 +87,38 @@ class KeyMemory:
         Raises:
             DPConfigError: if another run, on a copy of this ledger, has it.
         """
-        if self._lock is not None or self._folder is None:
+        if self._lock is not None or self.folder is None:
             return
-        _make_folder(self._folder)
-        self._lock = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        _make_folder(self.folder)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
+            self._lock = FileLock.take(self.folder / "lock", mode=0o600)
+        except LockHeld as held:
+            raise DPConfigError(
+                f"The keys of {self._ledger.path} are in use by process {held}, a run on a copy of this ledger, or on "
+                "itself: what it will use is not known yet, so this run could draw the same noise. Wait for that run, "
+                "stop it, or give this one a private_state_dir of its own; it then takes a fresh key."
+            ) from None
+        if not self._lock.is_enforced:
             self.close()
             raise DPConfigError(
-                f"The keys of {self._ledger.path} are in use by process {owner}, a run on a copy of this ledger: what "
-                "it will use is not known yet, so this run could draw the same noise. Wait for that run, stop it, or "
-                "give this one a private_state_dir of its own; it then takes a fresh key."
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+                f"The filesystem of {self.folder} has no file locks, so two runs could use one noise key. Give "
+                "--private_state_dir a folder on a local disk, or on a network disk that is mounted with locks (NFS "
+                "with lockd, Lustre with -o flock)."
+            )
 
     def close(self) -> None:
         """Let other runs go on."""
-        for descriptor in (self._file, self._lock):
-            if descriptor is not None:
-                os.close(descriptor)
+        if self._file is not None:
+            os.close(self._file)
+        if self._lock is not None:
+            self._lock.close()
         self._file = self._lock = None
 
     def remove(self) -> None:
         """Delete what is kept of the family; for a run that has no marks, and that nobody can continue any more."""
-        if self._folder is not None and self._folder.is_dir():
-            (self._folder / "lock").unlink(missing_ok=True)
-            self._folder.rmdir()
+        if self.folder is not None and self.folder.is_dir():
+            (self.folder / "lock").unlink(missing_ok=True)
+            self.folder.rmdir()
 
     # --- what is known ---
 
@@ -123,7 +128,7 @@ class KeyMemory:
         Raises:
             DPConfigError: if one is damaged.
         """
-        folder = self._folder
+        folder = self.folder
         if folder is None or not folder.is_dir():
             return []
         return [self._read(path)[0] for path in sorted(folder.glob("*.mark"))]
@@ -170,12 +175,18 @@ class KeyMemory:
         assert self._lock is not None and self._file is None
         path = self._path(chain_id)
         _, newest = self._read(path)
-        self._header, self._next_slot = _page(path.read_bytes(), 0), 1 - newest
-        self._file = os.open(path, os.O_RDWR)
+        self._header, self._next_slot = _page(read_whole(path), 0), 1 - newest
+        self._file, self._path_in_use = os.open(path, os.O_RDWR | os.O_NOFOLLOW), path
 
     def note(self, step: int) -> None:
         """Note that the noise of a step may be used from now on; its charge is the last record of the ledger."""
-        assert self._file is not None
+        assert self._file is not None and self._path_in_use is not None
+        if not is_open_at(self._file, self._path_in_use):
+            raise DPConfigError(
+                f"{self._path_in_use} was deleted or replaced while the run was going on, so nothing would remember "
+                f"how far its key was used; step {step} was charged and not run. Put the private folder back; without "
+                "it, resume with a fresh key (the cost is added)."
+            )
         os.pwrite(self._file, _slot_of(self._header, step, self._ledger.digest()), SLOTS[self._next_slot])
         _fdatasync(self._file)
         self._next_slot = 1 - self._next_slot
@@ -183,12 +194,12 @@ class KeyMemory:
     # --- the file ---
 
     def _path(self, chain_id: str) -> Path:
-        assert self._folder is not None, "the ledger has no chain yet"
-        return self._folder / f"{chain_id}.mark"
+        assert self.folder is not None, "the ledger has no chain yet"
+        return self.folder / f"{chain_id}.mark"
 
     def _read(self, path: Path) -> tuple[Mark, int]:
         """A mark, and the slot that was written last."""
-        content = path.read_bytes()
+        content = read_whole(path)
         header = _page(content, 0)
         public = _unseal(header)
         if len(content) != 3 * PAGE or public is None or public["chain_id"] != path.stem:

@@ -11,23 +11,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import io
 import os
-import pickle
 import secrets
 import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from hf_dpopt.common.checks import check_noise_key
-from hf_dpopt.common.durable import fsync_directory, write_durably
+from hf_dpopt.common.durable import fsync_directory, has_directory_fsync, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key
+from hf_dpopt.run.kept_noise import read_noise, write_noise
 from hf_dpopt.run.key_memory import KeyMemory, is_own
 from hf_dpopt.run.ledger import ChainRecord, Ledger
+from hf_dpopt.run.noise_marker import noise_marker
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +66,11 @@ class Chain:
     def dropout_key(self) -> bytes:
         """Key of dropout and augmentation; secret."""
         return derive_key(self.root, "dropout")
+
+    @functools.cached_property
+    def journal_key(self) -> bytes:
+        """Key that seals the journal of releases; it hides nothing, but nobody without it can write an entry."""
+        return derive_key(self.root, "journal")
 
 
 def fixed_chain(key_hex: str) -> Chain:
@@ -110,7 +113,8 @@ def opening_key(noise_key: bytes) -> bytes:
 class PrivateState:
     """The secrets of one ``output_dir``: ``chains/<chain_id>.key``, and ``.noise``, the state of its noise stream.
 
-    Beside them, in ``used``, is how far each key was used, see `hf_dpopt.run.key_memory`.
+    A file ``<chain_id>.born.<digest of the ledger's path>`` lies beside a key until the ledger knows its chain. In
+    ``used`` is how far each key was used, see `hf_dpopt.run.key_memory`.
 
     Formal guarantee: nobody but the owner (and root) can list or read it, and it is not inside ``forbidden``, so
     saving or pushing that directory publishes no key. A key is on the disk before its chain is returned.
@@ -120,7 +124,8 @@ class PrivateState:
         forbidden: the run's ``output_dir``; neither may lie inside the other.
 
     Raises:
-        DPConfigError: if the directories overlap, or if others have access to ``directory`` or own it.
+        DPConfigError: if the directories overlap, if others have access to ``directory`` or own it, or if a key there
+            could be lost in a crash.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, forbidden: str | os.PathLike[str]):
@@ -131,17 +136,41 @@ class PrivateState:
         for folder in (self.directory, self._chains_dir):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_shared(folder)
+        if not has_directory_fsync(self._chains_dir):
+            raise DPConfigError(
+                f"The filesystem of {self.directory} cannot make a new file durable: a power cut could lose how far "
+                "a noise key was used. Give --private_state_dir a folder on a local disk; output_dir may stay."
+            )
         self._known: dict[str, Chain] = {}
 
     def __repr__(self) -> str:
         return f"PrivateState({str(self.directory)!r})"
 
-    def new_chain(self) -> Chain:
-        """A chain with a fresh 256-bit key, which is written first."""
+    def new_chain(self, ledger: Path | None = None) -> Chain:
+        """A chain with a fresh 256-bit key, which is written first.
+
+        Args:
+            ledger: file that will know the chain; until `settle_birth` a note says so, by which a key that a kill left
+                without a use is told from one that another ledger needs.
+        """
         chain = Chain(secrets.token_hex(8), os.urandom(KEY_BYTES))
+        if ledger is not None:
+            self._birth_note(chain.chain_id, ledger).touch(mode=0o600, exist_ok=False)
         write_durably(self._key_file(chain.chain_id), chain.root, mode=0o600)
         self._known[chain.chain_id] = chain
         return chain
+
+    def settle_birth(self, chain_id: str, ledger: Path) -> None:
+        """Delete the note of `new_chain`: the ledger and the memory of keys know the chain now."""
+        self._birth_note(chain_id, ledger).unlink(missing_ok=True)
+
+    def births(self, ledger: Path) -> list[str]:
+        """Chains that runs on this ledger made, and of which no run noted that the ledger knows them."""
+        return [path.name.partition(".")[0] for path in self._chains_dir.glob(self._birth_note("*", ledger).name)]
+
+    def _birth_note(self, chain_id: str, ledger: Path) -> Path:
+        name = hashlib.blake2b(os.fsencode(os.path.realpath(ledger)), digest_size=8).hexdigest()
+        return self._chains_dir / f"{chain_id}.born.{name}"
 
     def load_chain(self, chain_id: str) -> Chain | None:
         """The chain whose key is kept here, or None.
@@ -153,7 +182,7 @@ class PrivateState:
         if not path.exists():
             return None
         _refuse_shared(path)
-        root = path.read_bytes()
+        root = read_whole(path)
         if len(root) != KEY_BYTES:
             raise DPConfigError(
                 f"{path} holds {len(root)} bytes instead of a key of {KEY_BYTES}; it was damaged. Delete it: the next "
@@ -161,28 +190,28 @@ class PrivateState:
             )
         return self._known.setdefault(chain_id, Chain(chain_id, root))
 
-    def save_noise(self, chain_id: str, state: dict[str, Any]) -> None:
-        """Keep the state of a chain's noise stream, in place of an older one; as secret as the key."""
-        content = io.BytesIO()
-        torch.save(state, content)
-        write_durably(self._noise_file(chain_id), content.getvalue(), mode=0o600)
+    def save_noise(self, chain: Chain, state: dict[str, Any]) -> None:
+        """Keep the state of a chain's noise stream, in place of an older one: secret, and signed by the key."""
+        write_noise(self._noise_file(chain.chain_id), state, chain.root)
 
-    def load_noise(self, chain_id: str) -> dict[str, Any] | None:
+    def load_noise(self, chain: Chain) -> dict[str, Any] | None:
         """The state that was kept last, or None: it can always be drawn again from the key."""
-        path = self._noise_file(chain_id)
+        path = self._noise_file(chain.chain_id)
         if not path.exists():
             return None
         _refuse_shared(path)
-        try:
-            return torch.load(path, weights_only=True, map_location="cpu")  # a rank's device is its own affair
-        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError):
-            return None  # half a file
+        return read_noise(path, chain.root)
 
     def memory(self, ledger: Ledger) -> KeyMemory:
         """Knowledge about the use of the keys of a ledger, and of copies of it."""
         return KeyMemory(self.directory, ledger)
 
-    def check_data(self, chain: Chain, mark: str) -> None:
+    def data_mark(self, chain: Chain) -> str | None:
+        """The note of `check_data`, if there is one."""
+        path = self._data_file(chain)
+        return read_whole(path).decode(errors="replace") if path.exists() and not chain.unsafe else None
+
+    def check_data(self, chain: Chain, mark: str, *, is_proven: bool | None = None) -> None:
         """Note of what data a chain is, or check that it is still the same.
 
         Records and users are numbers to a sampler: where it relies on when each took part before, they have to keep
@@ -191,16 +220,19 @@ class PrivateState:
         Args:
             chain: that a run begins, or goes on with.
             mark: a digest of the records, or of their users, in their order.
+            is_proven: whether the signed mark of the checkpoint has the same digest; None if it has none. It counts
+                more than the note, which may be damaged.
 
         Raises:
             DPConfigError: if it is another one than the chain began with.
         """
         if chain.unsafe:
             return
-        path = self._key_file(chain.chain_id).with_suffix(".data")
-        if not path.exists():
-            write_durably(path, mark.encode(), mode=0o600)
-        elif path.read_text(encoding="utf-8") != mark:
+        known = self.data_mark(chain)
+        if is_proven or (known is None and is_proven is None):
+            if known != mark:
+                write_durably(self._data_file(chain), mark.encode(), mode=0o600)
+        elif known != mark or is_proven is False:
             raise DPConfigError(
                 "The training records are not those that this run began with, or not in that order: each would take "
                 "part in the steps of another one, oftener and sooner than the noise was made for. Go on with the "
@@ -212,15 +244,15 @@ class PrivateState:
         """Secrets of the chains kept here or used by this object, which no release may contain: keys, noise buffers.
 
         Keys are root and derived ones, each as its raw bytes; spelling them out (hexadecimal, base64) is the release
-        scan's part. Of every noise buffer kept here, its first bytes that tell it from all others.
+        scan's part. Of every noise state kept here a marker, see `noise_marker`, and the marks of the data.
         """
         for path in self._chains_dir.glob("*.key"):
             self.load_chain(path.stem)
         chains = self._known.values()
-        keys = [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key)]
+        keys = [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key, c.journal_key)]
         keys += [opening_key(c.noise_key) for c in chains]
-        buffers = [beginning for c in chains for beginning in _beginnings(self.load_noise(c.chain_id))]
-        return keys + buffers
+        buffers = [marker for c in chains for marker in noise_marker(self._noise_file(c.chain_id))]
+        return keys + buffers + [mark for path in self._chains_dir.glob("*.data") for mark in _bytes_of_mark(path)]
 
     def forget(self, chain_ids: Iterable[str] | None = None) -> None:
         """Delete keys of a run that will not be continued. `secrets` still knows those used by this object.
@@ -230,11 +262,16 @@ class PrivateState:
         Args:
             chain_ids: chains to forget, whether their keys are here or not; None: all that the directory holds.
         """
+        if not self._chains_dir.is_dir():  # deleted while the run was going on
+            return
         mine = None if chain_ids is None else tuple(chain_ids)
         for path in self._chains_dir.iterdir():  # also what a crash left half-written: .ID.key.PID.tmp
             if mine is None or path.name.lstrip(".").startswith(mine):
                 path.unlink()
         fsync_directory(self._chains_dir)
+
+    def _data_file(self, chain: Chain) -> Path:
+        return self._key_file(chain.chain_id).with_suffix(".data")
 
     def _noise_file(self, chain_id: str) -> Path:
         return self._key_file(chain_id).with_suffix(".noise")
@@ -273,7 +310,7 @@ def continue_or_branch(
             assert (last := last_own_chain(ledger)) is not None
             assert (kept := state.load_chain(last.chain_id)) is not None
             return kept
-        chain = state.new_chain()
+        chain = state.new_chain(ledger.path)
     record = ledger.start_chain(
         chain_id=chain.chain_id,
         key_id=chain.key_id,
@@ -284,6 +321,7 @@ def continue_or_branch(
     )
     if not chain.unsafe:
         state.memory(ledger).begin(record)
+        state.settle_birth(chain.chain_id, ledger.path)
     return chain
 
 
@@ -338,14 +376,11 @@ def _last_charged_step(ledger: Ledger, chain: ChainRecord) -> int:
     return ledger.last_step(chain.chain_id) or chain.start_step
 
 
-def _beginnings(state: Any) -> list[bytes]:
-    """The first 64 bytes of every tensor of a noise state; a tensor that is too short, or constant, tells nothing."""
-    if isinstance(state, torch.Tensor):
-        first = state.detach().flatten()[:16].cpu()
-        return [first.numpy().tobytes()] if len(first) >= 8 and first.unique().numel() > 1 else []
-    if isinstance(state, dict):
-        state = list(state.values())
-    return [found for item in state for found in _beginnings(item)] if isinstance(state, (list, tuple)) else []
+def _bytes_of_mark(path: Path) -> list[bytes]:
+    """The digest of the training data in a file; none if it is damaged."""
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    is_digest = len(text) >= 32 and len(text) % 2 == 0 and set(text) <= set("0123456789abcdef")
+    return [bytes.fromhex(text)] if is_digest else []
 
 
 def _refuse_overlap(directory: Path, forbidden: str | os.PathLike[str]) -> None:

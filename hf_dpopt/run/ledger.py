@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -21,10 +20,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.locks import FileLock, LockHeld, is_held, open_plain
+from hf_dpopt.common.log import warn_once
 
 VERSION = 1  # of the format; a file of an older one is read and gone on with, one of a newer one is refused
+LEDGER = Path("privacy") / "ledger.jsonl"  # in the output_dir of a run
 GENESIS = "0" * 64  # what the header names as the record before it
 
 # What earlier releases wrote for a value that is now spelt otherwise: by the entry of the plan.
@@ -82,12 +84,15 @@ class Ledger:
         """Use `Ledger.open` or `Ledger.read`."""
         self.path = path
         self._digest = GENESIS
-        self._digests: set[str] = set()
+        self._positions: dict[str, int] = {}  # digest of each record -> its number
+        self._charges: dict[tuple[str, int], str] = {}  # digests of the steps' records
+        self._lost: dict[str, list[int]] = {}
         self._plan: dict[str, Any] | None = None
         self._chains: dict[str, ChainRecord] = {}
         self._steps: dict[str, list[int]] = {}
         self._file: int | None = None
-        self._lock: int | None = None
+        self._size = 0  # of the file, as far as this writer knows
+        self._lock: FileLock | None = None
 
     # --- opening ---
 
@@ -112,9 +117,9 @@ class Ledger:
             if not ledger.path.exists():
                 _, header = _seal({"kind": "header", "version": VERSION}, GENESIS)
                 write_durably(ledger.path, header + b"\n", mode=0o644)
-            end = ledger._load()
-            ledger._file = os.open(ledger.path, os.O_RDWR | os.O_APPEND)
-            ledger._settle_tail(end)
+            ledger._file = open_plain(ledger.path, os.O_RDWR | os.O_APPEND)
+            ledger._settle_tail(ledger._load())
+            ledger._size = os.fstat(ledger._file).st_size
         except BaseException:
             ledger.close()
             raise
@@ -132,29 +137,20 @@ class Ledger:
             raise DPConfigError(_missing(ledger.path))
         end = ledger._load()
         with contextlib.suppress(DPConfigError):  # half a record is one that did not run, or that is being written
-            ledger._replay(ledger.path.read_bytes()[end:].partition(b"\n")[0], number=-1)
+            ledger._replay(read_whole(ledger.path)[end:].partition(b"\n")[0], number=-1)
         return ledger
 
     @staticmethod
     def is_in_use(path: str | os.PathLike[str]) -> bool:
         """Whether a run has the ledger open for writing, as far as this machine's locks tell."""
-        try:
-            lock = os.open(f"{path}.lock", os.O_RDONLY)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        finally:
-            os.close(lock)
-        return False
+        return is_held(Path(f"{path}.lock"))
 
     def close(self) -> None:
         """Give up the lock; the ledger can still be read from."""
-        for descriptor in (self._file, self._lock):
-            if descriptor is not None:
-                os.close(descriptor)
+        if self._file is not None:
+            os.close(self._file)
+        if self._lock is not None:
+            self._lock.close()
         self._file = self._lock = None
 
     def __enter__(self) -> Ledger:
@@ -201,9 +197,51 @@ class Ledger:
 
     def contains(self, digest: str) -> bool:
         """Whether the ledger had that digest at some moment."""
-        return digest in self._digests
+        return digest in self._positions
+
+    def position(self, digest: str) -> int | None:
+        """Number of the record with that digest, oldest first; None if there is none."""
+        return self._positions.get(digest)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the file is still at its place and, where it is open for writing, as this writer left it."""
+        if self._file is None:
+            return self.path.exists()
+        return is_open_at(self._file, self.path) and os.fstat(self._file).st_size == self._size
+
+    def charge_digest(self, chain_id: str, step: int) -> str | None:
+        """Digest of the record that charged a step to a chain; None if none did."""
+        return self._charges.get((chain_id, step))
+
+    def is_not_before(self, digest: str, other: str) -> bool:
+        """Whether the ledger had a digest when, or after, it had another one; both must be its own."""
+        return self._positions[digest] >= self._positions[other]
+
+    def lost(self, chain_id: str) -> tuple[int, ...]:
+        """Charged steps of a chain whose release was lost: they made no update, and are not drawn again."""
+        return tuple(self._lost[chain_id])
+
+    @property
+    def num_lost(self) -> int:
+        """Charged steps without an update, over all chains."""
+        return sum(len(steps) for steps in self._lost.values())
 
     # --- adding to it ---
+
+    def check_intact(self) -> None:
+        """Stop a run whose ledger was taken from under it: what it writes would be on no disk that anybody reads.
+
+        Raises:
+            DPConfigError: if the file was deleted, replaced or changed since it was opened.
+        """
+        if self._file is not None and not self.is_intact:
+            raise DPConfigError(
+                f"{self.path} was deleted, replaced or changed while the run was going on, so no further step was "
+                f"charged, and none was run. {self.num_charged} steps had been charged, the last record is "
+                f"{self._digest}. Put the file back as it was and resume; without it the cost of this run is known "
+                "from the keys' memory alone. Something else writes to output_dir: keep it out."
+            )
 
     def record_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
         """Write the plan of a run, or check that a later run on this ledger is the same mechanism.
@@ -290,26 +328,39 @@ class Ledger:
         reached = self.last_step(chain_id) or self._chains[chain_id].start_step
         self._append(*({"kind": "step", "chain_id": chain_id, "step": t} for t in range(reached + 1, step + 1)))
 
+    def lose(self, chain_id: str, step: int) -> None:
+        """Note that the release of a charged step is gone; the step stays charged and makes no update.
+
+        Raises:
+            DPConfigError: if the step is not the last one that was charged to the chain.
+        """
+        if step != self.last_step(chain_id) or step in self._lost[chain_id]:
+            raise DPConfigError(
+                f"Step {step} of chain {chain_id} cannot be noted as lost: the last step charged is "
+                f"{self.last_step(chain_id)}, and only its release can be missing. Note it before the next step."
+            )
+        self._append({"kind": "lost", "chain_id": chain_id, "step": step})
+
     # --- the file ---
 
     def _acquire_lock(self) -> None:
-        # flock belongs to the open file, not to the process: a second `open` in this process is refused as well.
-        self._lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(self._lock, 32).decode(errors="replace").strip() or "unknown"
-            self.close()
+            self._lock = FileLock.take(Path(f"{self.path}.lock"), mode=0o644)
+        except LockHeld as held:
             raise DPConfigError(
-                f"{self.path} is in use by process {owner}; two runs writing one ledger could charge a step once and "
+                f"{self.path} is in use by process {held}; two runs writing one ledger could charge a step once and "
                 "run it twice. Wait for that run, stop it, or choose another output_dir."
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.write(self._lock, str(os.getpid()).encode())
+        if not self._lock.is_enforced:
+            warn_once(
+                f"locks {self.path}",
+                f"The filesystem of {self.path} has no file locks, so it cannot keep a second run out of this folder; "
+                "the lock beside the keys does, on machines that share private_state_dir. Start one run at a time.",
+            )
 
     def _load(self) -> int:
         """Replay the file; return the position behind the last whole record."""
-        *lines, tail = self.path.read_bytes().split(b"\n")
+        *lines, tail = read_whole(self.path).split(b"\n")
         if not lines:
             raise DPConfigError(f"{self.path} is empty or has no whole line, not even the header. {_FIX}")
         end = 0
@@ -345,15 +396,19 @@ class Ledger:
             case "chain":
                 chain = ChainRecord(**{field.name: record[field.name] for field in dataclasses.fields(ChainRecord)})
                 self._chains[chain.chain_id], self._steps[chain.chain_id] = chain, []
+                self._lost[chain.chain_id] = []
             case "step":
                 self._steps[record["chain_id"]].append(record["step"])
+                self._charges[record["chain_id"], record["step"]] = digest
+            case "lost":
+                self._lost[record["chain_id"]].append(record["step"])
             case kind:
                 raise DPConfigError(
                     f"{self.path} has a record of kind {kind!r}, which this release does not know. Use the release of "
                     "hf_dpopt that wrote it, or a newer one."
                 )
         self._digest = digest
-        self._digests.add(digest)
+        self._positions[digest] = len(self._positions)
 
     def _settle_tail(self, end: int) -> None:
         """Settle what follows the last newline, which a kill in mid-write leaves.
@@ -376,6 +431,7 @@ class Ledger:
     def _append(self, *records: dict[str, Any]) -> None:
         """Write records to the disk, then take them in."""
         assert self._file is not None, f"{self.path} is not open for writing"
+        self.check_intact()
         sealed, prev = [], self._digest
         for record in records:
             prev, line = _seal(record, prev)
@@ -385,6 +441,7 @@ class Ledger:
             written = os.write(self._file, content)
             if written < len(content):
                 raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes of records were written", self.path)
+            self._size += written
             os.fsync(self._file)
             for record, digest, _ in sealed:
                 self._apply(json.loads(_canonical(record)), digest)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,9 @@ from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.run.checkpoint import examine, refuse, write_mark
+from hf_dpopt.run.cleaning import clean
+from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.key_memory import KeyMemory, is_own
 from hf_dpopt.run.keys import (
     Chain,
@@ -36,11 +38,11 @@ from hf_dpopt.run.keys import (
     opening_key,
     stays_on_its_chain,
 )
-from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.recovery import Journals, Recovery
+from hf_dpopt.run.seal import Seal, beginning
 from hf_dpopt.sampling.check import ParticipationCheck
 
-LEDGER = Path("privacy") / "ledger.jsonl"
-CHECKPOINT_MARK = "privacy_ledger.json"
 TRAINING = "training"  # entry of the recorded plan
 
 
@@ -68,21 +70,31 @@ class PrivateRun:
     Formal guarantee: `charge` returns only after the step is on the disk, in the ledger and then beside the key, never
     lets (key, step) be used twice, also where the ledger was put back to an earlier state or copied, and never lets
     the charged steps exceed `target_epsilon`. It fails if the private directory is put back together with the ledger.
-    `release` is the one way from the secret sums of a step to what may be stored.
+    `release` is the one way from the secret sums of a step to what may be stored; with a journal it returns only after
+    what it released is on the disk.
 
     Args:
         plan: what is executed.
         output_dir: the ledger lives in its `privacy` folder.
         private_state_dir: secret keys; never inside `output_dir`. None takes the user's state directory.
-        resume_step: optimizer step of the checkpoint that training continues from; None for a fresh call to `train`.
+        resume_step: optimizer step of the checkpoint that training continues from, 0 for the initial weights of a run
+            that was killed before its first; None for a fresh call to `train`.
         checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
         data_mark: digest of the records in their order, see `hf_dpopt.huggingface.data_mark`; kept beside the key,
             and a chain goes on with the same one only. None: the caller answers for it.
         training: public options that a record's gradient depends on, see `hf_dpopt.huggingface.refusals.resume`; a
             resumed run has to share them with the run that it goes on with. None: the caller answers for it.
+        journal_limit: bytes that the journal of releases may fill, see `hf_dpopt.run.journal`; 0 keeps none. Steps
+            that come from it (`recovery`) are taken with `hf_dpopt.run.replay.replay_step`, without a batch.
+        initial_weights: gives the digest of the weights that a chain from step 0 begins with, see
+            `hf_dpopt.run.replay.digest_of`. None: the caller answers for them.
+
+    Attributes:
+        recovery: steps that were charged after the checkpoint and are taken again; None for none.
 
     Raises:
-        DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint.
+        DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint; for a
+            journal that is not the run's own, see `hf_dpopt.run.recovery.find_recovery`.
         DPBudgetExceeded: if the steps still to run would spend more than `target_epsilon`.
     """
 
@@ -96,6 +108,8 @@ class PrivateRun:
         checkpoint: str | Path | None = None,
         data_mark: str | None = None,
         training: Mapping[str, Any] | None = None,
+        journal_limit: float = 0.0,
+        initial_weights: Callable[[], str] | None = None,
     ):
         self.plan = plan
         self.ranks = current_ranks()
@@ -103,6 +117,9 @@ class PrivateRun:
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
         self._memory: KeyMemory | None = None
+        self._seal: Seal | None = None
+        self._journal: Journal | None = None
+        self._journal_limit, self._initial_weights = journal_limit, initial_weights
         self._is_closed = False
         self._preclip: Preconditioning | None = None
         self._begun: int | None = None  # step that was charged and is not released yet
@@ -112,7 +129,9 @@ class PrivateRun:
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        self._start, noise_state = opened[2:]
+        self._start, noise_state, self.recovery = opened[2:]
+        done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self._start
+        self._taken = done  # steps of this chain that the model has taken
         try:
             self.noise = plan.mechanism.stream(
                 source,
@@ -140,24 +159,37 @@ class PrivateRun:
         checkpoint: str | Path | None,
         data_mark: str | None,
         training: Mapping[str, Any] | None,
-    ) -> tuple[Chain, list[int], int, dict[str, Any] | None]:
-        """The chain of this run, the steps charged to all, the step it starts after, and the state of its noise."""
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None]:
+        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, and the
+        steps that are taken again."""
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
         self.state = PrivateState(directory, forbidden=self.output_dir)
         self.ledger = Ledger.open(self.output_dir / LEDGER)
-        self._memory = self.state.memory(self.ledger)
+        self._memory, began = self.state.memory(self.ledger), beginning(self.ledger)
         try:
             check_resumable(self.ledger, resume_step)
-            self._check_checkpoint(resume_step, checkpoint)
+            mark, data_digest = self._check_checkpoint(resume_step, checkpoint)
             self._memory.lock()
             self._charge_unknown()
-            self._check_budget(resume_step)
+            clean(self.output_dir, self.ledger, self.state)
+            journals = Journals(self.plan, self.output_dir, self.ledger, self.state, self._journal_limit)
+            recovery = journals.find(resume_step, mark, self._initial_weights)
+            reached = resume_step if recovery is None else recovery.last
+            self._check_budget(reached)
             self._record_plan(training, is_resumed=resume_step is not None)
             fixed = self.plan.config.unsafe_fixed_noise_key
-            chain = continue_or_branch(self.ledger, self.state, resume_step, unsafe_fixed_noise_key=fixed)
-            if data_mark is not None:
-                self.state.check_data(chain, data_mark)
+            chain = continue_or_branch(self.ledger, self.state, reached, unsafe_fixed_noise_key=fixed)
             self._memory.lock()  # of a family that began just now
+            assert self._memory.folder is not None
+            self._seal = Seal.load_or_make(self._memory.folder, began)
+            if data_mark is not None:
+                # a checkpoint of another chain tells nothing of the records of this one
+                charge = self.ledger.charge_digest(chain.chain_id, resume_step or 0)
+                goes_on = charge is not None and mark is not None and self.ledger.is_not_before(mark, charge)
+                is_told = goes_on and data_digest is not None  # earlier releases signed nothing
+                same = self._seal.is_signed(data_mark.encode(), "data", data_digest) if is_told else None
+                self.state.check_data(chain, data_mark, is_proven=same)
+            self._journal = journals.take_up(chain, recovery, reached or 0, mark, self._initial_weights)
             if not chain.unsafe:
                 self._memory.use(chain.chain_id)
         except BaseException:
@@ -167,7 +199,8 @@ class PrivateRun:
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
-        return chain, charged, start, self.state.load_noise(chain.chain_id) if charged[-1] else None
+        noise = self.state.load_noise(chain) if charged[-1] else None
+        return chain, charged, start, noise, recovery
 
     @property
     def first_step(self) -> int:
@@ -179,6 +212,8 @@ class PrivateRun:
             self.ledger.close()
         if self._memory is not None:
             self._memory.close()
+        if self._journal is not None:
+            self._journal.close()
 
     def _record_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
         """Note what is executed, or check that it is what the ledger's run was."""
@@ -201,30 +236,51 @@ class PrivateRun:
             )
 
     def mark_checkpoint(self, folder: str | Path) -> None:
-        """Note in a checkpoint which record of the ledger it stands at, and keep the noise's state; rank 0 only.
+        """Finish a checkpoint, and keep the noise's state; rank 0 only, after all other files were written.
 
-        The state stays in the private directory, never in the checkpoint. Only the last one is kept: a run that goes
-        on from an older checkpoint needs noise of its own.
+        A mark goes in, which says what record of the ledger it stands at, and names all its files with their digests
+        (`hf_dpopt.run.checkpoint`). The noise's state stays in the private directory, never in the checkpoint. Only
+        the last one is kept: a run that goes on from an older checkpoint needs noise of its own.
+
+        Raises:
+            DPConfigError: if the ledger was taken from under the run.
         """
         if self.ledger is not None:
+            assert self.state is not None and self._seal is not None
+            self.ledger.check_intact()
             noise = self.noise.state()
-            if noise and self.state is not None and not self.chain.unsafe:
-                self.state.save_noise(self.chain.chain_id, noise)
-            (Path(folder) / CHECKPOINT_MARK).write_text(json.dumps({"ledger_digest": self.ledger.digest()}) + "\n")
+            if noise and not self.chain.unsafe:
+                self.state.save_noise(self.chain, noise)
+            write_mark(Path(folder), self.ledger, self._seal, data_mark=self.state.data_mark(self.chain))
 
-    def _check_checkpoint(self, resume_step: int | None, checkpoint: str | Path | None) -> None:
-        """A checkpoint of another run, or of none, has a cost that this ledger does not know."""
+    def checkpoint_written(self, step: int) -> None:
+        """Drop what the journal holds up to a step: a whole checkpoint that training can continue from has it."""
+        if self._journal is not None and self.ledger is not None:
+            self._journal.begin(step, self.ledger.digest())
+
+    def describe_journal(self, num_values: int) -> str:
+        """Say what the journal takes for so many coordinates; empty where none is kept, and on other ranks."""
+        return self._journal.describe(num_values) if self._journal is not None else ""
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the journal has reached its limit; on rank 0."""
+        return self._journal is not None and self._journal.is_full
+
+    def _check_checkpoint(
+        self, resume_step: int | None, checkpoint: str | Path | None
+    ) -> tuple[str | None, str | None]:
+        """Refuse a checkpoint that is torn, or of unknown cost; return the digests that it has of ledger and data."""
         if not resume_step or checkpoint is None:
-            return
-        assert self.ledger is not None
-        mark = Path(checkpoint) / CHECKPOINT_MARK
-        digest = json.loads(mark.read_text())["ledger_digest"] if mark.exists() else None
-        if digest is None or not self.ledger.contains(digest):
-            raise DPConfigError(
-                f"{checkpoint} was not written by a run of {self.ledger.path}, so what its weights cost is unknown. "
-                "Resume from a checkpoint of this output_dir; to start from a model that was trained elsewhere, load "
-                "it as the initial model (its own privacy cost, if any, adds up)."
-            )
+            return None, None
+        assert self.ledger is not None and self._memory is not None
+        seal = Seal.load(self._memory.folder)
+        found = examine(Path(checkpoint), self.ledger, seal)
+        if not found.is_whole:
+            raise refuse(found)
+        assert found.mark is not None, "a whole checkpoint has a mark"
+        is_signed = seal is not None and found.mark.get("key") == seal.key_id
+        return str(found.mark["ledger_digest"]), found.mark.get("data") if is_signed else None
 
     @property
     def _target(self) -> float | None:
@@ -289,6 +345,7 @@ class PrivateRun:
             if self._memory is not None and not self.chain.unsafe:
                 self._memory.note(step)
         self.charged[-1] += 1
+        self._taken = self.charged[-1]
 
     def open(self, step: int, engine: ClippingEngine) -> ClippedSum:
         """Charge the first step of a chain with the query that comes before it, before any record is looked at.
@@ -387,7 +444,7 @@ class PrivateRun:
         """
         if is_opening:
             self._answer_opening(sums, step)
-            return Released(sums)
+            return self._write_down(OPENING, Released(sums), step)
         if step != self._begun:
             raise DPConfigError(
                 f"Step {step} was not begun, so nobody paid for its release. Call run.begin(step, engine) first, once "
@@ -396,7 +453,32 @@ class PrivateRun:
         self._begun = None
         self.noise.add_(sums, step)
         torch._foreach_div_(list(sums.values()), self.plan.config.expected_batch_size)
-        return Released(sums)
+        return self._write_down(STEP, Released(sums), step)
+
+    def _write_down(self, kind: str, released: Released, step: int) -> Released:
+        """Make what was released durable, where a journal is kept: the optimizer sees it after that."""
+        if self._journal is not None and self.ledger is not None:
+            charge = self.ledger.charge_digest(self.chain.chain_id, step)
+            assert charge is not None, f"step {step} is not charged"
+            self._journal.write(kind, step, charge, released)
+        return released
+
+    def take_again(self, step: int, *, is_opening: bool = False) -> Released | None:
+        """Read what a step released before the run was killed, on the CPU; None if its release was lost.
+
+        Args:
+            step: one that `recovery` covers; every one of them, in order.
+            is_opening: the answer to the query before it is asked for.
+        """
+        assert self.recovery is not None and self.recovery.covers(step) and step > self._start, step
+        recovery, journal = self.recovery, self._journal
+
+        def read() -> Released | None:
+            entry = recovery.opening if is_opening else recovery.entries.get(step)
+            return None if entry is None or journal is None else journal.read(entry)
+
+        self._taken = step - self._start
+        return self.ranks.same(read)
 
     def _answer_opening(self, sums: JointSums, step: int) -> None:
         """Make the noised mean over all units of the sums of the query, in place."""
@@ -471,7 +553,7 @@ class PrivateRun:
             plan.mechanism,
             stddev=self.noise.draw_stddev / plan.config.expected_batch_size,
             num_steps=plan.noise_steps,
-            steps_done=lambda: self.charged[-1],
+            steps_done=lambda: self._taken,
             gain=gain,
         )
 
@@ -486,15 +568,29 @@ class PrivateRun:
         """Budget that was charged so far."""
         return spent_for(self.plan, self.charged)
 
-    def close(self) -> None:
-        """Release the ledger. Keys of a run that reached its last step are forgotten: nothing can need them again."""
+    def close(self, *, is_finished: bool = True) -> None:
+        """Release the ledger.
+
+        Keys and journal of a run that reached its last step are deleted: nothing can need them again.
+
+        Args:
+            is_finished: False if an error ended the run, perhaps before its last weights were saved.
+        """
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place
             mine = [chain.chain_id for chain in self.ledger.chains if is_own(chain)]
             self._release_ledger()
-            if self.state is not None and last is not None and last >= self.plan.num_steps:
+            is_over = last is not None and last >= self.plan.num_steps
+            if self.state is not None and is_over and is_finished:
                 self.state.forget(mine)
+                if self._journal is not None:
+                    self._journal.remove()
+            elif is_finished and last is not None:
+                logger.info(
+                    f"Training ended after step {last} of {self.plan.num_steps}. Keys, and the journal in "
+                    f"{self.output_dir / JOURNAL}, stay, so that it can go on; delete the journal if it will not."
+                )
         self.ledger, self._is_closed = None, True
 
 

@@ -131,7 +131,9 @@ def made_epsilon(folder: Path, num_steps: int) -> float:
 
 def test_copies_that_take_turns_charge_the_steps_of_each_other(tmp_path):
     """The first to go on stays under their key, the others take keys of their own; each epsilon covers all of them."""
-    one, other, keys = tmp_path / "one", tmp_path / "other", {"private_state_dir": str(tmp_path / "keys")}
+    # without a journal: from its own a copy would take its steps again, and charge nothing
+    keys = {"private_state_dir": str(tmp_path / "keys"), "journal_limit": 0.0}
+    one, other = tmp_path / "one", tmp_path / "other"
     train(one, backup=other, stop=BACKUP_AT, **keys)
     train(other, resume=str(other / f"checkpoint-{BACKUP_AT}"), stop=BACKUP_AT + 2, max_steps=8, **keys)
     first = ledger(other).chains[0]

@@ -87,14 +87,15 @@ class CorrelatedStream(NoiseStream):
         }  # fmt: skip
         self._offload = offload
         self._num_done = 0
-        self._to_replay = 0
+        self._to_replay = 0  # steps to draw again from the key before the next one
+        self._behind = 0  # steps that were done after what is kept here, and are drawn again before the next one
         self._to_place = False  # a state that was read lies in the host's memory
         self._shapes: dict[str, torch.Size] | None = None
 
     @property
     def num_steps(self) -> int:
         """Steps whose noise was added."""
-        return self._num_done
+        return self._num_done + self._behind
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
         """Add the noise of `step` in place, to every coordinate of every tensor.
@@ -108,9 +109,9 @@ class CorrelatedStream(NoiseStream):
             DPBudgetExceeded: after the steps it was made for.
         """
         t = step - self._first_step
-        if t != self._num_done:
+        if t != self.num_steps:
             raise DPConfigError(
-                f"The noise of step {step} was asked for after {self._num_done} steps from {self._first_step} on. "
+                f"The noise of step {step} was asked for after {self.num_steps} steps from {self._first_step} on. "
                 "Correlated noise has every step once, in order: a step without a batch still takes its noise."
             )
         shapes = {name: total.shape for name, total in sums.items()}
@@ -133,11 +134,12 @@ class CorrelatedStream(NoiseStream):
             total = sums[name] if not self._offload else self._on_host(sums[name])
             if self._to_replay:
                 self._replay(total, name, tensor, self._to_replay)
+            self._catch_up(total, name, tensor)
             self._add_to(total, name, tensor, t)
             if self._offload:
                 sums[name].add_(total.to(sums[name].device, non_blocking=True))
-        self._shapes, self._to_replay = shapes, 0
-        self._num_done += 1
+        self._shapes, self._to_replay, self._behind = shapes, 0, 0
+        self._num_done = t + 1
 
     @abc.abstractmethod
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
@@ -148,6 +150,13 @@ class CorrelatedStream(NoiseStream):
         unused = torch.zeros_like(like)
         for t in range(num_steps):
             self._add_to(unused, name, tensor, t)
+
+    def _catch_up(self, like: torch.Tensor, name: str, tensor: int) -> None:
+        """Bring what is kept for one tensor past the steps that were done after it was kept."""
+        if self._behind:
+            unused = torch.zeros_like(like)
+            for t in range(self._num_done, self._num_done + self._behind):
+                self._add_to(unused, name, tensor, t)
 
     @staticmethod
     def _on_host(total: torch.Tensor) -> torch.Tensor:
@@ -160,7 +169,12 @@ class CorrelatedStream(NoiseStream):
     # --- state: secret -----------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """A copy of all that the next steps need besides key and strategy. SECRET, as the key is."""
+        """A copy of all that the next steps need besides key and strategy. SECRET, as the key is.
+
+        Empty as long as a continued stream has not caught up: what is kept then is not that of the last step.
+        """
+        if self._to_replay or self._behind:
+            return {}
         done = {"num_done": self._num_done, "shapes": self._shapes, "bound_to": self._bound_to}
         return {**done, **copy.deepcopy(self._own_state())}
 
@@ -187,8 +201,8 @@ class CorrelatedStream(NoiseStream):
 
         Args:
             num_steps: steps that were taken, all of them.
-            state: the value of `state` after them. Where it is lost, None or that of another moment or horizon: what
-                is needed is then drawn again from the key, before the next step.
+            state: the value of `state` after them, or after the first of them. Where it is lost, None or that of a
+                later moment or another horizon: what is needed is then drawn again from the key, before the next step.
 
         Raises:
             DPConfigError: for the state of another key or strategy.
@@ -200,8 +214,9 @@ class CorrelatedStream(NoiseStream):
                     f"The noise that was kept belongs to another run ({', '.join(others)} differ). Continue with the "
                     "options the run was started with."
                 )
-        if state is not None and state["num_done"] == num_steps and state["bound_to"] == self._bound_to:
+        if state is not None and state["num_done"] <= num_steps and state["bound_to"] == self._bound_to:
             self.load_state(state)
+            self._behind = num_steps - self._num_done
         else:
             assert self._num_done == 0, "a stream that has begun cannot be moved"
             self._num_done = self._to_replay = num_steps

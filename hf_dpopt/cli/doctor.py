@@ -1,0 +1,85 @@
+"""`hf-dpopt doctor`: what a folder holds of a run, whether it can be resumed, what it has cost; and fixing of it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from hf_dpopt.common.durable import fsync_directory
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.run.checkpoint import MARK, NEEDED
+from hf_dpopt.run.cleaning import TORN, clean, leftovers
+from hf_dpopt.run.examination import Examination, entries
+from hf_dpopt.run.keys import PrivateState
+from hf_dpopt.run.ledger import LEDGER, Ledger
+
+
+def show_health(output_dir: Path, private_state_dir: Path | None, *, fix: bool) -> bool:
+    """Print what was found in the folder of a run; return whether nothing is wrong with it.
+
+    Args:
+        output_dir: folder of the run.
+        private_state_dir: where it kept its keys; None for the default.
+        fix: whether to fix first what can be fixed.
+
+    Raises:
+        DPConfigError: if there is no such folder, or a run that is going on would be disturbed.
+    """
+    if fix:
+        for line in _fix(Examination(output_dir, private_state_dir)):
+            typer.echo(f"fixed        {line}")
+    found = Examination(output_dir, private_state_dir, needed=NEEDED)
+    is_well = True
+    for entry in entries(found):
+        typer.echo(f"{entry.name:<13} {'!' if entry.is_wrong else ' '} {' '.join(entry.text.split())}")
+        is_well &= not entry.is_wrong
+    return is_well
+
+
+def _fix(found: Examination) -> Iterator[str]:
+    """Fix what can be fixed without losing anything, under the locks of a run; yield what was done.
+
+    Torn checkpoints are moved, not deleted: a person may know what to do with the files.
+    """
+    lock = found.lock
+    if lock.is_symlink() or (lock.is_file() and lock.stat().st_nlink > 1):
+        lock.unlink()
+        yield f"removed {lock}, which led to another file"
+    if found.ledger is None:
+        return
+    with Ledger.open(found.output_dir / LEDGER, create=False) as ledger:
+        if found.state is not None and not found.problems:
+            yield from _clean(found.output_dir, ledger, found.state)
+        for one in Examination(found.output_dir, found.private_dir).checkpoints:
+            if not one.is_whole and ((one.folder / MARK).exists() or not (one.folder / NEEDED[-1]).exists()):
+                yield f"moved {one.folder.name} to {_move_aside(one.folder)}"
+        lock.unlink(missing_ok=True)  # it is ours now, and nobody can be waiting for it
+    fsync_directory(lock.parent)
+
+
+def _clean(output_dir: Path, ledger: Ledger, state: PrivateState) -> Iterator[str]:
+    with contextlib.closing(state.memory(ledger)) as memory:
+        memory.lock()
+        found = leftovers(output_dir, ledger, state)
+        clean(output_dir, ledger, state)
+    yield from (f"settled {path}" for path in found)
+
+
+def _move_aside(folder: Path) -> Path:
+    """Move a folder where nothing takes it for a checkpoint."""
+    aside = folder.parent / TORN
+    aside.mkdir(exist_ok=True)
+    place, number = aside / folder.name, 1
+    while os.path.lexists(place):
+        number += 1
+        place = aside / f"{folder.name}.{number}"
+    try:
+        folder.rename(place)
+    except OSError as error:
+        raise DPConfigError(f"{folder} could not be moved to {place} ({error.strerror}). Move it by hand.") from None
+    fsync_directory(folder.parent)
+    return place

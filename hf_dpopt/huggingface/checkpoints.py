@@ -1,0 +1,245 @@
+"""Checkpoints of the Trainer: written aside and renamed when they are whole, and resumed from when they are whole.
+
+The stock Trainer writes into ``output_dir/checkpoint-N`` file by file; a kill leaves half of it, which
+`get_last_checkpoint` hands to the next run. While a save is going on, the folder that it writes to is another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import sort_checkpoints
+
+from hf_dpopt.common import collectives
+from hf_dpopt.common.durable import check_renames, move_into_place, remove, remove_folder
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.run.checkpoint import NEEDED, Checkpoint, checkpoints, examine, last_whole, refuse
+from hf_dpopt.run.cleaning import UNFINISHED, clean
+from hf_dpopt.run.keys import PrivateState, default_private_dir
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.recovery import find_recovery
+from hf_dpopt.run.seal import Seal
+
+
+class Checkpoints:
+    """Saves of one trainer, and the choice of where it goes on.
+
+    Attributes:
+        folder: folder in which the Trainer makes `checkpoint-N` now; None for its own, between saves.
+        last_saved: step of the last save of this process.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.folder: Path | None = None
+        self.last_saved: int | None = None
+        self._pushes: list[str] = []
+        self._extra: Path | None = None  # the checkpoint that is there for the journal alone
+
+    # --- saving ---
+
+    def save(self, write: Callable[[], None], output_dir: str, *, is_extra: bool = False) -> tuple[Path, bool]:
+        """Save a checkpoint whole; return its folder, and whether the Trainer wanted to push it.
+
+        Args:
+            write: the stock save, which asks `folder` where to write, and leaves what it would push to `defer_push`.
+            output_dir: folder in which the checkpoint will lie.
+            is_extra: whether it is there for the journal alone: the next save removes it, and it replaces none.
+
+        Raises:
+            DPConfigError: if the ledger was taken from under the run, or the filesystem cannot rename folders.
+        """
+        place = Path(output_dir) / f"checkpoint-{self.trainer.state.global_step}"
+        unfinished, was_there, self._pushes = place.parent / UNFINISHED, place.exists(), []
+        if self.trainer.args.should_save and (unfinished / place.name).exists():
+            remove(unfinished / place.name)  # of a save that failed in this process
+        with self._writing_to(unfinished):
+            write()
+        self._name_best(place)
+
+        def finish() -> None:
+            self._finish(unfinished / place.name, place, adopts=not was_there, is_extra=is_extra)
+
+        ranks = collectives.current_ranks()
+        if ranks.rank and self.trainer.args.should_save:  # first of its machine, where each has its own disk
+            finish()
+        ranks.same(finish)
+        self.last_saved, self._extra = self.trainer.state.global_step, place if is_extra else None
+        return place, bool(self._pushes)
+
+    def defer_push(self, folder: str) -> bool:
+        """Whether a push has to wait for the end of the save."""
+        if self.folder is not None:
+            self._pushes.append(folder)
+        return self.folder is not None
+
+    @contextlib.contextmanager
+    def _writing_to(self, folder: Path) -> Iterator[None]:
+        self.folder = folder
+        try:
+            yield
+        finally:
+            self.folder = None
+
+    def _name_best(self, place: Path) -> None:
+        """Note the best checkpoint under the name that it will have, as the stock save does."""
+        state = self.trainer.state
+        if not state.best_global_step or self.trainer.args.save_strategy == "no":
+            return
+        best = place.with_name(f"checkpoint-{state.best_global_step}")
+        if best == place or best.exists():
+            state.best_model_checkpoint = str(best)
+
+    def _finish(self, made: Path, place: Path, *, adopts: bool, is_extra: bool) -> None:
+        """Complete the checkpoint, put it in its place, and delete older ones that are too many."""
+        self.trainer.state.save_to_json(str(made / "trainer_state.json"))  # with the name of the best checkpoint
+        if adopts and place.is_dir():  # a subclass of the Trainer wrote a file there by name
+            for path in place.iterdir():
+                if not (made / path.name).exists():
+                    path.rename(made / path.name)
+        self.trainer._current_run().mark_checkpoint(made)
+        move_into_place(made, place)
+        self._remove_extra(made.parent, except_for=place)
+        if not is_extra:
+            for folder in surplus(place.parent, self.trainer.args.save_total_limit, self.trainer.state):
+                _delete(Path(folder), made.parent)
+        with contextlib.suppress(OSError):  # something of another save is left in it
+            made.parent.rmdir()
+
+    def drop_extra(self) -> None:
+        """Remove the checkpoint that was there for the journal alone: the training has ended."""
+        if self._extra is not None and self.trainer.args.should_save:
+            self._remove_extra(self._extra.parent / UNFINISHED)
+            with contextlib.suppress(OSError):
+                (self._extra.parent / UNFINISHED).rmdir()
+        self._extra = None
+
+    def _remove_extra(self, by_way_of: Path, except_for: Path | None = None) -> None:
+        if self._extra is not None and self._extra != except_for:
+            _delete(self._extra, by_way_of)
+
+    # --- going on ---
+
+    def choose(self, asked: str | bool | None) -> tuple[str | None, bool]:
+        """Choose the checkpoint that a run goes on from, the same on every rank.
+
+        Args:
+            asked: `resume_from_checkpoint` as `Trainer.train` takes it; True for the last whole one.
+
+        Returns:
+            Its folder, or None; and whether a run without one goes on from its initial weights: by its journal, or
+            because it has not taken a step yet.
+
+        Raises:
+            DPConfigError: if the one that was asked for is torn, if torn ones are all there is, or if none could be
+                saved whole.
+        """
+        return collectives.current_ranks().same(lambda: self._choose(asked))
+
+    def check_best(self) -> None:
+        """Refuse to load the best checkpoint at the end if its files are not those that were saved."""
+        best = self.trainer.state.best_model_checkpoint
+
+        def check() -> None:
+            ledger, seal = self._known()
+            found = examine(Path(best), ledger, seal)
+            if not found.is_whole:
+                raise refuse(found)
+
+        if best is not None:
+            collectives.current_ranks().same(check)
+
+    def _choose(self, asked: str | bool | None) -> tuple[str | None, bool]:
+        output_dir = Path(str(self.trainer.args.output_dir))
+        if self.trainer.args.save_strategy != "no":
+            check_renames(output_dir / UNFINISHED)
+        if asked is None or asked is False:
+            return None, False
+        self._clean(output_dir)
+        ledger, seal = self._known()
+        if asked is True:
+            newest = self._newest(output_dir, ledger, seal)
+            if newest is None:
+                return None, True
+            found = newest
+        else:
+            found = examine(Path(str(asked)), ledger, seal, needed=NEEDED)
+            if not found.is_whole:
+                last, _ = last_whole(output_dir, ledger, seal, needed=NEEDED)
+                raise refuse(found, _instead(last, output_dir))
+        for caution in found.cautions:
+            logger.warning(f"It cannot be checked whether the files of {found.folder} are those saved: {caution}.")
+        return str(found.folder), False
+
+    def _newest(self, output_dir: Path, ledger: Ledger | None, seal: Seal | None) -> Checkpoint | None:
+        """The last whole checkpoint, None if none is needed; say which ones after it are skipped, and why."""
+        last, skipped = last_whole(output_dir, ledger, seal, needed=NEEDED)
+        if last is None:
+            torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
+            if skipped and (ledger is None or find_recovery(ledger, self._state(), output_dir, 0) is None):
+                raise DPConfigError(
+                    f"There is no whole checkpoint in {output_dir} to resume from.{torn} Leave resume_from_checkpoint "
+                    "out to start over; steps that were charged there stay charged."
+                )
+            logger.info(f"No whole checkpoint is in {output_dir}.{torn} The run goes on from its initial weights.")
+            return None
+        for one in skipped:
+            logger.warning(f"{one.folder.name} is skipped: {'; '.join(one.reasons)}. Resuming from {last.folder}.")
+        return last
+
+    def _clean(self, output_dir: Path) -> None:
+        """Finish or remove what a killed run left, under its locks."""
+        if not (output_dir / LEDGER).exists():
+            return
+        with Ledger.open(output_dir / LEDGER) as ledger:
+            state = self._state()
+            with contextlib.closing(state.memory(ledger)) as memory:
+                memory.lock()
+                clean(output_dir, ledger, state)
+
+    def _known(self) -> tuple[Ledger | None, Seal | None]:
+        """Ledger and seal of the run in `output_dir`, where there are any."""
+        path = Path(str(self.trainer.args.output_dir)) / LEDGER
+        ledger = Ledger.read(path) if path.exists() else None
+        return ledger, None if ledger is None else Seal.load(self._state().memory(ledger).folder)
+
+    def _state(self) -> PrivateState:
+        args = self.trainer.args
+        return PrivateState(args.private_state_dir or default_private_dir(args.output_dir), forbidden=args.output_dir)
+
+
+def _delete(folder: Path, by_way_of: Path) -> None:
+    """Delete a checkpoint; where that fails, as with files that are open on NFS, the next run deletes the rest."""
+    try:
+        remove_folder(folder, by_way_of)
+    except OSError as error:
+        logger.warning(f"{folder} could not be deleted ({error.strerror}); the next run tries again.")
+
+
+def surplus(output_dir: Path, limit: int | None, state: Any) -> list[str]:
+    """Checkpoints that `save_total_limit` has no room for: those that the stock `rotate_checkpoints` would delete.
+
+    Args:
+        output_dir: folder that holds them.
+        limit: `save_total_limit`; None or <= 0 for no limit.
+        state: the Trainer's state, which names the best checkpoint.
+    """
+    if limit is None or limit <= 0:
+        return []
+    found = sort_checkpoints(str(output_dir), use_mtime=True)
+    kept = set(found[-1:])
+    if state.best_model_checkpoint is not None:
+        kept.add(str(Path(state.best_model_checkpoint)))
+    others = [folder for folder in found if folder not in kept]
+    return others[: max(0, len(found) - limit)]
+
+
+def _instead(last: Checkpoint | None, output_dir: Path) -> str:
+    if last is not None:
+        return f"The last whole one is {last.folder} (resume_from_checkpoint=True takes it)."
+    some = "" if not checkpoints(output_dir) else ", of all that are there"
+    return f"There is no whole one in {output_dir}{some}; a whole one needs save_only_model=False."

@@ -1,0 +1,276 @@
+"""Examination of a run's folder: its cost, its keys, its checkpoints, and from where it can go on. Changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from hf_dpopt.accounting import accountants
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.locks import is_held
+from hf_dpopt.plan.earlier import composed, earlier_runs_of
+from hf_dpopt.run.checkpoint import Checkpoint, checkpoints, examine
+from hf_dpopt.run.cleaning import leftovers
+from hf_dpopt.run.key_memory import Mark
+from hf_dpopt.run.keys import PrivateState, default_private_dir, stays_on_its_chain
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.recovery import Recovery, find_recovery
+from hf_dpopt.run.seal import Seal
+
+T = TypeVar("T")
+
+RELATIVE_ERROR = 0.01  # of an epsilon that is shown here; on the safe side
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A line on one thing in the folder.
+
+    Attributes:
+        name: what the line is about.
+        text: what it is, or what is wrong with it.
+        is_wrong: whether something has to be done about it.
+    """
+
+    name: str
+    text: str
+    is_wrong: bool = False
+
+
+class Examination:
+    """A folder, the ledger in it, and the private folder that belongs to it, as far as they can be read.
+
+    Args:
+        output_dir: folder of the run.
+        private_state_dir: where it kept its keys; None for the default.
+        needed: files without which a checkpoint is nothing to go on from.
+
+    Raises:
+        DPConfigError: if there is no such folder.
+    """
+
+    def __init__(self, output_dir: Path, private_state_dir: Path | None = None, *, needed: tuple[str, ...] = ()):
+        if not output_dir.is_dir():
+            raise DPConfigError(f"{output_dir} is not a folder. Give the output_dir of a run.")
+        self.output_dir = output_dir
+        self.private_dir = private_state_dir or default_private_dir(output_dir)
+        self.problems: list[Entry] = []
+        self.ledger = self._read("ledger", self._open_ledger)
+        self.state = self._read("keys", self._open_keys)
+        self.marks: list[Mark] = self._read("keys", self._open_marks) or []
+        self.seal = self._read("keys", self._open_seal)
+        self.checkpoints = [examine(path, self.ledger, self.seal, needed=needed) for path in checkpoints(output_dir)]
+
+    def _read(self, name: str, read: Callable[[], T]) -> T | None:
+        """Return what can be read, or None and an entry that says why not."""
+        try:
+            return read()
+        except (DPConfigError, OSError) as error:
+            self.problems.append(Entry(name, str(error), is_wrong=True))
+            return None
+
+    def _open_ledger(self) -> Ledger | None:
+        path = self.output_dir / LEDGER
+        return Ledger.read(path) if path.exists() else None
+
+    def _open_keys(self) -> PrivateState | None:
+        return PrivateState(self.private_dir, forbidden=self.output_dir) if self.private_dir.is_dir() else None
+
+    def _open_marks(self) -> list[Mark]:
+        return self.state.memory(self.ledger).marks() if self.state is not None and self.ledger is not None else []
+
+    def _open_seal(self) -> Seal | None:
+        if self.state is None or self.ledger is None:
+            return None
+        return Seal.load(self.state.memory(self.ledger).folder)
+
+    # --- what can be said ---
+
+    @property
+    def lock(self) -> Path:
+        """Lock of the ledger."""
+        return Path(f"{self.output_dir / LEDGER}.lock")
+
+    @property
+    def last_whole(self) -> Checkpoint | None:
+        """The checkpoint that a run would go on from."""
+        return next((one for one in self.checkpoints if one.is_whole), None)
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """Steps after the last whole checkpoint that a resume takes from the journal; None for none.
+
+        Raises:
+            DPConfigError: for a journal that a resume refuses.
+        """
+        if self.ledger is None or self.state is None:
+            return None
+        last = self.last_whole
+        mark = None if last is None or last.mark is None else str(last.mark["ledger_digest"])
+        step = 0 if last is None else last.step
+        found = find_recovery(self.ledger, self.state, self.output_dir, step, mark=mark)
+        return None if found is None else found[0]
+
+    def epsilon(self, charged: tuple[int, ...]) -> float | None:
+        """Epsilon of so many steps of each chain, with earlier runs; None where the ledger does not say enough."""
+        assert self.ledger is not None and self.ledger.plan is not None
+        plan = self.ledger.plan
+        if not plan.get("is_private", True):
+            return math.inf
+        if charged == (plan.get("num_steps"),):
+            return float(plan["epsilon"])
+        try:
+            *before, this = earlier_runs_of(plan, charged, self.ledger.digest(), where=str(self.output_dir))
+            event = composed(before, this.event)
+            spent = accountants.epsilon(event, plan["delta"], plan["adjacency"], relative_error=RELATIVE_ERROR)
+            return spent.epsilon
+        except DPConfigError:
+            return None
+
+
+def entries(found: Examination) -> Iterator[Entry]:
+    """Everything there is to say, line by line."""
+    yield from found.problems
+    for say in SAID:
+        yield from say(found)
+
+
+def _run(found: Examination) -> Iterator[Entry]:
+    if found.ledger is None:
+        if not any(problem.name == "ledger" for problem in found.problems):
+            yield Entry("ledger", f"there is none at {found.output_dir / LEDGER}: what was spent is unknown", True)
+            yield from _remembered(found)
+        return
+    plan = found.ledger.plan
+    if plan is None:
+        yield Entry("run", "was begun, and stopped before its plan was written")
+        return
+    sampling, noise = plan.get("sampler", {}).get("name", "?"), plan.get("noise_mechanism", "a convex head's")
+    yield Entry("run", f"{plan.get('num_steps', '?')} steps planned; sampling {sampling}, noise {noise}")
+    yield Entry("ledger", f"whole; last record {found.ledger.digest()}")
+
+
+def _remembered(found: Examination) -> Iterator[Entry]:
+    """Say what keys remember of a run whose ledger is gone; of any run, if the private folder is shared."""
+    for path in sorted(found.private_dir.glob("used/*")):
+        names = ", ".join(mark.stem for mark in sorted(path.glob("*.mark")))
+        if names:
+            yield Entry("keys", f"remember a run whose chains are {names}: its ledger may be this one")
+
+
+def _cost(found: Examination) -> Iterator[Entry]:
+    ledger = found.ledger
+    if ledger is None or ledger.plan is None:
+        return
+    charged, plan = ledger.charged, ledger.plan
+    spent = found.epsilon(charged) if sum(charged) else 0.0
+    known = "epsilon not known from this ledger" if spent is None else f"epsilon {spent:.4g}"
+    chains = f"{len(charged)} chain{'s' * (len(charged) != 1)}"
+    planned = f"{float(plan['epsilon']):.4g} planned" if "epsilon" in plan else "no plan recorded"
+    target = f", target {plan['target_epsilon']:g}" if plan.get("target_epsilon") else ""
+    at = f" at delta {plan['delta']:g} ({plan['adjacency']})" if "delta" in plan else ""
+    text = f"{sum(charged)} steps charged in {chains}: {known}{at}; {planned}{target}"
+    yield Entry("cost", text)
+    behind = sum(max(0, mark.step - _reached(ledger, mark)) for mark in found.marks)
+    if behind:
+        yield Entry("cost", f"the keys remember {behind} more steps than the ledger; a resume charges them", True)
+
+
+def _reached(ledger: Ledger, mark: Mark) -> int:
+    """The last step of a mark's chain that the ledger charged, or where the chain starts."""
+    is_known = any(chain.chain_id == mark.chain_id for chain in ledger.chains)
+    return (ledger.last_step(mark.chain_id) if is_known else None) or mark.start_step
+
+
+def _keys(found: Examination) -> Iterator[Entry]:
+    if found.state is None:
+        if not any(problem.name == "keys" for problem in found.problems):
+            yield Entry("keys", f"no private folder at {found.private_dir} (--private-state-dir names another)")
+        return
+    if found.ledger is None:
+        return
+    chains = [chain.chain_id for chain in found.ledger.chains if not chain.unsafe]
+    here = sum(found.state.load_chain(one) is not None for one in chains)
+    remembered = sum(mark.chain_id in chains for mark in found.marks)
+    signed = "checkpoints are signed" if found.seal is not None else "no key to check checkpoints with"
+    where = f"{found.private_dir}: {here} of {len(chains)} kept, use remembered of {remembered}; {signed}"
+    yield Entry("keys", where)
+
+
+def _lock(found: Examination) -> Iterator[Entry]:
+    if found.lock.is_symlink() or (found.lock.exists() and not found.lock.is_file()):
+        yield Entry("lock", f"{found.lock} is a link or no file; a run refuses it", True)
+    elif is_held(found.lock):
+        owner = found.lock.read_text(errors="replace")[:32].strip() or "unknown"
+        yield Entry("lock", f"in use by process {owner}: the run is going on")
+    else:
+        yield Entry("lock", "free")
+
+
+def _checkpoints(found: Examination) -> Iterator[Entry]:
+    for one in found.checkpoints:
+        if not one.is_whole:
+            yield Entry(one.folder.name, f"not to resume from: {'; '.join(one.reasons)}", True)
+        elif one.cautions:
+            yield Entry(one.folder.name, f"complete, its files not checked: {'; '.join(one.cautions)}")
+        else:
+            yield Entry(one.folder.name, "whole: all files are those that were saved")
+    if not found.checkpoints:
+        yield Entry("checkpoints", "none")
+
+
+def _left(found: Examination) -> Iterator[Entry]:
+    if found.ledger is not None and found.state is not None and not is_held(found.lock):
+        for path in leftovers(found.output_dir, found.ledger, found.state):
+            yield Entry("left", f"{path} of a run that was killed; the next run settles it", True)
+
+
+def _journal(found: Examination) -> Iterator[Entry]:
+    """Say which steps a resume takes again from the journal of releases."""
+    try:
+        taken = found.recovery
+    except DPConfigError as error:
+        yield Entry("journal", str(error), True)
+        return
+    if taken is not None:
+        lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
+        yield Entry("journal", f"steps {taken.first} to {taken.last}, which a resume takes again for nothing{lost}")
+
+
+def _resume(found: Examination) -> Iterator[Entry]:
+    """Say from where the run can go on, and what it will have cost in the end."""
+    ledger, last = found.ledger, found.last_whole
+    if ledger is None or ledger.plan is None or "num_steps" not in ledger.plan:
+        return
+    planned, target = int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
+    step = 0 if last is None else last.step
+    if step >= planned:
+        yield Entry("resume", f"finished: checkpoint-{step} is that of the last step")
+        return
+    start = "from the start" if last is None else f"from {last.folder.name}"
+    with contextlib.suppress(DPConfigError):  # said already
+        if found.recovery is not None:
+            step = found.recovery.last
+            start += " and the journal"
+    is_same = found.state is not None and step > 0 and stays_on_its_chain(ledger, found.state, step)
+    charged = ledger.charged
+    after = (*charged[:-1], charged[-1] + planned - step) if is_same and charged else (*charged, planned - step)
+    cost = found.epsilon(after)
+    again = sum(charged) - step
+    how = "under its key" if is_same else "with a fresh key"
+    if again > 0 and not is_same:
+        how += f" ({again} steps are paid for a second time)"
+    end = "unknown" if cost is None else f"{cost:.4g}"
+    is_over = cost is not None and target is not None and cost > target * (1 + RELATIVE_ERROR)
+    over = f", above the target {target:g}: raise --target_epsilon or take fewer steps" if is_over else ""
+    yield Entry("resume", f"{start}, {how}; {planned - step} steps are left, epsilon {end} in the end{over}", is_over)
+
+
+# One function for each part of a run; what another part has to say is one more.
+SAID: tuple[Callable[[Examination], Iterator[Entry]], ...] = (
+    _run, _cost, _keys, _lock, _checkpoints, _journal, _left, _resume,
+)  # fmt: skip

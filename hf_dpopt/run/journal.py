@@ -1,0 +1,328 @@
+"""The journal of releases: what each step released since the last checkpoint, on the disk before the optimizer steps.
+
+Released values are public, so a run that was killed takes them again after its last checkpoint: no record is read,
+nothing is charged, and the weights are those of the undisturbed run, bit for bit (`hf_dpopt.run.recovery`).
+
+Entries are appended to files in ``output_dir/_journal`` (transformers uploads nothing that begins with an underscore),
+a new file after every checkpoint, so that what a checkpoint holds is dropped by removing files. A file that a chain or
+a checkpoint begins says first what it continues. An entry is::
+
+    b"DPJ1" | length of the header, 4 bytes | header, JSON | values, float32, little-endian | HMAC-SHA256, 32 bytes
+
+The seal is keyed with a key of the chain and covers chain, step and the digest that the ledger had when the step was
+charged: nobody without the key can write, edit or move an entry. The header says which slice of how many its values
+are: replicas hold the same sums, so rank 0 writes all of them, slice 0 of 1. A rank that holds a shard would have a
+file of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hmac
+import itertools
+import json
+import math
+import os
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from hf_dpopt.common.durable import fsync_directory, is_open_at
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.common.types import Released
+
+JOURNAL = "_journal"  # in output_dir
+SUFFIX = ".releases"
+MAGIC = b"DPJ1"
+SEAL_BYTES = 32
+LONGEST_HEADER = 2**26  # bytes; names and shapes of the tensors
+LEAST_STEPS = 10  # that have to fit into the limit, else checkpoints would be all that a run does
+GIGABYTE = 10**9
+_PREFIX = struct.Struct("<4sI")
+_fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
+
+STEP, OPENING, BASE = "step", "opening", "base"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """Place of an entry whose seal was found to be right, and its header.
+
+    Attributes:
+        path: file that holds it.
+        start: position of its first byte.
+        header: ``chain``, ``step``, ``kind``, ``slice`` (number, of how many), ``tensors`` ([name, shape] each);
+            ``charge``, the digest of the ledger's record of the step; in place of it ``base`` for what is continued.
+    """
+
+    path: Path
+    start: int
+    header: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The step, 1-based."""
+        return int(self.header["step"])
+
+    @property
+    def kind(self) -> str:
+        """``step``, ``opening`` (the query before the first step) or ``base`` (what is continued)."""
+        return str(self.header["kind"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Contents:
+    """Contents of the files of a chain.
+
+    Attributes:
+        entries: those with a right seal, in the order in which they were written.
+        torn: files in which something else follows the last of them.
+    """
+
+    entries: tuple[Entry, ...]
+    torn: tuple[Path, ...]
+
+
+class Journal:
+    """The journal of one chain of steps.
+
+    Formal guarantee: when `write` returns, the entry is on the disk. `read` and `contents` return nothing that was not
+    written under the same key for the same chain.
+
+    Args:
+        output_dir: folder of the run.
+        chain_id: public name of the chain.
+        key: seals the entries; see `hf_dpopt.run.keys.Chain.journal_key`.
+        limit: bytes that the files may fill before a checkpoint is wanted; 0 for a journal that is only read.
+    """
+
+    def __init__(self, output_dir: Path, chain_id: str, key: bytes, *, limit: float = 0.0):
+        self.folder, self.chain_id, self._key = output_dir / JOURNAL, chain_id, key
+        self._limit = limit
+        self._file: BinaryIO | None = None
+        self._last_steps: dict[Path, int] = {}  # of every file
+        self._largest = 0  # bytes of one entry
+        self._is_off = limit <= 0
+        self._is_broken = False  # whether files were deleted that a resume would need
+
+    # --- writing ---
+
+    def begin(self, step: int, base: str) -> None:
+        """Write what is continued, and remove what lies before it: a chain or the time after a checkpoint begins.
+
+        Args:
+            step: steps done so far.
+            base: digest of the initial weights, or of the ledger when the checkpoint was written.
+        """
+        self.close()
+        self._is_broken = False
+        before = dict(self._last_steps)
+        if not self._is_off:
+            self._append({"kind": BASE, "step": step, "base": base}, {})
+        for path, last in before.items():
+            if last <= step:
+                path.unlink(missing_ok=True)
+                del self._last_steps[path]
+        self._remove_other_chains()
+
+    def _remove_other_chains(self) -> None:
+        if self.folder.is_dir():
+            for path in self.folder.glob(f"*{SUFFIX}"):
+                if not path.name.startswith(f"{self.chain_id}-"):
+                    path.unlink(missing_ok=True)
+            if not any(self.folder.iterdir()):
+                self.folder.rmdir()
+
+    def write(self, kind: str, step: int, charge: str, values: Released) -> None:
+        """Make what a step released durable.
+
+        Args:
+            kind: `STEP` or `OPENING`.
+            step: the step, 1-based.
+            charge: digest of the ledger's record that charged it.
+            values: name -> released tensor, float32.
+        """
+        if self._is_off:
+            return
+        size = 4 * sum(value.numel() for value in values.values())
+        if size * LEAST_STEPS > self._limit:
+            self._is_off = True
+            self.remove()
+            logger.warning(
+                f"No journal is kept: a step has {size / GIGABYTE:.3g} GB, and journal_limit of "
+                f"{self._limit / GIGABYTE:g} GB holds fewer than {LEAST_STEPS} of them. If the run is killed it goes "
+                "on from its last checkpoint, and pays for the steps since again. Raise --journal_limit, or save more "
+                "often (--save_steps)."
+            )
+            return
+        self._largest = max(self._largest, size)
+        self._append({"kind": kind, "step": step, "charge": charge}, values)
+
+    def _append(self, header: dict[str, Any], values: Mapping[str, torch.Tensor]) -> None:
+        names = list(values)  # their order tells the queries of a step apart
+        tensors = [[name, list(values[name].shape)] for name in names]
+        public: dict[str, Any] = {"chain": self.chain_id, "slice": [0, 1], "tensors": tensors, **header}
+        body = json.dumps(public, sort_keys=True).encode()
+        assert len(body) <= LONGEST_HEADER, len(body)
+        parts: Iterable[Any] = (_bytes_of(values[name]) for name in names)
+        try:
+            self._write_out(int(header["step"]), itertools.chain((_PREFIX.pack(MAGIC, len(body)), body), parts))
+        except OSError as error:
+            raise DPConfigError(
+                f"Step {header['step']} could not be written to the journal in {self.folder} ({error.strerror}), so "
+                "it made no update. Make room there and resume: the run goes on from the journal. A smaller "
+                "--journal_limit fills less of the disk, 0 keeps no journal."
+            ) from error
+
+    def _write_out(self, step: int, parts: Iterable[Any]) -> None:
+        """Append an entry and its seal to the file in use, and wait for the disk."""
+        if self._file is not None and not is_open_at(self._file.fileno(), Path(self._file.name)):
+            logger.warning(
+                f"{self._file.name} was deleted or replaced while the run was going on. Its steps are lost to a "
+                "resume until a checkpoint is saved, which is asked for now."
+            )
+            self._last_steps.pop(Path(self._file.name), None)
+            self.close()
+            self._is_broken = True
+        if self._file is None:
+            self._file = self._open(step)
+        seal = hmac.new(self._key, digestmod="sha256")
+        for part in parts:
+            seal.update(part)
+            self._file.write(part)
+        self._file.write(seal.digest())
+        self._file.flush()
+        _fdatasync(self._file.fileno())
+        self._last_steps[Path(self._file.name)] = step
+
+    def _open(self, step: int) -> BinaryIO:
+        if self.folder.is_symlink():
+            raise DPConfigError(f"{self.folder} is a link, which a journal does not follow. Delete it.")
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            fsync_directory(self.folder.parent)
+        begun = f"{self.chain_id}-{step:09d}-"
+        taken = [int(path.name.removeprefix(begun).partition("-")[0]) for path in self.folder.glob(f"{begun}*")]
+        number = max(taken, default=-1) + 1  # a kill, or a checkpoint that was written again, may have left some
+        file = open(self.folder / f"{begun}{number:03d}-0of1{SUFFIX}", "xb")
+        fsync_directory(self.folder)
+        return file
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next entry would not fit into the limit."""
+        if self._is_off or self._is_broken:
+            return self._is_broken
+        return sum(path.stat().st_size for path in self._last_steps if path.exists()) + self._largest > self._limit
+
+    def describe(self, num_values: int) -> str:
+        """Say what a step of so many coordinates adds to it; an empty text where none is kept."""
+        size = 4 * num_values
+        if self._is_off or size * LEAST_STEPS > self._limit:
+            return ""
+        return (
+            f"Journal of releases: {size / 1e6:.3g} MB a step in {self.folder}, until a checkpoint is saved, which is "
+            f"done at {self._limit / GIGABYTE:g} GB (journal_limit). A killed run goes on from it."
+        )
+
+    def remove(self) -> None:
+        """Delete the journals of all chains in the folder of the run."""
+        self.close()
+        self._last_steps.clear()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the file in use."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    # --- reading ---
+
+    def contents(self) -> Contents:
+        """Look through the files of the chain, checking every seal."""
+        entries: list[Entry] = []
+        torn: list[Path] = []
+        for path in sorted(self.folder.glob(f"{self.chain_id}-*{SUFFIX}")) if self.folder.is_dir() else []:
+            end = 0
+            for entry, after in self._entries(path):
+                end = after
+                entries.append(entry)
+                self._last_steps[path] = entry.step
+                self._largest = max(self._largest, 4 * _num_values(entry.header))
+            self._last_steps.setdefault(path, -1)
+            if end < path.stat().st_size:
+                torn.append(path)
+        return Contents(tuple(entries), tuple(torn))
+
+    def _entries(self, path: Path) -> Iterator[tuple[Entry, int]]:
+        """Entries of a file up to the first that is not whole, and where each ends."""
+        with open(path, "rb") as file:
+            start = 0
+            while (header := self._read(file, start, None)) is not None:
+                yield Entry(path, start, header), file.tell()
+                start = file.tell()
+
+    def read(self, entry: Entry) -> Released:
+        """Read what was released, on the CPU: the seal says that `PrivateRun.release` handed it over as it is.
+
+        Raises:
+            DPConfigError: if the file has changed since it was looked through.
+        """
+        values: dict[str, torch.Tensor] = {}
+        with open(entry.path, "rb") as file:
+            if self._read(file, entry.start, values) != entry.header:
+                raise DPConfigError(
+                    f"{entry.path} was changed while it was read: step {entry.step} is not what was written. Put the "
+                    "file back, or remove the folder: the run then goes on as one that kept no journal."
+                )
+        return Released(values)
+
+    def _read(self, file: BinaryIO, start: int, values: dict[str, torch.Tensor] | None) -> dict[str, Any] | None:
+        """Header of the entry that begins there, if its seal is right; its tensors are put into `values`."""
+        file.seek(start)
+        prefix = file.read(_PREFIX.size)
+        if len(prefix) < _PREFIX.size:
+            return None
+        magic, length = _PREFIX.unpack(prefix)
+        body = file.read(length) if magic == MAGIC and length <= LONGEST_HEADER else b""
+        try:
+            header = json.loads(body)
+            shapes = [(str(name), tuple(map(int, shape))) for name, shape in header["tensors"]]
+        except (ValueError, TypeError, KeyError):
+            return None
+        if min((size for _, shape in shapes for size in shape), default=0) < 0:
+            return None
+        remaining = os.fstat(file.fileno()).st_size - file.tell()
+        if 4 * _num_values(header) + SEAL_BYTES > remaining:
+            return None
+        seal = hmac.new(self._key, prefix + body, digestmod="sha256")
+        for name, shape in shapes:
+            content = bytearray(4 * math.prod(shape))
+            file.readinto(content)  # type: ignore[attr-defined]
+            seal.update(content)
+            if values is not None:
+                flat = torch.frombuffer(content, dtype=torch.float32) if content else torch.empty(0)
+                values[name] = flat.view(shape)
+        is_sealed = hmac.compare_digest(seal.digest(), file.read(SEAL_BYTES))
+        return header if is_sealed and header.get("chain") == self.chain_id else None
+
+
+def chains_with_journals(output_dir: Path) -> set[str]:
+    """Names of the chains that files of a journal are named after."""
+    return {path.name.partition("-")[0] for path in (output_dir / JOURNAL).glob(f"*{SUFFIX}")}
+
+
+def _num_values(header: Mapping[str, Any]) -> int:
+    return sum(math.prod(shape) for _, shape in header["tensors"])
+
+
+def _bytes_of(value: torch.Tensor) -> Any:
+    """The values as a buffer of bytes, little-endian; no copy of what lies on the CPU."""
+    assert value.dtype == torch.float32, value.dtype
+    return value.detach().contiguous().cpu().numpy().reshape(-1).astype("<f4", copy=False).data.cast("B")

@@ -1,0 +1,400 @@
+"""Kill -9 of real runs at random points, until they are done; their weights are compared with the undisturbed run's.
+
+    python -m tests.kill_storm --kills 150 --kills_of_two 50 --out docs/kill_storm.json
+
+A run is started with ``resume_from_checkpoint=True``, killed, started again in the same way, and so on; nothing else is
+done to its folder. Points are drawn from the phases of a run (`PHASES`), and within a phase by time. When a run is done,
+its final weights must equal, bit for bit, those of a run that nothing disturbed under the same key; where its ledger
+notes lost steps, those of a run in which these steps made no update. Epsilon must be the plan's and within the target.
+
+Processes are forked from one that has imported everything, so that a start costs tenths of a second. Every result is
+written at once: the same command goes on where it was stopped. The same seed draws the same points, as far as time does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import gc
+import json
+import os
+import random
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import hf_dpopt.noise.cache as cache_module
+from hf_dpopt.huggingface.trainer import DPTrainerMixin
+from hf_dpopt.report.facts import collect_versions
+from hf_dpopt.run.journal import Journal
+from hf_dpopt.run.key_memory import KeyMemory
+from hf_dpopt.run.ledger import Ledger
+from tests import preempted, tiny
+
+# Phase -> share of the kills. "cache" falls to "start" where a mechanism has nothing to tune.
+PHASES = {"start": 0.15, "cache": 0.1, "ledger": 0.25, "save": 0.25, "journal": 0.15, "anywhere": 0.1}
+WITH_CACHE = ("blt", "banded")
+OF_TWO = ("gaussian", "nu_dpftrl", "dp2", "users", "banded")
+PATIENCE = 120.0  # seconds after which a process that neither ends nor dies is a failure
+
+
+# --- in the process that is killed ---
+
+
+def _tell(pipe: int, letter: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(pipe, letter.encode())
+
+
+@contextlib.contextmanager
+def _telling(pipe: int) -> Iterator[None]:
+    """Tell the parent when a phase begins (its first letter, a capital) and ends (the letter)."""
+
+    def wrap(owner: Any, name: str, letter: str) -> Any:
+        whole = getattr(owner, name)
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            _tell(pipe, letter.upper())
+            try:
+                return whole(*args, **kwargs)
+            finally:
+                _tell(pipe, letter)
+
+        return mock.patch.object(owner, name, told)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, letter in (
+            (Ledger, "_append", "l"),
+            (KeyMemory, "note", "l"),
+            (KeyMemory, "begin", "l"),
+            (DPTrainerMixin, "_save_checkpoint", "s"),
+            (Journal, "_append", "j"),
+            (cache_module, "_write", "c"),
+        ):
+            stack.enter_context(wrap(owner, name, letter))
+        yield
+
+
+def _train(folder: Path, setting: str, resumes: bool) -> None:
+    """Train to the end, and leave the weights and what was spent."""
+    trainer = preempted.make(folder, setting)
+    with preempted.known_keys():
+        trainer.train(resume_from_checkpoint=resumes)
+    _leave(folder, trainer)
+
+
+def _leave(folder: Path, trainer: Any) -> None:
+    spent = trainer.privacy_spent()
+    if trainer.args.process_index == 0:
+        result = {"weights": tiny.weights(trainer.model), "spent": spent.epsilon, "planned": trainer.plan.epsilon()}
+        torch.save(result | {"steps": spent.num_steps}, folder / "result.tmp")
+        os.replace(folder / "result.tmp", folder / "result.pt")
+
+
+def _reference(folder: Path, setting: str, key: int, lost: frozenset[int], loses_opening: bool) -> None:
+    trainer = preempted.make(folder, setting, save_strategy="no", journal_limit=0.0)
+    with preempted.known_keys(key), preempted.losing(trainer, lost, loses_opening=loses_opening):
+        trainer.train()
+    _leave(folder, trainer)
+
+
+# --- in the parent ---
+
+
+class Processes:
+    """The processes of one start of a run, each forked from this one, and the pipe on which they tell their phases."""
+
+    def __init__(self, work: Callable[[], None], world: int, folder: Path):
+        self.pipe, writes = os.pipe()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.pids = [self._fork(work, rank, world, port, writes, folder) for rank in range(world)]
+        os.close(writes)
+        self.codes: dict[int, int] = {}
+
+    def _fork(self, work: Callable[[], None], rank: int, world: int, port: int, writes: int, folder: Path) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            os.close(self.pipe)
+            log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ["HF_DPOPT_CACHE_DIR"] = str(folder / "cache")
+            if world > 1:
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                }  # fmt: skip
+            with _telling(writes) if rank == 0 else contextlib.nullcontext():
+                work()
+            code = 0
+        except BaseException:
+            (folder / f"error-{rank}.txt").write_text(traceback.format_exc())
+        finally:
+            os._exit(code)  # never back into the parent's code
+
+    def letters(self, seconds: float) -> str:
+        """What was told, after waiting that long for it at most; empty for nothing, or if all have ended."""
+        ready, _, _ = select.select([self.pipe], [], [], max(0.0, seconds))
+        return os.read(self.pipe, 1 << 16).decode() if ready else ""
+
+    def has_ended(self) -> bool:
+        """Whether all have ended; those that have are waited for."""
+        for pid in self.pids:
+            if pid not in self.codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    self.codes[pid] = os.waitstatus_to_exitcode(status)
+        return len(self.codes) == len(self.pids)
+
+    def kill(self, first: int, pause: float) -> None:
+        """Kill one, and the others a moment later, as launchers do."""
+        order = [self.pids[first], *(pid for pid in self.pids if pid != self.pids[first])]
+        for number, pid in enumerate(order):
+            if number == 1:
+                time.sleep(pause)
+            if pid not in self.codes:
+                os.kill(pid, signal.SIGKILL)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until all have ended."""
+        for pid in self.pids:
+            if pid not in self.codes:
+                _, status = os.waitpid(pid, 0)
+                self.codes[pid] = os.waitstatus_to_exitcode(status)
+        os.close(self.pipe)
+
+
+class Storm:
+    """Runs of one setting, killed and compared.
+
+    Args:
+        setting: one of `preempted.SETTINGS`.
+        world: processes of a run.
+        seed: of the points.
+        folder: scratch.
+    """
+
+    def __init__(self, setting: str, world: int, seed: int, folder: Path):
+        self.setting, self.world, self.seed, self.folder = setting, world, seed, folder
+        self._known: dict[tuple[int, frozenset[int], bool], dict[str, Any]] = {}
+        self._durations: dict[str, float] = {}
+        self._counts: Counter[str] = Counter()
+
+    def profile(self) -> None:
+        """Time the phases of a run that nothing disturbs."""
+        folder = self.folder / "profile"
+        folder.mkdir(parents=True, exist_ok=True)
+        began, begun, spent = time.monotonic(), {}, Counter()
+        processes = Processes(lambda: _train(folder, self.setting, False), self.world, folder)
+        while True:
+            letters = processes.letters(0.05)
+            now = time.monotonic()
+            for letter in letters:
+                if letter.isupper():
+                    begun[letter] = now
+                    self._counts[letter] += 1
+                    if letter == "L":
+                        self._durations.setdefault("start", now - began)
+                else:
+                    spent[letter] += now - begun[letter.upper()]
+            if not letters and processes.has_ended():
+                break
+        processes.wait()
+        _check_no_error(folder)
+        for letter, total in spent.items():
+            self._durations[letter] = total / self._counts[letter.upper()]
+        self._durations["anywhere"] = now - began
+        shutil.rmtree(folder)
+
+    def run(self, number: int) -> dict[str, Any]:
+        """One run, killed one to five times, and what came of it."""
+        if not self._durations:
+            self.profile()
+        chance = random.Random(f"{self.seed} {self.setting} {self.world} {number}")
+        folder = self.folder / f"run-{number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        planned, kills = chance.randint(1, 5), []
+        outcome: dict[str, Any] = {"run": number, "kills": kills}
+        try:
+            while not self._start(folder, chance if len(kills) < planned else None, kills):
+                pass
+            outcome |= self._compare(folder)
+        except AssertionError as error:
+            outcome["error"] = str(error)
+            return outcome
+        shutil.rmtree(folder)
+        return outcome
+
+    def _start(self, folder: Path, chance: random.Random | None, kills: list[str]) -> bool:
+        """Start the run once; True if it came to its end, False if it was killed."""
+        phase = chance.choices(list(PHASES), list(PHASES.values()))[0] if chance is not None else ""
+        if phase == "cache" and self.setting not in WITH_CACHE:
+            phase = "start"
+        letter = phase[:1] if phase in ("cache", "ledger", "save", "journal") else ""
+        # fewer are left to one that goes on
+        most = self._counts[letter.upper()] // (2 if kills else 1) if letter else 0
+        awaited = chance.randint(1, max(1, most)) if chance is not None and letter else 0
+        share = chance.uniform(0, 1.3) if chance is not None else 0.0
+        wait = share * self._durations.get(letter or phase, 0.0)
+        victim, pause = (chance.randrange(self.world), chance.uniform(0, 0.1)) if chance is not None else (0, 0.0)
+        began = time.monotonic()
+        processes = Processes(lambda: _train(folder, self.setting, True), self.world, folder)
+        due = began + wait if chance is not None and not letter else None
+        while True:
+            letters = processes.letters(min(0.05, due - time.monotonic()) if due is not None else 0.05)
+            if awaited and due is None:
+                awaited -= letters.count(letter.upper())
+                if awaited <= 0:
+                    due = time.monotonic() + wait
+            if due is not None and time.monotonic() >= due:
+                processes.kill(victim, pause)
+                if any(code == -signal.SIGKILL for code in processes.codes.values()):
+                    kills.append(phase)
+                    _check_no_error(folder, killed=processes.codes)
+                    return False
+                break
+            if not letters and processes.has_ended():
+                processes.wait()
+                break
+            assert time.monotonic() < began + PATIENCE, "a process neither ended nor died"
+        _check_no_error(folder)
+        return True
+
+    def _compare(self, folder: Path) -> dict[str, Any]:
+        """Compare the weights of a run that is done; an AssertionError says what is wrong."""
+        ledger = Ledger.read(folder / "out/privacy/ledger.jsonl")
+        chains = [chain for chain in ledger.chains if ledger.last_step(chain.chain_id)]
+        assert len(chains) == 1, f"{len(chains)} chains were charged"
+        lost = frozenset(ledger.lost(chains[0].chain_id))
+        result = torch.load(folder / "result.pt", weights_only=True)
+        loses_opening = any("it is not asked again" in path.read_text() for path in folder.glob("log-*.txt"))
+        want = self._wanted(preempted.number_of(chains[0].key_id), lost, loses_opening)
+        other = [name for name, p in result["weights"].items() if not torch.equal(p, want["weights"][name])]
+        assert not other, f"{len(other)} tensors differ ({other[0]}); lost steps {sorted(lost)}"
+        assert result["steps"] == preempted.NUM_STEPS == want["steps"], f"{result['steps']} steps are charged"
+        assert result["spent"] == result["planned"] <= preempted.TARGET, f"epsilon {result['spent']}"
+        return {"lost": sorted(lost), "epsilon": result["spent"]}
+
+    def _wanted(self, key: int, lost: frozenset[int], loses_opening: bool) -> dict[str, Any]:
+        of = key, lost, loses_opening
+        if of not in self._known:
+            folder = self.folder / "reference"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            Processes(lambda: _reference(folder, self.setting, *of), self.world, folder).wait()
+            _check_no_error(folder)
+            self._known[of] = torch.load(folder / "result.pt", weights_only=True)
+        return self._known[of]
+
+
+def _check_no_error(folder: Path, killed: dict[int, int] | None = None) -> None:
+    """Stop at what a process says went wrong; that of a process whose partner was killed is no error of the run."""
+    errors = sorted(folder.glob("error-*.txt"))
+    if killed is not None and -signal.SIGKILL in killed.values() and len(killed) > 1:
+        for path in errors:
+            path.unlink()
+        return
+    assert not errors, errors[0].read_text().strip().splitlines()[-1]
+
+
+# --- the command ---
+
+
+def _jobs(kills: int, kills_of_two: int) -> list[tuple[str, int, int]]:
+    """(setting, processes, kills) that make up the storm."""
+    one, two = list(preempted.SETTINGS), list(OF_TWO)
+    share = [(name, 1, kills // len(one) + (i < kills % len(one))) for i, name in enumerate(one)]
+    return share + [(name, 2, kills_of_two // len(two) + (i < kills_of_two % len(two))) for i, name in enumerate(two)]
+
+
+def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Counts of each setting."""
+    rows = {}
+    for name, outcomes in runs.items():
+        errors = [outcome["error"] for outcome in outcomes if "error" in outcome]
+        rows[name] = {
+            "runs": len(outcomes),
+            "kills": sum(len(outcome["kills"]) for outcome in outcomes),
+            "kills_by_phase": dict(sorted(Counter(phase for o in outcomes for phase in o["kills"]).items())),
+            "runs_bit_equal": len(outcomes) - len(errors),
+            "lost_steps": sum(len(outcome.get("lost", ())) for outcome in outcomes),
+            "budget_exceeded": sum("DPBudgetExceeded" in error for error in errors),
+            "errors": errors,
+        }
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=150, help="of runs of one process")
+    parser.add_argument("--kills_of_two", type=int, default=50, help="of runs of two processes (gloo)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("kill_storm.json"))
+    parser.add_argument("--settings", nargs="*", help="only these")
+    arguments = parser.parse_args()
+    runs: dict[str, list[dict[str, Any]]] = {}
+    if arguments.out.exists():
+        before = json.loads(arguments.out.read_text())
+        runs = before["runs"] if before["seed"] == arguments.seed else {}
+    torch.set_num_threads(1)
+    gc.freeze()  # what is imported is not looked through in every process
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kill_storm_") as scratch:
+        for setting, world, kills in _jobs(arguments.kills, arguments.kills_of_two):
+            name = setting if world == 1 else f"{setting}, two processes"
+            if arguments.settings and setting not in arguments.settings:
+                continue
+            storm, outcomes = Storm(setting, world, arguments.seed, Path(scratch) / name), runs.setdefault(name, [])
+            while sum(len(outcome["kills"]) for outcome in outcomes) < kills:
+                outcomes.append(storm.run(len(outcomes)))
+                _write(arguments, runs, time.monotonic() - began)
+            print(f"{name}: {json.dumps(summary({name: outcomes})[name])}", flush=True)
+    failed = [name for name, row in summary(runs).items() if row["errors"]]
+    print(f"{sum(row['kills'] for row in summary(runs).values())} kills; failed: {failed or 'none'}")
+    return 1 if failed else 0
+
+
+def _write(arguments: argparse.Namespace, runs: dict[str, list[dict[str, Any]]], seconds: float) -> None:
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    content = {
+        "command": "python -m tests.kill_storm " + " ".join(sys.argv[1:]),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit,
+        "versions": collect_versions(),
+        "seed": arguments.seed,
+        "steps_of_a_run": preempted.NUM_STEPS,
+        "seconds": round(seconds, 1),
+        "target_epsilon": preempted.TARGET,
+        "settings": summary(runs),
+        "runs": runs,
+    }
+    temporary = arguments.out.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    os.replace(temporary, arguments.out)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # what libraries say about themselves when they are taken down helps nobody

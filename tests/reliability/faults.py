@@ -1,0 +1,435 @@
+"""What can be done to the folders of a run, and what the next run, or the one that is going on, makes of it.
+
+    python -m tests.reliability.faults      inflicts each fault and writes the table of docs/reliability.md
+
+A run of six steps is stopped at the fourth, with checkpoints at the second and the fourth; its folders are copied, the
+fault is inflicted on the copy, and the run is resumed. `tests.reliability.test_faults` does the same, case by case, and
+compares what was seen with the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+from unittest import mock
+
+import safetensors.torch
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.common import log
+from hf_dpopt.run.cleaning import UNFINISHED
+from hf_dpopt.run.keys import PrivateState
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from tests import tiny
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
+BEGIN, END = "<!-- faults: python -m tests.reliability.faults -->", "<!-- end of faults -->"
+NUM_STEPS, STOPPED_AT, SAVE_STEPS = 6, 4, 2
+
+Outcome = Literal["refused", "same", "older", "fresh"]
+RESULTS = {
+    "refused": "nothing more runs or is charged",
+    "same": "goes on; final weights equal to the last bit",
+    "older": "goes on from the checkpoint before, with a fresh key; the steps after it are charged again",
+    "fresh": "goes on with a fresh key",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A fault and what is expected of the run that meets it.
+
+    Attributes:
+        name: in test ids.
+        done: description for the page.
+        inflict: does it to the folders; may return a context that lasts while the run is resumed.
+        outcome: key of `RESULTS`.
+        says: pattern in what the user sees.
+        asked: ``resume_from_checkpoint``; a name is one of the run's checkpoints.
+        is_during: inflicted while the resumed run is before its sixth step.
+        changes: options of the resumed run.
+    """
+
+    name: str
+    done: str
+    inflict: Callable[[Folders], Any]
+    outcome: Outcome
+    says: str = ""
+    asked: str | bool = True
+    is_during: bool = False
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folders:
+    """The folders of one run."""
+
+    root: Path
+
+    @property
+    def out(self) -> Path:
+        return self.root / "out"
+
+    @property
+    def keys(self) -> Path:
+        return self.root / "keys"
+
+    @property
+    def last(self) -> Path:
+        return self.out / f"checkpoint-{STOPPED_AT}"
+
+    @property
+    def ledger(self) -> Path:
+        return self.out / LEDGER
+
+    @property
+    def lock(self) -> Path:
+        return Path(f"{self.ledger}.lock")
+
+    @property
+    def victim(self) -> Path:
+        return self.root / "victim.txt"
+
+    def key(self, suffix: str) -> Path:
+        (path,) = (self.keys / "chains").glob(f"*{suffix}")
+        return path
+
+
+def flip(path: Path) -> None:
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def _forge(folders: Folders) -> None:
+    """Other weights, and the digests that fit them."""
+    weights = folders.last / "model.safetensors"
+    state = safetensors.torch.load_file(weights)
+    safetensors.torch.save_file({name: torch.zeros_like(tensor) for name, tensor in state.items()}, weights)
+    digest = entry_of(weights)
+    edit(folders.last / "privacy_ledger.json", lambda mark: mark["files"].update({weights.name: digest}))
+
+
+def entry_of(path: Path) -> dict[str, Any]:
+    """What the list of files says of one."""
+    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+
+
+def _as_of_an_earlier_release(folders: Folders) -> None:
+    for path in folders.out.glob("checkpoint-*/privacy_ledger.json"):
+        path.write_text(json.dumps({"ledger_digest": json.loads(path.read_text())["ledger_digest"]}))
+    next(folders.keys.rglob("seal")).unlink()
+
+
+def _half_saved(folders: Folders) -> None:
+    shutil.copytree(folders.last, folders.out / UNFINISHED / "checkpoint-6")
+    (folders.out / UNFINISHED / "checkpoint-6" / "optimizer.pt").unlink()
+
+
+def _save_not_renamed(folders: Folders) -> None:
+    (folders.out / UNFINISHED).mkdir()
+    folders.last.rename(folders.out / UNFINISHED / folders.last.name)
+
+
+def _temporary_files(folders: Folders) -> None:
+    (folders.ledger.parent / ".report.json.0123abcd.tmp").write_text("half")
+    family = next(folders.keys.glob("used/*"))
+    (family / f".{family.name}.mark.0123abcd.tmp").write_text("half")
+    PrivateState(folders.keys, forbidden=folders.out).new_chain(folders.ledger)  # a kill before the ledger knew it
+
+
+def _link(path: Path, folders: Folders, link: Callable[[Path, Path], None] = os.symlink) -> None:
+    folders.victim.write_text("of somebody else")
+    path.unlink(missing_ok=True)
+    link(folders.victim, path)
+
+
+@contextlib.contextmanager
+def _second_writer(folders: Folders) -> Iterator[None]:
+    """A run that goes on in this folder, whose lock somebody deletes."""
+    with Ledger.open(folders.ledger) as ledger:
+        memory = PrivateState(folders.keys, forbidden=folders.out).memory(ledger)
+        memory.lock()
+        folders.lock.unlink()
+        yield
+        memory.close()
+
+
+def _replace_with_copy(path: Path) -> None:
+    content = path.read_bytes()
+    path.unlink()
+    path.write_bytes(content)
+
+
+@contextlib.contextmanager
+def filesystem(folder: Path, *, lacks: str) -> Iterator[None]:
+    """Let everything below a folder lie on a filesystem that lacks an operation.
+
+    Args:
+        lacks: ``locks``, ``fsync of folders`` or ``renaming of folders``.
+    """
+    real = {"flock": fcntl.flock, "fsync": os.fsync, "rename": os.rename}
+
+    def is_there(descriptor: int) -> bool:
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}")).is_relative_to(folder)
+
+    def flock(descriptor: int, operation: int) -> None:
+        if lacks == "locks" and is_there(descriptor):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        real["flock"](descriptor, operation)
+
+    def fsync(descriptor: int) -> None:
+        if lacks == "fsync of folders" and is_there(descriptor) and stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real["fsync"](descriptor)
+
+    def rename(source: Any, target: Any) -> None:
+        if lacks == "renaming of folders" and Path(source).is_dir() and Path(source).is_relative_to(folder):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        real["rename"](source, target)
+
+    log._told.clear()
+    with (
+        mock.patch("fcntl.flock", flock),
+        mock.patch("os.fsync", fsync),
+        mock.patch("os.rename", rename),
+    ):
+        yield
+
+
+LAST = f"checkpoint-{STOPPED_AT}"
+FAULTS = (
+    # --- a checkpoint ---
+    Fault("torn weights", "`model.safetensors` of the last checkpoint cut to half",
+          lambda f: os.truncate(f.last / "model.safetensors", 1000), "older", "is skipped: model.safetensors is not"),
+    Fault("flipped weights", "one bit of `model.safetensors` flipped, the checkpoint named",
+          lambda f: flip(f.last / "model.safetensors"), "refused", "The last whole one is .*checkpoint-2", LAST),
+    Fault("forged weights", "other weights put in, and their digest into `privacy_ledger.json`",
+          _forge, "refused", "the signature does not fit", LAST),
+    Fault("flipped optimizer", "one bit of `optimizer.pt` flipped",
+          lambda f: flip(f.last / "optimizer.pt"), "refused", "optimizer.pt is not what was saved", LAST),
+    Fault("missing optimizer", "`optimizer.pt` deleted",
+          lambda f: (f.last / "optimizer.pt").unlink(), "refused", "it has no optimizer.pt", LAST),
+    Fault("flipped scheduler", "one bit of `scheduler.pt` flipped",
+          lambda f: flip(f.last / "scheduler.pt"), "refused", "scheduler.pt is not what was saved", LAST),
+    Fault("flipped filter", "one bit of `released_state.pt` (filters, preconditioner) flipped",
+          lambda f: flip(f.last / "released_state.pt"), "refused", "released_state.pt is not what was saved", LAST),
+    Fault("edited state", "`global_step` of `trainer_state.json` edited",
+          lambda f: edit(f.last / "trainer_state.json", lambda s: s.update(global_step=2)), "refused",
+          "trainer_state.json is not what was saved", LAST),
+    Fault("added adapter", "a file put in that a resume would read",
+          lambda f: (f.last / "adapter_model.bin").write_bytes(b"weights"), "refused", "was put in after", LAST),
+    Fault("no mark", "`privacy_ledger.json` deleted",
+          lambda f: (f.last / "privacy_ledger.json").unlink(), "older", "it has no privacy_ledger.json"),
+    Fault("torn mark", "`privacy_ledger.json` cut to half",
+          lambda f: os.truncate(f.last / "privacy_ledger.json", 100), "older", "privacy_ledger.json is damaged"),
+    Fault("mark without digests", "digests and signature taken out of `privacy_ledger.json`, as if of an earlier release",
+          lambda f: edit(f.last / "privacy_ledger.json", lambda m: [m.pop(k) for k in ("files", "key", "seal")]),
+          "refused", "it has no signature of this run", LAST),
+    Fault("all torn", "every `model.safetensors` deleted",
+          lambda f: [p.unlink() for p in f.out.glob("checkpoint-*/model.safetensors")], "refused",
+          "no whole checkpoint in .*checkpoint-4: it has no model.safetensors.*checkpoint-2"),
+    Fault("no such checkpoint", "a checkpoint named that is not there",
+          lambda f: None, "refused", "there is no such folder.*The last whole one is .*checkpoint-4", "checkpoint-5"),
+    Fault("half a folder", "a `checkpoint-6` with a `config.json` alone, as earlier releases left when they were killed",
+          lambda f: shutil.copytree(f.last, f.out / "checkpoint-6", ignore=lambda d, names: {*names} - {"config.json"}),
+          "same", "checkpoint-6 is skipped: .*or only in part"),
+    Fault("earlier release", "checkpoints that an earlier release wrote, without digests",
+          _as_of_an_earlier_release, "same", "cannot be checked .* an earlier release wrote it"),
+    # --- what a kill leaves ---
+    Fault("half a save", "killed in the middle of a save", _half_saved, "same", "removed checkpoint-6"),
+    Fault("save not renamed", "killed before the last step of a save, the renaming",
+          _save_not_renamed, "same", "finished checkpoint-4"),
+    Fault("temporary files", "killed while it wrote the report, the memory of a key, and a key that was never used",
+          _temporary_files, "same", "removed .report.json.*"),
+    # --- private folder ---
+    Fault("flipped noise", "one bit of the kept state of correlated noise flipped",
+          lambda f: flip(f.key(".noise")), "same", "drawn again from the key"),
+    Fault("noise gone", "the kept state of correlated noise deleted", lambda f: f.key(".noise").unlink(), "same"),
+    Fault("flipped data mark", "one bit of the digest of the records flipped", lambda f: flip(f.key(".data")), "same"),
+    Fault("data mark gone", "the digest of the records deleted, the records in another order",
+          lambda f: f.key(".data").unlink(), "refused", "training records are not those", True, False,
+          {"train_dataset": tiny.records()[::-1]}),
+    Fault("keys gone", "the private folder deleted", lambda f: shutil.rmtree(f.keys), "fresh",
+          "the private folder that has the key of its signature is not here"),
+    Fault("flipped seal", "one bit of the key of the signatures flipped",
+          lambda f: flip(next(f.keys.rglob("seal"))), "refused", "seal is damaged"),
+    # --- while the run is going on ---
+    Fault("ledger deleted", "the ledger deleted while the run is going on",
+          lambda f: f.ledger.unlink(), "refused", "deleted, replaced or changed while", True, True),
+    Fault("ledger replaced", "the ledger replaced by a copy while the run is going on",
+          lambda f: _replace_with_copy(f.ledger), "refused", "deleted, replaced or changed while", True, True),
+    Fault("ledger written to", "a line added to the ledger while the run is going on",
+          lambda f: f.ledger.open("a").write("{}\n"), "refused", "deleted, replaced or changed while", True, True),
+    Fault("output_dir deleted", "`output_dir` deleted while the run is going on",
+          lambda f: shutil.rmtree(f.out), "refused", "deleted, replaced or changed while", True, True),
+    Fault("private folder deleted", "the private folder deleted while the run is going on",
+          lambda f: shutil.rmtree(f.keys), "refused", "nothing would remember how far its key was used", True, True),
+    Fault("second writer", "the lock deleted while a run is going on, a second one started",
+          _second_writer, "refused", "The keys of .* are in use by process"),
+    # --- links ---
+    Fault("link at the lock", "the lock replaced by a link to another file",
+          lambda f: _link(f.lock, f), "refused", "lock is a link"),
+    Fault("hard link at the lock", "the lock replaced by a second name of another file",
+          lambda f: _link(f.lock, f, os.link), "refused", "not a file of its own"),
+    Fault("link at the ledger", "the ledger replaced by a link to a copy",
+          lambda f: (shutil.move(f.ledger, f.root / "copy"), f.ledger.symlink_to(f.root / "copy")), "refused",
+          "ledger.jsonl is a link"),
+    # --- filesystems ---
+    Fault("output without locks", "`output_dir` on a filesystem without locks",
+          lambda f: filesystem(f.out, lacks="locks"), "same", "Start one run at a time"),
+    Fault("keys without locks", "the private folder on a filesystem without locks",
+          lambda f: filesystem(f.keys, lacks="locks"), "refused", "--private_state_dir a folder on a local disk"),
+    Fault("output without fsync", "`output_dir` on a filesystem that cannot fsync folders",
+          lambda f: filesystem(f.out, lacks="fsync of folders"), "same", "keep private_state_dir on a local disk"),
+    Fault("keys without fsync", "the private folder on a filesystem that cannot fsync folders",
+          lambda f: filesystem(f.keys, lacks="fsync of folders"), "refused", "--private_state_dir a folder on a local"),
+    Fault("output without renames", "`output_dir` on a filesystem that cannot rename folders (object stores)",
+          lambda f: filesystem(f.out, lacks="renaming of folders"), "refused", "Use an output_dir on a local disk"),
+)  # fmt: skip
+
+
+class _During(TrainerCallback):
+    """Inflicts a fault before the last step."""
+
+    def __init__(self, inflict: Callable[[], Any]):
+        self.inflict = inflict
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == NUM_STEPS - 1:
+            self.inflict()
+
+
+class _Stop(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= STOPPED_AT
+
+
+def trainer(folders: Folders, **changes: Any) -> Any:
+    """The run, with state in every place: correlated noise, a digest of the records, a filter, an optimizer."""
+    options: dict[str, Any] = dict(
+        max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVE_STEPS, private_state_dir=str(folders.keys),
+        noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}, filter="first_order_v1", optim="sgd",
+        model=tiny.model(dropout=0.0), learning_rate=1e-2,
+    )  # fmt: skip
+    return tiny.trainer(folders.out, **options | changes)
+
+
+def stopped_run(root: Path) -> Folders:
+    """A run that was stopped between two checkpoints of six steps."""
+    folders = Folders(root)
+    trainer(folders, callbacks=[_Stop()]).train()
+    return folders
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What came of a resume."""
+
+    error: str
+    lines: tuple[str, ...]  # of the log, those that only this resume had first
+    weights: dict[str, torch.Tensor]
+    charged: tuple[int, ...]
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_told = record.levelno >= logging.WARNING or record.getMessage().startswith("A run was killed")
+        if is_told and not record.getMessage().startswith(
+            ("The start-up self-check", "!!!", "nu_dpftrl noise leaves")
+        ):
+            self.lines.append(record.getMessage())
+
+
+def resume(folders: Folders, fault: Fault | None) -> Seen:
+    """Inflict a fault and resume."""
+    changes, context = {}, contextlib.nullcontext()
+    if fault is not None:
+        changes = dict(fault.changes)
+        if fault.is_during:
+            changes["callbacks"] = [_During(lambda: fault.inflict(folders))]
+        elif isinstance(given := fault.inflict(folders), contextlib._GeneratorContextManager):
+            context = given
+    made = trainer(folders, **changes)
+    asked: Any = True if fault is None else fault.asked
+    lines, error = _Lines(), ""
+    log = logging.getLogger("hf_dpopt")
+    log.addHandler(lines)
+    try:
+        with context:
+            made.train(resume_from_checkpoint=str(folders.out / asked) if isinstance(asked, str) else asked)
+    except DPConfigError as refused:
+        error = str(refused)
+    finally:
+        log.removeHandler(lines)
+    charged = Ledger.read(folders.ledger).charged if folders.ledger.exists() and "written to" not in str(fault) else ()
+    return Seen(error, tuple(lines.lines), tiny.weights(made.model), charged)
+
+
+def told(seen: Seen, folders: Folders) -> str:
+    """What the user sees, without what differs from machine to machine."""
+    text = " ".join((*seen.lines, seen.error)).strip().replace(f"{folders.root}/", "")
+    for pattern, name in (
+        (r"\b[0-9a-f]{64}\b", "DIGEST"), (r"\b[0-9a-f]{16}\b", "ID"), (r"\.[0-9a-f]{8}\.tmp", ".XXXXXXXX.tmp"),
+        (r"process \d+", "process PID"),
+    ):  # fmt: skip
+        text = re.sub(pattern, name, text)
+    return text.replace("|", "\\|")
+
+
+def rows() -> Iterator[tuple[Fault, str]]:
+    """Inflict every fault; what was seen of each."""
+    with tempfile.TemporaryDirectory() as temporary:
+        stopped = stopped_run(Path(temporary).resolve() / "stopped")
+        for number, fault in enumerate(FAULTS):
+            folders = Folders(Path(temporary).resolve() / str(number))
+            shutil.copytree(stopped.root, folders.root)
+            yield fault, told(resume(folders, fault), folders)
+
+
+def recorded() -> dict[str, str]:
+    """What the page says was seen, by what was done."""
+    table = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    cells = [re.split(r" (?<!\\)\| ", line.strip("| ")) for line in table.splitlines() if line.startswith("| ")][1:]
+    return {cell[0]: cell[1] for cell in cells}
+
+
+def main() -> int:
+    """Write the table into the page."""
+    lines = ["| done to it | what the user saw | what came of it |", "|---|---|---|"]
+    lines += [f"| {fault.done} | {saw or '(nothing)'} | {RESULTS[fault.outcome]} |" for fault, saw in rows()]
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    after = rest.partition(END)[2]
+    PAGE.write_text(f"{before}{BEGIN}\n" + "\n".join(lines) + f"\n{END}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

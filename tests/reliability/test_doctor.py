@@ -1,0 +1,111 @@
+"""`hf-dpopt doctor` says what is there, fixes what can be fixed, and changes nothing unasked."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from hf_dpopt.cli.app import app
+from hf_dpopt.run.ledger import Ledger
+from tests.reliability import faults
+from tests.reliability.faults import FAULTS, Folders
+
+BY_NAME = {fault.name: fault for fault in FAULTS}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return faults.stopped_run(tmp_path_factory.mktemp("stopped"))
+
+
+@pytest.fixture
+def folders(stopped: Folders, tmp_path: Path) -> Folders:
+    shutil.copytree(stopped.root, tmp_path / "run")
+    return Folders(tmp_path / "run")
+
+
+def doctor(folders: Folders, *flags: str) -> Result:
+    return CliRunner().invoke(app, ["doctor", str(folders.out), "--private-state-dir", str(folders.keys), *flags])
+
+
+def everything(folders: Folders) -> dict[str, bytes | None]:
+    return {str(path): path.read_bytes() if path.is_file() else None for path in folders.root.rglob("*")}
+
+
+def test_a_sound_run(folders: Folders) -> None:
+    before = everything(folders)
+    result = doctor(folders)
+    assert result.exit_code == 0 and everything(folders) == before
+    for said in (
+        r"^run +6 steps planned; sampling fixed_order, noise nu_dpftrl$",
+        r"^ledger +whole; last record [0-9a-f]{64}$",
+        r"^cost +4 steps charged in 1 chain: epsilon 1\.\d+ at delta 0\.001 \(zero_out\); 3\.\d+ planned$",
+        r"^keys +.*: 1 of 1 kept, use remembered of 1; checkpoints are signed$",
+        r"^lock +free$",
+        r"^checkpoint-4 +whole",
+        r"^resume +from checkpoint-4, under its key; 2 steps are left, epsilon 3\.\d+ in the end$",
+    ):
+        assert re.search(said, result.output, re.MULTILINE), said
+
+
+def test_what_it_says_of_cost_is_what_the_run_spends(folders: Folders) -> None:
+    BY_NAME["torn weights"].inflict(folders)
+    said = doctor(folders)
+    assert said.exit_code == 1
+    assert "checkpoint-4  ! not to resume from: model.safetensors is not what was saved" in said.output
+    end = re.search(r"from checkpoint-2, with a fresh key \(2 .*\); 4 .* epsilon ([\d.]+) in the end", said.output)
+    faults.resume(folders, None)
+    assert Ledger.read(folders.ledger).charged == (4, 4)
+    spent = faults.trainer(folders).privacy_spent()
+    assert end is not None and spent.epsilon == pytest.approx(float(end[1]), rel=0.02)
+    finished = doctor(folders)
+    assert "resume          finished: checkpoint-6 is that of the last step" in finished.output
+
+
+# fault -> (a line of the fixing, a line afterwards, the exit code then)
+FIXED = {
+    "torn weights": ("moved checkpoint-4 to .*_torn_checkpoints/checkpoint-4", "from checkpoint-2, with a fresh", 0),
+    "no mark": ("", "checkpoint-4  ! not to resume from: it was not written", 1),  # whole, for all one knows
+    "half a folder": ("moved checkpoint-6 to ", "from checkpoint-4, under its key", 0),
+    "half a save": ("settled .*_unfinished_checkpoints/checkpoint-6", "from checkpoint-4, under its key", 0),
+    "save not renamed": ("settled .*_unfinished_checkpoints/checkpoint-4", "from checkpoint-4, under its key", 0),
+    "temporary files": ("settled .*report.json", "from checkpoint-4, under its key", 0),
+    "link at the lock": ("removed .*ledger.jsonl.lock, which led to another file", "lock            free", 0),
+    "hard link at the lock": ("removed .*ledger.jsonl.lock, which led to another file", "lock            free", 0),
+    "earlier release": ("", "checkpoint-4    complete, its files not checked: an earlier release", 0),
+    "flipped seal": ("", "keys          ! .*seal is damaged", 1),
+    "keys gone": ("", "keys            no private folder at", 0),
+    "ledger deleted": ("", "ledger        ! there is none at .* what was spent is unknown", 1),
+    "ledger written to": ("", "ledger        ! .* is no record of a ledger", 1),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_fixing(folders: Folders, name: str) -> None:
+    done, afterwards, code = FIXED[name]
+    BY_NAME[name].inflict(folders)
+    before = everything(folders)
+    assert doctor(folders).exit_code in (0, 1) and everything(folders) == before, "asked, it changes nothing"
+    result = doctor(folders, "--fix")
+    assert re.search(f"fixed +{done}" if done else "", result.output), result.output
+    assert re.search(afterwards, result.output), result.output
+    assert result.exit_code == code
+    if folders.victim.exists():
+        assert folders.victim.read_text() == "of somebody else"
+
+
+def test_a_run_that_is_going_on_is_left_alone(folders: Folders) -> None:
+    with Ledger.open(folders.ledger):
+        assert re.search(r"lock +in use by process \d+: the run is going on", doctor(folders).output)
+        before = everything(folders)
+        refused = doctor(folders, "--fix")
+        assert "in use by process" in str(refused.exception) and everything(folders) == before
+
+
+def test_a_folder_that_is_not_there() -> None:
+    result = CliRunner().invoke(app, ["doctor", "/nowhere"])
+    assert "is not a folder" in str(result.exception)

@@ -1,0 +1,293 @@
+"""The journal of releases is the run's own, whole, and in its ledger, or it is refused; it is published nowhere."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import transformers.trainer
+from huggingface_hub.utils import filter_repo_objects
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.run.journal import JOURNAL, STEP, Journal
+from hf_dpopt.run.keys import PrivateState
+from hf_dpopt.run.ledger import Ledger
+from tests import preempted
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """A run without a checkpoint that died after step 5; and one of another key."""
+    gc.freeze()
+    made = []
+    for number in (0, 1):
+        folder = tmp_path_factory.mktemp("killed")
+        (folder / "alive").mkdir()
+        with (
+            preempted.known_keys(first=number),
+            preempted.dying(folder / "alive", folder / "left", "after the optimizer", 5),
+        ):
+            preempted.make(folder / "alive", "gaussian", save_strategy="no").train()
+        made.append(folder / "left")
+    yield made
+    gc.unfreeze()
+
+
+@pytest.fixture
+def left(killed, tmp_path):
+    shutil.copytree(killed[0], tmp_path / "left")
+    return tmp_path / "left"
+
+
+def _file(folder):
+    (path,) = (folder / "out" / JOURNAL).iterdir()
+    return path
+
+
+def _own(folder):
+    """The ledger, the chain and the journal of a folder."""
+    ledger = Ledger.read(folder / "out/privacy/ledger.jsonl")
+    chain = PrivateState(folder / "keys", forbidden=folder / "out").load_chain(ledger.last_chain.chain_id)
+    return ledger, chain, Journal(folder / "out", chain.chain_id, chain.journal_key, limit=1e9)
+
+
+def _entry(folder, step):
+    *_, journal = _own(folder)
+    return next(entry for entry in journal.contents().entries if (entry.kind, entry.step) == (STEP, step))
+
+
+def _resume(folder, **changes):
+    trainer = preempted.make(folder, "gaussian", save_strategy="no", **changes)
+    trainer.train(resume_from_checkpoint=True)
+    return trainer
+
+
+def _flip(path, position):
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1
+    path.write_bytes(content)
+
+
+def _flipped_value(folder):
+    _flip(_file(folder), _entry(folder, 4).start - 40)
+
+
+def _flipped_header(folder):
+    _flip(_file(folder), _entry(folder, 3).start + 30)
+
+
+def _missing_entry(folder):
+    path, first, last = _file(folder), _entry(folder, 3).start, _entry(folder, 4).start
+    content = path.read_bytes()
+    path.write_bytes(content[:first] + content[last:])
+
+
+def _entry_twice(folder):
+    path, first, last = _file(folder), _entry(folder, 3).start, _entry(folder, 4).start
+    content = path.read_bytes()
+    path.write_bytes(content[:last] + content[first:])
+
+
+def _first_byte(folder):
+    _flip(_file(folder), 0)
+
+
+def _of_another_run(folder, other):
+    shutil.rmtree(folder / "out" / JOURNAL)
+    shutil.copytree(other / "out" / JOURNAL, folder / "out" / JOURNAL)
+
+
+def _of_another_run_renamed(folder, other):
+    _of_another_run(folder, other)
+    path, (_, chain, _) = _file(folder), _own(folder)
+    path.rename(path.with_name(path.name.replace(path.name.partition("-")[0], chain.chain_id)))
+
+
+def _not_charged(folder):
+    *_, journal = _own(folder)
+    journal.write(STEP, 6, "0" * 64, {"w": torch.zeros(3)})
+
+
+def _another_charge(folder):
+    """An entry as the run would write it, of a step that is charged, under the charge of another one."""
+    path, start = _file(folder), _entry(folder, 5).start
+    path.write_bytes(path.read_bytes()[:start])
+    ledger, chain, journal = _own(folder)
+    journal.write(STEP, 5, ledger.charge_digest(chain.chain_id, 4), {"w": torch.zeros(3)})
+
+
+def _one_slice_of_two(folder):
+    path, start = _file(folder), _entry(folder, 5).start
+    path.write_bytes(path.read_bytes()[:start])
+    ledger, chain, journal = _own(folder)
+    charge = ledger.charge_digest(chain.chain_id, 5)
+    journal._append({"kind": STEP, "step": 5, "charge": charge, "slice": [0, 2]}, {"w": torch.zeros(3)})
+
+
+def _noted_as_lost(folder):
+    ledger = Ledger.open(folder / "out/privacy/ledger.jsonl")
+    ledger.lose(ledger.last_chain.chain_id, 5)
+    ledger.close()
+
+
+FORGERIES = {
+    _flipped_value: "step 3 is missing or was edited",
+    _flipped_header: "step 3 is missing or was edited",
+    _missing_entry: "step 3 is missing or was edited",
+    _entry_twice: "step 3 is there twice",
+    _first_byte: "nothing in it is as it was written",
+    _of_another_run: "it is that of another run",
+    _of_another_run_renamed: "nothing in it is as it was written",
+    _not_charged: "step 6 is not charged like that",
+    _another_charge: "step 5 is not charged like that",
+    _one_slice_of_two: "step 5 is slice 1 of 2",
+    _noted_as_lost: "the ledger says that it was lost",
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES, ids=lambda forge: forge.__name__)
+def test_a_journal_that_is_not_the_runs_own_is_refused(left, killed, forge):
+    forge(*([left, killed[1]] if "another_run" in forge.__name__ else [left]))
+    before = (left / "out/privacy/ledger.jsonl").read_bytes()
+    with pytest.raises(DPConfigError, match=f"{FORGERIES[forge]}.*(Put the folder back|remove it)"):
+        _resume(left)
+    assert (left / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_a_torn_last_entry_counts_as_not_written(left):
+    path = _file(left)
+    path.write_bytes(path.read_bytes()[:-1])
+    trainer = _resume(left)
+    assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
+    ledger = Ledger.read(left / "out/privacy/ledger.jsonl")
+    assert [ledger.lost(chain.chain_id) for chain in ledger.chains] == [(5,)]
+
+
+def test_entries_that_are_cut_off_make_no_loss_of_several_steps(left):
+    """Removed whole, the last two look like a journal that was not kept: the run is one without."""
+    path = _file(left)
+    path.write_bytes(path.read_bytes()[: _entry(left, 4).start])
+    before = (left / "out/privacy/ledger.jsonl").read_bytes()
+    with pytest.raises(DPConfigError, match="no journal that leads from the initial weights to step 5"):
+        _resume(left)
+    assert (left / "out/privacy/ledger.jsonl").read_bytes() == before
+
+
+def test_a_checkpoint_that_the_journal_does_not_begin_at_is_gone_on_with_as_before(tmp_path):
+    """The journal reaches back to the last checkpoint; an older one begins a chain of its own, and pays."""
+    (tmp_path / "alive").mkdir()
+    with preempted.dying(tmp_path / "alive", tmp_path / "left", "after the optimizer", 7):
+        preempted.make(tmp_path / "alive", "gaussian").train()
+    left = tmp_path / "left"
+    trainer = preempted.make(left, "gaussian", target_epsilon=9.0)
+    trainer.train(resume_from_checkpoint=str(left / "out/checkpoint-3"))
+    chains = Ledger.read(left / "out/privacy/ledger.jsonl").charged
+    assert chains == (7, 5)
+
+
+def test_the_journal_is_emptied_by_checkpoints_and_has_one_when_it_is_full(tmp_path):
+    sizes, kept = [], []
+    entry = 4 * sum(p.numel() for p in preempted.model().parameters())
+
+    class Looking(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            files = list((tmp_path / "out" / JOURNAL).iterdir())
+            sizes.append(sum(path.stat().st_size for path in files) // entry)
+            kept.append(sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")))
+
+    limit = 10.5 * entry / 1e9  # ten entries and what stands beside them
+    options = {"save_strategy": "no", "max_steps": 25, "callbacks": [Looking()], "target_epsilon": 12.0}
+    preempted.make(tmp_path, "gaussian", journal_limit=limit, **options).train()
+    assert max(sizes) <= 10 and sizes[0] == 1 and min(sizes[10:]) >= 1
+    assert any(kept) and all(len(names) <= 1 for names in kept), (
+        "a checkpoint of the journal takes the place of another"
+    )
+
+
+def test_every_entry_is_on_the_disk_before_the_optimizer_steps(tmp_path, monkeypatch):
+    synced, seen = {}, []
+
+    def fdatasync(descriptor):
+        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+
+    class Looking(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            files = sorted((tmp_path / "out" / JOURNAL).iterdir())
+            assert [synced[str(path)] for path in files] == [path.stat().st_size for path in files]
+            *_, journal = _own(tmp_path)
+            seen.append((journal.contents().entries[-1].step, state.global_step + 1))
+
+    monkeypatch.setattr("hf_dpopt.run.journal._fdatasync", fdatasync)
+    preempted.make(tmp_path, "gaussian", callbacks=[Looking()]).train()
+    assert seen == [(step, step) for step in range(1, preempted.NUM_STEPS + 1)]
+
+
+def test_a_limit_that_holds_few_steps_keeps_no_journal(tmp_path, caplog):
+    entry = 4 * sum(p.numel() for p in preempted.model().parameters())
+    preempted.make(tmp_path, "gaussian", journal_limit=9 * entry / 1e9, save_strategy="no").train()
+    assert "No journal is kept" in caplog.text
+    assert not list((tmp_path / "out").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"journal_limit": 0.0},
+        {"target_epsilon": None, "noise_multiplier": 0.0},  # what it would hold is not released
+        {"unsafe_fixed_noise_key": "22" * 32},  # never gone on with
+        {"save_only_model": True},  # no checkpoint would ever empty it
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_runs_that_keep_none(tmp_path, changes):
+    with mock.patch.object(Journal, "_append", side_effect=AssertionError("an entry")):
+        preempted.make(tmp_path, "gaussian", **changes).train()
+    assert not (tmp_path / "out" / JOURNAL).exists()
+
+
+def test_no_push_takes_it_and_no_scan_reads_it(left, monkeypatch):
+    uploads = []
+
+    class Hub:
+        def upload_folder(self, **options):
+            uploads.append(options)
+
+    trainer = preempted.make(left, "gaussian", hub_strategy="all_checkpoints")
+    monkeypatch.setattr(transformers.trainer, "hf_api", Hub)
+    monkeypatch.setattr(type(trainer), "init_hf_repo", lambda self, **k: setattr(self, "hub_model_id", "me/mine"))
+    trainer.hub_model_id, trainer.push_in_progress = "me/mine", None
+    (left / "out" / JOURNAL / "planted").write_bytes(_own(left)[1].root)  # a key, where nothing looks
+    (left / "out" / "checkpoint-3").mkdir()
+    trainer.push_to_hub(blocking=False)
+    trainer._push_from_checkpoint(str(left / "out" / "checkpoint-3"))
+    assert len(uploads) == 3
+    for upload in uploads:
+        root = upload["folder_path"]
+        files = [str(path.relative_to(root)) for path in _walk(root)]
+        taken = list(filter_repo_objects(files, ignore_patterns=upload.get("ignore_patterns")))
+        assert not any(JOURNAL in name for name in taken)
+    assert any(JOURNAL in str(path) for path in _walk(left / "out"))
+
+
+def _walk(root):
+    return [path for path in Path(root).rglob("*") if path.is_file()]
+
+
+def test_names_keep_their_order_and_keys_tell_journals_apart(tmp_path):
+    """What is read has the names in the order in which the step had them: it tells two queries apart."""
+    values = {"b": torch.arange(3.0), "a": torch.ones(2, 2), "b (query 2)": torch.zeros(3), "empty": torch.zeros(0, 4)}
+    journal = Journal(tmp_path, "chain", b"k" * 32, limit=1e9)
+    journal.begin(0, "base")
+    journal.write(STEP, 1, "charge", values)
+    journal.close()
+    read = Journal(tmp_path, "chain", b"k" * 32)
+    (_, entry) = read.contents().entries
+    again = read.read(entry)
+    assert list(again) == list(values) and all(torch.equal(again[name], values[name]) for name in values)
+    other = Journal(tmp_path, "chain", b"j" * 32).contents()
+    assert not other.entries and other.torn

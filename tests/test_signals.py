@@ -1,0 +1,156 @@
+"""SIGTERM and SIGUSR1 end a run after a step, with a checkpoint and the exit code for "try again"."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt.huggingface.preemption import SIGNALS, Preempted
+from hf_dpopt.run.ledger import Ledger
+from tests import preempted, tiny
+from tests.preempted import NUM_STEPS
+
+
+class Send(TrainerCallback):
+    """Sends this process a signal before the update of a step, so in the middle of it."""
+
+    def __init__(self, number, step):
+        self.number, self.step = number, step
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            os.kill(os.getpid(), self.number)
+            os.kill(os.getpid(), self.number)  # as launchers do
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_garbage():
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def handlers():
+    """The handlers before, which are there afterwards, too."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("save_strategy", ["no", "steps"])
+def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, save_strategy):
+    want, spent = preempted.reference(tmp_path / "reference", "nu_dpftrl")
+    options = {"save_strategy": save_strategy, "logging_strategy": "no"}
+    trainer = preempted.make(tmp_path, "nu_dpftrl", callbacks=[Send(number, 4)], **options)
+    with preempted.known_keys(), pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.type is Preempted and ended.value.code == os.EX_TEMPFAIL == 75
+    assert trainer.state.global_step == 4
+    assert (tmp_path / "out/checkpoint-4/trainer_state.json").exists()
+    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 4
+    again = preempted.make(tmp_path, "nu_dpftrl", **options)
+    with preempted.known_keys():
+        again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(p, want[name]) for name, p in tiny.weights(again.model).items())
+    assert again.privacy_spent() == spent
+
+
+def test_a_signal_in_the_last_step_ends_with_its_checkpoint(tmp_path, handlers):
+    options = {"save_strategy": "no"}
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[Send(signal.SIGTERM, NUM_STEPS)], **options)
+    with pytest.raises(Preempted):
+        trainer.train()
+    again = preempted.make(tmp_path, "gaussian", **options)
+    assert again.train(resume_from_checkpoint=True).global_step == NUM_STEPS
+    assert again.privacy_spent().num_steps == NUM_STEPS
+    assert all(torch.equal(p, tiny.weights(trainer.model)[name]) for name, p in tiny.weights(again.model).items())
+
+
+class SendAtEnd(TrainerCallback):
+    """Sends the signal when the last checkpoint is made, so after the last look at it."""
+
+    def on_train_end(self, args, state, control, **kwargs):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_after_the_last_step_is_passed_on(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        preempted.make(tmp_path, "gaussian", callbacks=[SendAtEnd()], enable_jit_checkpoint=True).train()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_child_that_was_forked_does_not_swallow_signals(tmp_path, handlers):
+    ended = []
+
+    class Fork(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                child = os.fork()
+                if not child:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    os._exit(0)
+                ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    preempted.make(tmp_path, "gaussian", callbacks=[Fork()]).train()
+    assert ended == [-signal.SIGTERM]
+
+
+@pytest.mark.parametrize("options", [{"save_only_model": True}, {"save_strategy": "best", "eval_strategy": "steps"}])
+def test_what_a_signal_saves_is_enough_to_go_on(tmp_path, handlers, options):
+    """Also where the script saves models alone, or the best ones alone, and this is not the best."""
+    if "save_strategy" in options:
+        options = {**options, "eval_steps": 1, "metric_for_best_model": "loss", "eval_data_privacy": "public"}
+        options["eval_dataset"] = tiny.records(70)[64:]
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[Send(signal.SIGTERM, 4)], **options)
+    trainer._determine_best_metric = lambda **k: False
+    with pytest.raises(Preempted):
+        trainer.train()
+    assert trainer.args.save_only_model == options.get("save_only_model", False)
+    again = preempted.make(tmp_path, "gaussian", **options)
+    assert again.train(resume_from_checkpoint=True).global_step == NUM_STEPS
+    assert again.privacy_spent().num_steps == NUM_STEPS
+
+
+def test_a_handler_of_somebody_else_stays_unless_ours_is_asked_for(tmp_path):
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda *a: heard.append(a))
+    try:
+        preempted.make(tmp_path / "a", "gaussian", callbacks=[Send(signal.SIGTERM, 2)]).train()
+        assert len(heard) == 2
+        asked = preempted.make(
+            tmp_path / "b", "gaussian", callbacks=[Send(signal.SIGTERM, 2)], enable_jit_checkpoint=True
+        )
+        assert asked.args.enable_jit_checkpoint
+        names = [type(callback).__name__ for callback in asked.callback_handler.callbacks]
+        assert "JITCheckpointCallback" not in names  # transformers' own, which saves between a gradient and its update
+        with pytest.raises(Preempted):
+            asked.train()
+        assert len(heard) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_outside_of_the_main_thread_no_handler_is_installed(tmp_path, handlers):
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            seen.append([signal.getsignal(number) for number in SIGNALS])
+
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[Look()])
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    assert seen and all(found == handlers for found in seen)
