@@ -56,6 +56,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "ball_radius": ("2.5", 2.5),
     "noise_rng": ("fast", "fast"),
     "private_state_dir": ("/secret/place", "/secret/place"),
+    "journal_limit": ("0.5", 0.5),
     "log_unprivatized": ("True", True),
     "eval_data_privacy": ("public", "public"),
     "data_dependent_preprocessing": ("vocabulary of 8000", "vocabulary of 8000"),

@@ -306,10 +306,31 @@ def test_report_and_scan_need_a_run(run: Run, tmp_path: Path) -> None:
 
 def test_scan_passes_a_clean_folder_and_finds_the_runs_own_keys(run: Run, output_dir: Path) -> None:
     code, out, _ = run("scan", output_dir)
-    assert code == 0 and "0 finding(s)" in out and "looked for 5 keys" in out
+    assert code == 0 and "0 finding(s)" in out and "looked for 6 keys" in out
     (output_dir / "notes.txt").write_text(key_of(output_dir).hex())
     code, out, _ = run("scan", output_dir)
     assert code == 1 and "notes.txt" in out and key_of(output_dir).hex() not in out
+
+
+def test_scan_leaves_out_what_no_push_takes(run: Run, output_dir: Path) -> None:
+    for name in ("_journal", "_unfinished_checkpoints", "_torn_checkpoints"):
+        (output_dir / name).mkdir()
+        (output_dir / name / "torn.pkl").write_bytes(key_of(output_dir) + b"\x80\x04\x95garbage")
+    assert run("scan", output_dir)[0] == 0
+    (output_dir / "link").symlink_to("/etc/hostname")
+    code, out, _ = run("scan", output_dir)
+    assert code == 1 and "1 finding(s)" in out and "link: a link out of the folder" in out
+
+
+def test_scan_compares_text_with_training_records(run: Run, output_dir: Path, tmp_path: Path) -> None:
+    record = "The tenant in flat 14 still owes us for the broken boiler, and his sister in Leeds will not pay."
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": record, "label": 1}) + "\nno JSON\n")
+    (output_dir / "samples.txt").write_text(f"> {record}\n")
+    assert run("scan", output_dir)[0] == 0
+    code, out, _ = run("scan", output_dir, "--training-text", tmp_path / "train.jsonl")
+    assert code == 1 and "samples.txt: text of a training record" in out and "tenant" not in out
+    code, _, err = run("scan", output_dir, "--training-text", tmp_path / "missing")
+    assert code == 2 and "Give a text file" in err
 
 
 def test_scan_takes_another_private_directory(run: Run, output_dir: Path, tmp_path: Path) -> None:
@@ -405,5 +426,5 @@ def test_flags_have_the_name_of_the_option_and_dashes_are_underscores(run: Run, 
 def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
     code, out, _ = run("--help")
     lines = out.partition("Commands:\n")[2].splitlines()
-    assert code == 0 and [line.split()[0] for line in lines] == ["plan", "report", "scan", "plan-head"]
+    assert code == 0 and [line.split()[0] for line in lines] == ["plan", "report", "scan", "doctor", "plan-head"]
     assert all(line.endswith(".") and not line.endswith("...") for line in lines)  # whole sentences

@@ -106,3 +106,17 @@ def test_every_registered_choice_is_accepted():
 )
 def test_is_private(changes, private):
     assert config(**changes).is_private is private
+
+
+@pytest.mark.parametrize(
+    "changes, units",
+    [
+        ({}, 1000),
+        ({"privacy_unit": "user", "records_per_user": 8, "sampling": "truncated_poisson"}, 1000),
+        ({"privacy_unit": "user", "sampling": "capped_poisson", "records_per_user": 8}, 125),
+        ({"privacy_unit": "user", "sampling": "capped_poisson", "records_per_user": 2000}, 1),
+    ],
+)
+def test_units_are_users_unless_their_records_are_drawn_one_by_one(changes, units):
+    """The default delta is made of them: fewer units than there are would allow a larger one."""
+    assert config(**changes).num_units(1000) == units

@@ -32,6 +32,13 @@ def plan_for(*, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, noise_of_record=
     )
 
 
+@pytest.mark.parametrize("noise", [-0.7, math.nan, math.inf, "0.7"])
+def test_the_noise_of_a_record_is_checked_like_that_of_the_options(noise):
+    """It comes from a ledger, or from a caller: of a negative one only the square would be seen."""
+    with pytest.raises(DPConfigError, match="noise_multiplier=.*finite number > 0"):
+        plan_for(noise_of_record=noise)
+
+
 # --- numbers ---
 
 

@@ -25,10 +25,11 @@ from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
 
 from hf_dpopt.accounting import random_allocation
 from hf_dpopt.accounting.random_allocation import Ring
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.protocols import StrategyMatrices
 
+MAX_BINS = 10**5  # steps of an epoch; half a minute
 ADJACENCIES = ("add_or_remove_one", "zero_out")
 
 
@@ -59,6 +60,10 @@ class BallsInBinsDpEvent(DpEvent):
     def __post_init__(self) -> None:
         check_count("num_steps", self.num_steps)
         check_count("num_bins", self.num_bins)
+        check_at_most(
+            "num_bins", self.num_bins, MAX_BINS,
+            "its analysis looks at every pair of steps of an epoch. Use larger batches, or sampling='fixed_order'.",
+        )  # fmt: skip
         if not 1e-9 <= self.noise_multiplier <= 1e9:
             raise DPConfigError(f"noise_multiplier={self.noise_multiplier} is outside [1e-9, 1e9].")
         bin_lags(self.strategy, self.num_steps, self.num_bins)

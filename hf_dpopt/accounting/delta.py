@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from hf_dpopt.common.errors import DPConfigError, PrivacyWarning
 
+LARGEST_DELTA = 0.5  # beyond, a guarantee fails more often than it holds, and calibration takes minutes
 MARGIN = 10  # the default is at most 1 / (MARGIN n)
 
 
@@ -81,7 +82,7 @@ def resolve_delta(
         return default_delta(num_units)
     worthless = 1 / num_units
     if delta < worthless:
-        return delta
+        return _within_bound(delta, recorded)
     what = (
         f"delta={delta:g} is {'above' if delta > worthless else 'exactly'} 1/n = {worthless:.3g} for n = {num_units} "
         f"{unit}s: a run that publishes one {unit} outright, chosen at random, would keep such a promise"
@@ -93,4 +94,14 @@ def resolve_delta(
             "privacy statement then says."
         )
     warnings.warn(f"{what}. {fix}.", PrivacyWarning, stacklevel=3)
+    return _within_bound(delta, recorded)
+
+
+def _within_bound(delta: float, recorded: float | None) -> float:
+    """Return the delta; refuse what is too large to calibrate noise to, unless a run goes on with it."""
+    if delta > LARGEST_DELTA and delta != recorded:
+        raise DPConfigError(
+            f"target_delta={delta:g} is above {LARGEST_DELTA:g}: the guarantee would fail more often than it holds, "
+            "and noise cannot be calibrated to it. Use at most 1 / number of records, or leave it out."
+        )
     return delta

@@ -21,6 +21,7 @@ from hf_dpopt.cli.flags import (
     NoiseMultiplier,
     NumExamples,
     OutputDir,
+    check_path,
     flag,
 )
 from hf_dpopt.common.errors import DPConfigError
@@ -93,7 +94,9 @@ def plan(
     compare: Annotated[
         bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
     ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Folder for plots of the comparison (PNG and SVG).")] = None,
+    plots: Annotated[
+        Path | None, typer.Option(help="Folder for plots of the comparison (PNG and SVG).", callback=check_path)
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Plan a run: noise, epsilon, and which noise suits it. Without a batch: advice which to take. No data is read."""
@@ -168,13 +171,38 @@ def report(output_dir: OutputDir) -> None:
 def scan(
     output_dir: OutputDir,
     private_state_dir: Annotated[
-        Path | None, typer.Option(help="Where the run kept its keys, if that was not the default.")
+        Path | None,
+        typer.Option(help="Where the run kept its keys, if that was not the default.", callback=check_path),
+    ] = None,
+    training_text: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with a training record in each line, to be compared with all text.", callback=check_path
+        ),
     ] = None,
 ) -> None:
     """Look for keys and un-noised values in a folder. Generator states and credentials, too; exit code 1 if found."""
     from hf_dpopt.cli.folders import show_findings
 
-    if show_findings(output_dir, private_state_dir):
+    if show_findings(output_dir, private_state_dir, training_text):
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor(
+    output_dir: OutputDir,
+    private_state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where the run kept its keys, if that was not the default.", callback=check_path),
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option(help="Move torn checkpoints aside, remove what killed runs left, and locks of nobody.")
+    ] = False,
+) -> None:
+    """Say what a folder holds of a run, and what it has cost. Exit code 1 if something is wrong."""
+    from hf_dpopt.cli.doctor import show_health
+
+    if not show_health(output_dir, private_state_dir, fix=fix):
         raise typer.Exit(1)
 
 
@@ -195,7 +223,10 @@ def plan_head(
         int | None, typer.Option(help="Labels x (features + 1 for a bias): how far noise carries them.")
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(help="Folder for plots of both bounds on epsilon against the steps (PNG and SVG).")
+        Path | None,
+        typer.Option(
+            help="Folder for plots of both bounds on epsilon against the steps (PNG and SVG).", callback=check_path
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

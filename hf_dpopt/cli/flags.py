@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_dpopt.common.errors import shown
 from hf_dpopt.plan.options import OPTIONS, help_of
 
 
@@ -26,6 +27,23 @@ def flag(name: str, *short: str, says_default: bool = True) -> Any:
     return typer.Option(*short, f"--{name.replace('_', '-')}", help=shown)
 
 
+def check_path(path: Path | None) -> Path | None:
+    """Refuse what no file can be called; whether there is one is for the command to say.
+
+    Raises:
+        typer.BadParameter: for a name that is too long, goes round in links, or has a zero byte.
+    """
+    try:
+        if path is not None:
+            path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise typer.BadParameter(f"{shown(str(path))} cannot be looked at: {why}.") from None
+    return path
+
+
 NumExamples = Annotated[int, typer.Option("--num-examples", "-n", help="Records in the training set.")]
 BatchSize = Annotated[int, flag("expected_batch_size", "--batch-size", "--batch", "-b", says_default=False)]
 MaybeBatchSize = Annotated[
@@ -36,4 +54,4 @@ NoiseMultiplier = Annotated[float | None, flag("noise_multiplier")]
 Delta = Annotated[float | None, flag("target_delta", "--delta")]
 AllowLargeDelta = Annotated[bool, flag("allow_large_delta")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
-OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.")]
+OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.", callback=check_path)]

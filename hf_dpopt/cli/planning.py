@@ -18,9 +18,11 @@ from hf_dpopt.cli.mechanisms import mechanism_facts, mechanisms_table
 from hf_dpopt.cli.show import print_json, table_of
 from hf_dpopt.common import log
 from hf_dpopt.common.checks import check_count
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
 from hf_dpopt.noise import Workload, momentum_workload
+from hf_dpopt.noise.registry import check_length
+from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
@@ -54,7 +56,8 @@ class Length:
             raise DPConfigError(
                 f"--epochs {self.epochs} is not a number of passes. Use a finite number > 0, such as 3."
             )
-        return math.ceil(self.epochs * -(-self.num_examples // self.batch_size))
+        check_count("num_examples", self.num_examples)
+        return steps_of(self.epochs, self.num_examples, self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,6 +107,8 @@ def plan_run(
     if plots is not None:
         pyplot()  # what cannot be drawn is found before anything is computed
     num_steps = length.num_steps()
+    check_sizes(length.num_examples, num_steps)
+    check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
     workload = training.workload(num_steps)
     sizes = {"num_examples": length.num_examples, "num_steps": num_steps, "workload": workload}
     with warnings.catch_warnings(record=True) as caught:
@@ -153,8 +158,8 @@ def _config(asked: dict[str, Any]) -> PrivacyConfig:
         text, flag = asked[name], f"--{name.replace('_', '-')}"
         try:
             options[name] = None if text is None else json.loads(text)
-        except ValueError:
-            raise DPConfigError(f"{flag} {text} is not JSON. Use {flag} '{example}'.") from None
+        except (ValueError, RecursionError):
+            raise DPConfigError(f"{flag} {shown(text)} is not JSON. Use {flag} '{example}'.") from None
     return PrivacyConfig(**{**asked, **options})
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 
-from hf_dpopt.common.checks import check_mapping
+from hf_dpopt.common.checks import check_count, check_mapping
 from hf_dpopt.convex.plan import HeadConfig
 from hf_dpopt.convex.refusals import SUBSPACE, check_convex_arguments
 from hf_dpopt.convex.subspace import SubspaceHeadConfig
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.plan.bounds import steps_of
 from hf_dpopt.plan.options import HeadOptions
 
 BATCH = 1024
@@ -47,7 +47,8 @@ class HeadTrainingArguments(HeadOptions, DPTrainingArguments):
         check_convex_arguments(self)
         is_in_subspace = self.preconditioner == SUBSPACE  # full batches there, as in its paper
         batch = self.expected_batch_size or (num_examples if is_in_subspace else min(BATCH, num_examples))
-        steps = self.max_steps if self.max_steps > 0 else math.ceil(self.num_train_epochs * -(-num_examples // batch))
+        check_count("num_examples", num_examples)
+        steps = self.max_steps if self.max_steps > 0 else steps_of(self.num_train_epochs, num_examples, batch)
         given = {f.name for f in dataclasses.fields(HeadConfig)} & {f.name for f in dataclasses.fields(self)}
         values = {name: getattr(self, name) for name in given}
         values |= {"expected_batch_size": batch, "learning_rate": self.learning_rate or None}

@@ -25,9 +25,11 @@ from hf_dpopt.accounting.last_iterate import (
 from hf_dpopt.accounting.last_iterate_lower import last_iterate_lower_epsilon
 from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.bounds import check_budget, check_sizes
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler
 
+SMALLEST_NORM, LARGEST_NORM = 1e-9, 1e9  # of features, head and regulariser: their products are squared
 MAX_NOISE_RADII = 3.0  # radii that noise alone may cover; with more, accuracy fell in most runs (docs/convex.md)
 BIAS_SHARE = 0.25  # of the feature norm: the constant feature that stands for the bias
 
@@ -79,12 +81,23 @@ class HeadConfig:
             head_radius=self.head_radius, feature_norm=self.feature_norm, target_epsilon=self.target_epsilon,
             learning_rate=self.learning_rate,
         )  # fmt: skip
+        for name, value in (("head_radius", self.head_radius), ("feature_norm", self.feature_norm)):
+            if not SMALLEST_NORM <= value <= LARGEST_NORM:
+                raise DPConfigError(
+                    f"{name}={value:g} is outside {SMALLEST_NORM:g} to {LARGEST_NORM:g}, between which its squares "
+                    "are exact. 1 to 100 is usual."
+                )
+        for name, value in (("l2", self.l2), ("decay", self.decay)):
+            check_real(name, value, "a finite number >= 0")
+        if not 0 <= self.l2 <= LARGEST_NORM:
+            raise DPConfigError(f"l2={self.l2:g} is outside 0 to {LARGEST_NORM:g}. 0 to 1 is usual.")
         check_count("expected_batch_size", self.expected_batch_size)
-        check_count("num_steps", self.num_steps)
+        check_sizes(1, self.num_steps)
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise DPConfigError(
                 "Give exactly one of target_epsilon (the noise is computed) and noise_multiplier (epsilon is)."
             )
+        check_budget(self.target_epsilon)
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
         if self.target_delta is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_mapping
 from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.huggingface.refusals.values import check_values
 from hf_dpopt.noise.registry import is_independent
 
 FINETUNE = "Leave it out, or finetune with DPTrainer, whose epsilon covers it."
@@ -29,6 +30,7 @@ def check_convex_arguments(args: Any, *, lora_r: int = 0) -> None:
     Raises:
         DPConfigError: with the reason and the fix.
     """
+    check_values(args)
     if args.preconditioner == SUBSPACE:
         raise_first(_on_subspace(args, lora_r))
         raise_first(_on_records_of_subspace(args))

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.durable import read_whole, write_durably
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.plan import HeadPlan
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
 from hf_dpopt.report.facts import collect_versions
@@ -173,9 +174,33 @@ def write_statement(
 
 
 def read_head_report(output_dir: Path) -> dict[str, Any] | None:
-    """The report of a head's run; None if the folder holds no head."""
+    """The report of a head's run; None if the folder holds no head.
+
+    Raises:
+        DPConfigError: if it is damaged.
+    """
     path = output_dir / FOLDER / REPORT
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        report = json.loads(read_whole(path))
+    except ValueError:
+        report = None
+    if not isinstance(report, dict) or not {"statement_sha256", "ledger_digest"} <= report.keys():
+        raise DPConfigError(
+            f"{path} is no report of a head: it was damaged or edited. Put the file back; what the run cost is in the "
+            "ledger beside it."
+        )
+    return report
+
+
+def read_statement(output_dir: Path) -> str:
+    """Text of the statement of a head's run.
+
+    Raises:
+        DPConfigError: if it is missing.
+    """
+    return read_whole(output_dir / FOLDER / STATEMENT).decode(errors="replace")
 
 
 def disagreements(output_dir: Path, report: dict[str, Any]) -> list[str]:

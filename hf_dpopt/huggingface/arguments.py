@@ -14,6 +14,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface.refusals.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.options import (
@@ -73,6 +74,9 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     )
 
     def __post_init__(self) -> None:
+        check_types(self)  # transformers computes with them at once
+        check_json(self)
+        self.adam_beta1, self.adam_beta2 = float(self.adam_beta1), float(self.adam_beta2)  # torch takes no integers
         asked = self.optim
         if asked in OPTIMIZERS:  # transformers' enumeration has no place for more
             self.optim = "adamw_torch"

@@ -8,7 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.optim import OPTIMIZERS
 
 # Constructor argument -> the fields it comes from. The trainer gives weight_decay per group, and the last two itself.
@@ -63,7 +63,7 @@ def _pairs(optim_args: str | None) -> list[tuple[str, str]]:
         key, equals, text = piece.partition("=")
         if not equals or not key or not text:
             raise DPConfigError(
-                f"`optim_args` has {piece!r}, which is no key=value. Use for instance 'rank=8,scale=1'."
+                f"`optim_args` has {shown(piece)}, which is no key=value. Use for instance 'rank=8,scale=1'."
             )
         if key in dict(pairs):
             raise DPConfigError(f"`optim_args` has {key} twice. Give it once.")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface.refusals.model import first_not_finite
 from hf_dpopt.huggingface.self_check.conditions import in_mode
 from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
 from hf_dpopt.records.form import Form
@@ -143,12 +144,27 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
     try_collation(collation, records)
     usable = [record for record in records if collation.fitted(record) is not None]
     with in_mode(losses.model, training=False), torch.no_grad():
-        for record in usable[:RUN]:
-            _run(collation, losses, record)
+        found = [_run(collation, losses, record) for record in usable[:RUN]]
+    if found and not any(bool(torch.isfinite(loss).all()) for loss in found):
+        _refuse_no_loss(losses.model, len(found))
     return usable
 
 
-def _run(collation: Collation, losses: RecordLosses, record: Any) -> None:
+def _refuse_no_loss(model: nn.Module, num_tried: int) -> None:
+    """Refuse a model all of whose losses are NaN or infinite, naming the weights that are."""
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    name = first_not_finite(weights)
+    why = f"{name} of the model holds NaN or infinity" if name else "though the weights of the model are finite"
+    raise DPConfigError(
+        f"The losses of {num_tried} training records are all NaN or infinite ({why}), so every record would be "
+        "dropped and the run would train on noise. "
+        + ("Load the weights again, from a checkpoint before the run diverged." if name else
+           "Look at the labels and at what the model makes of them; in bfloat16, try float32.")
+    )  # fmt: skip
+
+
+def _run(collation: Collation, losses: RecordLosses, record: Any) -> torch.Tensor:
+    """Losses of one record, (1,), on which the model is tried."""
     row = collation.row(collation.fitted(record))
     if outside := collation.limits.first_outside(row):
         raise DPConfigError(
@@ -156,7 +172,7 @@ def _run(collation: Collation, losses: RecordLosses, record: Any) -> None:
             "look at what the collator adds (mask and padding tokens)."
         )
     try:
-        losses(collation.place(row))
+        return losses(collation.place(row)).detach()
     except DPConfigError:
         raise
     except Exception as error:
@@ -179,7 +195,8 @@ def _predicts_numbers(model: nn.Module, kind: str) -> bool:
     if kind != "ForSequenceClassification":
         return False
     problem = getattr(config, "problem_type", None)
-    return problem in ("regression", "multi_label_classification") or (problem is None and config.num_labels == 1)
+    is_number = problem is None and getattr(config, "num_labels", None) == 1
+    return problem in ("regression", "multi_label_classification") or is_number
 
 
 def _cleaned(dataset: Any, clean: Callable[[Any], Any]) -> Any:

@@ -66,6 +66,7 @@ def optimize_damped(n: int, participation: Participation, workload: Workload | N
     "anti_pgd",
     sampler="fixed_order",
     summary="damped anti-PGD (DP-lambda-CGD): one draw more a step",
+    max_steps=10**6,
     compared_with=("fixed_order",),
 )
 def tune_anti_pgd(setting: Setting, nu: float | None = None) -> NoiseStrategy:

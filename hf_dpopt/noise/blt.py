@@ -15,7 +15,7 @@ import torch
 from scipy.optimize import least_squares
 from scipy.special import expit
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.objective import Error, ErrorAndSlope, descend, squared_error, squared_sensitivity
@@ -27,6 +27,7 @@ from hf_dpopt.noise.workloads import Workload
 from hf_dpopt.randomness.cipher import NoiseSource
 
 LOWEST_FREQUENCY = 0.1  # of a fit, in radians per run
+MAX_BUFFERS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +156,16 @@ class BufferedStream(CorrelatedStream):
 # --- tuning ----------------------------------------------------------------------------------------------------------
 
 
+def check_num_buffers(num_buffers: Any) -> None:
+    """Refuse what is no number of buffers, and more than can be fitted: their equations are no longer solved."""
+    check_count("num_buffers", num_buffers)
+    check_at_most(
+        "num_buffers", num_buffers, MAX_BUFFERS,
+        "each is a copy of the gradient, and more than 4 hardly ever help. Use 3 or 4; noise_mechanism='banded' has "
+        "many bands.",
+    )  # fmt: skip
+
+
 @cached
 def optimize_blt(
     n: int,
@@ -179,7 +190,7 @@ def optimize_blt(
     References:
         McMahan, Xu and Zhang (2024), arXiv:2408.08868, Section 5; arXiv:2504.21413 (interlacing).
     """
-    check_count("num_buffers", num_buffers)
+    check_num_buffers(num_buffers)
     participation.check(n)
     objective = _BltObjective(n, participation, squared_error(n, workload, error))
     best = np.empty(0)
@@ -267,7 +278,7 @@ def fit_blt(nu: float, num_buffers: int = 6, *, num_steps: int | None = None) ->
         Choquette-Choo et al. (2023), arXiv:2310.06771 (nu-DP-FTRL); Dvijotham et al. (2024), arXiv:2404.16706 (the
         approximation of its square root by decays).
     """
-    check_count("num_buffers", num_buffers)
+    check_num_buffers(num_buffers)
     if not 0 <= nu < 1:
         raise DPConfigError(f"nu={nu} is outside [0, 1). 1 is independent noise and has no buffers: IdentityStrategy.")
     if num_steps is not None:

@@ -92,6 +92,7 @@ class IndependentStream(NoiseStream):
     summary="independent noise: DP-SGD",
     compared_with=("truncated_poisson",),
     is_independent=True,
+    max_steps=None,
 )
 def tune_independent(setting: Setting) -> NoiseStrategy:
     """Nothing to tune."""

@@ -73,6 +73,7 @@ def optimize_nu(n: int, participation: Participation, workload: Workload | None 
     "nu_dpftrl",
     sampler="fixed_order",
     summary="nu-DP-FTRL in buffers; for runs of any length",
+    max_steps=10**6,
     compared_with=("fixed_order", "balls_in_bins"),
 )
 def tune_nu_dpftrl(

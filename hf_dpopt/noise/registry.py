@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.phased import Phased, Phases
@@ -19,6 +19,7 @@ from hf_dpopt.noise.restarted import restart
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload
 
+MAX_TUNED_STEPS = 10**5  # tuning looks at every step many times: half a minute for these
 STREAM_OPTIONS: dict[str, Any] = {"backend": "auto", "block": 1, "offload": False}  # how the noise is kept
 
 
@@ -50,6 +51,7 @@ class Mechanism:
         summary: one line for command lines and tables.
         compared_with: samplers with which ``noise_mechanism="auto"`` looks at it.
         max_compared_steps: longest run for which it is looked at; None for any.
+        max_steps: longest run that it can be tuned for in reasonable time and memory; None for any.
         num_bands_of: number of bands of C that given options ask for, None if they leave it open; a sampler of groups
             is then given as many groups. None for a mechanism whose bands cannot be chosen.
         is_independent: every step has noise of its own, which keeps nothing and has nothing to tune.
@@ -61,6 +63,7 @@ class Mechanism:
     summary: str
     compared_with: tuple[str, ...] = ()
     max_compared_steps: int | None = None
+    max_steps: int | None = MAX_TUNED_STEPS
     num_bands_of: Callable[[Mapping[str, Any]], int | None] | None = None
     is_independent: bool = False
 
@@ -152,7 +155,24 @@ def make_strategy(
     return restart(_tune(mechanism, part, options), int(restart_every))
 
 
+def check_length(name: str, num_steps: int, restart_every: int | None = None) -> None:
+    """Refuse runs that are too long for the named mechanism to be tuned for.
+
+    Raises:
+        DPConfigError: beyond `Mechanism.max_steps`, unless the noise starts anew before.
+    """
+    longest = MECHANISMS[name].max_steps if name in MECHANISMS else None
+    is_short = isinstance(restart_every, int) and longest is not None and restart_every <= longest
+    if longest is not None and not is_short:
+        check_at_most(
+            "num_steps", num_steps, longest,
+            f"noise_mechanism={name!r} cannot be tuned for so many. Start it anew in between "
+            f"(noise_restart_every={longest} or less), or use noise_mechanism='{INDEPENDENT}'.",
+        )  # fmt: skip
+
+
 def _tune(mechanism: Mechanism, setting: Setting, options: dict[str, Any]) -> NoiseStrategy:
+    check_length(mechanism.name, setting.num_steps)
     try:
         strategy = mechanism.tune(setting, **options)
     except (TypeError, ValueError, ArithmeticError) as error:

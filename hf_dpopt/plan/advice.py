@@ -157,6 +157,9 @@ class Advice:
     outlook: Outlook
     reasons: Mapping[str, str]
 
+    def __reduce__(self) -> tuple:  # rank 0 sends it to the others, and a read-only view cannot be pickled
+        return _unpickled, (self.job, self.batch, self.learning_rate, self.outlook, dict(self.reasons))
+
     @property
     def values(self) -> dict[str, int | float | str]:
         """Options by their names in `DPTrainingArguments`."""
@@ -195,6 +198,10 @@ def advise(job: TrainingJob) -> Advice:
     batch = max(tried, key=lambda size: (tried[size].useful_steps, size))
     rate = job.learning_rate(tried[batch])
     return Advice(job, batch, rate, tried[batch], _reasons(job, batch, rate, tried[batch]))
+
+
+def _unpickled(job: TrainingJob, batch: int, rate: float, outlook: Outlook, reasons: dict[str, str]) -> Advice:
+    return Advice(job, batch, rate, outlook, types.MappingProxyType(reasons))
 
 
 def _batches(job: TrainingJob) -> list[int]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
+from hf_dpopt.common.checks import check_at_most
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, StreamCost, Workload
 from hf_dpopt.noise.finite_time import last_iterate_errors
@@ -28,6 +29,7 @@ from hf_dpopt.preclip import Preclip
 
 INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
 CURVATURES = 49  # of learning rate times curvature, from a hundredth of 1 / steps to 1, at which noise is compared
+MAX_COMPARED_STEPS = 10**5  # of a run whose mechanisms are compared, each tuned for it
 MAX_CURVED_STEPS = 4096  # of a run that is compared there; for some noise it takes n^2 numbers
 
 
@@ -100,6 +102,10 @@ def compare_mechanisms(
     if config.target_epsilon is None:
         raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
     refuse_options_of_auto(config)
+    check_at_most(
+        "num_steps", num_steps, MAX_COMPARED_STEPS,
+        "so long a run takes minutes to compare. Name a mechanism: gaussian, or nu_dpftrl up to 1,000,000 steps.",
+    )  # fmt: skip
     rows, refused = [], []
     for name, sampling in all_candidates() if candidates is None else candidates:
         longest = MECHANISMS[name].max_compared_steps

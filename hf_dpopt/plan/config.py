@@ -19,9 +19,10 @@ from hf_dpopt.common.checks import (
     check_noise_multiplier,
     check_real,
 )
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.plan.bounds import check_budget
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.plan.options import (
     OPTIONS,
@@ -123,6 +124,7 @@ class PrivacyConfig:
                 )
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
+        check_budget(self.target_epsilon)
 
     def _check_numbers(self) -> None:
         check_clipping_norm("clipping_norm", self.clipping_norm)
@@ -134,13 +136,13 @@ class PrivacyConfig:
         samples = self.amplification_samples
         if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
             raise DPConfigError(
-                f"amplification_samples={samples!r} is no number of samples. Use an integer such as 4000000, or 0 "
-                "for the computed bound alone."
+                f"amplification_samples={shown(samples)} is no number of samples. Use an integer such as 4000000, or "
+                "0 for the computed bound alone."
             )
         if not isinstance(self.allow_large_delta, bool):
             raise DPConfigError(
-                f"allow_large_delta={self.allow_large_delta!r} is not a yes or no. Use True or False; True accepts a "
-                "delta above 1 / number of records."
+                f"allow_large_delta={shown(self.allow_large_delta)} is not a yes or no. Use True or False; True "
+                "accepts a delta above 1 / number of records."
             )
         if self.target_delta is not None:
             check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
@@ -195,5 +197,5 @@ def _plain_options(field: str, options: Any, example: str) -> dict[str, Any]:
         return json.loads(json.dumps(dict(given), default=lambda value: value.tolist()))
     except (TypeError, ValueError, AttributeError):
         raise DPConfigError(
-            f"{field}={options!r} holds what JSON cannot. Use numbers, texts and lists of them."
+            f"{field}={shown(options)} holds what JSON cannot. Use numbers, texts and lists of them."
         ) from None

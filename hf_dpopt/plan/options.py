@@ -70,13 +70,13 @@ class PrivacyOptions:
     target_epsilon: float | None = option(
         None,
         "Privacy budget of the whole run; the noise is calibrated to it. Usual: 1 to 8.",
-        more="Greater than 0. Give this or noise_multiplier.",
+        more="From 1e-4 to 1e6. Give this or noise_multiplier.",
     )
     target_delta: float | None = option(
         None,
         "Delta, at most 1/n (n records, or users).",
         unset="min(n^-1.1, 1/(10 n)) rounded down to one digit, which tells n to one digit",
-        more="In (0, 1). The default 1e-6 stands for 50,001 to 100,000 records, 9e-7 for 100,001 to 111,111.",
+        more="In (0, 0.5]. The default 1e-6 stands for 50,001 to 100,000 records, 9e-7 for 100,001 to 111,111.",
     )
     allow_large_delta: bool = option(
         False,
@@ -93,7 +93,8 @@ class PrivacyOptions:
     noise_multiplier: float | None = option(
         None,
         "Noise stddev / sensitivity, instead of target_epsilon; epsilon is what results.",
-        more="At least 0. 0 adds no noise at all: NOT PRIVATE, epsilon is infinite; it is there for comparisons.",
+        more="From 1e-9 to 1e9, or 0, which adds no noise at all: NOT PRIVATE, epsilon is infinite; it is there for "
+        "comparisons.",
     )
     clipping_norm: float = option(
         1.0,
@@ -327,6 +328,13 @@ class EngineOptions:
     )
     private_state_dir: str | None = option(
         None, "Secret noise and sampling keys, never inside output_dir.", unset="the user's state directory"
+    )
+    journal_limit: float = option(
+        4.0,
+        "GB that the journal of releases may fill before a checkpoint is saved, which empties it. A run that is "
+        "killed goes on from it without paying twice; 0 keeps none.",
+        more="4 bytes a trained coordinate and step, in output_dir/_journal, never uploaded. A limit that fewer than "
+        "ten steps fill keeps none, with a warning.",
     )
 
 

@@ -20,9 +20,10 @@ from hf_dpopt.accounting.calibrate import MARGIN, calibrate_gaussian, calibrate_
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import Clipping, make_clipper
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
-from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive
+from hf_dpopt.common.checks import check_noise_multiplier, check_positive
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise import NoiseMechanism, NoiseStrategy, StreamCost, Workload
+from hf_dpopt.plan.bounds import check_sizes
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.crossing import choose_noise_across
 from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed, with_opening
@@ -348,8 +349,7 @@ def build_plan(
         recipe: options that were chosen for the user, which the plan notes down.
         earlier: runs on the same records that the budget includes.
     """
-    check_count("num_examples", num_examples)
-    check_count("num_steps", num_steps)
+    check_sizes(num_examples, num_steps)
     delta = resolve_delta(
         config.target_delta,
         config.num_units(num_examples),

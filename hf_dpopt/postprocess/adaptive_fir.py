@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients
 from hf_dpopt.postprocess.base import Filter
@@ -26,6 +26,8 @@ from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import start_up_gain
 
 NOISE_SLACK = 1e-9  # by which an adaptive filter may raise the noise of a step: rounding
+
+MAX_TAPS = 256
 
 
 class AdaptiveFIR(Filter):
@@ -84,6 +86,7 @@ class AdaptiveFIR(Filter):
     ):
         check_count("taps", taps, "an integer >= 2: the gradients that are averaged")
         check_count("refresh_every", refresh_every)
+        check_at_most("taps", taps, MAX_TAPS, "each keeps a copy of the gradient, and 8 is usual. Use fewer.")
         if taps < 2:
             raise DPConfigError(
                 f"taps={taps} leaves the gradient as it is. Use 2 or more, 8 for instance, or no filter."

@@ -11,7 +11,7 @@ import numpy as np
 import scipy.signal
 import torch
 
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.types import Gradients
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.base import Filter
@@ -46,6 +46,9 @@ DESIGNS: dict[str, tuple[type, ...]] = {
     "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int, int),
     "adaptive_as_printed": (int, int),
 }  # fmt: skip
+MAX_ORDER = 20  # beyond, the polynomials of a design are noise in float64
+SMALLEST_RIPPLE, LARGEST_RIPPLE = 1e-6, 100.0  # in decibels
+MAX_TEXT = 4000  # characters of coefficients
 ADAPTIVE = ("adaptive", "adaptive_as_printed")
 CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
 
@@ -122,8 +125,11 @@ class LowPassFilter(Filter):
         Rescaled to gain 1 at frequency 0, where one of even order has its least.
         """
         _check_design(order, cutoff)
-        if not (_is_real(ripple) and ripple > 0):
-            raise DPConfigError(f"ripple={ripple!r} is no ripple. Use a number of decibels > 0; 0.5 is usual.")
+        if not (_is_real(ripple) and SMALLEST_RIPPLE <= ripple <= LARGEST_RIPPLE):
+            raise DPConfigError(
+                f"ripple={shown(ripple)} is no ripple. Use a number of decibels > 0, from {SMALLEST_RIPPLE:g} to "
+                f"{LARGEST_RIPPLE:g}; 0.5 is usual."
+            )
         return cls._from_polynomials(*scipy.signal.cheby1(order, ripple, cutoff), **options)
 
     @classmethod
@@ -148,7 +154,7 @@ class LowPassFilter(Filter):
             DPConfigError: if `text` is none of these.
         """
         text = text.strip()
-        name, *values = text.split(":")
+        name, *values = text.split(":") if len(text) <= MAX_TEXT else [""]
         if text in PRESETS:
             return LowPassFilter.preset(text, dtype=dtype)
         try:
@@ -157,10 +163,10 @@ class LowPassFilter(Filter):
             if name in DESIGNS:
                 numbers = [kind(value) for kind, value in zip(DESIGNS[name], values, strict=True)]
             else:
-                b, a = _coefficients(text)
+                b, a = _coefficients(text if name else "")
         except (ValueError, KeyError, ZeroDivisionError, OverflowError):
             raise DPConfigError(
-                f"{text!r} is no filter. Use one of: {', '.join(PRESETS)}; butterworth:ORDER:CUTOFF or "
+                f"filter={shown(text)} is no filter. Use one of: {', '.join(PRESETS)}; butterworth:ORDER:CUTOFF or "
                 "chebyshev:ORDER:CUTOFF:RIPPLE, with the cutoff as a fraction of the Nyquist frequency and the ripple "
                 "in decibels (butterworth:2:0.1, chebyshev:2:0.1:0.5); adaptive:TAPS:EVERY, estimated anew every so "
                 "many steps (adaptive:8:10), or adaptive_as_printed:TAPS:EVERY, whose weights are not checked; or "
@@ -289,8 +295,10 @@ def _is_real(value: Any) -> bool:
 
 
 def _check_design(order: int, cutoff: float) -> None:
-    if not (isinstance(order, int) and not isinstance(order, bool) and order >= 1):
-        raise DPConfigError(f"order={order!r} is no filter order. Use an integer >= 1; 1 and 2 are usual.")
+    if not (isinstance(order, int) and not isinstance(order, bool) and 1 <= order <= MAX_ORDER):
+        raise DPConfigError(
+            f"order={shown(order)} is no filter order. Use an integer >= 1, {MAX_ORDER} at most; 1 and 2 are usual."
+        )
     if not (_is_real(cutoff) and 0 < cutoff < 1):
         raise DPConfigError(
             f"cutoff={cutoff!r} is outside (0, 1). It is a fraction of the Nyquist frequency (half a cycle per step): "

@@ -65,6 +65,10 @@ class Preconditioning(abc.ABC):
         """Take the answer to the opening query: means over all units."""
         raise AssertionError(f"{type(self).__name__} asks nothing")
 
+    def pass_over_opening(self) -> None:
+        """Go on without the answer to the opening query, which was charged and lost."""
+        raise AssertionError(f"{type(self).__name__} asks nothing")
+
     def engine(self, engine: ClippingEngine) -> ClippingEngine:
         """The clipping engine of the run: the given one, or one that clips in the coordinates of a subspace."""
         return engine
@@ -80,6 +84,10 @@ class Preconditioning(abc.ABC):
         Args:
             released: mean of the step, the queries side by side: `hf_dpopt.preclip.queries.split` tells them apart.
         """
+
+    def pass_over(self) -> None:
+        """Go past a step whose release was lost, after `scales`: it is done, and nothing was received."""
+        return None
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:

@@ -168,6 +168,7 @@ class DelayedPreconditioning(Preconditioning):
         self.moment = SecondMoment(parameters, spec.second_moment, spec.beta, spec.factored)
         self._t = 0  # steps done
         self._sum: Gradients = {}  # of the releases since the last refresh
+        self._num_missed = 0  # steps since then whose release was lost
         self._eps: float | None = None  # of the D in use; None while there is none
         self._sgd = ScaledStep({}, clipping_norm=clipping_norm)
         self._adaptive: ScaledStep | None = None
@@ -225,6 +226,14 @@ class DelayedPreconditioning(Preconditioning):
         self._turn()
         return update
 
+    def pass_over(self) -> None:
+        if self._is_averaging:
+            self._num_missed += 1
+        if self._is_refreshing:
+            self._refresh(count=self._spec.delay if self._t else 1)
+        self._t += 1
+        self._turn()
+
     @property
     def _is_averaging(self) -> bool:
         return self._spec.variant in TWO_QUERIES or self._t % self._spec.period < self._spec.delay
@@ -245,10 +254,13 @@ class DelayedPreconditioning(Preconditioning):
         if position == (0 if is_extra else delay):
             self._refresh(delay)
         elif position == 0:
-            self._eps, self._adaptive, self._sum = None, None, {}
+            self._eps, self._adaptive, self._sum, self._num_missed = None, None, {}, 0
 
     def _refresh(self, count: int) -> None:
-        """Make D of the mean of the latest `count` releases."""
+        """Make D of the mean of the releases in the latest `count` steps; it stays if all of them were lost."""
+        count, self._num_missed = count - self._num_missed, 0
+        if count == 0:
+            return
         mean = {name: g.div_(count) for name, g in self._sum.items()}
         variance = self._noise.variance_of_mean(count)
         self.moment.update(mean, variance if self._spec.unbiased else 0.0)
@@ -256,15 +268,18 @@ class DelayedPreconditioning(Preconditioning):
         self._adaptive, self._sum = None, {}
 
     def state_dict(self) -> dict[str, Any]:
+        missed = {"num_missed": self._num_missed} if self._num_missed else {}
         return {
             "t": self._t,
             "eps": self._eps,
             "sum": {name: g.clone() for name, g in self._sum.items()},
             "moment": self.moment.state_dict(),
+            **missed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        check_keys(state, {"t", "eps", "sum", "moment"})
+        self._num_missed = state.get("num_missed", 0)
+        check_keys({**state, "num_missed": 0}, {"t", "eps", "sum", "moment", "num_missed"})
         self.moment.load_state_dict(state["moment"])
         self._t, self._eps, self._adaptive = state["t"], state["eps"], None
         self._sum = {name: g.to(self._devices[name], copy=True) for name, g in state["sum"].items()}

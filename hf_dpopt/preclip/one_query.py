@@ -140,6 +140,10 @@ class FromOneQuery(Preconditioning):
     def receive_opening(self, released: Released) -> None:
         self._moments, self._step = dict(released), None
 
+    def pass_over_opening(self) -> None:
+        self._step = None
+        self._moments = {name: torch.zeros(shape, device=self._devices[name]) for name, shape in self._shapes.items()}
+
     def _divided(self) -> ScaledStep:
         if self._step is None:
             self._step = ScaledStep(

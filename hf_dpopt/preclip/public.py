@@ -122,6 +122,9 @@ class PublicPreconditioning(Preconditioning):
         self._t += 1
         return self._step.receive(released)
 
+    def pass_over(self) -> None:
+        self._t += 1
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "t": self._t,

@@ -80,12 +80,20 @@ def _length(row: Any, table: Positions) -> int:
     return len(row) if table.padding is None else sum(int(token) != table.padding for token in row)
 
 
+def num_entries(row: Any) -> int:
+    """Length of a row; 0 of what has none, such as a number, also where it is a tensor."""
+    try:
+        return len(row) if isinstance(row, Sized) else 0
+    except TypeError:
+        return 0
+
+
 def _long_rows(train_dataset: Any, column: str, table: Positions) -> Iterator[Any]:
     """Values of the column with more entries than the table; records that are made on request are not examined."""
     names, form = getattr(train_dataset, "column_names", None), getattr(train_dataset, "format", None)
     if isinstance(train_dataset, list):
         rows = (row.get(column) for row in train_dataset if isinstance(row, Mapping))
-        yield from (row for row in rows if isinstance(row, Sized) and len(row) > table.most)
+        yield from (row for row in rows if num_entries(row) > table.most)
     elif isinstance(names, list) and column in names and isinstance(form, dict) and form.get("type") != "custom":
         import pyarrow as pa
         import pyarrow.compute as pc

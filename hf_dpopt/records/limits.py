@@ -7,14 +7,14 @@ that the record is there. Shape legend: B = rows of a batch, T = tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt.records.lengths import Positions, positions
+from hf_dpopt.records.lengths import Positions, num_entries, positions
 from hf_dpopt.records.losses import IGNORED, base_model
 
 RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
@@ -161,7 +161,7 @@ class Limits:
         if not isinstance(record, Mapping):
             return ""
         for column, table in self.positions.items():
-            if isinstance(record.get(column), Sized) and _num_places(record[column], table) > table.most:
+            if num_entries(record.get(column)) > 0 and _num_places(record[column], table) > table.most:
                 return f"{column!r} is longer than the {table.most} positions of the model"
         ids: Any = record.get("input_ids")
         if is_flat(ids):

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_dpopt.clipping import kernels
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 
 RecordLoss = Callable[[Any, torch.Tensor], torch.Tensor]
 IGNORED = -100
@@ -320,6 +320,11 @@ def num_records(batch: Mapping[str, Any]) -> int:
     Raises:
         DPConfigError: if the tensors disagree, or if the batch is packed (several records in one row).
     """
+    if odd := [key for key in batch if not isinstance(key, str)]:
+        raise DPConfigError(
+            f"The batch has {shown(odd[0])} for a name. Let the data collator return tensors by the names of the "
+            "model's inputs (DataCollatorWithPadding does)."
+        )
     packed = [k for k in batch if k.startswith(("cu_seq_lens", "cu_seqlens", "max_length_", "seq_idx"))]
     if packed:
         raise DPConfigError(
@@ -327,6 +332,11 @@ def num_records(batch: Mapping[str, Any]) -> int:
             "one. Use a padding collator (DataCollatorWithPadding, DataCollatorForLanguageModeling)."
         )
     sizes = {k: v.size(0) for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    if not sizes:
+        raise DPConfigError(
+            f"The batch has no tensor with a row per record (it has: {', '.join(map(str, batch)) or 'nothing'}). Let "
+            "the data collator return tensors by the names of the model's inputs (DataCollatorWithPadding does)."
+        )
     if len(set(sizes.values())) != 1:
         raise DPConfigError(
             f"The first dimensions of the batch disagree: {sizes}. Every tensor must have one row per record."

@@ -112,6 +112,7 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         raise DPConfigError(
             f"The collator fails on two training records ({type(error).__name__}: {str(error).rstrip('.')}). {FAILS}"
         ) from error
+    _refuse_unusual(together)
     if num_records(together) != 2:
         raise DPConfigError(
             f"The collator made {num_records(together)} rows of 2 records, so the clip would not bound what one "
@@ -135,6 +136,17 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
                 )
+
+
+def _refuse_unusual(batch: Batch) -> None:
+    """Refuse tensors of a collator that hold no values, or not in rows."""
+    for key, value in batch.items():
+        if isinstance(value, torch.Tensor) and (value.is_meta or value.layout != torch.strided):
+            kind = "without values (on the device 'meta')" if value.is_meta else f"of layout {value.layout}"
+            raise DPConfigError(
+                f"The collator returns {key!r} as a tensor {kind}, and records are rows of plain tensors. Return "
+                "dense tensors; models make sparse ones themselves."
+            )
 
 
 def _collate_seeded(collation: Collation, records: list[Any], seed: int) -> Batch:

@@ -108,6 +108,18 @@ def test_never_below_monte_carlo(nu, num_steps, num_bins):
             assert max(remove, added) <= known * 1.01
 
 
+@pytest.mark.parametrize("nu, tighter", [(0.3, 0.3), (0.05, 0.8)])
+def test_blocks_within_blocks_are_tighter_where_noise_is_correlated(nu, tighter):
+    ring, one_level = Ring.of(bin_lags(NuDPFTRL(nu), 64, 16), 6.0), Tree((16,), (1,))
+    tree = best_tree(ring, 1e-4)
+    assert len(tree.arities) > 1 and max(deltas(ring, 0.5, tree)) < tighter * max(deltas(ring, 0.5, one_level))
+
+
+def test_independent_bins_and_noise_that_protects_nothing_need_no_search():
+    for gram, stddev in ((20 * np.eye(16)[0], 5.0), (np.full(16, 1e6), 1.0)):
+        assert best_tree(Ring.of(gram, stddev), 1e-4) == Tree((16,), (1,))
+
+
 @pytest.mark.parametrize("nu, excess", [(1.0, 1.01), (0.5, 1.35), (0.1, 1.45), (0.01, 1.15)])
 def test_how_loose_it_is(nu, excess):
     """64 steps, 16 bins: with the noise that the bound asks for, divided by `excess`, delta is beyond the target."""

@@ -153,6 +153,20 @@ def test_the_last_iterate_is_that_of_sgd(name, momentum, is_scheduled):
         np.testing.assert_allclose(last_iterate_errors(strategy, n, curvatures), found, rtol=1e-12)
 
 
+def test_learning_rates_have_any_unit():
+    """Curvatures are relative to the largest one."""
+    n, sizes, curvatures = 12, linear_cooldown(12, 6), np.array([0.03, 0.4, 1.0])
+    one, other = (momentum_workload(n, 0.5, [unit * size for size in sizes]) for unit in (1.0, 0.02))
+    errors = last_iterate_errors(NuDPFTRL(0.1), n, curvatures, one)
+    np.testing.assert_allclose(last_iterate_errors(NuDPFTRL(0.1), n, curvatures, other), errors, rtol=1e-10)
+
+
+def test_a_problem_may_be_given_as_lists():
+    lists = LinearRegression(eigenvalues=EIGENVALUES.tolist(), start=START.tolist(), learning_rate=0.1)
+    arrays = LinearRegression(eigenvalues=EIGENVALUES, start=START, learning_rate=0.1)
+    np.testing.assert_array_equal(lists.excess(NuDPFTRL(0.1), 4, 0.8), arrays.excess(NuDPFTRL(0.1), 4, 0.8))
+
+
 def test_one_step_is_the_noise_of_one_step():
     assert last_iterate_errors(NuDPFTRL(0.1), 1, np.array([0.5])) == pytest.approx([1.0])
 

@@ -253,7 +253,7 @@ def test_the_level_of_the_noise_is_that_of_the_matrices(tmp_path, strategy, rest
     noising = made.strategy.noising_matrix(num_steps)
     gram = noising @ noising.T * (made.draw_stddev * made.sensitivity / EXPECTED) ** 2
     for t in range(num_steps):
-        loop.run.charged[-1] = t + 1
+        loop.run._taken = t + 1
         assert level.variance() == pytest.approx(gram[t, t], rel=1e-9)
         for lag in range(1, num_steps):
             expected = gram[t, t - lag] if lag <= t else 0.0

@@ -64,7 +64,6 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "debug": ({"debug": "underflow_overflow"}, "Remove --debug"),
     "tokens seen": ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen.*Leave it at 'no'"),
     "tokens seen, text": ({"include_num_input_tokens_seen": "non_padding"}, "Leave it at 'no'"),
-    "jit checkpoint": ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint.*Use --save_steps"),
     "no budget": ({"noise_multiplier": None}, "Neither target_epsilon nor noise_multiplier.*Add --target_epsilon"),
     "two budgets": ({"target_epsilon": 8.0}, "Both target_epsilon and noise_multiplier are.*Give exactly one"),
     "epsilon 0": ({"noise_multiplier": None, "target_epsilon": 0.0}, "target_epsilon=0.0.*Use a finite number > 0"),

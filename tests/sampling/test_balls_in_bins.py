@@ -120,3 +120,20 @@ def test_refusals():
     with pytest.raises(DPConfigError, match="noise_multiplier"):
         _sampler().event(0.0, 10)
     assert "40 batches" in _sampler().describe()
+
+
+@pytest.mark.parametrize(
+    "num_steps, planned, counted",
+    [(1, 100, 40), (40, 100, 40), (41, 100, 80), (81, 100, 100), (100, 100, 100), (101, 100, 101), (130, 100, 130)],
+)
+def test_the_epsilon_in_a_log_is_never_that_of_fewer_steps(num_steps, planned, counted):
+    """Whole epochs of 40 steps up to the planned number, and beyond it every step: more than planned is not hidden."""
+    assert _sampler().steps_for_log(num_steps, planned) == counted
+
+
+@pytest.mark.parametrize(
+    "chains, excess", [((130,), 30), ((100,), 0), ((60,), -40), ((60, 70), None), ((50, 50), None)]
+)
+def test_steps_beyond_the_plan_are_counted_in_one_chain(chains, excess):
+    """Two chains have bins of their own, so their steps do not add up to those of one."""
+    assert _sampler().excess(IdentityStrategy(), chains, 100) == excess

@@ -30,6 +30,13 @@ def test_a_record_waits_for_its_group():
     assert sampler.participation(64) == Participation(8, 8)
 
 
+def test_groups_of_a_key_are_those_of_earlier_releases():
+    """A resumed run goes on with the groups that its first part had, or a record would come back too soon."""
+    everyone = CyclicPoissonSampler(num_examples=16, expected_batch_size=4, num_groups=4)
+    batches = [everyone.draw(KEY, step).tolist() for step in range(4)]
+    assert batches == [[2, 7, 8, 10, 13], [5, 6, 9, 14, 15], [0, 12], [1, 3, 4, 11]]
+
+
 def test_batches_follow_the_law_of_the_event():
     """Sizes and inclusions over 20 keys, within 5 standard errors (false alarm below 1e-6 each)."""
     sampler, steps = _sampler(8), 40

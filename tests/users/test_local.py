@@ -63,6 +63,24 @@ TRAININGS = {
 }
 
 
+@pytest.mark.parametrize(
+    "options, sizes",
+    [
+        ({"epochs": 2}, [3, 3, 1, 3, 3, 1]),
+        ({"steps": 2}, [3, 3]),
+        ({"steps": 4}, [3, 3, 1, 3]),
+        ({"steps": 6}, [3, 3, 1, 3, 3, 1]),
+        ({"batch_size": 9}, [7]),
+    ],
+)
+def test_local_steps_are_as_many_as_asked_for_and_every_epoch_has_every_record(options, sizes):
+    training = LocalTraining(**{"learning_rate": 1.0, "batch_size": 3, **options})
+    batches = training.batches(7, np.random.default_rng(0))
+    assert [len(batch) for batch in batches] == sizes
+    seen = np.concatenate(batches)
+    assert all(len(set(seen[i : i + 7])) == len(seen[i : i + 7]) for i in range(0, len(seen), 7))
+
+
 @pytest.mark.parametrize("at_once", [1, 3, 4])
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 def test_users_move_the_weights_as_plain_sgd_does(training, at_once):

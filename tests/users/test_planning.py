@@ -7,10 +7,10 @@ import math
 import pytest
 from typer.testing import CliRunner
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, make_plan
 from hf_dpopt.cli.app import app
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.users import plan_for_users
+from hf_dpopt.plan.users import UserPlans, plan_for_users
 
 
 def _plans(epsilon=2.0, **changes):
@@ -46,6 +46,21 @@ def test_small_budgets_and_large_batches_favour_users():
     assert _plans(epsilon=0.5).break_even > _plans().break_even > _plans(epsilon=8.0).break_even
     assert _plans(records_per_step=8000).break_even > _plans().break_even
     assert "example-level sampling (--sampling capped_poisson), however different" in _plans(epsilon=8.0).advice()
+
+
+@pytest.mark.parametrize(
+    "ratio, words",
+    [(1.05, "user-level sampling, however alike"), (0.95, "shorter than 0.95"), (0.2, "however different")],
+)
+def test_the_advice_turns_where_records_are_alike_and_where_they_have_nothing_in_common(ratio, words):
+    """4 records each: between 1/2 and 1 times the norm of a record, it depends on the data."""
+
+    def plan(noise_multiplier: float):
+        config = PrivacyConfig(noise_multiplier=noise_multiplier, target_delta=1e-5, expected_batch_size=10)
+        return make_plan(config, num_examples=1000, num_steps=10)
+
+    found = UserPlans(by_users=plan(1.0), by_records=plan(ratio), records_per_user=4)
+    assert found.break_even == pytest.approx(ratio) and words in found.advice()
 
 
 def test_the_command_prints_both_and_an_advice():

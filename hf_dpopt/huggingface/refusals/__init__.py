@@ -4,9 +4,9 @@ One file for each thing that is examined; a new refusal is one line of a table t
 """
 
 from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments
-from hf_dpopt.huggingface.refusals.data import check_data, check_evaluation
-from hf_dpopt.huggingface.refusals.model import check_model
-from hf_dpopt.huggingface.refusals.resume import gradient_options
+from hf_dpopt.huggingface.refusals.data import check_data, check_datasets, check_evaluation, check_public
+from hf_dpopt.huggingface.refusals.model import check_model, check_model_given
+from hf_dpopt.huggingface.refusals.resume import check_resume, gradient_options
 from hf_dpopt.huggingface.refusals.stages import check_stages
 from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss
 from hf_dpopt.records.lengths import check_lengths
@@ -16,11 +16,15 @@ __all__ = [
     "check_accumulation",
     "check_arguments",
     "check_data",
+    "check_datasets",
     "check_evaluation",
     "check_hooks",
     "check_lengths",
     "check_loss",
     "check_model",
+    "check_model_given",
+    "check_public",
+    "check_resume",
     "check_stages",
     "gradient_options",
 ]

@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from hf_dpopt.clipping import ENGINES
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
+from hf_dpopt.huggingface.refusals.values import check_values
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
 DEALT = "Remove it: a logical batch is dealt to the ranks without repetition."
@@ -19,6 +20,7 @@ NOT_REENTRANT = "Use activation_checkpointing_kwargs={'use_reentrant': False}, t
 
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse training arguments under which the privacy statement would be false."""
+    check_values(args)
     raise_first(_on_arguments(args))
 
 
@@ -119,7 +121,6 @@ def _on_accumulation(args: Any) -> Iterator[Refusal]:
 
 
 def _on_backward(args: Any) -> Iterator[Refusal]:
-    check_choice("recipe", args.recipe, ("auto", "none"))
     check_choice("clipping_engine", args.clipping_engine, ("auto", *ENGINES))
     optim = str(getattr(args.optim, "value", args.optim))
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
@@ -159,11 +160,6 @@ def _on_side_channels(args: Any) -> Iterator[Refusal]:
         args.include_num_input_tokens_seen not in ("no", False),
         "`include_num_input_tokens_seen` logs the size of the sampled batches.",
         "Leave it at 'no'.",
-    )
-    yield (
-        bool(args.enable_jit_checkpoint),
-        "`enable_jit_checkpoint` saves between a gradient and its update, so the step would run twice.",
-        "Use --save_steps.",
     )
     yield (
         os.environ.get("WANDB_WATCH", "false").lower() in ("gradients", "all"),

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from transformers import DataCollatorWithFlattening
 
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.checks import check_at_most
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.plan.bounds import MAX_UNITS
 from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.views import share_rows
 
@@ -19,6 +21,44 @@ HELD_OUT = (
     "Evaluate on held-out records: split before training (dataset.train_test_split), and take out of the evaluation "
     "set what is in the training set, too."
 )
+
+
+def check_datasets(**datasets: Any) -> None:
+    """Refuse what is no dataset, by the parameter of the trainer; streams are refused where they matter.
+
+    Raises:
+        DPConfigError: for text and classes, and for a length that is no count or cannot be told.
+    """
+    for name, dataset in datasets.items():
+        if isinstance(dataset, str | bytes | type):
+            raise DPConfigError(
+                f"{name}={shown(dataset)} is no dataset. Load it: datasets.load_dataset(..), or a list of records."
+            )
+        if dataset is None or not hasattr(dataset, "__len__"):
+            continue
+        try:
+            num = len(dataset)
+        except Exception as error:
+            raise DPConfigError(
+                f"The length of {name} cannot be told: len() fails ({type(error).__name__}: {error}). Let __len__ "
+                "return the number of records."
+            ) from error
+        check_at_most(f"The length of {name}", num, MAX_UNITS, "one step draws from all of them. Take a sample.")
+
+
+def check_public(public_dataset: Any) -> None:
+    """Refuse public records that cannot be read by number."""
+    if public_dataset is None:
+        return
+    if not hasattr(public_dataset, "__len__") or not hasattr(public_dataset, "__getitem__"):
+        raise DPConfigError(
+            "`public_dataset` is a stream, and its records are drawn by number. Load it as a map-style dataset, or a "
+            "list of records."
+        )
+    check_at_most(
+        "The length of public_dataset", len(public_dataset), MAX_COMPARED * 10,
+        "each is compared with the training records. A few thousand are enough; take a sample.",
+    )  # fmt: skip
 
 
 def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> None:
@@ -50,9 +90,18 @@ def shared_rows(dataset: Any, training: Any) -> int:
         return 0
     if share_rows(dataset, training):
         return len(dataset)
-    ours = [_contents(dataset[i]) for i in range(len(dataset))]
+    ours = [_contents(_read(dataset, i)) for i in range(len(dataset))]
     theirs = {_contents(training[i]) for i in range(min(len(training), MAX_COMPARED))}
     return sum(row in theirs for row in ours)
+
+
+def _read(dataset: Any, i: int) -> Any:
+    try:
+        return dataset[i]
+    except Exception as error:
+        raise DPConfigError(
+            f"Public record {i} cannot be read: {type(error).__name__}: {error}. Correct it, or leave it out."
+        ) from error
 
 
 def _contents(row: Any) -> str:

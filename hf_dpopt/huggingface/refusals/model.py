@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.clipping.capture import is_compiled
-from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
 from hf_dpopt.huggingface.configs import settings
 from hf_dpopt.records.losses import base_model
@@ -20,8 +22,28 @@ def check_model(model: nn.Module) -> None:
     raise_first(_on_model(model), UnsupportedModuleError)
 
 
+def check_model_given(model: Any, given: Mapping[str, Any], trainer_class: type) -> None:
+    """Refuse what is no model, before the Trainer moves it to a device.
+
+    Args:
+        model: the trainer's parameter of that name.
+        given: all of its parameters.
+        trainer_class: trainers other than transformers' own may load a model by its name.
+    """
+    makes = next(cls for cls in trainer_class.__mro__ if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
+    if isinstance(model, nn.Module) or makes not in (Trainer, Seq2SeqTrainer):
+        return
+    if model is None and callable(given.get("model_init")):
+        return
+    raise DPConfigError(
+        f"model={shown(model)} is no model. Pass one that is loaded, such as "
+        "AutoModelForSequenceClassification.from_pretrained(..), or model_init, a function that makes it."
+    )
+
+
 def _on_model(model: nn.Module) -> Iterator[Refusal]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    yield from _on_values(trained)
     yield not trained, "The model has no trainable parameter.", "Unfreeze some (requires_grad_(True)) or add LoRA."
     yield (
         len(set(getattr(model, "hf_device_map", {}).values())) > 1,
@@ -67,6 +89,36 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
             "Remove the hook (an optimizer that steps inside the backward may have set it).",
         )
     yield from _on_adapters(model)
+
+
+def _on_values(trained: dict[str, nn.Parameter]) -> Iterator[Refusal]:
+    """Refusals of parameters that hold no numbers, or none that training could start from."""
+    for name, p in trained.items():
+        yield (
+            isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta,
+            f"{name} has no values yet (a lazy layer, or a model on the device 'meta').",
+            "Load or initialise the weights before the trainer is made.",
+        )
+        yield p.is_complex(), f"{name} is complex, and clips are of real numbers.", "Freeze it, or train both parts."
+        yield (
+            p.is_inference(),
+            f"{name} was made in torch.inference_mode, so it cannot be trained.",
+            "Load the model outside of it.",
+        )
+    spoilt = first_not_finite(trained)
+    if spoilt is not None:
+        yield (
+            True,
+            f"The weights of the model are not finite: {spoilt} holds NaN or infinity, so every loss would be NaN, "
+            "every record would be dropped, and the run would train on noise.",
+            "Load the weights again; if they came from a run that diverged, start from an older checkpoint with a "
+            "smaller learning rate.",
+        )
+
+
+def first_not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Name of the first tensor that holds NaN or infinity; None if there is none."""
+    return next((n for n, p in tensors.items() if p.is_floating_point() and not torch.isfinite(p).all()), None)
 
 
 def _rope_types(model: nn.Module) -> set[str]:

@@ -109,7 +109,7 @@ def _on_sft(args: Any) -> Iterator[Refusal]:
 
 HOOK_POINTS = (
     "create_accelerator_and_postprocess", "get_train_dataloader", "set_initial_training_values", "training_step",
-    "_prepare_for_training", "_finalize_training", "_save_rng_state",
+    "_prepare_for_training", "_finalize_training", "_save_rng_state", "_get_output_dir",
 )  # fmt: skip
 
 
@@ -119,5 +119,6 @@ def check_hooks(trainer_class: type, mixin: type) -> None:
     if replaced:
         raise DPConfigError(
             f"{trainer_class.__name__} replaces {', '.join(replaced)}, through which gradients are clipped, noised "
-            "and charged. Name DPTrainerMixin first among its bases and leave these methods out; use callbacks."
+            "and charged, and checkpoints saved whole. Name DPTrainerMixin first among its bases and leave these "
+            "methods out; use callbacks."
         )

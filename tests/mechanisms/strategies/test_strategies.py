@@ -168,6 +168,7 @@ def test_equal_parameters_are_an_equal_strategy():
         (lambda: Participation(4, 10).check(30), "max_participations <= 3"),
         (lambda: momentum_workload(4, 1.0), r"\[0, 1\)"),
         (lambda: momentum_workload(4, 0.9, [1, 2]), "4 finite numbers"),
+        (lambda: momentum_workload(4, 0.9, [1, 1, 1, -0.5]), "4 finite numbers >= 0"),
     ],
 )
 def test_bad_parameters(make, mend):

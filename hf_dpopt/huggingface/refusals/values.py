@@ -1,0 +1,125 @@
+"""Refusals of options by their values alone: types, choices, JSON, and ranges of the options of transformers.
+
+Each option is described once, where it is declared: its annotation says the type and its metadata the choices. Ranges
+of our own options are checked where they are used (`hf_dpopt.plan.config` and the stages); those of transformers'
+options that decide a step are below, for transformers hands them to torch as they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import typing
+from typing import Any
+
+from transformers import Seq2SeqTrainingArguments, TrainingArguments
+
+from hf_dpopt.common.checks import check_choice, check_mapping, check_real
+from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.kinds import check_kind, kinds_of
+from hf_dpopt.plan.options import GROUPS, DeprecatedOptions, HeadOptions
+
+OWN = (*GROUPS, DeprecatedOptions, HeadOptions)
+LARGEST = 1e30  # of numbers that torch multiplies in float32
+_NOT_NEGATIVE = (0.0, LARGEST, "a finite number >= 0")
+_STEPS = (0.0, 1e15, "a finite number >= 0")
+_SEED = (0.0, 2.0**32 - 1, "a whole number from 0 to 4294967295")
+RANGES: dict[str, tuple[float, float, str]] = {  # option -> smallest, largest, what is allowed
+    "per_device_train_batch_size": (1.0, 1e15, "an integer >= 1; it changes memory and speed, never the result"),
+    "gradient_accumulation_steps": (1.0, 1e15, "an integer >= 1"),
+    "learning_rate": (0.0, LARGEST, "a finite number >= 0, such as 1e-3"),
+    "weight_decay": _NOT_NEGATIVE,
+    "adam_beta1": (0.0, 1 - 1e-9, "a number in [0, 1), such as 0.9"),
+    "adam_beta2": (0.0, 1 - 1e-9, "a number in [0, 1), such as 0.999"),
+    "adam_epsilon": _NOT_NEGATIVE,
+    "label_smoothing_factor": (0.0, 1.0, "a number in [0, 1]"),
+    "max_grad_norm": (0.0, LARGEST, "a finite number >= 0; 0 is off"),
+    "warmup_steps": _STEPS,
+    "journal_limit": (0.0, LARGEST, "a finite number of GB >= 0, such as 4; 0 keeps no journal"),
+    "logging_steps": _STEPS,
+    "save_steps": _STEPS,
+    "seed": _SEED,
+    "data_seed": _SEED,
+}
+_JSON = ("lr_scheduler_kwargs", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def check_values(args: TrainingArguments) -> None:
+    """Refuse values of the wrong type or out of range, and unknown choices."""
+    check_types(args)
+    for name in _JSON:
+        check_mapping(name, getattr(args, name) or {}, '{"name": 1}')
+    for group in OWN:
+        for field in dataclasses.fields(group):
+            value = getattr(args, field.name, field.default)
+            if "choices" in field.metadata and value is not None:
+                check_choice(field.name, value, field.metadata["choices"])
+    for name, (smallest, largest, allowed) in RANGES.items():
+        if (value := getattr(args, name, None)) is not None:
+            check_real(name, value, allowed)
+            if not smallest <= value <= largest:
+                raise DPConfigError(f"{name}={shown(value)} is out of range. Use {allowed}.")
+    _check_optimizer_options(args)
+    _check_length(args)
+
+
+def _check_optimizer_options(args: Any) -> None:
+    """Refuse options of an optimizer that are no pairs; what they say is for the optimizer to read."""
+    for piece in (args.optim_args or "").replace(" ", "").split(",") if args.optim_args else ():
+        if piece.count("=") != 1 or piece.startswith("=") or piece.endswith("="):
+            raise DPConfigError(
+                f"`optim_args` has {shown(piece)}, which is no key=value. Use for instance 'rank=8,scale=1'."
+            )
+
+
+def _check_length(args: Any) -> None:
+    """Refuse lengths that are none: no steps, or epochs that are no number."""
+    if args.max_steps == 0:
+        raise DPConfigError("max_steps=0 takes no step. Use an integer >= 1, or -1 and num_train_epochs.")
+    if args.max_steps < 0:
+        check_real("num_train_epochs", args.num_train_epochs, "a finite number > 0, such as 3")
+        if args.num_train_epochs <= 0:
+            raise DPConfigError(f"num_train_epochs={args.num_train_epochs} takes no step. Use a number > 0.")
+
+
+def check_types(args: TrainingArguments) -> None:
+    """Refuse values that are not of their option's type; may be called before transformers has looked at them."""
+    for group in OWN:
+        for name, hint in _hints(group).items():
+            if hasattr(args, name) and not (name == "max_grad_norm" and args.max_grad_norm is None):
+                check_kind(name, getattr(args, name), hint)
+    is_seq2seq = isinstance(args, Seq2SeqTrainingArguments)
+    for name, hint in _hints(Seq2SeqTrainingArguments if is_seq2seq else TrainingArguments).items():
+        kinds, value = kinds_of(hint), getattr(args, name)
+        if kinds is None or name == "max_grad_norm":
+            continue
+        if {bool} == set(kinds) - {type(None)}:
+            kinds = (bool, int, type(None))  # transformers takes 0 and 1
+        if set(kinds) <= {bool, int, float, type(None)} or name in ("optim_args", "output_dir"):
+            check_kind(name, value, typing.Union[kinds])  # noqa: UP007  # of a tuple
+    for name in (*_JSON, "optim", "lr_scheduler_type"):
+        if isinstance(getattr(args, name), int | float | list | tuple | bytes):
+            raise DPConfigError(f"{name}={shown(getattr(args, name))} is no {'mapping' if name in _JSON else 'name'}.")
+
+
+def check_json(args: Any) -> None:
+    """Refuse texts of options that take JSON on a command line, and hold none."""
+    for name in args._VALID_DICT_FIELDS:
+        text = getattr(args, name)
+        if not isinstance(text, str) or not text.startswith("{"):
+            continue
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            why = "too many brackets" if isinstance(error, RecursionError) else error
+            raise DPConfigError(
+                f"{name}={shown(text)} is not JSON ({why}). Use double quotes, and single ones around all for the "
+                f"shell: --{name} '{{\"name\": 1}}'."
+            ) from None
+        check_mapping(name, value, '{"name": 1}')

@@ -1,0 +1,55 @@
+"""Bounds on what is computed for a plan; beyond them numbers are not exact, or planning takes hours or all memory.
+
+They are far above what runs have. A run that needs more can be planned in parts, as each message says.
+"""
+
+from __future__ import annotations
+
+import math
+
+from hf_dpopt.common.checks import check_at_most, check_count
+from hf_dpopt.common.errors import DPConfigError
+
+MAX_STEPS = 10**7  # beyond, dp_accounting computes with whole numbers of as many digits
+MAX_UNITS = 10**10  # records or users; the draws of a step are of this many
+SMALLEST_EPSILON, LARGEST_EPSILON = 1e-4, 1e6
+
+
+def check_sizes(num_examples: int, num_steps: int) -> None:
+    """Refuse sizes of a run that are no counts, or that no plan can be computed for."""
+    check_count("num_examples", num_examples)
+    check_count("num_steps", num_steps)
+    check_at_most("num_examples", num_examples, MAX_UNITS, "a step's batch is drawn from all of them. Take a sample.")
+    check_at_most(
+        "num_steps", num_steps, MAX_STEPS,
+        "epsilon of so many cannot be computed. Use fewer steps or epochs, or larger batches.",
+    )  # fmt: skip
+
+
+def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
+    """Optimizer steps of so many epochs, as the Trainer counts them.
+
+    Args:
+        epochs: passes over the data; finite, > 0.
+        num_examples, batch_size: the dataset, and the records of a step on average.
+
+    Raises:
+        DPConfigError: for more than `MAX_STEPS`.
+    """
+    check_count("expected_batch_size", batch_size)
+    per_epoch = -(-num_examples // batch_size)
+    if not epochs * float(per_epoch) <= MAX_STEPS:
+        raise DPConfigError(
+            f"{epochs:g} epochs of {per_epoch:,} steps are more than {MAX_STEPS:,} steps, and epsilon of so many "
+            "cannot be computed. Use fewer epochs, or larger batches."
+        )
+    return math.ceil(epochs * per_epoch)
+
+
+def check_budget(epsilon: float | None) -> None:
+    """Refuse budgets that no noise can be calibrated to; the bound on delta is in `accounting.delta`."""
+    if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
+        raise DPConfigError(
+            f"target_epsilon={epsilon:g} is outside {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}, for which noise can "
+            "be calibrated. 1 to 8 is usual for finetuning; noise_multiplier sets the noise itself."
+        )

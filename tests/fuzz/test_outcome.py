@@ -1,0 +1,52 @@
+"""The judge of the cases: it tells a run from a refusal, and both from what a user must never see."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.run import LEDGER
+from tests.fuzz.outcome import Case, outcome_of
+
+
+def _charge_and_fail(folder):
+    with Ledger.open(folder / LEDGER) as ledger:
+        ledger.start_chain(chain_id="a" * 16, key_id="b" * 16, start_step=0)
+        ledger.charge("a" * 16, 1)
+    raise DPConfigError("Something is wrong. Do something else.")
+
+
+def _raise(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("kind", "run"),
+    [
+        ("ran", lambda folder: None),
+        ("refused", lambda folder: _raise(DPConfigError("x=1 is wrong. Use 2."))),
+        ("raw", lambda folder: _raise(ValueError("x=1 is wrong. Use 2."))),
+        ("raw", lambda folder: _raise(DPConfigError(""))),
+        ("raw", lambda folder: _raise(SystemExit(2))),
+        ("raw", lambda folder: [][1]),
+        ("charged", _charge_and_fail),
+        ("hung", lambda folder: [None for _ in iter(int, 1)]),
+        ("hung", lambda folder: time.sleep(5)),
+    ],
+)
+def test_every_end_has_its_name(kind, run, tmp_path):
+    assert outcome_of(Case("any", "case", run), tmp_path, seconds=0.05).kind == kind
+
+
+def test_what_swallows_errors_does_not_hide_that_it_hangs(tmp_path):
+    def stubborn(folder):
+        while True:
+            try:
+                time.sleep(0.01)
+            except Exception:
+                continue
+
+    assert outcome_of(Case("any", "case", stubborn), tmp_path, seconds=0.02).kind == "hung"

@@ -1,0 +1,255 @@
+"""Faults that bad input once met: each is one line now, at once, before anything is charged."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hf_dpopt import DPConfigError, PrivacyConfig, UnsupportedModuleError, make_plan
+from hf_dpopt.cli import app
+from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
+from hf_dpopt.run.run import LEDGER
+from tests import tiny
+
+BUDGET = {"noise_multiplier": None}
+SECONDS = 5.0
+
+ARGUMENTS = {  # what was given -> what is said
+    "a budget of 1e-300": ({**BUDGET, "target_epsilon": 1e-300}, "target_epsilon=1e-300 is outside 0.0001 to 1e"),
+    "a budget of 1e301": ({**BUDGET, "target_epsilon": 1e301}, "target_epsilon=1e[+]301 is outside"),
+    "delta 0.999": ({"target_delta": 0.999, "allow_large_delta": True}, "target_delta=0.999 is above 0.5"),
+    "noise 1e300": ({"noise_multiplier": 1e300}, "noise_multiplier=1e[+]300 is outside 1e-09 to 1e[+]09"),
+    "noise 1e-300": ({"noise_multiplier": 1e-300}, "noise_multiplier=1e-300 is outside"),
+    "a number of 400 digits": ({"clipping_norm": 10**400}, "clipping_norm=1000.* is not a finite number"),
+    "bad JSON": ({"noise_kwargs": '{"num_buffers": '}, "noise_kwargs=.* is not JSON [(]Expecting value"),
+    "deep JSON": ({"preconditioner_kwargs": '{"a": ' * 2000}, "is not JSON [(]too many brackets"),
+    "bad JSON of transformers": ({"lr_scheduler_kwargs": "{'a': 1}"}, "lr_scheduler_kwargs=.* is not JSON"),
+    "JSON of a number": ({"filter_kwargs": "1"}, "filter_kwargs='1' is no mapping"),
+    "99 buffers": ({"noise_mechanism": "blt", "noise_kwargs": {"num_buffers": 99}}, "num_buffers=99 is more than 16"),
+    "1e9 epochs": ({"max_steps": -1, "num_train_epochs": 1e9}, "1e[+]09 epochs of 4 steps are more than 10,000,000"),
+    "1e9 steps": ({"max_steps": 10**9}, "num_steps=1000000000 is more than 10,000,000"),
+    "long noise": ({"max_steps": 10**6, "noise_mechanism": "tree"}, "num_steps=1000000 .*noise_restart_every=100000"),
+    "no steps": ({"max_steps": 0}, "max_steps=0 takes no step"),
+    "a physical batch of False": ({"per_device_train_batch_size": False}, "batch_size=False is of type bool"),
+    "a physical batch of 0": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size=0 is out of range"),
+    "an array for a choice": ({"clipping": np.zeros(0)}, "clipping=array.* is of type ndarray. Use a text"),
+    "an unknown declaration": ({"eval_data_privacy": "maybe"}, "eval_data_privacy='maybe' is unknown"),
+    "a rate of -1": ({"learning_rate": -1.0}, "learning_rate=-1.0 is out of range"),
+    "a rate of NaN": ({"learning_rate": math.nan}, "learning_rate=nan is not a finite number"),
+    "betas of None": ({"adam_beta1": None}, "adam_beta1=None is of type NoneType. Use a number"),
+    "a text for a number": ({"local_users_at_once": "two"}, "local_users_at_once='two' is of type str"),
+    "folders in a number": ({"earlier_runs": -2.0}, "earlier_runs=-2.0 is of type float"),
+    "an option without a value": ({"optim": "adafactor", "optim_args": "rank"}, "`optim_args` has 'rank', which"),
+    "an order of 1e6": ({"filter": "butterworth:1000000:0.1"}, "order=1000000 is no filter order"),
+    "1e6 taps": ({"filter": "adaptive:1000000"}, "taps=1000000 is more than 256"),
+    "a ripple of 1e300": ({"filter": "chebyshev:2:0.1:1e300"}, "ripple=1e[+]300 is no ripple"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _at_once():
+    began = time.process_time()
+    yield
+    assert time.process_time() - began < SECONDS
+
+
+def _refused(folder, match, error=DPConfigError, **changes):
+    with pytest.raises(error, match=match) as found:
+        tiny.trainer(folder / "out", **changes).train()
+    text = str(found.value)
+    assert "\n" not in text and len(text) < 1200
+    assert not list(folder.rglob("ledger*")) or not _charged(folder)
+
+
+def _charged(folder):
+    lines = (folder / "out" / LEDGER).read_text().splitlines() if (folder / "out" / LEDGER).exists() else []
+    return sum(json.loads(line)["kind"] == "step" for line in lines)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_options(name, tmp_path):
+    changes, match = ARGUMENTS[name]
+    _refused(tmp_path, match, **changes)
+
+
+def _spoilt(value, *, frozen):
+    model = tiny.model()
+    with torch.no_grad():
+        model.bert.encoder.layer[0].output.dense.weight[0, 0] = value
+    if frozen:
+        model.bert.requires_grad_(False)
+    return model
+
+
+def _lazy():
+    model = tiny.model()
+    model.extra = torch.nn.LazyLinear(3)
+    return model
+
+
+def _inference():
+    with torch.inference_mode():
+        return tiny.model()
+
+
+MODELS = {
+    "NaN": (lambda: _spoilt(math.nan, frozen=False), "layer.0.output.dense.weight holds NaN or infinity"),
+    "infinity": (lambda: _spoilt(math.inf, frozen=False), "layer.0.output.dense.weight holds NaN or infinity"),
+    "NaN in a frozen layer": (lambda: _spoilt(math.nan, frozen=True), "losses of 8 .*dense.weight of the model holds"),
+    "no values": (lambda: tiny.model().to("meta"), "has no values yet"),
+    "a lazy layer": (_lazy, "extra.weight has no values yet"),
+    "inference mode": (_inference, "was made in torch.inference_mode"),
+    "a name": (lambda: "bert-base-uncased", "model='bert-base-uncased' is no model"),
+    "None": (lambda: None, "model=None is no model"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, tmp_path):
+    make, match = MODELS[name]
+    _refused(tmp_path, match, (DPConfigError, UnsupportedModuleError), model=make())
+
+
+class Records:
+    """Records whose number is what it is told to be."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        return tiny.records()[i % 64]
+
+
+DATA = {
+    "a text": ({"train_dataset": "train.csv"}, "train_dataset='train.csv' is no dataset"),
+    "no length": ({"train_dataset": Records(None)}, "The length of train_dataset cannot be told"),
+    "1e12 records": ({"train_dataset": Records(10**12)}, "The length of train_dataset=1000000000000 is more than"),
+    "a public stream": ({"public_dataset": iter(())}, "`public_dataset` is a stream"),
+    "1e8 public records": ({"public_dataset": Records(10**8)}, "The length of public_dataset=100000000 is more"),
+    "sparse rows": (
+        {"data_collator": lambda rows: {k: v.to_sparse() for k, v in tiny.collate(rows).items()}},
+        "The collator returns 'input_ids' as a tensor of layout torch.sparse",
+    ),
+    "no tensors": (
+        {"data_collator": lambda rows: {"input_ids": [1]}},
+        "The batch has no tensor with a row per record",
+    ),
+    "a number of no dimension": (
+        {"train_dataset": [{**row, "input_ids": torch.tensor(1)} for row in tiny.records()]},
+        "The collator fails on two training records",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data(name, tmp_path):
+    changes, match = DATA[name]
+    _refused(tmp_path, match, **changes)
+
+
+@pytest.mark.parametrize("where", [5, ["x"], ""])
+def test_a_checkpoint_that_is_none(where, tmp_path):
+    with pytest.raises(DPConfigError, match="resume_from_checkpoint=.* is no folder"):
+        tiny.trainer(tmp_path / "out").train(resume_from_checkpoint=where)
+
+
+LINES = {
+    "delta 0.5": ("--delta 0.5 --noise-multiplier 1 --steps 100", "delta=0.5 is above 1/n = 0.0001"),
+    "delta 0.6, allowed": ("--delta 0.6 --allow-large-delta --epsilon 3 --steps 100", "target_delta=0.6 is above 0.5"),
+    "1e9 steps": ("--noise-multiplier 1 --steps 1000000000", "num_steps=1000000000 is more than"),
+    "1e9 epochs": ("--noise-multiplier 1 --epochs 1e9", "epochs of 40 steps are more than"),
+    "1e300 epochs": ("--noise-multiplier 1 --epochs 1e300 --noise-mechanism blt", "epochs of 40 steps are more"),
+    "99 buffers": ('--noise-multiplier 1 --steps 100 --noise-mechanism blt --noise-kwargs {"num_buffers":99}', "num_"),
+    "1e8 bins": (
+        "-n 100000000 -b 1 --noise-multiplier 1 --steps 10 --sampling balls_in_bins --noise-mechanism nu_dpftrl",
+        "num_bins=100000000 is more than 100,000",
+    ),
+    "a budget of 1e-300": ("--epsilon 1e-300 --steps 100", "target_epsilon=1e-300 is outside"),
+    "noise 1e300": ("--noise-multiplier 1e300 --steps 100", "noise_multiplier=1e+300 is outside"),
+    "bad JSON": ("--noise-multiplier 1 --steps 100 --noise-mechanism blt --noise-kwargs {", "is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_the_command_line(name, monkeypatch, capsys):
+    line, said = LINES[name]
+    monkeypatch.setattr("sys.argv", ["hf-dpopt", "plan", "-n", "10000", "-b", "256", *line.split()])
+    with pytest.raises(SystemExit) as stopped:
+        app.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2 and said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "changes"),
+    [(3 * 10**5, {}), (10**7, {"sampling": "fixed_order"}), (10**5, {"noise_mechanism": "nu_dpftrl"})],
+)
+def test_long_runs_on_many_records_are_planned(steps, changes):
+    plan = make_plan(
+        PrivacyConfig(noise_multiplier=1.0, expected_batch_size=1024, **changes), num_examples=10**8, num_steps=steps
+    )
+    assert 0 < plan.epsilon() < math.inf
+
+
+DAMAGED = (b"", b"{", b"5", b"[]", b"\xff\xfe{}", b"NaN", None)  # None: a folder in its place
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Folder with a run that has ended: out, keys, and a head in `head`."""
+    folder = tmp_path_factory.mktemp("finished")
+    given = dict(max_steps=2, save_strategy="steps", save_steps=1, sampling="fixed_order")
+    tiny.trainer(folder / "out", private_state_dir=str(folder / "keys"), **given).train()
+    config = HeadConfig(head_radius=1.0, feature_norm=1.0, expected_batch_size=8, num_steps=2, noise_multiplier=1.0)
+    run = HeadRun(make_head_plan(config, num_examples=40), output_dir=folder / "head")
+    run.train(0.1 * torch.rand(40, 4), torch.arange(40) % 2, 2)
+    run.finish(2)
+    return folder
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("name", ["out/privacy/report.json", "out/privacy/statement.md", "head/privacy/head.json",
+                                  "head/privacy/statement.md", "out/privacy/ledger.jsonl"])  # fmt: skip
+def test_a_damaged_report_is_named(name, content, finished, tmp_path, monkeypatch, capsys):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    _damage(tmp_path / name, content)
+    monkeypatch.setattr("sys.argv", ["hf-dpopt", "report", str(tmp_path / name.partition("/")[0])])
+    with pytest.raises(SystemExit) as stopped:
+        app.main()
+    err = capsys.readouterr().err
+    assert stopped.value.code in (1, 2) and err and all(line.startswith("hf-dpopt: ") for line in err.splitlines())
+
+
+@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("pattern", ["out/checkpoint-1/privacy_ledger.json", "keys/used/*/*.mark", "keys/used/*/seal",
+                                     "out/checkpoint-1/trainer_state.json"])  # fmt: skip
+def test_a_damaged_mark_is_refused(pattern, content, finished, tmp_path):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    for path in tmp_path.glob(pattern):
+        _damage(path, content)
+    trainer = tiny.trainer(
+        tmp_path / "out", private_state_dir=str(tmp_path / "keys"), max_steps=2, save_strategy="steps", save_steps=1,
+        sampling="fixed_order",
+    )  # fmt: skip
+    with pytest.raises(DPConfigError) as found:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert "\n" not in str(found.value) and _charged(tmp_path) == 2
+
+
+def _damage(path, content):
+    mode = path.stat().st_mode
+    path.unlink()
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+        path.chmod(mode)

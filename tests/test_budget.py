@@ -1,0 +1,73 @@
+"""The budget at start-up: a call is refused where its steps cost more than `target_epsilon` by however little."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from hf_dpopt import DPBudgetExceeded, PrivacyConfig, PrivateRun, make_plan
+from hf_dpopt.plan.plan import PrivacyPlan
+
+NUM_STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def plan() -> PrivacyPlan:
+    config = PrivacyConfig(target_epsilon=3.0, target_delta=1e-3, expected_batch_size=4)
+    return make_plan(config, num_examples=40, num_steps=NUM_STEPS)
+
+
+def _with_target(plan: PrivacyPlan, target: float) -> PrivacyPlan:
+    """The same noise, under another budget."""
+    return dataclasses.replace(plan, config=dataclasses.replace(plan.config, target_epsilon=target))
+
+
+def _start(plan: PrivacyPlan, folder: Path) -> PrivateRun:
+    return PrivateRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys")
+
+
+@pytest.mark.parametrize("missing", [1e-9, 0.04])
+def test_a_call_that_costs_a_little_more_than_its_budget_is_refused_before_a_step(plan, tmp_path, missing):
+    """Two calls, so two chains: epsilon of both is compared, and no share of it is forgiven."""
+    first = _start(plan, tmp_path)
+    for step in range(1, NUM_STEPS + 1):
+        first.charge(step)
+    first.close()
+    both = plan.epsilon((NUM_STEPS, NUM_STEPS))
+    before = (tmp_path / "out/privacy/ledger.jsonl").read_bytes()
+    with pytest.raises(DPBudgetExceeded, match=f"the {NUM_STEPS} steps still to run would bring epsilon to"):
+        _start(_with_target(plan, both * (1 - missing)), tmp_path)
+    assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
+    _start(_with_target(plan, both), tmp_path).close()
+
+
+def test_a_first_call_that_costs_a_little_more_than_its_budget_is_refused(plan, tmp_path):
+    """A resumed run keeps its noise, so a plan may cost more than the budget it is given."""
+    with pytest.raises(DPBudgetExceeded, match="above target_epsilon"):
+        _start(_with_target(plan, plan.epsilon() * 0.999), tmp_path)
+    _start(_with_target(plan, plan.epsilon()), tmp_path).close()
+
+
+@pytest.mark.parametrize("missing, affordable", [(0.0, NUM_STEPS + 1), (1e-9, NUM_STEPS)])
+def test_a_step_beyond_the_plan_is_refused_where_it_would_cost_more_than_the_budget(
+    plan, tmp_path, missing, affordable
+):
+    """The steps of the plan were found affordable at the start; of each further one epsilon is computed first."""
+    run = _start(_with_target(plan, plan.epsilon(NUM_STEPS + 1) * (1 - missing)), tmp_path)
+    for step in range(1, affordable + 1):
+        run.charge(step)
+    with pytest.raises(DPBudgetExceeded, match=f"Step {affordable + 1} would bring epsilon to"):
+        run.charge(affordable + 1)
+    assert run.charged == [affordable] and run.spent().epsilon <= run.plan.config.target_epsilon
+    run.close()
+
+
+def test_without_a_budget_steps_beyond_the_plan_are_charged(tmp_path):
+    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=4)
+    run = _start(make_plan(config, num_examples=40, num_steps=1), tmp_path)
+    for step in (1, 2, 3):
+        run.charge(step)
+    assert run.charged == [3] and run.spent().epsilon == run.plan.epsilon(3)
+    run.close()
