@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+BUDGET = "tests/test_budget.py"
 TRAINER = "tests/test_trainer.py"
 LOSSES = "tests/test_losses.py"
 STATE = "tests/test_private_state.py"
@@ -374,6 +375,27 @@ BUGS: tuple[Bug, ...] = (
         "        bool(rotary),\n",
         "        False,\n",
         (f"{REFUSED_MODELS}::test_rotary_embeddings_that_depend_on_the_batch",),
+    ),
+    Bug(
+        "a call may cost 5 % more than its budget",
+        "hf_dpopt/run/run.py",
+        "        if spent <= target:\n            return",
+        "        if spent <= target * 1.05:\n            return",
+        (f"{BUDGET}::test_a_call_that_costs_a_little_more_than_its_budget_is_refused_before_a_step",),
+    ),
+    Bug(
+        "between steps the generators keep the public seed",
+        "hf_dpopt/huggingface/trainer.py",
+        "        reseed_from_the_system()  #",
+        "        pass  #",
+        (f"{TRAINER}::test_what_is_drawn_between_steps_does_not_follow_from_the_public_seed",),
+    ),
+    Bug(
+        "the system's seed reaches no generator",
+        "hf_dpopt/randomness/framework.py",
+        "    seed = os.urandom(KEY_BYTES)\n    random.seed(seed)",
+        "    return\n    random.seed(seed)",
+        ("tests/test_framework_rng.py::test_the_system_s_seed_leaves_nothing_of_the_public_one",),
     ),
     Bug(
         "the exact loss is logged",

@@ -1,0 +1,407 @@
+"""Verdicts on mutants that survived.
+
+same: it behaves as the package does.
+harmless: it behaves otherwise, and no promise depends on it.
+matters: a promise depends on it; the reason names the test that kills it now, or says why there is none yet.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+Key = tuple[str, str, str, str, int, int]  # file, function, text of the line, operator, column, nth alike
+
+
+def key_of(row: dict[str, Any]) -> Key:
+    """What a row of the results is called here."""
+    return row["file"], row["function"], row["text"], row["operator"], row["column"], row["nth"]
+
+
+VERDICTS: dict[Key, tuple[str, str]] = {
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun.__init__",
+        "self.noise.continue_at(self.charged[-1], noise_state)",
+        "core/NumberReplacer",
+        37,
+        1,
+    ): (
+        "matters",
+        "A second chain that is resumed goes on at its own step: `test_run.py::test_a_second_chain_that_is_resumed_goes_on_with_its_own_noise`",
+    ),
+    (
+        "hf_dpopt/accounting/last_iterate.py",
+        "plateau",
+        'raise DPConfigError(f"decay={run.decay:g}: noise of small steps hides less, and no plateau is reached. Use 0.")',
+        "DropStatement",
+        0,
+        0,
+    ): (
+        "matters",
+        "The nearest tests were not those that see it, which was the choice of tests; the suite did: `test_last_iterate.py::test_the_plateau`",
+    ),
+    (
+        "hf_dpopt/run/keys.py",
+        "_beginnings",
+        "return [first.numpy().tobytes()] if len(first) >= 8 and first.unique().numel() > 1 else []",
+        "core/NumberReplacer",
+        50,
+        0,
+    ): (
+        "harmless",
+        "From which size on a tensor is told apart from chance, 8 numbers or 9, is a choice",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "recorded_plan",
+        'if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:',
+        "core/AddNot",
+        3,
+        0,
+    ): (
+        "matters",
+        "`test_run.py::test_a_budget_is_not_kept_on_top_of_steps_without_noise`",
+    ),
+    (
+        "hf_dpopt/noise/finite_time.py",
+        "_last_weights",
+        "sizes = np.asarray(workload.step_sizes) / max(workload.step_sizes)",
+        "core/ReplaceBinaryOperator_Div_Mul",
+        40,
+        0,
+    ): (
+        "matters",
+        "Tuning for the last iterate took the unit of the learning rate: `test_finite_time.py::test_learning_rates_have_any_unit`",
+    ),
+    (
+        "hf_dpopt/accounting/random_allocation.py",
+        "",
+        "KEPT = 12  # trees to which a third level is tried",
+        "core/NumberReplacer",
+        7,
+        0,
+    ): (
+        "harmless",
+        "How far trees are searched: every tree gives a valid bound",
+    ),
+    (
+        "hf_dpopt/plan/options.py",
+        "AfterNoiseOptions",
+        'public_batch_size: int = option(32, "Records of public_dataset in one public gradient.")',
+        "core/NumberReplacer",
+        32,
+        1,
+    ): (
+        "harmless",
+        "The nearest tests were not those that see it, which was the choice of tests; the suite did: `test_options.py::test_the_page_is_current`",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun._check_checkpoint",
+        "mark = Path(checkpoint) / CHECKPOINT_MARK",
+        "core/ReplaceBinaryOperator_Div_Mul",
+        24,
+        0,
+    ): (
+        "matters",
+        "A resume ends in a raw error; dearer tests see it, now a cheap one, too: `test_run.py::test_a_checkpoint_that_the_ledger_does_not_know_is_refused_before_a_step`",
+    ),
+    (
+        "hf_dpopt/noise/workloads.py",
+        "momentum_workload",
+        "if sizes.shape != (n,) or not np.isfinite(sizes).all() or (sizes < 0).any() or not sizes.any():",
+        "core/NumberReplacer",
+        67,
+        1,
+    ): (
+        "matters",
+        "`test_strategies.py::test_bad_parameters`, with learning rates of -0.5",
+    ),
+    (
+        "hf_dpopt/accounting/random_allocation.py",
+        "_inside",
+        "for n in (2, 3, 4, 6, 8):",
+        "core/ZeroIterationForLoop",
+        9,
+        0,
+    ): (
+        "harmless",
+        "Fewer trees are searched, and every tree gives a valid bound; killed all the same: `test_random_allocation.py::test_blocks_within_blocks_are_tighter_where_noise_is_correlated`",
+    ),
+    ("hf_dpopt/run/step.py", "clip_and_sum", "*,", "core/ReplaceBinaryOperator_Mul_Div", 0, 0): (
+        "same",
+        "All callers pass these arguments by name",
+    ),
+    (
+        "hf_dpopt/plan/users.py",
+        "UserPlans.advice",
+        "alike, apart = 1.0, 1 / math.sqrt(self.records_per_user)",
+        "core/NumberReplacer",
+        15,
+        0,
+    ): (
+        "harmless",
+        "A line of advice; killed all the same: `test_planning.py::test_the_advice_turns_where_records_are_alike_and_where_they_have_nothing_in_common`",
+    ),
+    ("hf_dpopt/run/run.py", "recorded_plan", "raise DPConfigError(", "DropStatement", 0, 0): (
+        "matters",
+        "`test_run.py::test_a_ledger_that_does_not_say_how_the_noise_was_correlated_is_not_continued`",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun._check_checkpoint",
+        "if not resume_step or checkpoint is None:",
+        "core/ReplaceOrWithAnd",
+        19,
+        0,
+    ): (
+        "matters",
+        "A resume whose caller answers for the checkpoint ends in a raw error: `test_run.py::test_a_second_chain_that_is_resumed_goes_on_with_its_own_noise`",
+    ),
+    (
+        "hf_dpopt/sampling/balls_in_bins.py",
+        "BallsInBinsSampler.certify",
+        "_announce(num_samples)",
+        "DropStatement",
+        0,
+        0,
+    ): (
+        "harmless",
+        "A line of log",
+    ),
+    (
+        "hf_dpopt/noise/tree.py",
+        "_worst_pattern.search",
+        "for block in range(earliest // s, len(hits)):",
+        "core/ReplaceBinaryOperator_FloorDiv_RShift",
+        28,
+        0,
+    ): (
+        "same",
+        "`x >> s` is at most `x // s`, and blocks that lie before the place are skipped in the loop",
+    ),
+    (
+        "hf_dpopt/accounting/last_iterate.py",
+        "",
+        "MANY = 10**12  # steps, for a run without end",
+        "core/NumberReplacer",
+        11,
+        0,
+    ): (
+        "harmless",
+        "Both stand for a run without end: the bound is flat there",
+    ),
+    (
+        "hf_dpopt/run/keys.py",
+        "default_private_dir",
+        "name = hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()",
+        "core/NumberReplacer",
+        54,
+        0,
+    ): (
+        "matters",
+        "Keys of a run that an earlier release began would not be found: `test_private_state.py::test_the_name_of_the_default_directory_is_that_of_earlier_releases`",
+    ),
+    (
+        "hf_dpopt/sampling/balls_in_bins.py",
+        "BallsInBinsSampler.steps_for_log",
+        "if num_steps > planned:",
+        "core/ReplaceComparisonOperator_Gt_LtE",
+        13,
+        0,
+    ): (
+        "matters",
+        "The log would give the epsilon of the plan after more steps than planned: `test_balls_in_bins.py::test_the_epsilon_in_a_log_is_never_that_of_fewer_steps`",
+    ),
+    (
+        "hf_dpopt/noise/blt.py",
+        "_BltObjective._decays",
+        "weights = (rates[:, None] - others[None, :]).prod(1) / among.prod(1)",
+        "core/ReplaceBinaryOperator_Div_Sub",
+        53,
+        0,
+    ): (
+        "matters",
+        "The nearest tests were not those that see it, which was the choice of tests; the suite did: `test_tuning.py::test_tuned_for_a_workload`",
+    ),
+    (
+        "hf_dpopt/accounting/random_allocation.py",
+        "best_tree",
+        "if max(ring.covariances[1:], default=0.0) == 0 or ring.variance * ring.chains > MAX_VARIANCE:",
+        "core/ReplaceOrWithAnd",
+        47,
+        0,
+    ): (
+        "harmless",
+        "A shortcut that ends in a raw error where nothing is protected, but for callers that return infinity before; killed all the same: `test_random_allocation.py::test_independent_bins_and_noise_that_protects_nothing_need_no_search`",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "recorded_plan",
+        'if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:',
+        "core/ReplaceComparisonOperator_IsNot_Is",
+        25,
+        0,
+    ): (
+        "matters",
+        "`test_run.py::test_a_budget_is_not_kept_on_top_of_steps_without_noise`",
+    ),
+    (
+        "hf_dpopt/sampling/balls_in_bins.py",
+        "BallsInBinsSampler.excess",
+        "return sum(chains) - planned if len(chains) == 1 else None",
+        "core/NumberReplacer",
+        47,
+        0,
+    ): (
+        "matters",
+        "Steps beyond the plan of a second chain would have been counted as those of one: `test_balls_in_bins.py::test_steps_beyond_the_plan_are_counted_in_one_chain`",
+    ),
+    (
+        "hf_dpopt/clipping/rules/adapters.py",
+        "ia3_linear",
+        "target = target * copy_per_record(site, name, target)",
+        "core/ReplaceBinaryOperator_Mul_Sub",
+        16,
+        0,
+    ): (
+        "matters",
+        "The nearest tests were not those that see it, which was the choice of tests; the suite did: `test_exactness.py::test_clipped_sum_equals_a_loop_over_records`",
+    ),
+    (
+        "hf_dpopt/plan/local_training.py",
+        "LocalTraining.batches",
+        "return found if self.steps is None else found[: self.steps]",
+        "core/ReplaceComparisonOperator_Is_IsNot",
+        27,
+        0,
+    ): (
+        "matters",
+        "More local steps than were asked for: `test_local.py::test_local_steps_are_as_many_as_asked_for_and_every_epoch_has_every_record`",
+    ),
+    (
+        "hf_dpopt/noise/blt.py",
+        "_BltObjective._decays",
+        "powers = torch.exp(self._powers[:, None] * rates.log()[None, :])",
+        "core/ReplaceBinaryOperator_Mul_Add",
+        41,
+        0,
+    ): (
+        "matters",
+        "The nearest tests were not those that see it, which was the choice of tests; the suite did: `test_tuning.py::test_tuned_for_a_workload`",
+    ),
+    (
+        "hf_dpopt/run/keys.py",
+        "PrivateState.load_noise",
+        'return torch.load(path, weights_only=True, map_location="cpu")  # a rank\'s device is its own affair',
+        "core/ReplaceTrueWithFalse",
+        37,
+        0,
+    ): (
+        "matters",
+        "A file in the private folder could run code: `test_private_state.py::test_a_state_of_noise_runs_no_code`",
+    ),
+    (
+        "hf_dpopt/sampling/cyclic_poisson.py",
+        "_groups",
+        'groups = random_words(derive_key(key, "cyclic groups"), 0, num_examples) % np.uint64(num_groups)',
+        "core/NumberReplacer",
+        56,
+        0,
+    ): (
+        "matters",
+        "Seen by the frozen outputs, which cost more than the budget; a resumed run of an earlier release would change its groups: `test_cyclic_poisson.py::test_groups_of_a_key_are_those_of_earlier_releases`",
+    ),
+    (
+        "hf_dpopt/noise/finite_time.py",
+        "LinearRegression.__post_init__",
+        'for name in ("eigenvalues", "start"):',
+        "core/ZeroIterationForLoop",
+        12,
+        0,
+    ): (
+        "harmless",
+        "Lists instead of arrays; killed all the same: `test_finite_time.py::test_a_problem_may_be_given_as_lists`",
+    ),
+    (
+        "hf_dpopt/plan/config.py",
+        "PrivacyConfig.num_units",
+        'in_places = self.privacy_unit == "user" and self.sampling == "capped_poisson"',
+        "core/ReplaceComparisonOperator_Eq_GtE",
+        58,
+        0,
+    ): (
+        "matters",
+        "The default delta would be that of fewer users: `test_config.py::test_units_are_users_unless_their_records_are_drawn_one_by_one`",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun._check_checkpoint",
+        "if not resume_step or checkpoint is None:",
+        "core/AddNot",
+        3,
+        0,
+    ): (
+        "matters",
+        "Checkpoints of other runs were taken; a dearer test sees it, now a cheap one, too: `test_run.py::test_a_checkpoint_that_the_ledger_does_not_know_is_refused_before_a_step`",
+    ),
+    (
+        "hf_dpopt/accounting/rough.py",
+        "_orders",
+        "log_binomial_AK = gammaln(a_A1 + 1) - gammaln(k_1K + 1) - gammaln(np.maximum(a_A1 - k_1K, 0) + 1)",
+        "core/NumberReplacer",
+        90,
+        0,
+    ): (
+        "same",
+        "log 0! and log 1! are both 0",
+    ),
+    (
+        "hf_dpopt/clipping/rules/fallback.py",
+        "_record_gradients",
+        "batched = [isinstance(x, torch.Tensor) and x.dim() > 0 and x.size(0) == num_records for x in leaves]",
+        "core/NumberReplacer",
+        53,
+        1,
+    ): (
+        "matters",
+        "A number beside the records ends in a raw error: `test_fallback.py::test_a_tensor_without_dimensions_belongs_to_every_record`",
+    ),
+    (
+        "hf_dpopt/accounting/random_allocation.py",
+        "best_tree",
+        "if max(ring.covariances[1:], default=0.0) == 0 or ring.variance * ring.chains > MAX_VARIANCE:",
+        "core/NumberReplacer",
+        45,
+        1,
+    ): (
+        "harmless",
+        "A shortcut: for independent bins the search finds the same tree",
+    ),
+    ("hf_dpopt/plan/plan.py", "build_plan", "check_noise_multiplier(noise_multiplier)", "DropStatement", 0, 0): (
+        "matters",
+        "Noise given to `make_plan` as a text ended in a raw error: `test_plan.py::test_the_noise_of_a_record_is_checked_like_that_of_the_options`",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun.charge",
+        "if target is not None and next_charged[-1] > self.plan.num_steps - self._start:",
+        "core/AddNot",
+        3,
+        0,
+    ): (
+        "matters",
+        "Steps beyond a plan would not keep the budget: `test_budget.py::test_a_step_beyond_the_plan_is_refused_where_it_would_cost_more_than_the_budget`",
+    ),
+    (
+        "hf_dpopt/clipping/capture.py",
+        "Capture._layers",
+        'is_flattened = any(path == p or path.startswith(p + ".") for p in flattened)',
+        "core/ReplaceComparisonOperator_Eq_NotEq",
+        24,
+        0,
+    ): (
+        "same",
+        "The list names several children, so each layer differs from one; a layer that is wrapped without need passes (B, T, D) on, and (B, D) as (B, 1, D)",
+    ),
+}
