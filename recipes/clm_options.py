@@ -14,22 +14,23 @@ DEFAULT_BLOCK_SIZE = 1024
 MAX_NEW_TOKENS = 64
 FILES = "csv, tsv, json, jsonl or txt, each optionally .gz, or parquet."
 
+# Batch and learning rate of the embedded job are those of the recipe.
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-5,
     "clipping_norm": 1.0,
-    "expected_batch_size": 512,
     "per_device_train_batch_size": 128,
     "per_device_eval_batch_size": 128,
-    "max_steps": 80,
-    "learning_rate": 2e-3,
+    "num_train_epochs": 1.2,
     "block_size": 48,
     "eval_on_start": True,  # the perplexity before private training
-    "logging_steps": 25,
+    "logging_steps": 0.25,
     "save_strategy": "no",
     "eval_data_privacy": "public",
     "data_dependent_preprocessing": "none: tokenizer and first weights come from public text",
 }
+
+CHOSEN = {"expected_batch_size": 512, "learning_rate": 2e-3}  # for the same job without privacy, which has no recipe
 
 
 @dataclass
@@ -105,6 +106,8 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
     model_args, data_args, training_args, embedded = options.read_flags(
         argv, (ModelArguments, DataTrainingArguments), sources=SOURCES, embedded_defaults=EMBEDDED, run_name="clm"
     )
+    if embedded and data_args.non_private:
+        options.fill(training_args, CHOSEN)
     if data_args.packing:
         raise DPConfigError(
             "packing puts several documents into one row. The row would be clipped as one record, so the guarantee "

@@ -112,9 +112,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
         argv, (ModelArguments, DataTrainingArguments), sources=SOURCES, embedded_defaults=EMBEDDED, run_name="glue"
     )
     if embedded and data_args.non_private:
-        for name, value in CHOSEN.items():
-            if getattr(training_args, name) in (None, 5e-5):
-                setattr(training_args, name, value)
+        options.fill(training_args, CHOSEN)
     if data_args.task_name is not None:
         data_args.task_name = data_args.task_name.lower().replace("-", "")
         if data_args.task_name not in GLUE_LABELS:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from hf_dpopt import DPConfigError
 from recipes import hub
@@ -143,16 +144,18 @@ def freeze(model: PreTrainedModel, part: str) -> None:
     logger.info(f"Frozen: {part}; {left:,} parameters are trained.")
 
 
-def usual_targets(model: PreTrainedModel) -> list[str] | None:
-    """Layers that adapters are usually put on, of a model whose name `peft` does not know; None of any other."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as usual
-
-    inner = getattr(model.config, "encoder_config", None) or getattr(model.config, "lm_config", None)
-    return None if inner is None else usual.get(inner.model_type)
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of all linear layers of a model but its head, and those of attention that never calls its own layers."""
+    head = model.get_output_embeddings()
+    called = set(model.base_model.modules()) - {head}
+    for module in model.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            called -= set(module.modules())
+    return [name for name, one in model.named_modules() if isinstance(one, (nn.Linear, Conv1D)) and one in called]
 
 
 def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> Any:
-    """LoRA on the attention layers, or on `lora_target_modules`.
+    """LoRA on all linear layers but the head, or on `lora_target_modules`.
 
     Args:
         task: name of a `peft.TaskType`; with SEQ_CLS the classification head is trained in full.
@@ -167,7 +170,7 @@ def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> A
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha or 2 * model_args.lora_r,
         lora_dropout=model_args.lora_dropout,
-        target_modules=model_args.lora_target_modules or usual_targets(model),
+        target_modules=model_args.lora_target_modules or linear_layers(model),
     )
     try:
         adapted = get_peft_model(model, config)

@@ -50,7 +50,7 @@ class ModelArguments:
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout inside LoRA."})
     lora_target_modules: list[str] | None = field(
         default=None,
-        metadata={"help": "Layers that get LoRA, e.g. query value; default: peft's choice for the model."},
+        metadata={"help": "Layers that get LoRA, e.g. query value; default: all linear layers but the head."},
     )
     lora_freeze_a: bool = field(
         default=False,
@@ -164,6 +164,13 @@ def _json_flags(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise DPConfigError(f'{path} holds a {type(values).__name__}. Write one object: {{"target_epsilon": 8, ...}}.')
     return values
+
+
+def fill(training_args: DPTrainingArguments, chosen: Mapping[str, Any]) -> None:
+    """Set batch and learning rate where they were left at their defaults, which fit no job of these recipes."""
+    for name, value in chosen.items():
+        if getattr(training_args, name) in (None, 5e-5):
+            setattr(training_args, name, value)
 
 
 def check(

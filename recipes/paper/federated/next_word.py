@@ -21,10 +21,13 @@ import torch
 
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.federated.task import Size, Task, read_task
-from recipes.paper.federated.training import MECHANISMS, Run, Runs
+from recipes.paper.federated.training import MECHANISMS, USUAL, Run, Runs
 
 START_RATE = 0.2
-COLORS = {"DP-SGD": "#4c72b0", "tree": "#937860", "Honaker": "#8172b3", "nu-DP-FTRL": "#dd8452", "BLT": "#55a868"}
+COLORS = {
+    "DP-SGD": "#4c72b0", "tree": "#937860", "Honaker": "#8172b3", "nu-DP-FTRL": "#dd8452", "BLT": "#55a868",
+    "DP-SGD, quantile": "#64b5cd", "BLT, quantile": "#ccb974",
+}  # fmt: skip
 METRICS = ("accuracy", "user_accuracy", "perplexity")
 
 
@@ -104,7 +107,7 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--name", default="next_word", help="of the files written")
     parser.add_argument("--epsilons", type=float, nargs="*", default=[2.0, 8.0])
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS), choices=list(MECHANISMS))
+    parser.add_argument("--mechanisms", nargs="+", default=list(USUAL), choices=list(MECHANISMS))
     parser.add_argument("--ceiling", action=argparse.BooleanOptionalAction, default=True, help="a run without noise")
     parser.add_argument("--num_rounds", type=int, default=320)
     parser.add_argument("--num_seeds", type=int, default=3)

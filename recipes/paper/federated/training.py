@@ -30,7 +30,10 @@ MECHANISMS: dict[str, dict[str, Any]] = {
     "Honaker": {"noise_mechanism": "honaker"},
     "nu-DP-FTRL": {"noise_mechanism": "nu_dpftrl"},
     "BLT": {"noise_mechanism": "blt"},
+    "DP-SGD, quantile": {"noise_mechanism": "gaussian", "sampling": "poisson", "clipping_quantile": 0.5},
+    "BLT, quantile": {"noise_mechanism": "blt", "clipping_quantile": 0.5},
 }
+USUAL = tuple(MECHANISMS)[:5]  # rows of the table of mechanisms
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -139,15 +139,21 @@ METHODS = {
     "DP-AdamW": Method(adam=True),
     "DP-SGD": Method(),
     "banded SGD": Method("banded"),
+    "nu SGD": Method("nu_dpftrl"),
+    "BLT SGD": Method("blt"),
     "independent noise, D from releases": Method(scale="releases"),
     "independent noise, D from one query": Method(scale="query"),
     "banded, D from one query": Method("banded", "query"),
+    "BLT, D from one query": Method("blt", "query"),
     "banded, true D (not private)": Method("banded", "true"),
     "DP2": Method(scale="dp2"),
     "DP2, banded": Method("banded", "dp2"),
+    "DP2, nu": Method("nu_dpftrl", "dp2"),
+    "DP2, BLT": Method("blt", "dp2"),
     "DP2, banded, noise anew": Method("banded", "dp2", anew=True),
     "quantile": Method(scale="quantile"),
     "quantile, banded": Method("banded", "quantile"),
+    "quantile, BLT": Method("blt", "quantile"),
 }
 
 
