@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import re
 import time
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_more_of_everything_is_no_worse(name):
         for value in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
     ]
     assert useful == sorted(useful)
+
+
+def test_advice_travels_between_processes():
+    """Rank 0 chooses for all; a run of two processes with a target_epsilon could not start otherwise."""
+    advice = advise(TrainingJob(num_units=10_000, target_epsilon=8.0))
+    again = pickle.loads(pickle.dumps(advice))
+    assert again == advice
+    with pytest.raises(TypeError):
+        again.reasons["learning_rate"] = "another"
 
 
 def test_advice_is_quick():

@@ -166,6 +166,26 @@ def test_masks_are_not_those_of_the_public_seed():
     assert all(secret[name] != public[name] for name in public)
 
 
+def _seeded_by_the_system(seed: int) -> dict[str, tuple]:
+    """Draws after the public seed, and then the system's; the generators are put back."""
+    before = framework.snapshot(CPU)
+    try:
+        torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+        framework.reseed_from_the_system()
+        return draws()
+    finally:
+        framework.restore(before)
+
+
+def test_the_system_s_seed_leaves_nothing_of_the_public_one():
+    """Every generator, each time anew: equal draws come by chance with probability below 2^-200."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(42), random.seed(42), np.random.seed(42)
+        public = draws()
+    one, two = _seeded_by_the_system(42), _seeded_by_the_system(42)
+    assert all(len({some[name] for some in (public, one, two)}) == 3 for name in public)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_generator_of_the_gpu_too():
     device = torch.device("cuda", torch.cuda.current_device())

@@ -193,7 +193,7 @@ def test_a_checkpoint_without_the_state_of_a_stage_is_refused(tmp_path, name):
     missing = "optimizer.pt" if name == "filter in adamw" else RELEASED_STATE
     (tmp_path / "out/checkpoint-3" / missing).unlink()
     resumed = trainer(tmp_path, **CASES[name] | {"max_steps": 4})
-    with pytest.raises(DPConfigError, match=f"no {missing}.*save_only_model=False"):
+    with pytest.raises(DPConfigError, match=f"it has no {missing}.*whole"):
         resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
     assert sum(resumed._release.charged()) == 3  # nothing was charged
 
@@ -258,7 +258,7 @@ REFUSED = [
     ),
     ({"ball_radius": -1.0}, "> 0"),
     ({"ball_radius": float("inf")}, "finite"),
-    ({"ball_radius": "0.5"}, "finite"),
+    ({"ball_radius": "0.5"}, "Use a number"),
     ({"public_batch_size": 0}, "positive count"),
     ({"average_iterate": "polyak"}, "Use one of"),
     ({"public_mirror_descent": "constant", "public_dataset": PUBLIC}, "Use one of"),
@@ -272,7 +272,7 @@ REFUSED = [
         },
         "Leave out one",
     ),
-    ({"filter": 5}, "is no text"),
+    ({"filter": 5}, "Use a text"),
     ({"filter": "b=1e400"}, "butterworth:ORDER:CUTOFF"),
     ({"filter": " adaptive:3", "max_grad_norm": 1.0}, "max_grad_norm at 0"),
     ({"preclip": "dp2"}, "is no preconditioner"),
