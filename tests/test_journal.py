@@ -135,7 +135,21 @@ def _noted_as_lost(folder):
     ledger.close()
 
 
+def _a_folder(folder):
+    path = _file(folder)
+    path.unlink()
+    path.mkdir()
+
+
+def _a_link_to_itself(folder):
+    path = _file(folder)
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 FORGERIES = {
+    _a_folder: "is no file",
+    _a_link_to_itself: "is a link",
     _flipped_value: "step 3 is missing or was edited",
     _flipped_header: "step 3 is missing or was edited",
     _missing_entry: "step 3 is missing or was edited",
@@ -154,7 +168,7 @@ FORGERIES = {
 def test_a_journal_that_is_not_the_runs_own_is_refused(left, killed, forge):
     forge(*([left, killed[1]] if "another_run" in forge.__name__ else [left]))
     before = (left / "out/privacy/ledger.jsonl").read_bytes()
-    with pytest.raises(DPConfigError, match=f"{FORGERIES[forge]}.*(Put the folder back|remove it)"):
+    with pytest.raises(DPConfigError, match=f"{FORGERIES[forge]}.*(Put the f|remove it)"):
         _resume(left)
     assert (left / "out/privacy/ledger.jsonl").read_bytes() == before
 

@@ -245,11 +245,16 @@ class Journal:
     # --- reading ---
 
     def contents(self) -> Contents:
-        """Look through the files of the chain, checking every seal."""
+        """Look through the files of the chain, checking every seal.
+
+        Raises:
+            DPConfigError: for something else than a file, or a file that cannot be read.
+        """
         entries: list[Entry] = []
         torn: list[Path] = []
         for path in sorted(self.folder.glob(f"{self.chain_id}-*{SUFFIX}")) if self.folder.is_dir() else []:
             end = 0
+            _check_readable(path)
             for entry, after in self._entries(path):
                 end = after
                 entries.append(entry)
@@ -311,6 +316,18 @@ class Journal:
                 values[name] = flat.view(shape)
         is_sealed = hmac.compare_digest(seal.digest(), file.read(SEAL_BYTES))
         return header if is_sealed and header.get("chain") == self.chain_id else None
+
+
+def _check_readable(path: Path) -> None:
+    """Refuse what is no file, or a file of somebody else: whether it held a release cannot be told."""
+    if path.is_symlink() or not path.is_file():
+        found = "a link" if path.is_symlink() else "no file"
+        raise DPConfigError(
+            f"{path} is {found}, where the journal of releases of this run was. Put the file back, or remove it: what "
+            "it held was paid for and is then lost."
+        )
+    if not os.access(path, os.R_OK):
+        raise DPConfigError(f"{path} cannot be read: its owner has to allow it (chmod u+r).")
 
 
 def chains_with_journals(output_dir: Path) -> set[str]:

@@ -15,6 +15,7 @@ from dp_accounting import (
     TruncatedSubsampledGaussianDpEvent,
 )
 from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
 
 from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.accountants import ACCOUNTANTS, epsilon
@@ -289,3 +290,23 @@ def test_contract_of_every_accountant(name, adjacency):
         event = GaussianDpEvent(noise) if rate == 1 else PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
         value = ACCOUNTANTS[name](events.flatten(event), delta, adjacency, accountants.FINE)
         assert value is None or value >= exact * (1 - 1e-6)
+
+
+@pytest.mark.parametrize(
+    "rate, noise, steps, delta",
+    [
+        (0.0256, 0.82, 100, 1e-5),  # between two integers
+        (0.39040147433589095, 24.333200560769793, 7455, 0.0031),  # fractional orders above both neighbours
+        (0.00024134145851554672, 3.915989146472569, 2344, 0.00277),  # an epsilon of 0, by an order near 1
+        (1e-4, 40.0, 10, 1e-9),  # beyond the last integer
+        (1.0, 30.0, 3, 1e-12),
+        (0.01, 0.35, 20000, 1e-6),  # below order 2
+    ],
+)
+def test_the_least_over_all_orders_is_found_among_few(rate, noise, steps, delta):
+    leaf = GaussianDpEvent(noise) if rate == 1 else PoissonSampledDpEvent(rate, GaussianDpEvent(noise))
+    every = RdpAccountant()
+    with accountants.quiet_absl():
+        every.compose(leaf, steps)
+        least = every.get_epsilon(delta)
+    assert accountants.rdp_epsilon(((leaf, steps),), delta, "add_or_remove_one") == least
