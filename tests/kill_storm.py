@@ -1,6 +1,7 @@
 """Kill -9 of real runs at random points, until they are done; their weights are compared with the undisturbed run's.
 
     python -m tests.kill_storm --kills 150 --kills_of_two 50 --out docs/kill_storm.json
+    python -m tests.kill_storm --out docs/kill_storm.json --table    # prints the table of docs/reliability.md
 
 A run is started with ``resume_from_checkpoint=True``, killed, started again in the same way, and so on; nothing else is
 done to its folder. Points are drawn from the phases of a run (`PHASES`), and within a phase by time. When a run is done,
@@ -345,6 +346,28 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return rows
 
 
+def table(content: dict[str, Any]) -> str:
+    """The table of docs/reliability.md, in Markdown.
+
+    Args:
+        content: of a file that the command has written.
+    """
+    rows = content["settings"]
+    phases = sorted({phase for row in rows.values() for phase in row["kills_by_phase"]})
+    counts = ("runs", "runs_bit_equal", "lost_steps", "budget_exceeded")
+    lines = [
+        "| setting | kills | " + " | ".join(phases) + " | runs | equal to the last bit | updates lost | over budget |",
+        "|---" + "|---:" * (5 + len(phases)) + "|",
+    ]
+    numbers = {
+        name: [row["kills"], *(row["kills_by_phase"].get(phase, 0) for phase in phases), *(row[key] for key in counts)]
+        for name, row in rows.items()
+    }
+    numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
+    lines += [f"| {name} | " + " | ".join(map(str, row)) + " |" for name, row in numbers.items()]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=150, help="of runs of one process")
@@ -352,7 +375,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("kill_storm.json"))
     parser.add_argument("--settings", nargs="*", help="only these")
+    parser.add_argument("--table", action="store_true", help="print the table of what --out holds, and kill nothing")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(arguments.out.read_text())))
+        return 0
     runs: dict[str, list[dict[str, Any]]] = {}
     if arguments.out.exists():
         before = json.loads(arguments.out.read_text())

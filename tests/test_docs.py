@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +15,7 @@ import yaml
 
 import hf_dpopt
 from hf_dpopt.common import former
-from tests import api_page
+from tests import api_page, kill_storm
 
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 # Written by programs, which tests compare with what they were written from.
@@ -186,3 +187,10 @@ def test_the_api_page_is_the_same_once_an_optimizer_was_made(monkeypatch):
     before = dict(api_page.members(hf_dpopt.DPAdamBC))
     monkeypatch.setattr(hf_dpopt.DPAdamBC, "step", step)
     assert dict(api_page.members(hf_dpopt.DPAdamBC)) == before and "step" not in before
+
+
+def test_the_table_of_kills_is_that_of_the_results(repo: Path) -> None:
+    """Printed by `python -m tests.kill_storm --out docs/kill_storm.json --table`."""
+    results = json.loads((repo / "docs/kill_storm.json").read_text())
+    assert kill_storm.table(results) in (repo / "docs/reliability.md").read_text()
+    assert not [run for runs in results["runs"].values() for run in runs if "error" in run]
