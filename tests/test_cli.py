@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
@@ -428,3 +429,8 @@ def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
     lines = out.partition("Commands:\n")[2].splitlines()
     assert code == 0 and [line.split()[0] for line in lines] == ["plan", "report", "scan", "doctor", "plan-head"]
     assert all(line.endswith(".") and not line.endswith("...") for line in lines)  # whole sentences
+
+
+def test_the_version_is_the_installed_one(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert code == 0 and out == f"hf-dpopt {importlib.metadata.version('hf_dpopt')}\n"

@@ -5,6 +5,7 @@ Here are the commands and their flags. What a command does is imported when it r
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -33,7 +34,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes cut the names of flags short, and take longer
     context_settings={"token_normalize_func": lambda word: word.replace("_", "-")},
-    help="Differentially private finetuning.",
 )
 
 
@@ -44,6 +44,21 @@ def main() -> None:
     except DPConfigError as error:
         sys.stderr.write(f"hf-dpopt: {' '.join(str(error).split())}\n")
         sys.exit(2)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"hf-dpopt {importlib.metadata.version('hf_dpopt')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Differentially private finetuning."""
 
 
 @app.command()
