@@ -356,3 +356,13 @@ def _spellings(key: bytes) -> list[bytes]:
     plain, url = base64.b64encode(key).rstrip(b"="), base64.urlsafe_b64encode(key).rstrip(b"=")
     # also a piece of 16 hexadecimal digits: a public name must not be cut out of a key
     return [key, key.hex().encode(), key.hex()[:16].encode(), key.hex()[-16:].encode(), plain, url]
+
+
+def test_a_birth_that_was_settled_before_is_settled(state, tmp_path):
+    """A run that is killed right after it settles one settles it again."""
+    ledger = tmp_path / "ledger.jsonl"
+    chain = state.new_chain(ledger)
+    assert state.births(ledger) == [chain.chain_id]
+    for _ in range(2):
+        state.settle_birth(chain.chain_id, ledger)
+        assert state.births(ledger) == []

@@ -35,6 +35,14 @@ def test_squares(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_of_long_records(dtype):
+    """Of 17 rows of tiles: a row that the square root of the number of a tile misses by two is not put right."""
+    left, right = _factors((1, 17 * outer.TOKENS, 4, 4), dtype)
+    want = torch.bmm(left.double().mT, right.double()).square().sum(dim=(1, 2))
+    torch.testing.assert_close(outer.squares(left, right)[0].double(), want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_squares_over_a_vocabulary_of_one_sign(dtype):
     """Tensor cores truncate what they add up: one long sum of positive numbers would come out too small."""
     left, right = torch.rand(2, 8, 50_257, device=DEVICE).to(dtype), torch.rand(2, 8, 40, device=DEVICE).to(dtype)

@@ -122,6 +122,12 @@ def test_a_bound_at_too_large_a_rate_is_refused():
         regression(learning_rate=-1)
 
 
+def test_at_a_rate_below_the_contraction_the_feedback_is_infinite():
+    problem = regression()
+    assert problem._feedback(float(problem.contraction.max() ** 2)) == np.inf  # the square itself
+    assert problem._feedback(float(problem.contraction.max() ** 2) - 0.01) == np.inf
+
+
 # --- the last iterate on a quadratic, with momentum and schedule ---
 
 

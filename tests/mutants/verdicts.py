@@ -404,4 +404,103 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         "same",
         "The list names several children, so each layer differs from one; a layer that is wrapped without need passes (B, T, D) on, and (B, D) as (B, 1, D)",
     ),
+    (
+        "hf_dpopt/noise/finite_time.py",
+        "LinearRegression._feedback",
+        "if (left <= 0).any():",
+        "core/NumberReplacer",
+        12,
+        1,
+    ): (
+        "matters",
+        "A bound on the error of a problem that diverges: `test_finite_time.py::test_at_a_rate_below_the_contraction_the_feedback_is_infinite`",
+    ),
+    (
+        "hf_dpopt/accounting/random_allocation.py",
+        "_two_levels",
+        "for inner, stride in _inside(num_bins // n):",
+        "core/ZeroIterationForLoop",
+        21,
+        0,
+    ): (
+        "harmless",
+        "Every tree of bins gives a proven bound; fewer are looked at, so epsilon is larger at most",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun.draw",
+        "if self._participations is not None and step > self._start:",
+        "core/ReplaceComparisonOperator_Gt_Eq",
+        45,
+        0,
+    ): (
+        "matters",
+        "The nearest tests ran out of their time before the one that sees it: `test_participation.py::test_a_run_refuses_a_batch_that_breaks_the_promise`",
+    ),
+    (
+        "hf_dpopt/run/key_memory.py",
+        "KeyMemory.close",
+        "os.close(self._file)",
+        "DropStatement",
+        0,
+        0,
+    ): (
+        "harmless",
+        "A descriptor stays open until the process ends; the lock, which has one of its own, is let go",
+    ),
+    (
+        "hf_dpopt/sampling/capped_poisson.py",
+        "CappedPoissonSampler.describe",
+        'f"Example-level sampling: each of the {self.num_examples // self.records_per_user} {unit}s has "',
+        "core/ReplaceBinaryOperator_FloorDiv_BitOr",
+        57,
+        0,
+    ): (
+        "matters",
+        "The statement would name another number of users: `test_records.py::test_the_description_counts_users_and_places`",
+    ),
+    (
+        "hf_dpopt/clipping/engine.py",
+        "ClippingEngine.gradient_of",
+        "with torch.autocast(losses_B.device.type, enabled=False):",
+        "core/ReplaceFalseWithTrue",
+        50,
+        0,
+    ): (
+        "same",
+        "A backward runs in the dtypes that its forward chose, a checkpointed block takes back the autocast of its own forward, and the sum of float32 losses stays float32",
+    ),
+    (
+        "hf_dpopt/clipping/kernels/outer.py",
+        "_squares_kernel",
+        "i = ((tl.sqrt(8.0 * tile + 1.0) - 1.0) / 2.0).to(tl.int32)",
+        "core/NumberReplacer",
+        14,
+        1,
+    ): (
+        "matters",
+        "Norms of records of 1,088 tokens and more would be wrong; the tests had 300: `test_kernels.py::test_squares_of_long_records`",
+    ),
+    (
+        "hf_dpopt/run/keys.py",
+        "PrivateState.settle_birth",
+        "self._birth_note(chain_id, ledger).unlink(missing_ok=True)",
+        "core/ReplaceTrueWithFalse",
+        53,
+        0,
+    ): (
+        "matters",
+        "A run that is killed right after would end in a raw error: `test_private_state.py::test_a_birth_that_was_settled_before_is_settled`",
+    ),
+    (
+        "hf_dpopt/noise/blt.py",
+        "_splits",
+        "for place in (0.999 * falling[-1], 0.5 * falling[-1], 1 - 0.1 * (1 - falling[0])):",
+        "core/ReplaceBinaryOperator_Sub_Mul",
+        67,
+        0,
+    ): (
+        "harmless",
+        "One of three places from which the tuning descends; the error that it ends at is compared, and tested",
+    ),
 }

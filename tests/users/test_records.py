@@ -113,3 +113,10 @@ def test_the_statement_says_that_records_are_sampled(tmp_path):
         "users has 3 places for records",
     ):
         assert part in text, part
+
+
+def test_the_description_counts_users_and_places():
+    """Places are users times `records_per_user`; the statement names both."""
+    sampler = CappedPoissonSampler(num_examples=2000, expected_batch_size=100, records_per_user=4)
+    said = sampler.describe("user")
+    assert "500 users" in said and "4 places" in said and "2000 places" in said
