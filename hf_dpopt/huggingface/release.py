@@ -179,5 +179,5 @@ class ReleaseGuard:
         path = Path(self.trainer.args.output_dir) / "README.md"
         if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.exists():
             return
-        card = strip_training_losses(path.read_text(encoding="utf-8"))
+        card = strip_training_losses(path.read_text(encoding="utf-8", errors="replace"))
         path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")

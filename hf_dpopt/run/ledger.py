@@ -22,6 +22,7 @@ from typing import Any
 
 from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held, open_plain
 from hf_dpopt.common.log import warn_once
 
@@ -373,7 +374,7 @@ class Ledger:
         """Verify one line and take it in."""
         where = f"{self.path}, line {number}:"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             sealed = {key: value for key, value in record.items() if key not in ("prev", "sha256")}
             digest, expected = _seal(sealed, record["prev"])
         except (ValueError, KeyError, AttributeError):
