@@ -249,8 +249,8 @@ class HeadRun:
 
 def recorded_head_plan(output_dir: str | Path) -> dict[str, Any] | None:
     """The plan in the ledger of a head's run, for `make_head_plan`; None if there is no ledger."""
-    path = Path(output_dir) / LEDGER
-    return Ledger.read(path).plan if path.exists() else None
+    ledger = Ledger.find(output_dir)
+    return None if ledger is None else ledger.plan
 
 
 class ProjectedDescent:

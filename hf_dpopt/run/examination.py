@@ -60,10 +60,10 @@ class Examination:
         self.output_dir = output_dir
         self.private_dir = private_state_dir or default_private_dir(output_dir)
         self.problems: list[Entry] = []
-        self.ledger = self._read("ledger", self._open_ledger)
+        self.ledger = self._read("ledger", lambda: Ledger.find(output_dir))
         self.state = self._read("keys", self._open_keys)
         self.marks: list[Mark] = self._read("keys", self._open_marks) or []
-        self.seal = self._read("keys", self._open_seal)
+        self.seal = self._read("keys", lambda: Seal.of(self.ledger, self.state))
         self.checkpoints = [examine(path, self.ledger, self.seal, needed=needed) for path in checkpoints(output_dir)]
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
@@ -74,20 +74,11 @@ class Examination:
             self.problems.append(Entry(name, str(error), is_wrong=True))
             return None
 
-    def _open_ledger(self) -> Ledger | None:
-        path = self.output_dir / LEDGER
-        return Ledger.read(path) if path.exists() else None
-
     def _open_keys(self) -> PrivateState | None:
         return PrivateState(self.private_dir, forbidden=self.output_dir) if self.private_dir.is_dir() else None
 
     def _open_marks(self) -> list[Mark]:
         return self.state.memory(self.ledger).marks() if self.state is not None and self.ledger is not None else []
-
-    def _open_seal(self) -> Seal | None:
-        if self.state is None or self.ledger is None:
-            return None
-        return Seal.load(self.state.memory(self.ledger).folder)
 
     # --- what can be said ---
 

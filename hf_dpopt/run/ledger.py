@@ -141,6 +141,16 @@ class Ledger:
             ledger._replay(read_whole(ledger.path)[end:].partition(b"\n")[0], number=-1)
         return ledger
 
+    @classmethod
+    def find(cls, output_dir: str | os.PathLike[str]) -> Ledger | None:
+        """Read the ledger of the run in a folder; None if there is none.
+
+        Raises:
+            DPConfigError: if a line was changed.
+        """
+        path = Path(output_dir) / LEDGER
+        return cls.read(path) if path.exists() else None
+
     @staticmethod
     def is_in_use(path: str | os.PathLike[str]) -> bool:
         """Whether a run has the ledger open for writing, as far as this machine's locks tell."""
