@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import typer
 
-from hf_dpopt.common.durable import fsync_directory
+from hf_dpopt.common.durable import fsync_directory, move_aside
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.run.checkpoint import MARK, NEEDED
 from hf_dpopt.run.cleaning import TORN, clean, leftovers
@@ -56,7 +57,7 @@ def _fix(found: Examination) -> Iterator[str]:
             yield from _clean(found.output_dir, ledger, found.state)
         for one in Examination(found.output_dir, found.private_dir).checkpoints:
             if not one.is_whole and ((one.folder / MARK).exists() or not (one.folder / NEEDED[-1]).exists()):
-                yield f"moved {one.folder.name} to {_move_aside(one.folder)}"
+                yield f"moved {one.folder.name} to {_move_torn(one.folder)}"
         lock.unlink(missing_ok=True)  # it is ours now, and nobody can be waiting for it
     fsync_directory(lock.parent)
 
@@ -69,17 +70,13 @@ def _clean(output_dir: Path, ledger: Ledger, state: PrivateState) -> Iterator[st
     yield from (f"settled {path}" for path in found)
 
 
-def _move_aside(folder: Path) -> Path:
-    """Move a folder where nothing takes it for a checkpoint."""
+def _move_torn(folder: Path) -> Path | None:
+    """Move a folder where nothing takes it for a checkpoint, under its name, or one with a number."""
     aside = folder.parent / TORN
-    aside.mkdir(exist_ok=True)
-    place, number = aside / folder.name, 1
-    while os.path.lexists(place):
-        number += 1
-        place = aside / f"{folder.name}.{number}"
+    names = itertools.chain([folder.name], (f"{folder.name}.{number}" for number in itertools.count(2)))
+    name = next(name for name in names if not os.path.lexists(aside / name))
     try:
-        folder.rename(place)
+        aside.mkdir(exist_ok=True)
+        return move_aside(folder, aside, name)
     except OSError as error:
-        raise DPConfigError(f"{folder} could not be moved to {place} ({error.strerror}). Move it by hand.") from None
-    fsync_directory(folder.parent)
-    return place
+        raise DPConfigError(f"{folder} could not be moved to {aside} ({error.strerror}). Move it by hand.") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import typer
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.convex.statement import disagreements, read_head_report, read_statement
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.release_scan import Block, ReleaseScan, TrainingRecords
@@ -83,7 +83,7 @@ def _records_in(path: Path) -> TrainingRecords:
 def _texts_in(line: str) -> list[str]:
     """The texts of a line in JSON, else of its columns."""
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError:
         return line.split("\t")
     values = found.values() if isinstance(found, dict) else found if isinstance(found, list) else [found]

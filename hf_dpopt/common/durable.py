@@ -123,7 +123,7 @@ def move_into_place(folder: Path, place: Path) -> None:
     """
     fsync_tree(folder)
     with _refusing_without_renames(place.parent):
-        replaced = _move_aside(place, folder.parent)
+        replaced = move_aside(place, folder.parent)
         os.rename(folder, place)
     fsync_directory(place.parent)
     if replaced is not None:
@@ -154,7 +154,7 @@ def check_renames(folder: Path) -> None:
     probe.mkdir()
     try:
         with _refusing_without_renames(folder.parent):
-            moved = _move_aside(probe, folder)
+            moved = move_aside(probe, folder)
         assert moved is not None
         moved.rmdir()
     except BaseException:
@@ -172,16 +172,20 @@ def remove_folder(folder: Path, by_way_of: Path) -> None:
         by_way_of: a folder on the same filesystem from which it is deleted.
     """
     by_way_of.mkdir(exist_ok=True)
-    moved = _move_aside(folder, by_way_of)
+    moved = move_aside(folder, by_way_of)
     if moved is not None:
         remove(moved)
 
 
-def _move_aside(place: Path, into: Path) -> Path | None:
-    """Rename what lies at a place, if something does, to a fresh name of its own."""
+def move_aside(place: Path, into: Path, name: str | None = None) -> Path | None:
+    """Move what lies at a place, if something does, into another folder, durably; return where it is now.
+
+    Args:
+        name: its name there, which is free; None for a fresh one, that of something to be deleted.
+    """
     if not os.path.lexists(place):
         return None
-    moved = into / f"removed-{place.name}.{secrets.token_hex(4)}"
+    moved = into / (name or f"removed-{place.name}.{secrets.token_hex(4)}")
     os.rename(place, moved)
     fsync_directory(place.parent)
     return moved

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.convex.plan import HeadPlan
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
 from hf_dpopt.report.facts import collect_versions
@@ -180,13 +182,15 @@ def read_head_report(output_dir: Path) -> dict[str, Any] | None:
         DPConfigError: if it is damaged.
     """
     path = output_dir / FOLDER / REPORT
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    content = read_whole(path)
     try:
-        report = json.loads(read_whole(path))
+        report = parse_json(content)
     except ValueError:
         report = None
-    if not isinstance(report, dict) or not {"statement_sha256", "ledger_digest"} <= report.keys():
+    digests = ("statement_sha256", "ledger_digest")
+    if not isinstance(report, dict) or not all(isinstance(report.get(name), str) for name in digests):
         raise DPConfigError(
             f"{path} is no report of a head: it was damaged or edited. Put the file back; what the run cost is in the "
             "ledger beside it."

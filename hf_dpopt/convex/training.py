@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +15,11 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.convex.gradients import gradient_sum
 from hf_dpopt.convex.plan import HeadConfig, HeadPlan
+from hf_dpopt.convex.state import HeadState, check_shape
 from hf_dpopt.convex.statement import write_statement
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
 from hf_dpopt.randomness.cipher import make_noise_source
@@ -118,9 +117,15 @@ class HeadRun:
             chain = self._chain(ledger)
             with contextlib.closing(self.state.memory(ledger)) as memory:
                 memory.lock()  # a copy of this folder that shares the key would train other records with its noise
-                step = self._load(chain, descent)
-                self._descend(features, labels, chain, step, descent, progress)
-                self._save(chain, self.plan.config.num_steps, descent)
+                state = HeadState(self.state.directory, chain)
+                kept = state.load(self.plan.config.num_steps)
+                if kept is not None:
+                    check_shape(kept, descent.weights.shape, self.output_dir)
+                    descent.load_state_dict(kept)
+                first = 0 if kept is None else kept["step"]
+                self._descend(features, labels, chain, first, descent, state, progress)
+                state.save(self.plan.config.num_steps, descent.state_dict())
+                state.note_return()
         return descent.result.float()
 
     def finish(self, num_labels: int) -> None:
@@ -187,6 +192,7 @@ class HeadRun:
         chain: Chain,
         first: int,
         descent: ProjectedDescent | SubspaceDescent,
+        state: HeadState,
         bar: bool,
     ) -> None:
         """Run the steps that are left."""
@@ -202,32 +208,8 @@ class HeadRun:
             query += stddev * source.normal(query.shape, step=step, tensor=0).double()
             descent.move(query, step)
             if time.monotonic() - saved > SAVE_EVERY:
-                self._save(chain, step, descent)
+                state.save(step, descent.state_dict())
                 saved = time.monotonic()
-
-    # --- what a killed run goes on from; as private as the data ---
-
-    def _file(self, chain: Chain) -> Path:
-        return self.state.directory / f"head-{chain.chain_id}.pt"
-
-    def _save(self, chain: Chain, step: int, descent: ProjectedDescent | SubspaceDescent) -> None:
-        content = io.BytesIO()
-        torch.save({"step": step, **descent.state_dict()}, content)
-        write_durably(self._file(chain), content.getvalue(), mode=0o600)
-
-    def _load(self, chain: Chain, descent: ProjectedDescent | SubspaceDescent) -> int:
-        """Number of steps that a killed run took, whose state `descent` goes on from; 0 of a new one."""
-        path = self._file(chain)
-        if not path.exists():
-            return 0
-        kept, shape = torch.load(path, weights_only=True), tuple(descent.weights.shape)
-        if kept["weights"].shape != shape:
-            raise DPConfigError(
-                f"The run of {self.output_dir} was killed with weights of shape {tuple(kept['weights'].shape)}, and "
-                f"those of now have {shape}. Go on with the same model and labels, or use another output_dir."
-            )
-        descent.load_state_dict(kept)
-        return kept["step"]
 
     def _check(self, features: torch.Tensor, labels: torch.Tensor, num_labels: int) -> None:
         self._check_values(features, labels, num_labels)
@@ -267,8 +249,8 @@ class HeadRun:
 
 def recorded_head_plan(output_dir: str | Path) -> dict[str, Any] | None:
     """The plan in the ledger of a head's run, for `make_head_plan`; None if there is no ledger."""
-    path = Path(output_dir) / LEDGER
-    return Ledger.read(path).plan if path.exists() else None
+    ledger = Ledger.find(output_dir)
+    return None if ledger is None else ledger.plan
 
 
 class ProjectedDescent:

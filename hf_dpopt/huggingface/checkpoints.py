@@ -203,9 +203,8 @@ class Checkpoints:
 
     def _known(self) -> tuple[Ledger | None, Seal | None]:
         """Ledger and seal of the run in `output_dir`, where there are any."""
-        path = Path(str(self.trainer.args.output_dir)) / LEDGER
-        ledger = Ledger.read(path) if path.exists() else None
-        return ledger, None if ledger is None else Seal.load(self._state().memory(ledger).folder)
+        ledger = Ledger.find(str(self.trainer.args.output_dir))
+        return ledger, None if ledger is None else Seal.of(ledger, self._state())
 
     def _state(self) -> PrivateState:
         args = self.trainer.args

@@ -16,10 +16,14 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
 from hf_dpopt.records.collation import Collation
+
+_MARK, _DIGEST = b"hf_dpopt sha256\n", 32  # behind the array in its file, with the digest of what comes before
+_END = len(_MARK) + _DIGEST
 
 
 def compute_features(
@@ -51,8 +55,8 @@ def compute_features(
     """
     _check_model(model)
     path = None if cache is None else cache / f"features-{_digest(model, inputs)}.npy"
-    if path is not None and path.is_file():
-        return torch.from_numpy(np.load(path))
+    if path is not None and (kept := _kept(path, len(inputs))) is not None:
+        return kept
     was_training = model.training
     model.eval()
     try:
@@ -142,6 +146,26 @@ def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _keep(path: Path, features: torch.Tensor) -> None:
-    content = io.BytesIO()
-    np.save(content, features.numpy())
-    write_durably(path, content.getvalue(), mode=0o600)
+    file = io.BytesIO()
+    np.save(file, features.numpy())
+    content = file.getvalue()
+    write_durably(path, content + _MARK + hashlib.sha256(content).digest(), mode=0o600)
+
+
+def _kept(path: Path, num_records: int) -> torch.Tensor | None:
+    """Features in a file that `_keep` wrote, float32, (N, H); None if there is none, or it is not what was written."""
+    if not path.exists():
+        return None
+    content = read_whole(path)
+    body, mark, digest = content[:-_END], content[-_END:-_DIGEST], content[-_DIGEST:]
+    if mark != _MARK:  # an earlier release wrote it
+        body, digest = content, hashlib.sha256(content).digest()
+    try:
+        features = np.load(io.BytesIO(body), allow_pickle=False)
+        is_whole = hashlib.sha256(body).digest() == digest
+        if is_whole and features.ndim == 2 and len(features) == num_records and features.dtype == np.float32:
+            return torch.from_numpy(features)
+    except Exception:  # whatever a damaged file makes its reader do
+        pass
+    logger.warning(f"{path} is damaged: the features are computed again, which takes time and changes nothing.")
+    return None

@@ -20,7 +20,6 @@ from hf_dpopt.report.report import write_report
 from hf_dpopt.run.cleaning import UNPUBLISHED
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
 
 SCRUBBED = ("hub_token", "unsafe_fixed_noise_key", "private_state_dir")
 
@@ -50,8 +49,7 @@ class ReleaseGuard:
         return ledger.charged if ledger else ()
 
     def _ledger(self) -> Ledger | None:
-        path = Path(self.trainer.args.output_dir) / LEDGER
-        return Ledger.read(path) if path.exists() else None
+        return Ledger.find(self.trainer.args.output_dir)
 
     def facts(self) -> RunFacts:
         """Collect the facts that the report states now."""
@@ -179,5 +177,5 @@ class ReleaseGuard:
         path = Path(self.trainer.args.output_dir) / "README.md"
         if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.exists():
             return
-        card = strip_training_losses(path.read_text(encoding="utf-8"))
+        card = strip_training_losses(path.read_text(encoding="utf-8", errors="replace"))
         path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")

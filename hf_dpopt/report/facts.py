@@ -7,10 +7,13 @@ import importlib.metadata
 import json
 import math
 import platform
+import typing
 from typing import Any
 
 from hf_dpopt.common import version
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.json_text import parse_json
+from hf_dpopt.common.kinds import check_kind
 
 REPORT_VERSION = 3
 READABLE = (2, 3)  # version 2 lacks the fields that have a default here
@@ -126,7 +129,7 @@ class RunFacts:
             DPConfigError: if the text is no report, or one of another version.
         """
         try:
-            content = json.loads(text)
+            content = parse_json(text)
             version = content.pop("report_version")
             content.pop("private")
         except (ValueError, KeyError, AttributeError, TypeError):
@@ -146,10 +149,21 @@ class RunFacts:
                 f"Use the release of hf_dpopt that wrote it: {_writer(content)}."
             )
         for name in ("epsilon_spent", "epsilon_replace_one"):
-            content[name] = content[name] if content[name] is None else float(content[name])
+            content[name] = math.inf if content[name] == "inf" else content[name]
+        for name, hint in typing.get_type_hints(cls).items():
+            if name in content:
+                _check_field(name, content[name], hint)
         for name in ("non_private_outputs", "callbacks", "after_noise", "printed_rows"):
             content[name] = tuple(content.get(name, ()))
         return cls(**content)
+
+
+def _check_field(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that no run wrote: of another type than the field, or a number below 0 or none at all."""
+    check_kind(f"The report was damaged or edited: {name}", value, hint)
+    is_number = isinstance(value, (int, float))
+    if (is_number and not value >= 0) or (typing.get_origin(hint) is tuple and not isinstance(value, list)):
+        raise DPConfigError(f"The report was damaged or edited: {name}={shown(value)} is nothing that a run writes.")
 
 
 def _writer(content: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from hf_dpopt.common import version
-from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement
@@ -45,9 +45,17 @@ def read_report(output_dir: str | os.PathLike[str]) -> RunFacts:
     """The facts of a run that has written its report.
 
     Raises:
-        DPConfigError: if there is none, or it was written by another version.
+        DPConfigError: if there is none, if it was damaged, or if it was written by another version.
     """
     path = Path(output_dir) / FOLDER / REPORT
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise DPConfigError(f"There is no {path}. Give the output_dir of a private run that has saved its model.")
-    return RunFacts.from_json(path.read_text(encoding="utf-8", errors="replace"))
+    facts = RunFacts.from_json(read_whole(path).decode(errors="replace"))
+    try:
+        render_statement(facts)
+    except Exception as error:  # whatever a plan that was edited does to its reader
+        raise DPConfigError(
+            f"{path} was damaged or edited: its plan says nothing that can be stated ({type(error).__name__}: "
+            f"{error}). Put the file back; what the run cost is in the ledger beside it."
+        ) from error
+    return facts

@@ -20,6 +20,7 @@ from typing import Any
 
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.seal import Seal
 
@@ -91,7 +92,7 @@ def examine(folder: Path, ledger: Ledger | None, seal: Seal | None, *, needed: I
     if not folder.is_dir():
         return Checkpoint(folder, ("there is no such folder",), (), None)
     try:
-        mark = json.loads((folder / MARK).read_bytes())
+        mark = parse_json((folder / MARK).read_bytes())
         digest = mark["ledger_digest"]
         listed = {str(name): dict(entry) for name, entry in mark.get("files", {}).items()}
     except FileNotFoundError:

@@ -78,7 +78,7 @@ def _private_leftovers(ledger: Ledger, state: PrivateState) -> Iterator[Path]:
 
 def _finished(output_dir: Path, ledger: Ledger, state: PrivateState) -> Iterator[Path]:
     """Yield unfinished checkpoints that are whole, whose place is empty: the run was killed before it renamed them."""
-    seal = Seal.load(state.memory(ledger).folder)
+    seal = Seal.of(ledger, state)
     for path in _entries(output_dir / UNFINISHED):
         is_due = FOLDER_NAME.fullmatch(path.name) and not os.path.lexists(output_dir / path.name)
         if is_due and seal is not None and not path.is_symlink():

@@ -23,6 +23,7 @@ from hf_dpopt.run.seal import Seal
 
 T = TypeVar("T")
 
+HEAD = "convex_head"  # kind of a plan, as `hf_dpopt.convex` writes it
 RELATIVE_ERROR = 0.01  # of an epsilon that is shown here; on the safe side
 
 
@@ -59,10 +60,10 @@ class Examination:
         self.output_dir = output_dir
         self.private_dir = private_state_dir or default_private_dir(output_dir)
         self.problems: list[Entry] = []
-        self.ledger = self._read("ledger", self._open_ledger)
+        self.ledger = self._read("ledger", lambda: Ledger.find(output_dir))
         self.state = self._read("keys", self._open_keys)
         self.marks: list[Mark] = self._read("keys", self._open_marks) or []
-        self.seal = self._read("keys", self._open_seal)
+        self.seal = self._read("keys", lambda: Seal.of(self.ledger, self.state))
         self.checkpoints = [examine(path, self.ledger, self.seal, needed=needed) for path in checkpoints(output_dir)]
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
@@ -73,20 +74,11 @@ class Examination:
             self.problems.append(Entry(name, str(error), is_wrong=True))
             return None
 
-    def _open_ledger(self) -> Ledger | None:
-        path = self.output_dir / LEDGER
-        return Ledger.read(path) if path.exists() else None
-
     def _open_keys(self) -> PrivateState | None:
         return PrivateState(self.private_dir, forbidden=self.output_dir) if self.private_dir.is_dir() else None
 
     def _open_marks(self) -> list[Mark]:
         return self.state.memory(self.ledger).marks() if self.state is not None and self.ledger is not None else []
-
-    def _open_seal(self) -> Seal | None:
-        if self.state is None or self.ledger is None:
-            return None
-        return Seal.load(self.state.memory(self.ledger).folder)
 
     # --- what can be said ---
 
@@ -94,6 +86,11 @@ class Examination:
     def lock(self) -> Path:
         """Lock of the ledger."""
         return Path(f"{self.output_dir / LEDGER}.lock")
+
+    @property
+    def is_head(self) -> bool:
+        """Whether the run is that of a convex head: one charge for all steps, and no checkpoints."""
+        return self.ledger is not None and (self.ledger.plan or {}).get("kind") == HEAD
 
     @property
     def last_whole(self) -> Checkpoint | None:
@@ -107,7 +104,7 @@ class Examination:
         Raises:
             DPConfigError: for a journal that a resume refuses.
         """
-        if self.ledger is None or self.state is None:
+        if self.ledger is None or self.state is None or self.is_head:
             return None
         last = self.last_whole
         mark = None if last is None or last.mark is None else str(last.mark["ledger_digest"])
@@ -119,6 +116,8 @@ class Examination:
         """Epsilon of so many steps of each chain, with earlier runs; None where the ledger does not say enough."""
         assert self.ledger is not None and self.ledger.plan is not None
         plan = self.ledger.plan
+        if self.is_head:  # charged as a whole, once
+            return math.inf if plan.get("epsilon") is None else float(plan["epsilon"])
         if not plan.get("is_private", True):
             return math.inf
         if charged == (plan.get("num_steps"),):
@@ -135,8 +134,14 @@ class Examination:
 def entries(found: Examination) -> Iterator[Entry]:
     """Everything there is to say, line by line."""
     yield from found.problems
+    told = {problem.text for problem in found.problems}
     for say in SAID:
-        yield from say(found)
+        try:
+            yield from say(found)
+        except (DPConfigError, OSError) as error:  # one thing that cannot be read hides no other
+            if str(error) not in told:
+                told.add(str(error))
+                yield Entry(say.__name__.lstrip("_"), str(error), is_wrong=True)
 
 
 def _run(found: Examination) -> Iterator[Entry]:
@@ -170,10 +175,14 @@ def _cost(found: Examination) -> Iterator[Entry]:
     spent = found.epsilon(charged) if sum(charged) else 0.0
     known = "epsilon not known from this ledger" if spent is None else f"epsilon {spent:.4g}"
     chains = f"{len(charged)} chain{'s' * (len(charged) != 1)}"
-    planned = f"{float(plan['epsilon']):.4g} planned" if "epsilon" in plan else "no plan recorded"
+    of_plan = math.inf if plan.get("epsilon") is None else float(plan["epsilon"])  # a head's is None without noise
+    planned = f"{of_plan:.4g} planned" if "epsilon" in plan else "no plan recorded"
     target = f", target {plan['target_epsilon']:g}" if plan.get("target_epsilon") else ""
     at = f" at delta {plan['delta']:g} ({plan['adjacency']})" if "delta" in plan else ""
-    text = f"{sum(charged)} steps charged in {chains}: {known}{at}; {planned}{target}"
+    steps = f"{sum(charged)} steps charged in {chains}"
+    if found.is_head:
+        steps = f"all {plan.get('num_steps', '?')} steps charged at once" if sum(charged) else "nothing charged"
+    text = f"{steps}: {known}{at}; {planned}{target}"
     yield Entry("cost", text)
     behind = sum(max(0, mark.step - _reached(ledger, mark)) for mark in found.marks)
     if behind:
@@ -197,7 +206,8 @@ def _keys(found: Examination) -> Iterator[Entry]:
     here = sum(found.state.load_chain(one) is not None for one in chains)
     remembered = sum(mark.chain_id in chains for mark in found.marks)
     signed = "checkpoints are signed" if found.seal is not None else "no key to check checkpoints with"
-    where = f"{found.private_dir}: {here} of {len(chains)} kept, use remembered of {remembered}; {signed}"
+    known = "" if found.is_head else f", use remembered of {remembered}; {signed}"
+    where = f"{found.private_dir}: {here} of {len(chains)} kept{known}"
     yield Entry("keys", where)
 
 
@@ -219,7 +229,7 @@ def _checkpoints(found: Examination) -> Iterator[Entry]:
             yield Entry(one.folder.name, f"complete, its files not checked: {'; '.join(one.cautions)}")
         else:
             yield Entry(one.folder.name, "whole: all files are those that were saved")
-    if not found.checkpoints:
+    if not found.checkpoints and not found.is_head:
         yield Entry("checkpoints", "none")
 
 
@@ -246,6 +256,9 @@ def _resume(found: Examination) -> Iterator[Entry]:
     ledger, last = found.ledger, found.last_whole
     if ledger is None or ledger.plan is None or "num_steps" not in ledger.plan:
         return
+    if found.is_head:
+        yield from _resume_head(found, ledger)
+        return
     planned, target = int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
     step = 0 if last is None else last.step
     if step >= planned:
@@ -268,6 +281,19 @@ def _resume(found: Examination) -> Iterator[Entry]:
     is_over = cost is not None and target is not None and cost > target * (1 + RELATIVE_ERROR)
     over = f", above the target {target:g}: raise --target_epsilon or take fewer steps" if is_over else ""
     yield Entry("resume", f"{start}, {how}; {planned - step} steps are left, epsilon {end} in the end{over}", is_over)
+
+
+def _resume_head(found: Examination, ledger: Ledger) -> Iterator[Entry]:
+    """Say whether the training of a head can go on; it costs nothing more, and has no checkpoints."""
+    last = ledger.last_chain
+    if last is None:
+        yield Entry("resume", "nothing was trained yet")
+        return
+    kept = None if found.state is None else found.state.load_chain(last.chain_id)
+    if kept is None or kept.key_id != last.key_id:
+        yield Entry("resume", "not possible: the run has ended, or its key is gone")
+        return
+    yield Entry("resume", "with the same command, under its key; nothing more is charged")
 
 
 # One function for each part of a run; what another part has to say is one more.

@@ -299,7 +299,7 @@ class Journal:
         try:
             header = json.loads(body)
             shapes = [(str(name), tuple(map(int, shape))) for name, shape in header["tensors"]]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             return None
         if min((size for _, shape in shapes for size in shape), default=0) < 0:
             return None

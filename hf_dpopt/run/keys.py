@@ -378,7 +378,7 @@ def _last_charged_step(ledger: Ledger, chain: ChainRecord) -> int:
 
 def _bytes_of_mark(path: Path) -> list[bytes]:
     """The digest of the training data in a file; none if it is damaged."""
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    text = read_whole(path).decode(errors="replace").strip()
     is_digest = len(text) >= 32 and len(text) % 2 == 0 and set(text) <= set("0123456789abcdef")
     return [bytes.fromhex(text)] if is_digest else []
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held, open_plain
 from hf_dpopt.common.log import warn_once
 
@@ -139,6 +140,16 @@ class Ledger:
         with contextlib.suppress(DPConfigError):  # half a record is one that did not run, or that is being written
             ledger._replay(read_whole(ledger.path)[end:].partition(b"\n")[0], number=-1)
         return ledger
+
+    @classmethod
+    def find(cls, output_dir: str | os.PathLike[str]) -> Ledger | None:
+        """Read the ledger of the run in a folder; None if there is none.
+
+        Raises:
+            DPConfigError: if a line was changed.
+        """
+        path = Path(output_dir) / LEDGER
+        return cls.read(path) if path.exists() else None
 
     @staticmethod
     def is_in_use(path: str | os.PathLike[str]) -> bool:
@@ -373,7 +384,7 @@ class Ledger:
         """Verify one line and take it in."""
         where = f"{self.path}, line {number}:"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             sealed = {key: value for key, value in record.items() if key not in ("prev", "sha256")}
             digest, expected = _seal(sealed, record["prev"])
         except (ValueError, KeyError, AttributeError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 import unicodedata
@@ -17,8 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from hf_dpopt.common.durable import remove
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.json_text import parse_json
+from hf_dpopt.common.log import logger
 
+ARRAYS, ABOUT = ("rows.npy", "cuts.npy"), "index.json"  # files of an index that is kept; the last one has digests
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
 FIX = "Drop those rows, or give every person who is behind them an id of their own."
 PLAIN = (int, str, bytes, float, datetime.date)
@@ -72,7 +77,7 @@ class UserIndex:
             place = Path(scratch)
             codes_N = _array(place / "codes.npy", np.int32, num_rows, on_disk)
             digest = _read_codes(dataset, column, codes_N)
-            if folder is not None and (folder / digest / "index.json").exists():
+            if folder is not None and _is_whole(folder / digest, digest):
                 return cls.load(folder / digest)
             num_users = 1 + max(int(codes_N[part].max()) for part in _chunks(num_rows))
             counts_U = np.zeros(num_users, np.int64)
@@ -86,16 +91,19 @@ class UserIndex:
             rows_N.flush()  # type: ignore[attr-defined]
             np.save(place / "cuts.npy", cuts_U)
             about = {"column": column, "num_rows": num_rows, "num_users": num_users, "digest": digest}
-            (place / "index.json").write_text(json.dumps(about), encoding="utf-8")
-            (folder / digest).mkdir(exist_ok=True)
-            for name in ("rows.npy", "cuts.npy", "index.json"):  # the last one says that all are there
-                shutil.move(place / name, folder / digest / name)
+            about |= {name: _sha256(place / name) for name in ARRAYS}
+            (place / ABOUT).write_text(json.dumps(about), encoding="utf-8")
+            made = folder / digest
+            remove(made)  # a damaged one, or that of an earlier release
+            made.mkdir(mode=0o700)
+            for name in (*ARRAYS, ABOUT):  # the last one says that all are there
+                shutil.move(place / name, made / name)
         return cls.load(folder / digest)
 
     @classmethod
     def load(cls, directory: Path) -> UserIndex:
         """Read an index that `build` wrote, memory-mapped."""
-        digest = json.loads((directory / "index.json").read_text(encoding="utf-8"))["digest"]
+        digest = json.loads((directory / ABOUT).read_text(encoding="utf-8"))["digest"]
         return cls(np.load(directory / "cuts.npy"), np.load(directory / "rows.npy", mmap_mode="r"), digest)
 
     def check_is_of(self, dataset: Any, column: str) -> None:
@@ -110,6 +118,28 @@ class UserIndex:
                 "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
                 "new trainer."
             )
+
+
+def _is_whole(directory: Path, digest: str) -> bool:
+    """Whether an index that was kept is there, and what was written; that of an earlier release has no digests.
+
+    Rows of another user would be clipped as one's own, so one that cannot be told to be whole is made again.
+    """
+    if not os.path.lexists(directory):
+        return False
+    try:
+        about = parse_json((directory / ABOUT).read_bytes())
+        if about["digest"] == digest and all(about.get(name) == _sha256(directory / name) for name in ARRAYS):
+            return True
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        pass
+    logger.warning(f"{directory} is damaged, or of an earlier release: the index of users is made again.")
+    return False
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _array(path: Path, dtype: Any, size: int, on_disk: bool) -> np.ndarray:

@@ -131,7 +131,7 @@ def folder_case() -> st.SearchStrategy[Case]:
         return Case("command line", f"{command} {shown(place)}", lambda folder: call(command, place), prepare)
 
     def damaged(command: str, damage: files.Damage) -> Case:
-        return Case("command line", f"{command}, {damage}", lambda folder: call(command, str(folder / "out"), *(
+        return Case("files", f"{command}, {damage}", lambda folder: call(command, str(folder / "out"), *(
             ("--private-state-dir", str(folder / "keys")) if command != "report" else ())), damage.apply)  # fmt: skip
 
     return st.one_of(st.builds(odd, commands, places), st.builds(damaged, commands, files.damages()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import io
@@ -9,24 +10,43 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import torch
 from hypothesis import strategies as st
 from transformers import TrainerCallback
 
+from hf_dpopt.convex import (
+    HeadConfig,
+    HeadRun,
+    attach_head,
+    clip_features,
+    compute_features,
+    make_head_plan,
+    recorded_head_plan,
+    training,
+)
+from hf_dpopt.sampling import SAMPLERS
 from tests import tiny
 from tests.fuzz.outcome import Case, quiet
 
 STEPS, STOPPED = 6, 3  # planned and taken by the run that is damaged; it has a checkpoint at each
+HEAD_RECORDS, HEAD_STEPS, HEAD_KILLED = 24, 4, 2
+DEEP = 100_000  # brackets, more than a reader of JSON can follow
 WAYS = (
     "deleted", "emptied", "cut in half", "zeros", "random bytes", "{", "{}", "[]", "null", "5", '"text"', "NaN",
     "a folder", "unreadable text", "a field less", "a field of another type", "last byte changed", "a line twice",
-    "a link to itself",
+    "a link to itself", "a link to a folder", "brackets",
 )  # fmt: skip
 RESUMES: tuple[Any, ...] = (
     True, True, True, "checkpoint-3", "checkpoint-3", "checkpoint-2", "checkpoint-1", "missing", "", 5, ["x"], ".", False,
 )  # fmt: skip
+
+
+POISSON = SAMPLERS["poisson"]
 
 
 class Stop(TrainerCallback):
@@ -42,46 +62,145 @@ class Stop(TrainerCallback):
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """A file of the finished run, by its number among all, and what is done to it."""
+    """A file of a run, by its number among all, and what is done to it.
 
+    Attributes:
+        kind: name of the run in `RUNS`.
+        number: of the file, modulo how many there are.
+        way: one of `WAYS`.
+    """
+
+    kind: str
     number: int
     way: str
 
     def apply(self, folder: Path) -> None:
         """Copy the run into the folder, and damage it there."""
-        shutil.copytree(template(), folder, dirs_exist_ok=True, symlinks=True)
+        shutil.copytree(template(self.kind), folder, dirs_exist_ok=True, symlinks=True)
         spoil(self.file(folder), self.way)
 
     def file(self, folder: Path) -> Path:
         """The file that is damaged."""
-        names = sorted(path.relative_to(template()) for path in template().rglob("*") if path.is_file())
-        return folder / names[self.number % len(names)]
+        return folder / self._name
+
+    @property
+    def _name(self) -> str:
+        names = names_of(self.kind)
+        return names[self.number % len(names)]
 
     def __str__(self) -> str:
-        names = sorted(str(path.relative_to(template())) for path in template().rglob("*") if path.is_file())
-        return f"{_without_ids(names[self.number % len(names)])} {self.way}"
+        return f"{self.kind}: {_without_ids(self._name)} {self.way}"
 
 
 def _without_ids(name: str) -> str:
     return re.sub(r"[0-9a-f]{16,}", "ID", name)
 
 
+def names_of(kind: str) -> list[str]:
+    """Names of all files of a run, in the order of their names without ids, which are drawn anew every time."""
+    made = template(kind)
+    names = [path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file()]
+    return sorted(names, key=lambda name: (_without_ids(name), name))
+
+
 @functools.cache
-def template() -> Path:
-    """Folder with a run of three steps: `out` and its keys."""
+def template(kind: str) -> Path:
+    """Folder with a run: `out` and its `keys`."""
     folder = Path(tempfile.mkdtemp(prefix="fuzz_run_"))
     with quiet(io.StringIO()):
-        make(folder, callbacks=[Stop(STOPPED)]).train()
+        BEGUN[kind](folder)
     return folder
 
 
+# --- the runs: how they began, and how they are gone on with ---
+
+
 def make(folder: Path, **changes: Any) -> Any:
-    """The trainer of that run, in another folder."""
+    """A trainer of records with checkpoints and a filter, in any folder."""
     given = dict(
         max_steps=STEPS, save_strategy="steps", save_steps=1, private_state_dir=str(folder / "keys"),
         noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.5}, sampling="fixed_order", filter="momentum",
     )  # fmt: skip
     return tiny.trainer(folder / "out", **given | changes)
+
+
+def make_of_users(folder: Path, **changes: Any) -> Any:
+    """A trainer of users, whose index is kept beside the keys."""
+    import datasets
+
+    rows = [{**row, "who": f"u{number % 8}"} for number, row in enumerate(tiny.records())]
+    given = dict(
+        max_steps=STEPS, save_strategy="steps", save_steps=STOPPED, private_state_dir=str(folder / "keys"),
+        privacy_unit="user", user_id_column="who", records_per_user=3, expected_batch_size=3, sampling="poisson",
+        train_dataset=datasets.Dataset.from_list(rows),
+    )  # fmt: skip
+    return tiny.trainer(folder / "out", **given | changes)
+
+
+def train_head(folder: Path, *, is_finished: bool = True) -> None:
+    """Train a head as `recipes/linear_probe.py` does: features, weights, the model with its head, the statement."""
+    model, rows = tiny.model(dropout=0.0), tiny.records(HEAD_RECORDS)
+    config = HeadConfig(
+        head_radius=1.0, feature_norm=1.0, expected_batch_size=8, num_steps=HEAD_STEPS, noise_multiplier=1.0
+    )
+    recorded = recorded_head_plan(folder / "out")
+    plan = make_head_plan(config, num_examples=len(rows), recorded=recorded)
+    run = HeadRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys")
+    inputs = [{"input_ids": row["input_ids"]} for row in rows]
+    features = compute_features(model, inputs, _inputs, cache=run.private_folder)
+    labels = torch.tensor([row["label"] for row in rows])
+    weights = run.train(clip_features(features, config.feature_norm, config.bias_feature), labels, 2)
+    if not is_finished:
+        return
+    attach_head(model, weights, config.bias_feature)
+    model.save_pretrained(folder / "out")
+    run.finish(2)
+
+
+def _inputs(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    batch = tiny.collate([{**row, "label": 0} for row in rows])
+    return {name: values for name, values in batch.items() if name != "labels"}
+
+
+def kill_head(folder: Path) -> None:
+    """Begin a head, and end its process after two steps, with features, key and state in the private folder."""
+
+    draw = POISSON.draw
+
+    def draw_or_end(self: Any, key: bytes, step: int) -> Any:
+        if step > HEAD_KILLED:
+            raise _Killed
+        return draw(self, key, step)
+
+    with mock.patch.object(training, "SAVE_EVERY", -1.0), mock.patch.object(POISSON, "draw", draw_or_end):
+        with contextlib.suppress(_Killed):
+            train_head(folder)
+
+
+class _Killed(BaseException):
+    """The end of a process, as `kill -9` makes it, with nothing caught or cleaned up."""
+
+
+BEGUN: dict[str, Callable[[Path], Any]] = {  # what a folder holds -> how it came to be
+    "run": lambda folder: make(folder, callbacks=[Stop(STOPPED)]).train(),
+    "run of users": lambda folder: make_of_users(folder, callbacks=[Stop(STOPPED)]).train(),
+    "head": train_head,
+    "head, not published": lambda folder: train_head(folder, is_finished=False),
+    "head, killed": kill_head,
+}
+
+
+def go_on(kind: str, folder: Path, resume: Any) -> None:
+    """Go on with a run, or begin it once more: a step more of the trainers, a head to its end."""
+    if kind.startswith("head"):
+        train_head(folder)
+        return
+    where = str(folder / "out" / resume) if isinstance(resume, str) and resume else resume
+    make_again = {"run": make, "run of users": make_of_users}[kind]
+    make_again(folder, callbacks=[Stop(STOPPED + 1)]).train(resume_from_checkpoint=where)
+
+
+# --- damages ---
 
 
 def spoil(path: Path, way: str) -> None:
@@ -97,12 +216,17 @@ def spoil(path: Path, way: str) -> None:
         case "a link to itself":
             path.symlink_to(path.name)
             return
+        case "a link to a folder":
+            path.symlink_to(path.parent)
+            return
         case "emptied":
             content = b""
         case "cut in half":
             content = content[: len(content) // 2]
         case "zeros":
             content = bytes(len(content))
+        case "brackets":
+            content = b"[" * DEEP
         case "random bytes":
             content = bytes((i * 97 + 13) % 256 for i in range(max(64, min(len(content), 4096))))
         case "unreadable text":
@@ -139,21 +263,25 @@ def _without_a_field(content: bytes, *, retyped: bool) -> bytes:
     return content + b"\x00"
 
 
-def damages() -> st.SearchStrategy[Damage]:
-    """Any file, any damage."""
-    template()
-    return st.builds(Damage, st.integers(0, 200), st.sampled_from(WAYS))
+def damages(kinds: Sequence[str] = tuple(BEGUN)) -> st.SearchStrategy[Damage]:
+    """Any file of these runs, any damage."""
+    return st.builds(Damage, st.sampled_from(kinds), st.integers(0, 200), st.sampled_from(WAYS))
 
 
 def any_case() -> st.SearchStrategy[Case]:
-    """A run whose files were damaged is resumed, or begun once more."""
+    """A run of a trainer whose files were damaged is resumed, or begun once more."""
 
     def case(damage: Damage, resume: Any) -> Case:
-        def run(folder: Path) -> None:
-            where = str(folder / "out" / resume) if isinstance(resume, str) and resume else resume
-            trainer = make(folder, callbacks=[Stop(STOPPED + 1)])
-            trainer.train(resume_from_checkpoint=where)
+        what = f"{damage}, resume_from_checkpoint={resume!r}"
+        return Case("files", what, lambda folder: go_on(damage.kind, folder, resume), damage.apply)
 
-        return Case("files", f"{damage}, resume_from_checkpoint={resume!r}", run, damage.apply)
+    return st.builds(case, damages(("run", "run", "run of users")), st.sampled_from(RESUMES))
 
-    return st.builds(case, damages(), st.sampled_from(RESUMES))
+
+def head_case() -> st.SearchStrategy[Case]:
+    """A head whose files were damaged is trained on, or once more, in its folder."""
+
+    def case(damage: Damage) -> Case:
+        return Case("files", str(damage), lambda folder: go_on(damage.kind, folder, None), damage.apply)
+
+    return damages(tuple(kind for kind in BEGUN if kind.startswith("head"))).map(case)

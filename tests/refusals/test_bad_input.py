@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 
 import numpy as np
@@ -13,7 +12,6 @@ import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, UnsupportedModuleError, make_plan
 from hf_dpopt.cli import app
-from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
 from hf_dpopt.run.run import LEDGER
 from tests import tiny
 
@@ -198,58 +196,3 @@ def test_long_runs_on_many_records_are_planned(steps, changes):
         PrivacyConfig(noise_multiplier=1.0, expected_batch_size=1024, **changes), num_examples=10**8, num_steps=steps
     )
     assert 0 < plan.epsilon() < math.inf
-
-
-DAMAGED = (b"", b"{", b"5", b"[]", b"\xff\xfe{}", b"NaN", None)  # None: a folder in its place
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """Folder with a run that has ended: out, keys, and a head in `head`."""
-    folder = tmp_path_factory.mktemp("finished")
-    given = dict(max_steps=2, save_strategy="steps", save_steps=1, sampling="fixed_order")
-    tiny.trainer(folder / "out", private_state_dir=str(folder / "keys"), **given).train()
-    config = HeadConfig(head_radius=1.0, feature_norm=1.0, expected_batch_size=8, num_steps=2, noise_multiplier=1.0)
-    run = HeadRun(make_head_plan(config, num_examples=40), output_dir=folder / "head")
-    run.train(0.1 * torch.rand(40, 4), torch.arange(40) % 2, 2)
-    run.finish(2)
-    return folder
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-@pytest.mark.parametrize("name", ["out/privacy/report.json", "out/privacy/statement.md", "head/privacy/head.json",
-                                  "head/privacy/statement.md", "out/privacy/ledger.jsonl"])  # fmt: skip
-def test_a_damaged_report_is_named(name, content, finished, tmp_path, monkeypatch, capsys):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    _damage(tmp_path / name, content)
-    monkeypatch.setattr("sys.argv", ["hf-dpopt", "report", str(tmp_path / name.partition("/")[0])])
-    with pytest.raises(SystemExit) as stopped:
-        app.main()
-    err = capsys.readouterr().err
-    assert stopped.value.code in (1, 2) and err and all(line.startswith("hf-dpopt: ") for line in err.splitlines())
-
-
-@pytest.mark.parametrize("content", DAMAGED)
-@pytest.mark.parametrize("pattern", ["out/checkpoint-1/privacy_ledger.json", "keys/used/*/*.mark", "keys/used/*/seal",
-                                     "out/checkpoint-1/trainer_state.json"])  # fmt: skip
-def test_a_damaged_mark_is_refused(pattern, content, finished, tmp_path):
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    for path in tmp_path.glob(pattern):
-        _damage(path, content)
-    trainer = tiny.trainer(
-        tmp_path / "out", private_state_dir=str(tmp_path / "keys"), max_steps=2, save_strategy="steps", save_steps=1,
-        sampling="fixed_order",
-    )  # fmt: skip
-    with pytest.raises(DPConfigError) as found:
-        trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
-    assert "\n" not in str(found.value) and _charged(tmp_path) == 2
-
-
-def _damage(path, content):
-    mode = path.stat().st_mode
-    path.unlink()
-    if content is None:
-        path.mkdir()
-    else:
-        path.write_bytes(content)
-        path.chmod(mode)

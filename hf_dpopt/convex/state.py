@@ -1,0 +1,116 @@
+"""State that a killed run of a head goes on from: signed, in the private folder, as private as the data."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dpopt.common.durable import read_whole, write_durably
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.randomness.cipher import derive_key
+from hf_dpopt.run.keys import Chain
+
+_MAGIC = b"hf_dpopt head 1\n"  # behind what torch wrote, which reads over it; files of earlier releases end before it
+_SIGNATURE_BYTES = 32
+
+
+class HeadState:
+    """Iterates of one chain of steps, and whether its final weights have left.
+
+    A step's noise comes from the key and its number alone, so a run that begins anew under its key repeats what it
+    did: that reveals nothing while none of it has been seen. Once weights were returned, other features under the same
+    noise would let two results be subtracted. So a note says when they are, and a run that has it begins no more.
+
+    Args:
+        directory: private folder of the run.
+        chain: its chain of steps, whose key signs the file.
+    """
+
+    def __init__(self, directory: Path, chain: Chain):
+        self.path = directory / f"head-{chain.chain_id}.pt"
+        self._note = directory / f"head-{chain.chain_id}.pt.returned"
+        self._key = derive_key(chain.root, "head state")
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Keep the iterates after a step, in place of earlier ones.
+
+        Args:
+            step: steps taken.
+            state: as `state_dict` of the descent gives it.
+        """
+        file = io.BytesIO()
+        torch.save({"step": step, **state}, file)
+        content = file.getvalue() + _MAGIC
+        write_durably(self.path, content + self._signature(content), mode=0o600)
+
+    def load(self, num_steps: int) -> dict[str, Any] | None:
+        """State that was saved last, its step under "step"; None if the run begins.
+
+        Args:
+            num_steps: steps of the whole run.
+
+        Raises:
+            DPBudgetExceeded: if there is none, and the weights of the run were returned before.
+            DPConfigError: if it cannot be read.
+        """
+        kept = self._read(num_steps) if self.path.exists() else None
+        if kept is None and self._note.exists():
+            raise DPBudgetExceeded(
+                f"{self.path} is missing or damaged, and the final weights of its run were returned before: other "
+                "features under its noise could be subtracted from them. Put the file back if there is a copy; else "
+                "use another output_dir, whose epsilon comes on top."
+            )
+        return kept
+
+    def note_return(self) -> None:
+        """Note that the final weights leave now; durable before it returns."""
+        if not self._note.exists():
+            write_durably(self._note, b"", mode=0o600)
+
+    def _read(self, num_steps: int) -> dict[str, Any] | None:
+        """The state in the file; None, and a warning, if it is not what was saved."""
+        content = read_whole(self.path)
+        body, signature = content[:-_SIGNATURE_BYTES], content[-_SIGNATURE_BYTES:]
+        is_signed = body.endswith(_MAGIC)
+        if not is_signed or hmac.compare_digest(self._signature(body), signature):
+            kept = _loaded(content)
+            if kept is not None and 0 <= kept["step"] <= num_steps:
+                return kept
+        logger.warning(
+            f"{self.path} is damaged: the run begins at its first step again, under its key. That takes time, and "
+            "costs nothing: none of it has been seen."
+        )
+        return None
+
+    def _signature(self, content: bytes) -> bytes:
+        return hashlib.blake2b(content, key=self._key, digest_size=_SIGNATURE_BYTES).digest()
+
+
+def check_shape(kept: dict[str, Any], shape: torch.Size, output_dir: Path) -> None:
+    """Refuse a state of other weights than those of now, (K, D).
+
+    Raises:
+        DPConfigError: with both shapes.
+    """
+    if kept["weights"].shape != shape:
+        raise DPConfigError(
+            f"The run of {output_dir} was killed with weights of shape {tuple(kept['weights'].shape)}, and those of "
+            f"now have {tuple(shape)}. Go on with the same model and labels, or use another output_dir."
+        )
+
+
+def _loaded(content: bytes) -> dict[str, Any] | None:
+    """A state as torch reads it, whose weights are numbers; None for anything else."""
+    try:
+        kept = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+        is_state = type(kept["step"]) is int and math.isfinite(float(kept["weights"].norm()))
+    except Exception:  # whatever a damaged file makes its reader do
+        return None
+    return kept if is_state else None
