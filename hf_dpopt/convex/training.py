@@ -23,7 +23,7 @@ from hf_dpopt.convex.gradients import gradient_sum
 from hf_dpopt.convex.plan import HeadConfig, HeadPlan
 from hf_dpopt.convex.statement import write_statement
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of, stream_of
 from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
@@ -110,7 +110,8 @@ class HeadRun:
         self._check(features, labels, num_labels)
         descent = self._start(num_labels, features, public)
         with Ledger.open(self.output_dir / LEDGER) as ledger:
-            known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": self._noise_rng}
+            stream = stream_of(self._noise_rng, ledger.plan)
+            known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
             if public is not None:
                 known |= {"num_public_records": len(public[0]), "public_records": _digest(*public)}
             # whether a large delta was allowed in words is no part of the mechanism, and older ledgers do not say it
@@ -119,7 +120,8 @@ class HeadRun:
             with contextlib.closing(self.state.memory(ledger)) as memory:
                 memory.lock()  # a copy of this folder that shares the key would train other records with its noise
                 step = self._load(chain, descent)
-                self._descend(features, labels, chain, step, descent, progress)
+                source = make_noise_source(self._noise_rng, chain.noise_key, stream)
+                self._descend(features, labels, chain, source, step, descent, progress)
                 self._save(chain, self.plan.config.num_steps, descent)
         return descent.result.float()
 
@@ -128,7 +130,8 @@ class HeadRun:
         with Ledger.open(self.output_dir / LEDGER) as ledger:
             last = ledger.last_chain
             assert last is not None, "finish comes after train"
-            write_statement(self.output_dir, self.plan, num_labels, ledger, self._noise_rng, self._declared)
+            noise = source_of(stream_of(self._noise_rng, ledger.plan)).description
+            write_statement(self.output_dir, self.plan, num_labels, ledger, noise, self._declared)
             for path in self.state.directory.glob(f"*head-{last.chain_id}.pt*"):  # and what a kill left half-written
                 path.unlink()
             self.state.forget([last.chain_id])
@@ -185,13 +188,13 @@ class HeadRun:
         features: torch.Tensor,
         labels: torch.Tensor,
         chain: Chain,
+        source: NoiseSource,
         first: int,
         descent: ProjectedDescent | SubspaceDescent,
         bar: bool,
     ) -> None:
         """Run the steps that are left."""
         plan, config = self.plan, self.plan.config
-        source = make_noise_source(self._noise_rng, chain.noise_key)
         stddev = plan.noise_multiplier * config.lipschitz
         steps = range(first + 1, config.num_steps + 1)
         saved = time.monotonic()

@@ -232,12 +232,12 @@ class Phased(NoiseStrategy):
         return PhasedStream(self.phases, streams, source, **common)
 
 
-class _OfKind:
+class _OfKind(NoiseSource):
     """A source whose row r is the row of another one for the step in which a kind has its step r."""
 
     def __init__(self, source: NoiseSource, phases: Phases, kind: int):
         self._source, self._phases, self._kind = source, phases, kind
-        self.name, self.description = source.name, source.description
+        self.name, self.stream, self.description = source.name, source.stream, source.description  # type: ignore[misc]
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"

@@ -168,12 +168,12 @@ def restart(strategy: NoiseStrategy, every: int) -> NoiseStrategy:
     return Restarted(strategy, every) if own is None else own
 
 
-class _Later:
+class _Later(NoiseSource):
     """A source whose row r is row ``first + r`` of another one, for the rows of one copy and no more."""
 
     def __init__(self, source: NoiseSource, first: int, num_rows: int):
         self._source, self._first, self._num_rows = source, first, num_rows
-        self.name, self.description = source.name, source.description
+        self.name, self.stream, self.description = source.name, source.stream, source.description  # type: ignore[misc]
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"

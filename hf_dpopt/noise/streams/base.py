@@ -83,7 +83,7 @@ class CorrelatedStream(NoiseStream):
         key = source.normal((2,), step=UNUSED_ROW, tensor=0).tolist()
         self._bound_to = {
             "stream": type(self).__name__, "scale": scale, "num_steps": num_steps, "first_step": first_step,
-            "key": key, **(bound_to or {}),
+            "key": key, **source.entry(), **(bound_to or {}),
         }  # fmt: skip
         self._offload = offload
         self._num_done = 0
@@ -208,7 +208,11 @@ class CorrelatedStream(NoiseStream):
             DPConfigError: for the state of another key or strategy.
         """
         if state is not None:
-            others = [name for name in ("key", "strategy") if state["bound_to"].get(name) != self._bound_to.get(name)]
+            others = [
+                name
+                for name in ("key", "strategy", "noise_stream")
+                if state["bound_to"].get(name) != self._bound_to.get(name)
+            ]
             if others:
                 raise DPConfigError(
                     f"The noise that was kept belongs to another run ({', '.join(others)} differ). Continue with the "

@@ -301,9 +301,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "the noise is a function of the step alone",
-        "hf_dpopt/randomness/cipher.py",
-        'self._key = derive_key(key, "secure gaussian")',
-        'self._key = derive_key(bytes(32), "secure gaussian")',
+        "hf_dpopt/randomness/chacha.py",
+        'self._key = derive_key(key, "chacha20 gaussian")',
+        'self._key = derive_key(bytes(32), "chacha20 gaussian")',
         ("tests/mechanisms/test_randomness.py::test_streams_are_independent",),
     ),
     Bug(
