@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -178,12 +178,18 @@ class _Later(NoiseSource):
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
+        return self._source.normal(shape, step=self._row(step), tensor=tensor, device=device)
+
+    def add_to(self, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int) -> None:
+        self._source.add_to(totals, stddev=stddev, step=self._row(step))
+
+    def _row(self, step: int) -> int:
         if step != UNUSED_ROW and not 0 <= step < self._num_rows:
             raise DPConfigError(
                 f"A copy of {self._num_rows} steps asked for row {step} of the noise, which belongs to the next copy. "
                 "A strategy that draws more than one row a step has to restart by itself (NoiseStrategy.restarted)."
             )
-        return self._source.normal(shape, step=self._first + step, tensor=tensor, device=device)
+        return self._first + step
 
 
 class RestartedStream(CorrelatedStream):

@@ -1,122 +1,21 @@
-"""Normals from ChaCha20: addressed by element, so that any range is drawn without the rest, on any device.
-
-Shape legend: B = blocks of the cipher, P = pairs of normals.
-"""
+"""Normals from ChaCha20: addressed by element, so that any range is drawn without the rest, on any device."""
 
 from __future__ import annotations
 
 import math
-import struct
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
-from hf_dpopt.randomness.cores import run_in_pieces, usable_cores
-from hf_dpopt.randomness.source import NoiseSource
+from hf_dpopt.randomness import on_device
+from hf_dpopt.randomness.ahead import Ahead, spare_cores
+from hf_dpopt.randomness.blocks import Drawn, add_from_host, add_on_host
+from hf_dpopt.randomness.source import AddressedSource
+from hf_dpopt.randomness.spans import Part, Span
 from hf_dpopt.randomness.subkeys import derive_key
 
-BLOCK_BYTES = 64
-NORMALS = 8  # of a block: 64 bits each
-CHUNK = 2**14  # normals that one thread draws at a time: its words and buffers (0.4 MB) stay in the cache
-SLICE = 2**11  # elements up to which torch computes a function on the calling thread alone
-COUNTER = 2**32  # blocks under one nonce: the counter of RFC 8439 has 32 bits
 
-_ZEROS = memoryview(bytes(CHUNK // NORMALS * BLOCK_BYTES))
-
-
-def nonce_of(tensor: int, block: int) -> bytes:
-    """Nonce of a block of a tensor: the high part of the block's number (32 bits), then the tensor's (64 bits)."""
-    return struct.pack("<IQ", block // COUNTER, tensor)
-
-
-def fill_keystream(out: np.ndarray, key: bytes, tensor: int, block: int) -> None:
-    """Overwrite `out` with the ChaCha20 keystream (RFC 8439, Sec. 2.4) of consecutive blocks of a tensor.
-
-    Args:
-        out: contiguous, whole blocks, `CHUNK` normals at most.
-        key: 32 bytes.
-        tensor: number of the tensor, below 2^64.
-        block: first block; all of them have the same high part, for the counter would wrap around in silence.
-    """
-    counter, num = block % COUNTER, out.nbytes // BLOCK_BYTES
-    assert counter + num <= COUNTER, f"{num} blocks from {block} on do not fit under one nonce"
-    start = struct.pack("<I", counter) + nonce_of(tensor, block)
-    encryptor = Cipher(algorithms.ChaCha20(key, start), mode=None).encryptor()
-    encryptor.update_into(_ZEROS[: out.nbytes], out.reshape(-1).view(np.uint8).data)
-
-
-class NormalsOfBlocks:
-    """One thread's generator; owns its buffers, so it is not shared between threads."""
-
-    def __init__(self) -> None:
-        num_pairs = CHUNK // 2
-        self._words_P2 = np.empty((num_pairs, 2), dtype="<u8")
-        self._radius, self._cos, self._angle = (np.ones(num_pairs) for _ in range(3))
-        self._normals_P2 = np.empty((num_pairs, 2), dtype=np.float32)
-        in_torch = [torch.from_numpy(x).split(SLICE) for x in (self._radius, self._cos, self._angle)]
-        self._slices = list(zip(*in_torch, strict=True))
-
-    def draw(self, key: bytes, tensor: int, block: int, num_blocks: int) -> np.ndarray:
-        """Normals of consecutive blocks, float32, (8 B,), in a buffer that the next call overwrites."""
-        words_P2 = self._words_P2[: num_blocks * NORMALS // 2]
-        fill_keystream(words_P2, key, tensor, block)
-        return self.transform(words_P2)
-
-    def transform(self, words_P2: np.ndarray) -> np.ndarray:
-        """Box-Muller of pairs of words, in float64, rounded once; float32, (2 P,). Overwrites the words.
-
-        With u and v the top 53 bits of a pair of words, in [0, 1): ``r = sqrt(-2 log(1 - u))``, and the normals are
-        ``r cos 2 pi v`` and ``r sin 2 pi v``. 1 - u is exact and never 0: ``r <= sqrt(106 log 2) = 8.57``.
-        """
-        num_pairs = len(words_P2)
-        r, cos, angle = self._radius[:num_pairs], self._cos[:num_pairs], self._angle[:num_pairs]
-        np.right_shift(words_P2, 11, out=words_P2)
-        integers_P2 = words_P2.view(np.int64)  # of 53 bits: signed ones become float64 faster
-        np.multiply(integers_P2[:, 0], -(2.0**-53), out=r)
-        np.multiply(integers_P2[:, 1], 2.0 * math.pi * 2.0**-53, out=angle)
-        np.add(r, 1.0, out=r)
-        for r_slice, cos_slice, angle_slice in self._slices[: -(-num_pairs // SLICE)]:
-            torch.log(r_slice, out=r_slice)
-            torch.cos(angle_slice, out=cos_slice)
-            torch.sin(angle_slice, out=angle_slice)
-        np.multiply(r, -2.0, out=r)
-        np.sqrt(r, out=r)
-        normals_P2 = self._normals_P2[:num_pairs]
-        np.multiply(r, cos, out=normals_P2[:, 0], casting="same_kind")
-        np.multiply(r, angle, out=normals_P2[:, 1], casting="same_kind")
-        return normals_P2.reshape(-1)
-
-    def draw_range(self, key: bytes, tensor: int, first: int, num: int) -> np.ndarray:
-        """Normals of elements ``first .. first + num - 1`` of one chunk, float32, (num,), in the same buffer."""
-        block = first // NORMALS
-        end = -(-(first + num) // NORMALS)
-        skipped = first - block * NORMALS
-        return self.draw(key, tensor, block, end - block)[skipped : skipped + num]
-
-
-class Range(NamedTuple):
-    """Some elements of a tensor, all within one chunk."""
-
-    tensor: int  #: number of the tensor within the step
-    first: int  #: element of the flattened, unsharded tensor
-    num: int
-    place: int  #: where they lie in what is filled, or added to
-
-
-def ranges_of(tensor: int, first: int, num: int) -> list[Range]:
-    """Elements ``first .. first + num - 1`` of a tensor, cut where a chunk ends: no part crosses a nonce."""
-    end, cut = first + num, []
-    while first < end:
-        stop = min(end, first - first % CHUNK + CHUNK)
-        cut.append(Range(tensor, first, stop - first, first - end + num))
-        first = stop
-    return cut
-
-
-class ChaCha20Gaussian(NoiseSource):
+class ChaCha20Gaussian(AddressedSource):
     """Normals from a cipher: ChaCha20 words, 53-bit uniforms, float64 Box-Muller, rounded once to float32.
 
     The words of a step are the keystream of RFC 8439 under a subkey of (key, step); block b of tensor i has the
@@ -148,6 +47,7 @@ class ChaCha20Gaussian(NoiseSource):
 
     def __init__(self, key: bytes):
         self._key = derive_key(key, "chacha20 gaussian")
+        self._ahead: tuple[int, Ahead] | None = None  # of a step
 
     def step_key(self, step: int) -> bytes:
         """Key of the words of a step; secret."""
@@ -175,15 +75,55 @@ class ChaCha20Gaussian(NoiseSource):
             float32, (num,).
         """
         assert first >= 0 and num >= 0, (first, num)
-        out, key = np.empty(num, dtype=np.float32), self.step_key(step)
+        out = torch.zeros(num, dtype=torch.float32, device=device)
+        self.add_parts([Part(tensor, first, out)], stddev=1.0, step=step)  # 0 + 1 * z is z
+        return out
 
-        def filler() -> Callable[[Range], None]:
-            draw = NormalsOfBlocks().draw_range
+    def add_to(self, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int) -> None:
+        """Add ``stddev`` times the normals of a step to float32 tensors, in place, without a tensor of the noise.
 
-            def fill(part: Range) -> None:
-                out[part.place : part.place + part.num] = draw(key, part.tensor, part.first, part.num)
+        Product and sum are computed in float64 and rounded once, which changes no bit where a tensor is added to in
+        parts.
+        """
+        flat = {tensor: total.detach().reshape(-1) for tensor, total in totals.items()}
+        self.add_parts([Part(tensor, 0, total) for tensor, total in flat.items()], stddev=stddev, step=step)
+        for tensor, total in totals.items():
+            if flat[tensor].data_ptr() != total.data_ptr():  # one whose elements are not in order was copied
+                total.copy_(flat[tensor].view_as(total))
 
-            return fill
+    def add_parts(self, parts: Sequence[Part], *, stddev: float, step: int) -> None:
+        assert all(part.total.dtype == torch.float32 and part.total.is_contiguous() for part in parts)
+        key, on_host = self.step_key(step), list[Part]()
+        on_devices: dict[torch.device, list[Part]] = {}
+        for part in parts:
+            place = part.total.device
+            if on_device.serves(place):
+                on_devices.setdefault(place, []).append(part)
+            elif place.type == "cpu":
+                on_host.append(part)
+            else:
+                add_from_host(key, part, stddev, self._drawn(step))
+        add_on_host(key, on_host, stddev, self._drawn(step))
+        for there in on_devices.values():
+            on_device.add_parts(key, there, stddev)
 
-        run_in_pieces(ranges_of(tensor, first, num), filler, usable_cores())
-        return torch.from_numpy(out).to(device)
+    def is_drawn_at(self, device: torch.device) -> bool:
+        return on_device.serves(device)
+
+    def draw_ahead(self, spans: Sequence[Span], *, step: int, device: torch.device) -> None:
+        self.forget()
+        threads = 0 if on_device.serves(device) else spare_cores(device)
+        if threads and spans:
+            self._ahead = step, Ahead(self.step_key(step), spans, threads)
+
+    def forget(self) -> None:
+        if self._ahead is not None:
+            self._ahead[1].stop()
+            self._ahead = None
+
+    def _drawn(self, step: int) -> Drawn | None:
+        """What was drawn ahead for a step; the drawing ends."""
+        if self._ahead is None or self._ahead[0] != step:
+            return None
+        self._ahead[1].stop()
+        return self._ahead[1].find

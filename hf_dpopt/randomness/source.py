@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from hf_dpopt.randomness.spans import Part, Span
+
 
 class NoiseSource(abc.ABC):
     """Standard normals as a pure function of (key, step, tensor, element).
@@ -38,6 +40,32 @@ class NoiseSource(abc.ABC):
         for tensor, total in totals.items():
             total.add_(self.normal(total.shape, step=step, tensor=tensor, device=total.device), alpha=stddev)
 
+    def draw_ahead(self, spans: Sequence[Span], *, step: int, device: torch.device) -> None:  # noqa: B027
+        """Begin to draw the normals of a step in the background, where there are cores to spare; see `Ahead`.
+
+        It changes no value, and takes the place of what was begun before.
+
+        Args:
+            spans: what will be asked for, in that order.
+            step: the step; one that has been charged.
+            device: where the gradients are computed, and the noise is added.
+        """
+
+    def forget(self) -> None:  # noqa: B027  # most keep nothing
+        """Drop what was drawn ahead."""
+
     def entry(self) -> dict[str, Any]:
         """Entry by which a kept state names its stream; empty for those that earlier releases left unnamed."""
         return {} if self.stream == self.name else {"noise_stream": self.stream}
+
+
+class AddressedSource(NoiseSource):
+    """A source that draws any part of a tensor without the rest of it."""
+
+    @abc.abstractmethod
+    def add_parts(self, parts: Sequence[Part], *, stddev: float, step: int) -> None:
+        """Add ``stddev`` times the normals of parts of tensors to them, in place; the bits are those of `add_to`."""
+
+    @abc.abstractmethod
+    def is_drawn_at(self, device: torch.device) -> bool:
+        """Whether a device draws the noise of its tensors itself, so fast that a rank need not share the work."""

@@ -141,6 +141,7 @@ class PrivateRun:
                 num_steps=max(1, plan.num_steps - self._start),
             )
             self.noise.continue_at(self.charged[-1], noise_state)
+            self.noise.share_over(self.ranks)
         except BaseException:
             self._release_ledger()
             raise
@@ -423,6 +424,7 @@ class PrivateRun:
         if self._opened is None:
             self.charge(step)
         self._begun, self._opened = step, None
+        self.noise.draw_ahead(step)  # paid for: while the gradients are computed, spare cores draw
         return scales
 
     def _check_clip(self, engine: ClippingEngine) -> None:
@@ -581,6 +583,7 @@ class PrivateRun:
         Args:
             is_finished: False if an error ended the run, perhaps before its last weights were saved.
         """
+        self.noise.forget()
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place

@@ -135,7 +135,8 @@ def statement(make: Callable[[], PrivacyPlan]) -> str:
     facts = RunFacts(
         plan=plan.public_dict(), epsilon_spent=plan.epsilon(), epsilon_replace_one=plan.epsilon_replace_one(),
         delta=plan.delta, steps_charged=plan.num_steps, steps_planned=plan.num_steps, chains=1,
-        noise_generator=source_of(plan.noise_stream).__name__, secure=plan.config.noise_rng == "secure", world_size=1, ledger_digest="ab" * 32, self_check="passed",
+        noise_generator=source_of(plan.noise_stream).__name__, secure=plan.config.noise_rng == "secure", world_size=1,
+        ledger_digest="ab" * 32, self_check="passed",
         unsafe=plan.config.unsafe_fixed_noise_key is not None, model_class="RobertaForSequenceClassification",
         num_trainable=123457, versions={"torch": "9.8.7"},
     )  # fmt: skip

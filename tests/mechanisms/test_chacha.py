@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 
-from hf_dpopt.randomness import chacha, cores
-from hf_dpopt.randomness.chacha import CHUNK, COUNTER, NORMALS, SLICE, ChaCha20Gaussian, NormalsOfBlocks
+from hf_dpopt.randomness import blocks, cores
+from hf_dpopt.randomness.blocks import CHUNK, COUNTER, NORMALS, SLICE, NormalsOfBlocks
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from hf_dpopt.randomness.spans import Part
 from tests.reference import chacha as reference
 from tests.reference.randomness import box_muller
 
@@ -27,7 +30,7 @@ def source() -> ChaCha20Gaussian:
 
 def _keystream(key: bytes, tensor: int, block: int, num: int) -> bytes:
     out = np.empty(num * 8, dtype="<u8")
-    chacha.fill_keystream(out, key, tensor, block)
+    blocks.fill_keystream(out, key, tensor, block)
     return out.tobytes()
 
 
@@ -56,11 +59,11 @@ def test_words_are_those_of_rfc_8439(vector):
 @pytest.mark.parametrize("block", [0, 5, COUNTER - 3, COUNTER, 7 * COUNTER + 12345])
 def test_words_are_those_of_the_blocks_one_by_one(block):
     key, tensor = os.urandom(32), 2**33 + 5
-    blocks = [
+    one_by_one = [
         reference.block(key, b % COUNTER, (b // COUNTER).to_bytes(4, "little") + tensor.to_bytes(8, "little"))
         for b in range(block, block + 3)
     ]
-    assert _keystream(key, tensor, block, 3) == b"".join(blocks)
+    assert _keystream(key, tensor, block, 3) == b"".join(one_by_one)
 
 
 def test_a_call_never_wraps_the_counter():
@@ -116,10 +119,10 @@ def test_elements_beyond_the_counter_have_a_nonce_of_their_own():
 
 def test_shape_and_number_of_threads_change_nothing(source, monkeypatch):
     num = 9 * CHUNK + 4321
-    monkeypatch.setattr(chacha, "usable_cores", lambda: 1)
+    monkeypatch.setattr(blocks, "usable_cores", lambda: 1)
     flat = source.normal((num,), step=2, tensor=1)
     for threads in (2, 3, 8):
-        monkeypatch.setattr(chacha, "usable_cores", lambda threads=threads: threads)
+        monkeypatch.setattr(blocks, "usable_cores", lambda threads=threads: threads)
         assert torch.equal(source.normal((num,), step=2, tensor=1), flat)
     assert torch.equal(source.normal((3, CHUNK, 3), step=2, tensor=1).flatten(), flat[: 9 * CHUNK])
     assert source.normal((), step=2, tensor=1).shape == () and source.normal((0, 4), step=2, tensor=1).shape == (0, 4)
@@ -132,6 +135,42 @@ def test_torchs_threads_change_nothing(source):
         assert torch.equal(source.normal((3 * CHUNK,), step=2, tensor=1), flat)
     finally:
         torch.set_num_threads(before)
+
+
+# --- added to sums ---
+
+
+def _added(total: torch.Tensor, z: torch.Tensor, stddev: float) -> torch.Tensor:
+    """Sum in float64, rounded once."""
+    return (total.double() + stddev * z.double()).float()
+
+
+def test_the_noise_is_added_to_sums_and_rounded_once(source):
+    sums = [torch.randn(300, 77), torch.randn(()), torch.zeros(0, 3), torch.randn(CHUNK + 9), torch.randn(9, 40).T]
+    want = [_added(x, source.normal(x.shape, step=5, tensor=10 + i), 0.7) for i, x in enumerate(sums)]
+    source.add_to({10 + i: x for i, x in enumerate(sums)}, stddev=0.7, step=5)
+    assert all(map(torch.equal, sums, want))
+
+
+def test_parts_of_a_tensor_are_added_to_as_the_whole_is(source):
+    whole, num = torch.randn(2 * CHUNK + 100), 2 * CHUNK + 100
+    cuts = [0, 5, CHUNK + 3, CHUNK + 4, num]
+    in_parts = whole.clone()
+    source.add_to({2: whole}, stddev=1.3, step=1)
+    parts = [Part(2, a, in_parts[a:b]) for a, b in itertools.pairwise(cuts)]
+    source.add_parts(parts[::-1], stddev=1.3, step=1)
+    assert torch.equal(whole, in_parts)
+
+
+def test_adding_makes_no_tensor_of_the_noise(source, monkeypatch):
+    """Beside the sums, memory is that of a few chunks for each thread, whatever the size of the model."""
+    sums = {i: torch.zeros(2**20) for i in range(8)}
+    monkeypatch.setattr(blocks, "usable_cores", lambda: 2)
+    tracemalloc.start()
+    source.add_to(sums, stddev=1.0, step=1)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * 2**20 and all(x.std() > 0.9 for x in sums.values())
 
 
 # --- cores ---

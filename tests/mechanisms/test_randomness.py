@@ -12,7 +12,7 @@ import scipy.stats
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness import chacha, cipher
+from hf_dpopt.randomness import blocks, chacha, cipher
 from hf_dpopt.randomness.cipher import (
     CHUNK,
     HALF,
@@ -98,7 +98,7 @@ def test_normals_do_not_depend_on_shape_or_threads(key, kind, monkeypatch):
     source = source_of(kind)(key)
 
     def use(threads):
-        for module in (chacha, cipher):
+        for module in (blocks, cipher):
             monkeypatch.setattr(module, "usable_cores", lambda: threads)
 
     use(1)

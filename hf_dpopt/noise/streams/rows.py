@@ -51,11 +51,8 @@ class RegeneratedStream(CorrelatedStream):
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
         if t % self._block == 0:
             self._replay(total, name, tensor, t)
-        ahead, normal = self._ahead[name], self._normal(total, tensor, t)
-        for i, output in enumerate(ahead):
-            weight = float(self._rows(t + i)[t])
-            if weight:
-                output.add_(normal, alpha=weight)
+        ahead = self._ahead[name]
+        self._add_row(ahead, [float(self._rows(t + i)[t]) for i in range(len(ahead))], tensor, t)
         total.add_(ahead.pop(0), alpha=self.scale)
 
     def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
@@ -67,12 +64,7 @@ class RegeneratedStream(CorrelatedStream):
         rows = [self._rows(i) for i in range(t, end)]
         outputs = [torch.zeros_like(total) for _ in rows]
         for s in range(t):
-            weights = [float(row[s]) for row in rows]
-            if not any(weights):
-                continue
-            draw = self._normal(total, tensor, s)
-            for output, weight in zip(outputs, weights, strict=True):
-                output.add_(draw, alpha=weight)
+            self._add_row(outputs, [float(row[s]) for row in rows], tensor, s)
         return outputs
 
     def _own_state(self) -> State:
