@@ -108,19 +108,20 @@ def step_costs(model: str, finetuning: str, torch_threads: int, repetitions: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["rates", "steps"], default=["rates", "steps"])
     parser.add_argument("--model", default="roberta-768x6")
     parser.add_argument("--finetuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"rates": rates(options.repetitions), "steps": []}
+    found: dict[str, Any] = {"rates": rates(options.repetitions) if "rates" in options.parts else [], "steps": []}
     print("| stream | cores | normals/s | to AES on one core |\n|---|---|---|---|")
     for row in found["rates"]:
         ratio = f"x{row['to_aes_on_one_core']:.2f}"
         print(f"| {row['stream']} | {row['cores']} | {row['normals_per_s'] / 1e6:.0f} million | {ratio} |", flush=True)
     print("\n| model | finetuning | torch's threads | step without noise | noise adds |\n|---|---|---|---|---|")
-    for finetuning in options.finetuning:
+    for finetuning in options.finetuning if "steps" in options.parts else ():
         for threads in sorted({1, usable_cores()}):
             row = step_costs(options.model, finetuning, threads, options.repetitions)
             found["steps"].append(row)

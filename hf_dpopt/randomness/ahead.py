@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -36,7 +35,7 @@ class Ahead:
     """
 
     def __init__(self, key: bytes, spans: Sequence[Span], num_threads: int):
-        self._key, self._process, self._is_stopped = key, os.getpid(), False
+        self._key, self._is_stopped = key, False
         self._places: dict[Span, int] = {}
         num = 0
         for span in spans:
@@ -56,14 +55,11 @@ class Ahead:
             if self._is_stopped:
                 return
             self._normals[place : place + span.num] = normals.draw_range(self._key, *span)
-            self._drawn.add(span)
+            self._drawn.add(span)  # whole: a chunk that a fork or a stop left half drawn is not among them
 
     def stop(self) -> None:
-        """End the threads, each after the chunk that it is at."""
+        """End the threads, each after the chunk that it is at; in a child of a fork they have ended already."""
         self._is_stopped = True
-        if os.getpid() != self._process:  # threads do not survive a fork, and may have left a chunk half drawn
-            self._drawn = set()
-            return
         for thread in self._threads:
             thread.join()
 

@@ -125,7 +125,7 @@ def test_it_stops_after_the_chunk_it_is_at():
 
 
 def test_after_a_fork_the_child_draws_for_itself():
-    """Threads do not survive a fork: a chunk may be half drawn, and nobody would finish it."""
+    """Threads do not survive a fork: a chunk may be half drawn there, and nobody would finish it."""
     source, num = ChaCha20Gaussian(KEY), 50 * CHUNK
     source.draw_ahead([Span(0, 0, num)], step=1, device=CPU)
     reader, writer = os.pipe()

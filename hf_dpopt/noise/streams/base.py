@@ -12,7 +12,6 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -191,19 +190,6 @@ class CorrelatedStream(NoiseStream):
 
     def _normal(self, total: torch.Tensor, tensor: int, row: int) -> torch.Tensor:
         return self._source.normal(total.shape, step=row, tensor=tensor, device=total.device)
-
-    def _add_row(self, outputs: Sequence[torch.Tensor], weights: Sequence[float], tensor: int, row: int) -> None:
-        """Add a row of Z, times a weight each, to several outputs of one tensor; the row is drawn once.
-
-        With one output there is no tensor of the row at all, where the source can add it.
-        """
-        used = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if weight]
-        if len(used) == 1:
-            self._source.add_to({tensor: used[0][0]}, stddev=used[0][1], step=row)
-        elif used:
-            draw = self._normal(used[0][0], tensor, row)
-            for output, weight in used:
-                output.add_(draw, alpha=weight)
 
     # --- state: secret -----------------------------------------------------------------------------------------------
 
