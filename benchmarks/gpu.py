@@ -5,7 +5,8 @@
 For every model, length, finetuning and precision the ways are interleaved in one process at a few physical batches, given
 as tokens; a throughput is that of the median step at the best of them. Then the cost of the noise of one logical step
 over all trainable parameters. Needs torch, transformers, peft and hf_dpopt; no network (models come from configs, with
-random weights). `--device cpu --shapes roberta-256x4 --tokens 128 --batch_tokens 512` tries the script without a GPU.
+random weights). `--parts noise` measures the noise alone; its share of a step needs the rest. `--device cpu --shapes
+roberta-256x4 --tokens 128 --batch_tokens 512` tries the script without a GPU.
 
 Published, for book-keeping (Bu et al. 2023, arXiv:2210.00038): 0.80 of the non-private throughput on GPT-2, 0.70 to 0.76
 on RoBERTa-large, memory within 1 %.
@@ -26,9 +27,10 @@ from typing import Any
 import torch
 from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
 
-from hf_dpopt.randomness.cipher import NOISE_SOURCES, make_noise_source
+from hf_dpopt.randomness.cipher import STREAMS, NoiseSource
 
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
+RECORDS = 1024  # of the logical step that the noise is compared with
 WAYS = ("stock", "book_keeping", "two_pass")
 
 
@@ -80,20 +82,45 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def noise_ms(name: str, finetuning: str, source: str, options: Any) -> float:
+def noise_ms(name: str, finetuning: str, source: type[NoiseSource], options: Any) -> float:
     """Median milliseconds to draw the noise of one step for every trainable parameter and add it."""
     case = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning, device=options.device)
-    sums = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in case.trained.items()}
-    normals = make_noise_source(source, bytes(range(32)))
+    sums = {i: torch.zeros_like(p, dtype=torch.float32) for i, p in enumerate(case.trained.values())}
+    normals = source(bytes(range(32)))
     times = []
-    for step in range(options.repetitions):
+    normals.add_to(sums, stddev=0.5, step=0)  # builds the kernel
+    for step in range(1, options.repetitions + 1):
         synchronize(options.device)
         start = time.perf_counter()
-        for number, total in enumerate(sums.values()):
-            total.add_(normals.normal(total.shape, step=step, tensor=number, device=options.device), alpha=0.5)
+        normals.add_to(sums, stddev=0.5, step=step)
         synchronize(options.device)
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times)
+
+
+def measure_noise(rows: list[Row], options: Any) -> list[dict[str, Any]]:
+    """Print and return normals per second of each source, and the share of noise in a step of `RECORDS` records."""
+    found = list[dict[str, Any]]()
+    print(
+        "\n| model | finetuning | parameters | stream | ms | normals/s | share of a step |\n|---|---|---|---|---|---|---|"
+    )
+    for name in options.shapes:
+        for finetuning in options.finetuning:
+            trained = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning).trained
+            size = sum(p.numel() for p in trained.values())
+            mine = [r for r in rows if (r.shape, r.finetuning, r.way) == (name, finetuning, "book_keeping")]
+            fastest = max((row.records_per_s for row in mine), default=None)
+            for stream, source in STREAMS.items():
+                ms = noise_ms(name, finetuning, source, options)
+                share = None if fastest is None else ms / (ms + 1e3 * RECORDS / fastest)
+                row = {"shape": name, "finetuning": finetuning, "parameters": size, "stream": stream, "ms": ms}
+                found.append({**row, "normals_per_s": 1e3 * size / ms, "share": share})
+                percent = "-" if share is None else f"{share:.1%} of {RECORDS} records"
+                print(
+                    f"| {name} | {finetuning} | {size / 1e6:.1f} million | {stream} | {ms:.2f} | "
+                    f"{1e3 * size / ms:.3g} | {percent} |", flush=True,
+                )  # fmt: skip
+    return found
 
 
 def print_best(rows: list[Row]) -> None:
@@ -120,6 +147,7 @@ def main() -> None:
     parser.add_argument("--finetuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="`stock` is always one of them")
+    parser.add_argument("--parts", nargs="+", choices=["clipping", "noise"], default=["clipping", "noise"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument(
@@ -146,7 +174,7 @@ def main() -> None:
     print(f"{device_name(options.device)}, {versions()}, medians of {options.repetitions} interleaved repetitions\n")
     print("| model | tokens | finetuning | precision | way | best batch | ms | records/s | to non-private | MiB | to non-private |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for name in options.shapes:
+    for name in options.shapes if "clipping" in options.parts else ():
         for tokens in options.tokens:
             for finetuning in options.finetuning:
                 for precision in options.precisions:
@@ -158,16 +186,9 @@ def main() -> None:
                     rows += found
                     print_best(found)
                     save()
-    print("\n| model | finetuning | parameters | noise | ms |\n|---|---|---|---|---|")
-    for name in options.shapes:
-        for finetuning in options.finetuning:
-            trained = Case(dataclasses.replace(SHAPES[name], batch=1, tokens=8), finetuning).trained
-            size = sum(p.numel() for p in trained.values())
-            for source in NOISE_SOURCES:
-                ms = noise_ms(name, finetuning, source, options)
-                noise.append({"shape": name, "finetuning": finetuning, "parameters": size, "source": source, "ms": ms})
-                print(f"| {name} | {finetuning} | {size / 1e6:.1f} million | {source} | {ms:.1f} |", flush=True)
-                save()
+    if "noise" in options.parts:
+        noise += measure_noise(rows, options)
+    save()
 
 
 def device_name(device: str) -> str:

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.cli.mechanisms import mechanisms_table
 from hf_dpopt.huggingface.workload import workload_of
-from hf_dpopt.noise import from_parameters, momentum_workload
+from hf_dpopt.noise import NoiseSource, from_parameters, momentum_workload
 from hf_dpopt.plan.compare import (
     all_candidates,
     as_text,
@@ -56,7 +56,7 @@ def test_the_predicted_error_is_what_sgd_with_momentum_makes_of_the_noise():
             assert p.detach().std().item() == pytest.approx(want, rel=0.02), (name, step)
 
 
-class _Seeded:
+class _Seeded(NoiseSource):
     name = description = "seeded"
 
     def __init__(self, seed):

@@ -57,6 +57,10 @@ class Ranks(abc.ABC):
     def largest(self, value: int) -> int:
         """The largest value of all ranks, on every rank; it costs one small collective."""
 
+    @abc.abstractmethod
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all ranks, in their order, of one shape and dtype, contiguous, on this one's device."""
+
 
 class Single(Ranks):
     """One process."""
@@ -72,6 +76,9 @@ class Single(Ranks):
 
     def largest(self, value: int) -> int:
         return value
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        return [values]
 
 
 class DataParallel(Ranks):
@@ -95,10 +102,22 @@ class DataParallel(Ranks):
         return box[0]
 
     def largest(self, value: int) -> int:
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+        device = _device_of_collectives() if dist.get_backend() == "nccl" else "cpu"
         agreed = torch.tensor(value, device=device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
         return int(agreed.item())
+
+    def gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        device = _device_of_collectives() if dist.get_backend() == "nccl" else values.device
+        sent = values.to(device)
+        everyone = [torch.empty_like(sent) for _ in range(self.size)]
+        dist.all_gather(everyone, sent)
+        return [theirs.to(values.device) for theirs in everyone]
+
+
+def _device_of_collectives() -> torch.device:
+    """Device whose tensors NCCL takes."""
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def current_ranks() -> Ranks:

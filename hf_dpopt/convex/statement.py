@@ -49,7 +49,7 @@ and delta = {delta:g}, in the arithmetic of real numbers and with an ideal rando
 * **Must stay secret**: the training data and their features, which stay in the private directory of the run; until it
   ended, all of that directory.
 
-Noise: {noise_rng} generator. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
+Noise: {noise}. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
 """
 
 _SUBSPACE_TEXT = """\
@@ -79,7 +79,7 @@ delta = {delta:g}, in the arithmetic of real numbers and with an ideal random ge
 * **Must stay secret**: the training data and their features, which stay in the private directory of the run; until it
   ended, all of that directory.
 
-Noise: {noise_rng} generator. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
+Noise: {noise}. Ledger: `{ledger}`, digest `{digest}`. Software: {software}.
 """
 
 _BY_COMPOSITION = (
@@ -100,7 +100,7 @@ _BY_ALL = "Plain composition over all {steps:,} steps is the better bound here: 
 
 
 def render(
-    plan: HeadPlan | SubspaceHeadPlan, num_labels: int, digest: str, noise_rng: str, declared: Mapping[str, str]
+    plan: HeadPlan | SubspaceHeadPlan, num_labels: int, digest: str, noise: str, declared: Mapping[str, str]
 ) -> str:
     """The statement as Markdown; its first line says what is released."""
     config = plan.config
@@ -119,7 +119,7 @@ def render(
         sigma=plan.noise_multiplier,
         eta=config.step_size,
         radius=config.head_radius,
-        noise_rng=noise_rng,
+        noise=noise,
         evaluation=declared.get("eval_data_privacy", "undeclared"),
         preprocessing=declared.get("data_dependent_preprocessing", "not declared"),
         ledger=f"{FOLDER}/ledger.jsonl",
@@ -161,12 +161,12 @@ def write_statement(
     plan: HeadPlan | SubspaceHeadPlan,
     num_labels: int,
     ledger: Ledger,
-    noise_rng: str,
+    noise: str,
     declared: Mapping[str, str],
 ) -> None:
     """Write `statement.md` for people and `head.json` for programs."""
     folder = output_dir / FOLDER
-    text = render(plan, num_labels, ledger.digest(), noise_rng, declared)
+    text = render(plan, num_labels, ledger.digest(), noise, declared)
     report = {
         **plan.public_dict(), **declared, "num_labels": num_labels, "ledger_digest": ledger.digest(),
         "statement_sha256": hashlib.sha256(text.encode()).hexdigest(),

@@ -22,7 +22,7 @@ from hf_dpopt.convex.plan import HeadConfig, HeadPlan
 from hf_dpopt.convex.state import HeadState, check_shape
 from hf_dpopt.convex.statement import write_statement
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of, stream_of
 from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
@@ -109,7 +109,8 @@ class HeadRun:
         self._check(features, labels, num_labels)
         descent = self._start(num_labels, features, public)
         with Ledger.open(self.output_dir / LEDGER) as ledger:
-            known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": self._noise_rng}
+            stream = stream_of(self._noise_rng, ledger.plan)
+            known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
             if public is not None:
                 known |= {"num_public_records": len(public[0]), "public_records": _digest(*public)}
             # whether a large delta was allowed in words is no part of the mechanism, and older ledgers do not say it
@@ -123,7 +124,8 @@ class HeadRun:
                     check_shape(kept, descent.weights.shape, self.output_dir)
                     descent.load_state_dict(kept)
                 first = 0 if kept is None else kept["step"]
-                self._descend(features, labels, chain, first, descent, state, progress)
+                source = make_noise_source(self._noise_rng, chain.noise_key, stream)
+                self._descend(features, labels, chain, source, first, descent, state, progress)
                 state.save(self.plan.config.num_steps, descent.state_dict())
                 state.note_return()
         return descent.result.float()
@@ -133,7 +135,8 @@ class HeadRun:
         with Ledger.open(self.output_dir / LEDGER) as ledger:
             last = ledger.last_chain
             assert last is not None, "finish comes after train"
-            write_statement(self.output_dir, self.plan, num_labels, ledger, self._noise_rng, self._declared)
+            noise = source_of(stream_of(self._noise_rng, ledger.plan)).description
+            write_statement(self.output_dir, self.plan, num_labels, ledger, noise, self._declared)
             for path in self.state.directory.glob(f"*head-{last.chain_id}.pt*"):  # and what a kill left half-written
                 path.unlink()
             self.state.forget([last.chain_id])
@@ -190,6 +193,7 @@ class HeadRun:
         features: torch.Tensor,
         labels: torch.Tensor,
         chain: Chain,
+        source: NoiseSource,
         first: int,
         descent: ProjectedDescent | SubspaceDescent,
         state: HeadState,
@@ -197,7 +201,6 @@ class HeadRun:
     ) -> None:
         """Run the steps that are left."""
         plan, config = self.plan, self.plan.config
-        source = make_noise_source(self._noise_rng, chain.noise_key)
         stddev = plan.noise_multiplier * config.lipschitz
         steps = range(first + 1, config.num_steps + 1)
         saved = time.monotonic()

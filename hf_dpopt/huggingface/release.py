@@ -12,7 +12,7 @@ from hf_dpopt.common import collectives
 from hf_dpopt.common.log import warn_once
 from hf_dpopt.huggingface.training_text import training_records
 from hf_dpopt.plan.plan import RESUME_KEYS
-from hf_dpopt.randomness.cipher import SecureGaussian
+from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
 from hf_dpopt.report.release_scan import LINK_OUT, UNCHECKED, ReleaseScan, refuse_release
@@ -69,7 +69,7 @@ class ReleaseGuard:
             steps_charged=spent.num_steps,
             steps_planned=plan.num_steps,
             noise_generator=trainer._run.noise_generator_class if trainer._run else "none yet",
-            secure=all(name == SecureGaussian.name for name in plan.noise_generators()),
+            secure=FastGaussian.stream not in plan.noise_generators(),
             chains=len(ledger.chains) if ledger else 0,
             steps_lost=ledger.num_lost if ledger else 0,
             world_size=collectives.world_size(),

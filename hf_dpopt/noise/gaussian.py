@@ -8,16 +8,21 @@ noised in every step, the empty one included. Abadi et al. (2016), arXiv:1607.00
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from hf_dpopt.common.collectives import Ranks, Single
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
+from hf_dpopt.noise.slices import add_in_slices
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams import NoiseStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.source import AddressedSource
+from hf_dpopt.randomness.spans import Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +63,9 @@ class IndependentStream(NoiseStream):
         self.draw_stddev = draw_stddev
         self._source = source
         self._last_step = -1
+        self._spans: list[Span] = []  # of the step before
+        self._device = torch.device("cpu")
+        self._ranks: Ranks = Single()
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
         """Add the noise of `step` in place, to every coordinate of every tensor.
@@ -78,9 +86,33 @@ class IndependentStream(NoiseStream):
         if any(total.dtype != torch.float32 for total in sums.values()):
             raise DPConfigError("Noise is added to float32 sums: what is rounded before it is noised is not covered.")
         self._last_step = step
-        for tensor, name in enumerate(sorted(sums)):
-            normal = self._source.normal(sums[name].shape, step=step, tensor=tensor, device=sums[name].device)
-            sums[name].add_(normal, alpha=self.draw_stddev)
+        totals = {tensor: sums[name] for tensor, name in enumerate(sorted(sums))}
+        self._device = next((total.device for total in totals.values()), self._device)
+        if self._is_shared(totals.values()):
+            assert isinstance(self._source, AddressedSource)
+            self._spans = add_in_slices(self._source, totals, stddev=self.draw_stddev, step=step, ranks=self._ranks)
+        else:
+            self._source.add_to(totals, stddev=self.draw_stddev, step=step)
+            self._spans = [Span(tensor, 0, total.numel()) for tensor, total in totals.items()]
+        self.forget()
+
+    def share_over(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def _is_shared(self, totals: Iterable[torch.Tensor]) -> bool:
+        """Whether each rank draws a slice: where it takes time, and with a source that can. All ranks agree on it."""
+        can = isinstance(self._source, AddressedSource) and all(total.is_contiguous() for total in totals)
+        if self._ranks.size == 1 or not can:
+            return False
+        assert isinstance(self._source, AddressedSource)
+        return bool(self._ranks.largest(int(not self._source.is_drawn_at(self._device))))
+
+    def draw_ahead(self, step: int) -> None:
+        if self.draw_stddev > 0:
+            self._source.draw_ahead(self._spans, step=step, device=self._device)
+
+    def forget(self) -> None:
+        self._source.forget()
 
     def continue_at(self, num_steps: int, state: State | None) -> None:
         """Nothing to bring back: steps are told apart by their numbers."""

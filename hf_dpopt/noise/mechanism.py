@@ -16,7 +16,7 @@ from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.randomness.cipher import NoiseSource
 
 
-class _NoDraws:
+class _NoDraws(NoiseSource):
     """A source of zeros: for asking a stream whether it can be made."""
 
     name = description = "none"

@@ -8,7 +8,7 @@ of the whole matrix, for in a copy's own clock the uses of a record lie closer t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -232,18 +232,23 @@ class Phased(NoiseStrategy):
         return PhasedStream(self.phases, streams, source, **common)
 
 
-class _OfKind:
+class _OfKind(NoiseSource):
     """A source whose row r is the row of another one for the step in which a kind has its step r."""
 
     def __init__(self, source: NoiseSource, phases: Phases, kind: int):
         self._source, self._phases, self._kind = source, phases, kind
-        self.name, self.description = source.name, source.description
+        self.name, self.stream, self.description = source.name, source.stream, source.description  # type: ignore[misc]
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        row = step if step == UNUSED_ROW else self._phases.step(self._kind, step)
-        return self._source.normal(shape, step=row, tensor=tensor, device=device)
+        return self._source.normal(shape, step=self._row(step), tensor=tensor, device=device)
+
+    def add_to(self, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int) -> None:
+        self._source.add_to(totals, stddev=stddev, step=self._row(step))
+
+    def _row(self, step: int) -> int:
+        return step if step == UNUSED_ROW else self._phases.step(self._kind, step)
 
 
 class PhasedStream(CorrelatedStream):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -168,22 +168,28 @@ def restart(strategy: NoiseStrategy, every: int) -> NoiseStrategy:
     return Restarted(strategy, every) if own is None else own
 
 
-class _Later:
+class _Later(NoiseSource):
     """A source whose row r is row ``first + r`` of another one, for the rows of one copy and no more."""
 
     def __init__(self, source: NoiseSource, first: int, num_rows: int):
         self._source, self._first, self._num_rows = source, first, num_rows
-        self.name, self.description = source.name, source.description
+        self.name, self.stream, self.description = source.name, source.stream, source.description  # type: ignore[misc]
 
     def normal(
         self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
+        return self._source.normal(shape, step=self._row(step), tensor=tensor, device=device)
+
+    def add_to(self, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int) -> None:
+        self._source.add_to(totals, stddev=stddev, step=self._row(step))
+
+    def _row(self, step: int) -> int:
         if step != UNUSED_ROW and not 0 <= step < self._num_rows:
             raise DPConfigError(
                 f"A copy of {self._num_rows} steps asked for row {step} of the noise, which belongs to the next copy. "
                 "A strategy that draws more than one row a step has to restart by itself (NoiseStrategy.restarted)."
             )
-        return self._source.normal(shape, step=self._first + step, tensor=tensor, device=device)
+        return self._first + step
 
 
 class RestartedStream(CorrelatedStream):

@@ -196,7 +196,7 @@ class NoiseOptions:
         choices=get_args(NoiseAtChanges),
     )
     noise_rng: str = option(
-        "secure", "secure: AES-CTR. fast: a statistical generator, labelled.", choices=get_args(NoiseRng)
+        "secure", "secure: ChaCha20 (RFC 8439). fast: a statistical generator, labelled.", choices=get_args(NoiseRng)
     )
     amplification_samples: int = option(
         AMPLIFICATION_SAMPLES,

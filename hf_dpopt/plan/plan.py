@@ -29,6 +29,7 @@ from hf_dpopt.plan.crossing import choose_noise_across
 from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed, with_opening
 from hf_dpopt.plan.resolve import stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
+from hf_dpopt.randomness.cipher import stream_of
 from hf_dpopt.sampling import Sampler
 from hf_dpopt.sampling.base import Steps, as_chains, charged_steps
 
@@ -65,6 +66,8 @@ class PrivacyPlan:
         certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
         recipe: options that were chosen for the user, from public numbers; empty otherwise.
         earlier: runs on the same records that were charged before, whose cost `epsilon` includes.
+        noise_stream: name and version of the random stream that the noise is drawn from; that of new runs where it is
+            left out.
     """
 
     config: PrivacyConfig
@@ -81,6 +84,10 @@ class PrivacyPlan:
     certificate: Certificate | None = dataclasses.field(default=None, compare=False)
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     earlier: tuple[EarlierRun, ...] = ()
+    noise_stream: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "noise_stream", self.noise_stream or stream_of(self.config.noise_rng, None))
 
     @property
     def adjacency(self) -> str:
@@ -244,8 +251,8 @@ class PrivacyPlan:
             return None
 
     def noise_generators(self) -> tuple[str, ...]:
-        """Generators of the noise of this run and of the earlier ones, as ``noise_rng`` names them."""
-        return (self.config.noise_rng, *(run.mechanism["noise_rng"] for run in self.earlier))
+        """Random streams of the noise of this run and of the earlier ones, as ledgers name them."""
+        return (self.noise_stream, *(run.mechanism["noise_rng"] for run in self.earlier))
 
     def max_steps_within(self, epsilon: float, *, after: Sequence[int] = ()) -> int:
         """Largest number t of further steps, in one chain, with ``self.epsilon((*after, t)) <= epsilon``.
@@ -293,7 +300,7 @@ class PrivacyPlan:
             "num_queries": self.preclip.num_queries,
             **({} if self.preclip.opening is None else {"opening_noise": opening_noise(self.preclip)}),
             "is_private": self.is_private,
-            "noise_rng": self.config.noise_rng,
+            "noise_rng": self.noise_stream,  # earlier releases refuse to go on with one that they do not know
             "num_steps": self.num_steps,
             "target_epsilon": self.config.target_epsilon,
             "epsilon": self.epsilon() if math.isfinite(self.epsilon()) else "inf",  # JSON has no infinity
@@ -408,6 +415,7 @@ def build_plan(
         certificate=_covering(certificate, config, strategy, sampler, noise_multiplier, num_steps, delta),
         recipe=dict(recipe or {}),
         earlier=tuple(earlier),
+        noise_stream=stream_of(config.noise_rng, recorded),
     )
 
 

@@ -7,19 +7,21 @@ resumption; no step may run twice under one key, which `run.keys` and the ledger
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from hf_dpopt.randomness.cores import run_in_pieces, usable_cores
+from hf_dpopt.randomness.source import NoiseSource as NoiseSource
+from hf_dpopt.randomness.subkeys import KEY_BYTES as KEY_BYTES
+from hf_dpopt.randomness.subkeys import derive_key as derive_key
 
-KEY_BYTES = 32
 WORD_BYTES = 8
 
 # A chunk is what one thread draws at a time. Its words and buffers (0.5 MB) stay in the L2 cache; chunk c of a tensor
@@ -31,29 +33,6 @@ Filler = Callable[[np.ndarray, int], None]  # (float32 output of one chunk, at m
 
 
 # --- keys and words --------------------------------------------------------------------------------------------------
-
-
-def derive_key(root: bytes, *labels: str) -> bytes:
-    """Independent 256-bit subkey for a purpose: BLAKE2b keyed with ``root``, over the list of labels.
-
-    Formal guarantee: two different label lists never hash the same message (the list and each label are preceded by
-    their length), so subkeys are independent as long as keyed BLAKE2b is a pseudorandom function.
-
-    Args:
-        root: parent key, 32 to 64 bytes.
-        *labels: purpose, from the coarse to the fine (``"step", "7"``).
-
-    Returns:
-        The subkey, 32 bytes.
-
-    References:
-        Saarinen and Aumasson (2015), RFC 7693, Sec. 2.9 (keyed hashing).
-    """
-    assert KEY_BYTES <= len(root) <= hashlib.blake2b.MAX_KEY_SIZE, f"a root key has 32 to 64 bytes, got {len(root)}"
-    encoded = [label.encode() for label in labels]
-    message = len(encoded).to_bytes(8, "little")
-    message += b"".join(len(label).to_bytes(8, "little") + label for label in encoded)
-    return hashlib.blake2b(message, key=root, digest_size=KEY_BYTES, person=b"hf_dpopt subkey").digest()
 
 
 def _fill_keystream(out: np.ndarray, zeros: memoryview, key: bytes, initial_counter: bytes) -> None:
@@ -88,7 +67,7 @@ def random_words(key: bytes, step: int, num: int) -> np.ndarray:
 
 
 def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
-    """Fill a float32 vector of ``num`` elements, chunk by chunk, on as many threads as torch uses for its operators.
+    """Fill a float32 vector of ``num`` elements, chunk by chunk, on all cores.
 
     ``make_filler`` is called once per thread, for a filler owns scratch memory. The number of threads changes only the
     speed: a filler knows its chunk number alone.
@@ -96,18 +75,12 @@ def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
     out = np.empty(num, dtype=np.float32)
     num_chunks = -(-num // CHUNK)
 
-    def fill_range(first: int, last: int) -> None:
+    def worker() -> Callable[[int], None]:
         fill = make_filler()
-        for chunk in range(first, last):
-            fill(out[chunk * CHUNK : (chunk + 1) * CHUNK], chunk)
+        return lambda chunk: fill(out[chunk * CHUNK : (chunk + 1) * CHUNK], chunk)
 
-    num_workers = min(torch.get_num_threads(), num_chunks // 4)  # a thread with less to do costs more than it saves
-    if num_workers <= 1:
-        fill_range(0, num_chunks)
-        return out
-    bounds = [num_chunks * worker // num_workers for worker in range(num_workers + 1)]
-    with ThreadPoolExecutor(num_workers) as pool:  # not kept: an idle pool does not survive a fork
-        list(pool.map(fill_range, bounds[:-1], bounds[1:]))  # list() raises what a thread raised
+    num_threads = min(usable_cores(), num_chunks // 4)  # a thread with less to do costs more than it saves
+    run_in_pieces(range(num_chunks), worker, num_threads)
     return out
 
 
@@ -191,20 +164,10 @@ def _half_sum_of_four(shape: Sequence[int], generator: torch.Generator) -> torch
 # --- sources ---------------------------------------------------------------------------------------------------------
 
 
-class NoiseSource(Protocol):
-    """Standard normals as a pure function of (key, step, tensor, element)."""
-
-    name: str  #: its name for `make_noise_source`
-    description: str  #: its description in a privacy statement
-
-    def normal(
-        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Standard normals, float32, of ``shape`` on ``device``; ``tensor`` numbers the tensor within the step."""
-
-
-class SecureGaussian:
+class SecureGaussian(NoiseSource):
     """Normals from a cipher: AES-256-CTR words, 53-bit uniforms, float64 Box-Muller, rounded to float32.
+
+    Source of the runs that releases up to 0.1.0 began; they go on with it, and new ones draw from `ChaCha20Gaussian`.
 
     Formal guarantee: element e of a tensor is a function of (key, step, tensor, e) alone, whatever the tensor's shape,
     the device and the number of threads. To someone without the key the words cannot be told from random ones as long
@@ -224,6 +187,7 @@ class SecureGaussian:
     """
 
     name = "secure"
+    stream = "secure"
     description = "AES-256-CTR keystream, 53-bit uniforms, float64 Box-Muller"
 
     def __init__(self, key: bytes):
@@ -238,7 +202,7 @@ class SecureGaussian:
         return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
 
 
-class FastGaussian:
+class FastGaussian(NoiseSource):
     """Normals from a statistical generator; fast on a CUDA device, but not cryptographic, and reports say so.
 
     On CPU: numpy's Philox with a 128-bit key. (Never torch's CPU generator: it keeps 32 bits of its seed, so every
@@ -256,6 +220,7 @@ class FastGaussian:
     """
 
     name = "fast"
+    stream = "fast"
     description = "statistical PRNG (Philox), not cryptographically secure"
 
     def __init__(self, key: bytes):
@@ -274,17 +239,22 @@ class FastGaussian:
         return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
 
 
-NOISE_SOURCES: dict[str, type[SecureGaussian] | type[FastGaussian]] = {
-    source.name: source for source in (SecureGaussian, FastGaussian)
+# Source of a new run of each kind; and of a run whose ledger names the stream.
+NOISE_SOURCES: dict[str, type[ChaCha20Gaussian] | type[FastGaussian]] = {
+    source.name: source for source in (ChaCha20Gaussian, FastGaussian)
+}
+STREAMS: dict[str, type[ChaCha20Gaussian] | type[SecureGaussian] | type[FastGaussian]] = {
+    source.stream: source for source in (ChaCha20Gaussian, SecureGaussian, FastGaussian)
 }
 
 
-def make_noise_source(kind: str, key: bytes) -> NoiseSource:
+def make_noise_source(kind: str, key: bytes, stream: str | None = None) -> NoiseSource:
     """The source that ``noise_rng=kind`` names, under ``key``.
 
     Args:
         kind: ``"secure"`` (cipher) or ``"fast"`` (statistical generator).
         key: 32 bytes from `hf_dpopt.run.keys.Chain.noise_key`.
+        stream: stream of the run that goes on, see `stream_of`; None for that of new runs.
 
     Raises:
         DPConfigError: if no source has that name.
@@ -292,4 +262,34 @@ def make_noise_source(kind: str, key: bytes) -> NoiseSource:
     if kind not in NOISE_SOURCES:
         allowed = "; ".join(f"{name!r}: {source.description}" for name, source in NOISE_SOURCES.items())
         raise DPConfigError(f"noise_rng={kind!r} is not a noise source. Use one of {allowed}.")
-    return NOISE_SOURCES[kind](key)
+    return NOISE_SOURCES[kind](key) if stream is None else source_of(stream)(key)
+
+
+def source_of(stream: str) -> type[ChaCha20Gaussian] | type[SecureGaussian] | type[FastGaussian]:
+    """Class of the source that draws from a stream, by its name in a ledger.
+
+    Raises:
+        DPConfigError: for a stream that this release does not know.
+    """
+    if stream not in STREAMS:
+        raise DPConfigError(
+            f"The noise of this run comes from the stream {stream!r}, which this release does not know (it knows "
+            f"{', '.join(STREAMS)}). Go on with the release of hf_dpopt that began the run, or a newer one."
+        )
+    return STREAMS[stream]
+
+
+def stream_of(kind: str, recorded: Mapping[str, Any] | None) -> str:
+    """Stream that a run of a kind draws from: that of the plan it goes on with, else that of new runs.
+
+    Args:
+        kind: option `noise_rng`, see `make_noise_source`.
+        recorded: plan in the ledger of the run, or None for a run that begins.
+
+    Raises:
+        DPConfigError: for a stream that this release does not know.
+    """
+    kept = None if recorded is None else recorded.get("noise_rng")
+    if kept is None or source_of(str(kept)).name != kind:  # a ledger refuses another kind
+        return NOISE_SOURCES[kind].stream
+    return str(kept)

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.preclip import PRECLIPS
+from hf_dpopt.randomness.cipher import source_of
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.sampling import SAMPLERS
 
@@ -440,9 +441,15 @@ def _accounting(facts: RunFacts) -> str:
         "coins of the sampling are secret. A step is charged in the ledger before it runs, and an empty batch is a "
         f"step too. {_correlation(plan)}Charges add up over resumed, branched, crashed and repeated runs; a run stops "
         f"before it exceeds `target_epsilon`.{_lost(facts)}\n\n"
-        f"The noise generator, `{_plain(facts.noise_generator)}`, is {kind}. Keys used: {facts.chains}, from "
+        f"The noise generator, `{_plain(facts.noise_generator)}` ({_stream(plan)}), is {kind}. "
+        f"Keys used: {facts.chains}, from "
         f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{_plain(facts.ledger_digest)}`."
     )
+
+
+def _stream(plan: dict[str, Any]) -> str:
+    """Description of the random stream that the noise of a run is drawn from."""
+    return source_of(plan["noise_rng"]).description
 
 
 def _lost(facts: RunFacts) -> str:

@@ -23,7 +23,7 @@ from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.cipher import make_noise_source, stream_of
 from hf_dpopt.run.checkpoint import examine, refuse, write_mark
 from hf_dpopt.run.cleaning import clean
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
@@ -128,8 +128,9 @@ class PrivateRun:
         opened = self.ranks.same(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
-        source = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        self._start, noise_state, self.recovery = opened[2:]
+        self.plan = plan = _drawn_from(plan, opened[5])
+        source = make_noise_source(plan.config.noise_rng, self.chain.noise_key, plan.noise_stream)
+        self._start, noise_state, self.recovery = opened[2:5]
         done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self._start
         self._taken = done  # steps of this chain that the model has taken
         try:
@@ -140,6 +141,7 @@ class PrivateRun:
                 num_steps=max(1, plan.num_steps - self._start),
             )
             self.noise.continue_at(self.charged[-1], noise_state)
+            self.noise.share_over(self.ranks)
         except BaseException:
             self._release_ledger()
             raise
@@ -159,14 +161,16 @@ class PrivateRun:
         checkpoint: str | Path | None,
         data_mark: str | None,
         training: Mapping[str, Any] | None,
-    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None]:
-        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, and the
-        steps that are taken again."""
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None, str]:
+        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, the steps
+        that are taken again, and the stream that its noise is drawn from."""
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
         self.state = PrivateState(directory, forbidden=self.output_dir)
         self.ledger = Ledger.open(self.output_dir / LEDGER)
         self._memory, began = self.state.memory(self.ledger), beginning(self.ledger)
         try:
+            if self.ledger.plan is not None:
+                self.plan = _drawn_from(self.plan, stream_of(self.plan.config.noise_rng, self.ledger.plan))
             check_resumable(self.ledger, resume_step)
             mark, data_digest = self._check_checkpoint(resume_step, checkpoint)
             self._memory.lock()
@@ -200,7 +204,7 @@ class PrivateRun:
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
         noise = self.state.load_noise(chain) if charged[-1] else None
-        return chain, charged, start, noise, recovery
+        return chain, charged, start, noise, recovery, self.plan.noise_stream
 
     @property
     def first_step(self) -> int:
@@ -420,6 +424,7 @@ class PrivateRun:
         if self._opened is None:
             self.charge(step)
         self._begun, self._opened = step, None
+        self.noise.draw_ahead(step)  # paid for: while the gradients are computed, spare cores draw
         return scales
 
     def _check_clip(self, engine: ClippingEngine) -> None:
@@ -492,7 +497,9 @@ class PrivateRun:
             )
         self._is_asking = False
         units = opening.sensitivity(self.plan.clipper.clipping_norm) * SENSITIVITY_FACTOR[self.plan.adjacency]
-        source = make_noise_source(self.plan.config.noise_rng, opening_key(self.chain.noise_key))
+        source = make_noise_source(
+            self.plan.config.noise_rng, opening_key(self.chain.noise_key), self.plan.noise_stream
+        )
         for tensor, name in enumerate(sorted(sums)):
             total = sums[name]
             if self.plan.noise_multiplier > 0:
@@ -576,6 +583,7 @@ class PrivateRun:
         Args:
             is_finished: False if an error ended the run, perhaps before its last weights were saved.
         """
+        self.noise.forget()
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place
@@ -592,6 +600,11 @@ class PrivateRun:
                     f"{self.output_dir / JOURNAL}, stay, so that it can go on; delete the journal if it will not."
                 )
         self.ledger, self._is_closed = None, True
+
+
+def _drawn_from(plan: PrivacyPlan, stream: str) -> PrivacyPlan:
+    """The plan with noise from the stream that its run began with: that of an earlier release, perhaps."""
+    return plan if plan.noise_stream == stream else dataclasses.replace(plan, noise_stream=stream)
 
 
 def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:

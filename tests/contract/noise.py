@@ -16,7 +16,7 @@ from hf_dpopt.noise import MECHANISMS, NoiseStrategy, NoiseStream, Participation
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
 
 NUM_EXAMPLES, BATCH_SIZE, NUM_STEPS = 100, 25, 12  # an epoch of 4 steps, 3 participations
 SHAPES = {"b.weight": (9, 10), "a.bias": (4,), "scalar": ()}
@@ -24,7 +24,7 @@ KEY = bytes(range(32))
 CHEAP: dict[str, dict[str, Any]] = {"blt": {"num_buffers": 2}, "banded": {"num_bands": 3}}  # shorter to tune
 
 
-class CountedSource:
+class CountedSource(NoiseSource):
     """Normals of a key, and which rows of which tensor were asked for."""
 
     name = description = "counted"

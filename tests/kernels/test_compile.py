@@ -21,9 +21,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hf_dpopt.clipping.kernels import cross_entropy, layer_norm, outer
+from hf_dpopt.randomness import kernel as noise
 
 STRIDES = ["left_b", "left_t", "right_b", "right_t", "stride_b", "stride_t"]
 POINTERS = {"left_ptr": "*bf16", "right_ptr": "*bf16", "logits_ptr": "*bf16", "grad_ptr": "*bf16", "labels_ptr": "*i64"}
+POINTERS |= {"key_ptr": "*i32", "stddev_ptr": "*fp64", "first": "i64"}
 
 
 def compiled(kernel, capability, constants, **options):
@@ -51,6 +53,7 @@ for c in map(int, sys.argv[1:]):
         compiled(cross_entropy._forward_kernel, c, {"BLOCK_V": 4096}, num_warps=8),
         compiled(cross_entropy._gradient_kernel, c, {"BLOCK_V": 4096}, num_warps=8),
         compiled(layer_norm._kernel, c, {"BLOCK_T": 32, "BLOCK_D": 128}, num_warps=4),
+        compiled(noise._add_kernel, c, {"BLOCKS": noise.BLOCKS}, num_warps=4),
     ]
 print(json.dumps(shared))
 """

@@ -12,6 +12,11 @@ from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.clipping import kernels, products
 from hf_dpopt.clipping.contributions import Outer
 from hf_dpopt.clipping.record_norms import squared_norm
+from hf_dpopt.noise import independent_noise
+from hf_dpopt.randomness import on_device
+from hf_dpopt.randomness.blocks import COUNTER, NORMALS
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from hf_dpopt.randomness.spans import Part
 from tests.grads.models import MODELS, batch_for
 from tests.reference import clipping as reference
 
@@ -95,3 +100,39 @@ def test_kernels_and_products_agree(monkeypatch):
         total = torch.empty(96, 160, device="cuda")
         products.add_weighted_sum_(total, left, right, factors, beta=0)
         assert (total - want).norm() / want.norm() < 1e-4
+
+
+# --- noise: the words of the kernel, and every range, are in test_noise_kernel.py, which runs on a GPU too ---
+
+
+def test_the_noise_of_a_step_is_drawn_on_the_device_and_is_the_cpus():
+    """To one unit in the last place of float32, or 1e-14 near zero; a tensor for each kernel launch."""
+    key, shapes = bytes(range(32)), {"a": (1000, 1003), "b": (7,), "c": (), "d": (0, 5)}
+    assert on_device.serves(torch.device("cuda"))
+    here, there = {n: torch.zeros(s) for n, s in shapes.items()}, {n: torch.zeros(s).cuda() for n, s in shapes.items()}
+    for sums in (here, there):
+        independent_noise(0.9).stream(ChaCha20Gaussian(key), 1.3).add_(sums, 5)
+    for name, want in here.items():
+        torch.testing.assert_close(there[name].cpu(), want, rtol=2.0**-22, atol=1e-14)
+    differing = sum(int((there[name].cpu() != want).sum()) for name, want in here.items())
+    assert differing < 100, f"{differing} of a million normals differ in their last bit, 1e-8 of them were expected"
+
+
+def test_no_tensor_of_the_noise_is_made():
+    sums = torch.zeros(2**26, device="cuda")
+    source = ChaCha20Gaussian(bytes(32))
+    source.add_to({0: sums[:64]}, stddev=1.0, step=0)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    source.add_to({0: sums}, stddev=1.0, step=1)
+    assert torch.cuda.max_memory_allocated() - before < 2**20
+    assert abs(sums.double().square().mean().item() - 1) < 1e-3
+
+
+def test_elements_beyond_32_bits_are_drawn():
+    """A part of a tensor of 2^35 elements, around the change of nonce."""
+    source, first = ChaCha20Gaussian(bytes(32)), COUNTER * NORMALS - 12345
+    total = torch.zeros(30_000, device="cuda")
+    source.add_parts([Part(3, first, total)], stddev=1.0, step=1)
+    want = source.normal_range(first, 30_000, step=1, tensor=3)
+    torch.testing.assert_close(total.cpu(), want, rtol=2.0**-22, atol=1e-14)

@@ -84,6 +84,9 @@ def test_it_is_resumed(kept: Path, request: pytest.FixtureRequest) -> None:
     # without a mark nobody knows how far the key was used, so the steps get a fresh one
     assert len(now.chains) == (1 if had_marks else 2)
     assert trainer.plan.noise_multiplier == charged.plan["noise_multiplier"]
+    assert trainer.plan.noise_stream == now.plan["noise_rng"] == charged.plan["noise_rng"]
+    if facts.noise_generator == "SecureGaussian":  # a run that began with AES ends with it
+        assert now.plan["noise_rng"] == "secure" and "AES-256-CTR" in (kept / "out/privacy/statement.md").read_text()
     assert any(not torch.equal(value, before[key]) for key, value in trainer.model.state_dict().items())
     after = read_report(kept / "out")
     assert after.steps_charged == runs.PLANNED and after.epsilon >= facts.epsilon * (1 - 1e-9)  # other processors

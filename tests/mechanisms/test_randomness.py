@@ -12,23 +12,25 @@ import scipy.stats
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness import cipher
-from hf_dpopt.randomness.cipher import CHUNK, HALF, derive_key, make_noise_source, random_words
+from hf_dpopt.randomness import blocks, chacha, cipher
+from hf_dpopt.randomness.cipher import (
+    CHUNK,
+    HALF,
+    STREAMS,
+    SecureGaussian,
+    derive_key,
+    make_noise_source,
+    random_words,
+    source_of,
+)
 from tests.reference import randomness as reference
 
-KINDS = ["secure", "fast"]
+KINDS = [*STREAMS]  # those of earlier releases, too
 
 
 @pytest.fixture
 def key() -> bytes:
     return os.urandom(32)
-
-
-@pytest.fixture
-def restore_threads():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 # --- keys and words ---
@@ -84,7 +86,7 @@ def test_words_depend_on_key_and_step_only(key):
 @pytest.mark.parametrize("num", [1, 2, 1000, HALF - 1, HALF, HALF + 1, CHUNK, CHUNK + 1, 3 * CHUNK + HALF + 5])
 def test_secure_normals_equal_one_pair_at_a_time(key, num):
     """Whatever the size of the tensor, also in its last, partly filled chunk."""
-    z = make_noise_source("secure", key).normal((num,), step=12, tensor=3)
+    z = SecureGaussian(key).normal((num,), step=12, tensor=3)
     edges = {0, 1, HALF - 1, HALF, CHUNK - 1, CHUNK, CHUNK + HALF, num - 2, num - 1}
     elements = [e for e in edges | set(range(0, num, 997)) if 0 <= e < num]
     expected = torch.tensor([reference.normal(key, 12, 3, e) for e in elements], dtype=torch.float32)
@@ -92,14 +94,19 @@ def test_secure_normals_equal_one_pair_at_a_time(key, num):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_normals_do_not_depend_on_shape_or_threads(key, kind, restore_threads):
-    source = make_noise_source(kind, key)
-    torch.set_num_threads(1)
+def test_normals_do_not_depend_on_shape_or_threads(key, kind, monkeypatch):
+    source = source_of(kind)(key)
+
+    def use(threads):
+        for module in (blocks, cipher):
+            monkeypatch.setattr(module, "usable_cores", lambda: threads)
+
+    use(1)
     num = 9 * CHUNK + 4321
     flat = source.normal((num,), step=2, tensor=1)
     for threads in (2, 3, 8):
-        torch.set_num_threads(threads)
-        assert torch.equal(make_noise_source(kind, key).normal((num,), step=2, tensor=1), flat)
+        use(threads)
+        assert torch.equal(source_of(kind)(key).normal((num,), step=2, tensor=1), flat)
     assert torch.equal(source.normal((3, CHUNK, 3), step=2, tensor=1).flatten(), flat[: 9 * CHUNK])
     assert torch.equal(source.normal((7,), step=2, tensor=1), flat[:7])
     assert source.normal((), step=2, tensor=1).shape == () and source.normal((0, 4), step=2, tensor=1).shape == (0, 4)
@@ -107,7 +114,7 @@ def test_normals_do_not_depend_on_shape_or_threads(key, kind, restore_threads):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_normals_ignore_and_leave_the_global_generators(key, kind):
-    source = make_noise_source(kind, key)
+    source = source_of(kind)(key)
     torch.manual_seed(1)
     np.random.seed(1)
     before = torch.get_rng_state(), np.random.get_state()[1].copy()
@@ -126,7 +133,7 @@ def _draw(kind: str, num: int) -> np.ndarray:
     if kind == "half_sum":
         generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
         return cipher._half_sum_of_four((num,), generator).double().numpy()
-    return make_noise_source(kind, os.urandom(32)).normal((num,), step=1, tensor=0).double().numpy()
+    return source_of(kind)(os.urandom(32)).normal((num,), step=1, tensor=0).double().numpy()
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "half_sum"])
@@ -174,7 +181,7 @@ def test_streams_are_independent(key, kind):
     and the skewness of the squares). Power: a correlation of 1.5% is caught with probability > 0.95, reuse always.
     """
     num = 32 * CHUNK
-    source, other = make_noise_source(kind, key), make_noise_source(kind, os.urandom(32))
+    source, other = source_of(kind)(key), source_of(kind)(os.urandom(32))
     streams = [source.normal((num,), step=s, tensor=t) for s, t in [(1, 0), (2, 0), (1, 1), (0, 1), (0, 256)]]
     first, *_ = streams = [z.double().numpy() for z in [*streams, other.normal((num,), step=1, tensor=0)]]
     halves = first.reshape(-1, 2, HALF).transpose(1, 0, 2).reshape(2, -1)
@@ -188,9 +195,23 @@ def test_streams_are_independent(key, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_source_names_itself_and_hides_its_key(key, kind):
-    source = make_noise_source(kind, key)
-    assert source.name == kind and ("statistical PRNG" in source.description) == (kind == "fast")
+    source = source_of(kind)(key)
+    assert source.stream == kind and ("statistical PRNG" in source.description) == (kind == "fast")
     assert key.hex() not in repr(source)
+
+
+def test_new_runs_and_those_of_earlier_releases_have_their_streams(key):
+    """A ledger that says "secure" is of a release that drew from AES."""
+    assert isinstance(make_noise_source("secure", key), chacha.ChaCha20Gaussian)
+    assert isinstance(make_noise_source("fast", key), cipher.FastGaussian)
+    recorded = {"secure": ("secure", SecureGaussian), "fast": ("fast", cipher.FastGaussian)}
+    recorded["chacha20/1"] = ("secure", chacha.ChaCha20Gaussian)
+    for stream, (kind, source) in recorded.items():
+        assert cipher.stream_of(kind, {"noise_rng": stream}) == stream
+        assert type(make_noise_source(kind, key, stream)) is source
+    assert cipher.stream_of("secure", None) == cipher.stream_of("secure", {"noise_rng": "fast"}) == "chacha20/1"
+    with pytest.raises(DPConfigError, match="'chacha20/9', which this release does not know.*newer one"):
+        cipher.stream_of("secure", {"noise_rng": "chacha20/9"})
 
 
 def test_unknown_kind_is_refused(key):
@@ -202,9 +223,9 @@ def test_unknown_kind_is_refused(key):
 @pytest.mark.parametrize("kind", KINDS)
 def test_cuda_device(key, kind):
     """Same law and purity on the device: chi-square on 1e6 draws at level 1e-6."""
-    z = make_noise_source(kind, key).normal((1_000_000,), step=1, tensor=0, device="cuda")
+    z = source_of(kind)(key).normal((1_000_000,), step=1, tensor=0, device="cuda")
     assert z.device.type == "cuda" and z.dtype == torch.float32
-    assert torch.equal(z, make_noise_source(kind, key).normal((1_000_000,), step=1, tensor=0, device="cuda"))
-    assert not torch.equal(z, make_noise_source(kind, key).normal((1_000_000,), step=2, tensor=0, device="cuda"))
+    assert torch.equal(z, source_of(kind)(key).normal((1_000_000,), step=1, tensor=0, device="cuda"))
+    assert not torch.equal(z, source_of(kind)(key).normal((1_000_000,), step=2, tensor=0, device="cuda"))
     low, high = scipy.stats.chi2.ppf([5e-7, 1 - 5e-7], df=1_000_000)
     assert low < z.double().square().sum().item() < high

@@ -12,12 +12,14 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.randomness.cipher import NoiseSource
+from hf_dpopt.randomness.spans import Span
 
 State = dict[str, Any]
 UNUSED_ROW = 2**62
@@ -40,6 +42,15 @@ class NoiseStream(abc.ABC):
     @abc.abstractmethod
     def continue_at(self, num_steps: int, state: State | None) -> None:
         """Go on after the first `num_steps` steps; `state` saves time and changes nothing."""
+
+    def draw_ahead(self, step: int) -> None:  # noqa: B027
+        """Begin to draw what a step needs while it computes; the step has been charged. Changes no value."""
+
+    def share_over(self, ranks: Ranks) -> None:  # noqa: B027
+        """Share the drawing over ranks that have the same sums; streams that keep noise draw all of it on each."""
+
+    def forget(self) -> None:  # noqa: B027
+        """Drop what was drawn ahead."""
 
     def bytes_kept(self) -> int:
         """Memory of the tensors it keeps between steps."""
@@ -65,6 +76,8 @@ class CorrelatedStream(NoiseStream):
         DPConfigError: for a scale that is not a finite number > 0.
     """
 
+    _draws_row_of_step: ClassVar[bool] = True  # whether step t draws row t of Z, among others
+
     def __init__(
         self,
         source: NoiseSource,
@@ -83,7 +96,7 @@ class CorrelatedStream(NoiseStream):
         key = source.normal((2,), step=UNUSED_ROW, tensor=0).tolist()
         self._bound_to = {
             "stream": type(self).__name__, "scale": scale, "num_steps": num_steps, "first_step": first_step,
-            "key": key, **(bound_to or {}),
+            "key": key, **source.entry(), **(bound_to or {}),
         }  # fmt: skip
         self._offload = offload
         self._num_done = 0
@@ -91,6 +104,7 @@ class CorrelatedStream(NoiseStream):
         self._behind = 0  # steps that were done after what is kept here, and are drawn again before the next one
         self._to_place = False  # a state that was read lies in the host's memory
         self._shapes: dict[str, torch.Size] | None = None
+        self._device: torch.device | None = None  # of the sums of the step before
 
     @property
     def num_steps(self) -> int:
@@ -140,6 +154,17 @@ class CorrelatedStream(NoiseStream):
                 sums[name].add_(total.to(sums[name].device, non_blocking=True))
         self._shapes, self._to_replay, self._behind = shapes, 0, 0
         self._num_done = t + 1
+        self._device = torch.device("cpu") if self._offload or not sums else next(iter(sums.values())).device
+        self.forget()
+
+    def draw_ahead(self, step: int) -> None:
+        if self._shapes is not None and self._device is not None and self._draws_row_of_step:
+            names = enumerate(sorted(self._shapes))
+            spans = [Span(tensor, 0, self._shapes[name].numel()) for tensor, name in names]
+            self._source.draw_ahead(spans, step=step - self._first_step, device=self._device)
+
+    def forget(self) -> None:
+        self._source.forget()
 
     @abc.abstractmethod
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
@@ -208,7 +233,11 @@ class CorrelatedStream(NoiseStream):
             DPConfigError: for the state of another key or strategy.
         """
         if state is not None:
-            others = [name for name in ("key", "strategy") if state["bound_to"].get(name) != self._bound_to.get(name)]
+            others = [
+                name
+                for name in ("key", "strategy", "noise_stream")
+                if state["bound_to"].get(name) != self._bound_to.get(name)
+            ]
             if others:
                 raise DPConfigError(
                     f"The noise that was kept belongs to another run ({', '.join(others)} differ). Continue with the "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,11 +51,8 @@ class RegeneratedStream(CorrelatedStream):
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
         if t % self._block == 0:
             self._replay(total, name, tensor, t)
-        ahead, normal = self._ahead[name], self._normal(total, tensor, t)
-        for i, output in enumerate(ahead):
-            weight = float(self._rows(t + i)[t])
-            if weight:
-                output.add_(normal, alpha=weight)
+        ahead = self._ahead[name]
+        self._add_row(ahead, [float(self._rows(t + i)[t]) for i in range(len(ahead))], tensor, t)
         total.add_(ahead.pop(0), alpha=self.scale)
 
     def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
@@ -67,13 +64,24 @@ class RegeneratedStream(CorrelatedStream):
         rows = [self._rows(i) for i in range(t, end)]
         outputs = [torch.zeros_like(total) for _ in rows]
         for s in range(t):
-            weights = [float(row[s]) for row in rows]
-            if not any(weights):
-                continue
-            draw = self._normal(total, tensor, s)
-            for output, weight in zip(outputs, weights, strict=True):
-                output.add_(draw, alpha=weight)
+            self._add_row(outputs, [float(row[s]) for row in rows], tensor, s)
         return outputs
+
+    def _add_row(self, outputs: Sequence[torch.Tensor], weights: Sequence[float], tensor: int, row: int) -> None:
+        """Add a row of Z, times a weight each, to the outputs of a block; the row is drawn once.
+
+        A block of one has no tensor of the row at all, where the source can add it. It is the size of the block that
+        decides, not what is left of it: both ways round differently, and a resumed stream goes on bit for bit.
+        """
+        used = [(output, weight) for output, weight in zip(outputs, weights, strict=True) if weight]
+        if not used:
+            return
+        if self._block == 1:
+            self._source.add_to({tensor: used[0][0]}, stddev=used[0][1], step=row)
+            return
+        draw = self._normal(used[0][0], tensor, row)
+        for output, weight in used:
+            output.add_(draw, alpha=weight)
 
     def _own_state(self) -> State:
         return {"ahead": self._ahead}

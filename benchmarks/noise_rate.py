@@ -1,0 +1,137 @@
+"""Normals a second of each stream on the CPU, and what the noise costs a private step, before and after.
+
+    python benchmarks/noise_rate.py --output docs/noise_rate.json
+
+Rates are medians over interleaved repetitions of drawing and adding 2^24 normals, on one core and on all of them. A step
+is that of `step_cost.py` (forward, backward, clipping, noise, AdamW) on 8 x 128 tokens at 768 x 6; within each
+repetition it is taken without noise, with noise as releases up to 0.1.0 drew it (AES, on as many threads as torch has:
+one under `accelerate launch`, which sets OMP_NUM_THREADS=1), with ChaCha20 on all cores, and with ChaCha20 drawn ahead by
+the cores that torch does not use. Costs are medians of ratios within a repetition. On a GPU: gpu.py --parts noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from step_cost import Case, seconds
+
+from hf_dpopt.noise import NoiseStream, independent_noise
+from hf_dpopt.randomness import ahead, blocks, cipher
+from hf_dpopt.randomness.cipher import STREAMS
+from hf_dpopt.randomness.cores import usable_cores
+
+NUM = 2**24
+KEY = bytes(range(32))
+
+
+@contextlib.contextmanager
+def cores(num: int) -> Iterator[None]:
+    """Draw on that many cores."""
+    modules: tuple[Any, ...] = (ahead, blocks, cipher)
+    try:
+        for module in modules:
+            module.usable_cores = lambda: num
+        yield
+    finally:
+        for module in modules:
+            module.usable_cores = usable_cores
+
+
+def rates(repetitions: int) -> list[dict[str, Any]]:
+    """Median normals a second of each stream for each number of cores, and their ratios to AES on one core."""
+    kinds = [(stream, num) for num in sorted({1, usable_cores()}) for stream in STREAMS]
+    total, found = {0: torch.zeros(NUM)}, dict[tuple[str, int], list[float]]()
+    for repetition in range(repetitions):
+        for stream, num in kinds:
+            source = STREAMS[stream](KEY)
+            with cores(num):
+                start = time.perf_counter()
+                source.add_to(total, stddev=0.5, step=repetition)
+                found.setdefault((stream, num), []).append(NUM / (time.perf_counter() - start))
+    least = found["secure", 1]
+    return [
+        {
+            "stream": stream, "cores": num, "normals_per_s": statistics.median(found[stream, num]),
+            "to_aes_on_one_core": statistics.median(a / b for a, b in zip(found[stream, num], least, strict=True)),
+        }
+        for stream, num in kinds
+    ]  # fmt: skip
+
+
+def step_costs(model: str, finetuning: str, torch_threads: int, repetitions: int) -> dict[str, Any]:
+    """What the noise adds to a step without any, as it was drawn before, is drawn now, and is drawn ahead."""
+    torch.set_num_threads(torch_threads)
+    case = Case(model, finetuning, "cpu", bf16=False)
+    of_before, of_now = (independent_noise(1.0).stream(STREAMS[s](KEY), 0.1) for s in ("secure", "chacha20/1"))
+
+    def step(stream: NoiseStream | None, num_cores: int, *, early: bool = False) -> float:
+        def take() -> None:
+            if early:
+                of_now.draw_ahead(case.step + 1)
+            case.private(noise=stream is not None)
+
+        if stream is not None:
+            case.stream = stream
+        with cores(num_cores):
+            return seconds(case, take)
+
+    everything = usable_cores()
+    kinds = {
+        "none": lambda: step(None, everything),
+        "aes, torch's threads": lambda: step(of_before, torch_threads),
+        "chacha20, all cores": lambda: step(of_now, everything),
+        "chacha20, ahead": lambda: step(of_now, everything, early=True),
+    }
+    for take in kinds.values():
+        take()
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(repetitions):
+        for kind, take in kinds.items():
+            times[kind].append(take())
+    num = sum(p.numel() for p in case.engine.parameters.values())
+    row = {"model": model, "finetuning": finetuning, "coordinates": num, "torch_threads": torch_threads}
+    extra = {
+        kind: statistics.median(a / b - 1 for a, b in zip(times[kind], times["none"], strict=True)) for kind in kinds
+    }
+    return {**row, "step_ms": 1e3 * statistics.median(times["none"]), "extra": extra}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=["rates", "steps"], default=["rates", "steps"])
+    parser.add_argument("--model", default="roberta-768x6")
+    parser.add_argument("--finetuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"rates": rates(options.repetitions) if "rates" in options.parts else [], "steps": []}
+    print("| stream | cores | normals/s | to AES on one core |\n|---|---|---|---|")
+    for row in found["rates"]:
+        ratio = f"x{row['to_aes_on_one_core']:.2f}"
+        print(f"| {row['stream']} | {row['cores']} | {row['normals_per_s'] / 1e6:.0f} million | {ratio} |", flush=True)
+    print("\n| model | finetuning | torch's threads | step without noise | noise adds |\n|---|---|---|---|---|")
+    for finetuning in options.finetuning if "steps" in options.parts else ():
+        for threads in sorted({1, usable_cores()}):
+            row = step_costs(options.model, finetuning, threads, options.repetitions)
+            found["steps"].append(row)
+            adds = ", ".join(f"{kind} {extra:+.1%}" for kind, extra in row["extra"].items() if kind != "none")
+            print(f"| {options.model} | {finetuning} | {threads} | {row['step_ms']:.0f} ms | {adds} |", flush=True)
+    about = {"torch": torch.__version__, "cores": usable_cores(), "machine": platform.machine()}
+    about |= {"load_average": os.getloadavg()[0], "vector_units": torch.backends.cpu.get_cpu_capability()}
+    if options.output is not None:
+        options.output.write_text(json.dumps({"about": about, **found}, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

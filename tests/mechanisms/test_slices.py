@@ -1,0 +1,145 @@
+"""Noise in slices: the ranks together add what one process adds, bit for bit, and an element left out stops all."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from hf_dpopt.common.collectives import current_ranks
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise import independent_noise, slices
+from hf_dpopt.noise.slices import Flattened, slice_of
+from hf_dpopt.randomness import ahead
+from hf_dpopt.randomness.blocks import CHUNK
+from hf_dpopt.randomness.chacha import ChaCha20Gaussian
+from hf_dpopt.randomness.cipher import SecureGaussian
+
+KEY = bytes(range(32))
+SHAPES = {"z": (3, CHUNK), "a": (1001,), "m": (), "none": (0, 4), "b": (7, 11, 13)}
+SMALL = {"a": (), "b": (1,)}  # fewer elements than some numbers of ranks
+STEPS = 3
+
+
+def _sums(shapes: dict[str, tuple[int, ...]], step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def _released(shapes: Any, source: Any, ranks: Any = None, *, early: bool = False) -> list[dict[str, torch.Tensor]]:
+    stream, found = independent_noise(0.8).stream(source, 1.3), []
+    if ranks is not None:
+        stream.share_over(ranks)
+    for step in range(STEPS):
+        if early:
+            stream.draw_ahead(step)
+        stream.add_(sums := _sums(shapes, step), step)
+        found.append(sums)
+    return found
+
+
+# --- the cut ---
+
+
+@pytest.mark.parametrize("num, size", [(0, 2), (1, 3), (2, 3), (10, 3), (2**40 + 1, 8), (7, 1)])
+def test_slices_cover_every_element_once(num, size):
+    bounds = [slice_of(num, rank, size) for rank in range(size)]
+    assert bounds[0][0] == 0 and bounds[-1][1] == num
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(bounds))
+    assert max(b - a for a, b in bounds) - min(b - a for a, b in bounds) <= 1
+
+
+def test_parts_are_views_of_the_elements():
+    totals = {5: torch.arange(6.0).view(2, 3), 1: torch.tensor(10.0), 3: torch.zeros(0), 9: torch.arange(20.0, 24.0)}
+    flat = Flattened(totals)
+    everything = torch.cat([totals[i].view(-1) for i in sorted(totals)])
+    assert flat.num == len(everything) == 11
+    rng = np.random.default_rng(0)
+    for first, end in [(0, 11), (3, 3), (0, 1), (1, 7), *(sorted(rng.integers(0, 12, 2).tolist()) for _ in range(20))]:
+        parts = flat.parts(first, end)
+        found = torch.cat([part.total for part in parts]) if parts else torch.zeros(0)
+        assert torch.equal(found, everything[first:end])
+        for part in parts:
+            assert torch.equal(part.total, totals[part.tensor].view(-1)[part.first : part.first + part.total.numel()])
+    flat.parts(1, 2)[0].total.fill_(-1)
+    assert totals[5][0, 0] == -1
+
+
+# --- processes ---
+
+
+def _work(rank: int, size: int, folder: str) -> None:
+    """What each rank releases, and what it raises."""
+    torch.set_num_threads(1)
+    init, wait = f"file://{folder}/init", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=wait)
+    ranks, found = current_ranks(), {}
+    drawn: list[int] = []
+
+    class Watched(ChaCha20Gaussian):
+        def add_parts(self, parts, *, stddev, step):
+            drawn.append(sum(part.total.numel() for part in parts))
+            super().add_parts(parts, stddev=stddev, step=step)
+
+    found["all"] = _released(SHAPES, Watched(KEY), ranks)
+    found["drawn"] = list(drawn)
+    found["few"] = _released(SMALL, ChaCha20Gaussian(KEY), ranks)
+    ahead.usable_cores = lambda: 2
+    found["ahead"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks, early=True)
+    slices.BUCKET_ELEMENTS = 1000
+    found["in buckets"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks)
+    found["aes"] = _released(SHAPES, SecureGaussian(KEY), ranks)
+
+    class OnDevice(ChaCha20Gaussian):  # of rank 0 alone: all ranks share the work, or they would wait for each other
+        def is_drawn_at(self, device):
+            return rank == 0
+
+    found["unlike"] = _released(SHAPES, OnDevice(KEY), ranks)
+    cut = slices.slice_of
+    slices.slice_of = lambda num, r, n: (cut(num, r, n)[0] + (r == 1 and rank == 1), cut(num, r, n)[1])
+    try:
+        _released(SHAPES, ChaCha20Gaussian(KEY), ranks)
+        found["gap"] = "released"
+    except DPConfigError as error:
+        found["gap"] = str(error)
+    torch.save(found, Path(folder) / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def found(request, tmp_path_factory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    mp.spawn(_work, (request.param, str(folder)), nprocs=request.param)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("slices")
+class TestProcesses:
+    @pytest.mark.parametrize("case", ["all", "ahead", "in buckets", "aes", "unlike"])
+    def test_the_ranks_release_what_one_process_does(self, found, case):
+        alone = _released(SHAPES, (SecureGaussian if case == "aes" else ChaCha20Gaussian)(KEY))
+        for rank in found:
+            for step in range(STEPS):
+                assert all(torch.equal(rank[case][step][name], alone[step][name]) for name in SHAPES)
+
+    def test_fewer_elements_than_ranks(self, found):
+        alone = _released(SMALL, ChaCha20Gaussian(KEY))
+        assert all(torch.equal(rank["few"][s][n], alone[s][n]) for rank in found for s in range(STEPS) for n in SMALL)
+
+    def test_each_draws_its_share(self, found):
+        num = sum(torch.Size(shape).numel() for shape in SHAPES.values())
+        for drawn in zip(*(rank["drawn"] for rank in found), strict=True):
+            assert sum(drawn) == num and max(drawn) <= num // len(found) + 1
+
+    def test_an_element_without_noise_stops_all_ranks(self, found):
+        """Before anything is released, also on the ranks whose own slice is whole."""
+        for rank in found:
+            assert "do not cover the sums" in rank["gap"] and "Nothing was released" in rank["gap"]
