@@ -29,7 +29,7 @@ class Ahead:
     memory alone, as the key does, until the object is dropped.
 
     Args:
-        key: of the step, which must have been charged; 32 bytes.
+        key: key of the step, which must have been charged; 32 bytes.
         spans: what will be asked for.
         num_threads: threads, >= 1.
     """

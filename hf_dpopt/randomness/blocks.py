@@ -140,7 +140,7 @@ def add_on_host(key: bytes, parts: Sequence[Part], stddev: float, drawn: Drawn |
     """Add ``stddev`` times their normals to parts in the host's memory, chunk by chunk on all cores.
 
     Args:
-        key: of the step; 32 bytes.
+        key: key of the step; 32 bytes.
         parts: what is added to; none overlaps another.
         stddev: what a normal is multiplied by.
         drawn: gives the normals of a range that were drawn before, or None.

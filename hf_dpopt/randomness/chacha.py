@@ -122,7 +122,7 @@ class ChaCha20Gaussian(AddressedSource):
             self._ahead = None
 
     def _drawn(self, step: int) -> Drawn | None:
-        """What was drawn ahead for a step; the drawing ends."""
+        """End the drawing ahead; give what it drew, if that is for the step."""
         if self._ahead is None or self._ahead[0] != step:
             return None
         self._ahead[1].stop()

@@ -99,7 +99,7 @@ def add_normals_(total: torch.Tensor, key: torch.Tensor, stddev: torch.Tensor, *
 
     Args:
         total: the elements, float32, contiguous, (num,).
-        key: of the step, see `key_tensor`; on the same device.
+        key: key of the step, see `key_tensor`; on the same device.
         stddev: what a normal is multiplied by; float64, (1,), on the same device.
         tensor: number of the tensor within the step.
         first: number of the first element in the flattened, unsharded tensor.

@@ -60,7 +60,7 @@ def add_parts(key: bytes, parts: Sequence[Part], stddev: float) -> None:
     """Add ``stddev`` times their normals to parts that all lie on one device, in place.
 
     Args:
-        key: of the step; 32 bytes. It is on the device while the kernels run, and overwritten after them.
+        key: key of the step; 32 bytes. It is on the device while the kernels run, and overwritten after them.
         parts: what is added to; none overlaps another.
         stddev: what a normal is multiplied by.
     """
