@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from hf_dpopt.common import collectives
 from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex.adagrad import SubspaceDescent
@@ -51,7 +53,7 @@ class HeadRun:
         declared: sentences of the statement, by the names of `RunFacts`: evaluation data, preprocessing.
 
     Raises:
-        DPConfigError: if `output_dir` holds checkpoints: only final weights may be there.
+        DPConfigError: if `output_dir` holds checkpoints: only final weights may be there; in one of several processes.
     """
 
     def __init__(
@@ -63,6 +65,11 @@ class HeadRun:
         noise_rng: str = "secure",
         declared: Mapping[str, str] | None = None,
     ):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or collectives.world_size() > 1:
+            raise DPConfigError(
+                "A head is trained by one process, and this is one of several: each would train and release a head of its "
+                "own, under a key of its own. Start the script with python, not with torchrun or accelerate launch."
+            )
         left = [p.name for pattern in INTERMEDIATE for p in Path(output_dir).glob(pattern)]
         if left:
             raise DPConfigError(

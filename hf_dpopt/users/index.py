@@ -9,14 +9,16 @@ import datetime
 import hashlib
 import json
 import shutil
+import socket
 import tempfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
@@ -93,6 +95,48 @@ class UserIndex:
         return cls.load(folder / digest)
 
     @classmethod
+    def build_on_every_disk(cls, dataset: Any, column: str, make_folder: Callable[[], Path]) -> UserIndex:
+        """Build the index once on every disk that the processes of a run see, and read it on all of them.
+
+        The private folder of each machine may be a disk of its own: paths of one lead nowhere on the others.
+
+        Args:
+            dataset: the training set, the same on every process.
+            column: name of the column of ids.
+            make_folder: makes the folder of the index, on the machine of the process that calls it.
+
+        Raises:
+            DPConfigError: as `build`; and if two processes have other ids, or the same in another order.
+        """
+        ranks = current_ranks()
+        places = ranks.every(lambda: _place_of(make_folder()))
+        builds = places.index(places[ranks.rank]) == ranks.rank
+
+        def build() -> str | None:
+            return cls.build(dataset, column, make_folder()).digest if builds else None
+
+        first = ranks.same(build)
+        found = ranks.every(lambda: first if ranks.rank == 0 else build())  # a disk that they share has it by now
+        _refuse_unlike(found, column)
+        return cls.load(make_folder() / str(first))
+
+    @classmethod
+    def build_in_memory(cls, dataset: Any, column: str) -> UserIndex:
+        """Build the index on every process, of a dataset that each of them has in memory.
+
+        Raises:
+            DPConfigError: as `build_on_every_disk`.
+        """
+        built: list[UserIndex] = []
+
+        def build() -> str:
+            built.append(cls.build(dataset, column))
+            return built[0].digest
+
+        _refuse_unlike(current_ranks().every(build), column)
+        return built[0]
+
+    @classmethod
     def load(cls, directory: Path) -> UserIndex:
         """Read an index that `build` wrote, memory-mapped."""
         digest = json.loads((directory / "index.json").read_text(encoding="utf-8"))["digest"]
@@ -110,6 +154,23 @@ class UserIndex:
                 "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
                 "new trainer."
             )
+
+
+def _refuse_unlike(digests: Sequence[str | None], column: str) -> None:
+    """Refuse columns of ids that differ between processes, by their digests; None of one that read no column."""
+    other = next((rank for rank, digest in enumerate(digests) if digest not in (None, digests[0])), None)
+    if other is not None:
+        raise DPConfigError(
+            f"Process {other} reads other user ids in the column {column!r} than process 0, or in another order: what "
+            "is one person there would be another one here. Give all machines the same dataset, prepared in the same "
+            "way (a shuffle needs a seed)."
+        )
+
+
+def _place_of(folder: Path) -> tuple[str, int, int]:
+    """Say which folder it is, among those of all machines: processes that are told the same share it."""
+    status = folder.stat()
+    return socket.gethostname(), status.st_dev, status.st_ino
 
 
 def _array(path: Path, dtype: Any, size: int, on_disk: bool) -> np.ndarray:
