@@ -67,8 +67,8 @@ class HeadRun:
     ):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or collectives.world_size() > 1:
             raise DPConfigError(
-                "A head is trained by one process, and this is one of several: each would train and release a head of its "
-                "own, under a key of its own. Start the script with python, not with torchrun or accelerate launch."
+                "A head is trained by one process, and this is one of several: each would train and release a head of "
+                "its own, under its own key. Start the script with python, not with torchrun or accelerate launch."
             )
         left = [p.name for pattern in INTERMEDIATE for p in Path(output_dir).glob(pattern)]
         if left:

@@ -194,13 +194,17 @@ class PrivateState:
         """Keep the state of a chain's noise stream, in place of an older one: secret, and signed by the key."""
         write_noise(self._noise_file(chain.chain_id), state, chain.root)
 
-    def load_noise(self, chain: Chain) -> dict[str, Any] | None:
-        """The state that was kept last, or None: it can always be drawn again from the key."""
+    def load_noise(self, chain: Chain, num_steps: int | None = None) -> dict[str, Any] | None:
+        """The state that was kept last, or None: it can always be drawn again from the key.
+
+        Args:
+            num_steps: steps of the chain; a state that was kept after more of them is not read. None for any.
+        """
         path = self._noise_file(chain.chain_id)
         if not path.exists():
             return None
         _refuse_shared(path)
-        return read_noise(path, chain.root)
+        return read_noise(path, chain.root, num_steps=num_steps)
 
     def memory(self, ledger: Ledger) -> KeyMemory:
         """Knowledge about the use of the keys of a ledger, and of copies of it."""

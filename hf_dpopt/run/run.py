@@ -199,7 +199,7 @@ class PrivateRun:
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
-        noise = self.state.load_noise(chain) if charged[-1] else None
+        noise = self.state.load_noise(chain, charged[-1]) if charged[-1] else None
         return chain, charged, start, noise, recovery
 
     @property
