@@ -583,7 +583,7 @@ class DPTrainerMixin(_Trainer):
         if self.plan is not None and self._run is not None:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
-            logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged))
+            logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged), is_for_log=True)
         super().log(logs, start_time)
 
     def _print_unprivatized(self) -> None:
