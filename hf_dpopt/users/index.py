@@ -56,6 +56,15 @@ class UserIndex:
         """Rows of every user, (U,), int64."""
         return np.diff(self._cuts_U)
 
+    def first_rows(self, limit: int) -> np.ndarray:
+        """The first `limit` rows of every user, (U, limit), int64; -1 where one has fewer."""
+        sizes_U = np.minimum(self.sizes(), limit)
+        places = np.full((self.num_users, limit), -1)
+        for j in range(limit):  # places are few, users many
+            has = sizes_U > j
+            places[has, j] = self._rows_N[self._cuts_U[:-1][has] + j]
+        return places
+
     @classmethod
     def build(cls, dataset: Any, column: str, folder: Path | None = None) -> UserIndex:
         """Read the ids of a dataset, a million rows at a time.
@@ -148,7 +157,7 @@ class UserIndex:
         Raises:
             DPConfigError: if they differ: rows of several people would be clipped as those of one.
         """
-        if _read_codes(dataset, column, np.empty(len(dataset), np.int32)) != self.digest:
+        if _read_codes(dataset, column) != self.digest:
             raise DPConfigError(
                 "The training records are not in the order in which their users were read: the dataset was changed, "
                 "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
@@ -188,8 +197,8 @@ def _chunks(num_rows: int) -> Iterator[slice]:
         yield slice(first, min(first + CHUNK, num_rows))
 
 
-def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
-    """Write the number of every row's user into `codes_N`, and return a digest of the whole column."""
+def _read_codes(dataset: Any, column: str, codes_N: np.ndarray | None = None) -> str:
+    """Write the number of every row's user into `codes_N`, if it is given; return a digest of the whole column."""
     numbers: dict[Any, int] = {}
     digest = hashlib.blake2b(column.encode(), digest_size=16)
     first = 0
@@ -202,7 +211,8 @@ def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
                 f"nobody could say whose they are. {FIX}"
             )
         part = np.array([numbers.setdefault(v, len(numbers)) for v in ids], np.int32)[codes]
-        codes_N[first : first + len(codes)] = part
+        if codes_N is not None:
+            codes_N[first : first + len(codes)] = part
         digest.update(part.tobytes())
         first += len(codes)
     kinds = {isinstance(v, (str, bytes)) for v in numbers}

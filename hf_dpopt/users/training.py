@@ -113,10 +113,9 @@ class UserData:
         Every user has as many places; a record stands in them, or -1.
         """
         limit = self.records_per_user
-        places = np.full((self.index.num_users, limit), -1)
-        for u in range(self.index.num_users):
-            rows = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
-            places[u, : len(rows)] = rows
+        places = self.index.first_rows(limit)
+        for u in np.flatnonzero(self.index.sizes() > limit).tolist():  # the others have no choice
+            places[u] = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
         return places.reshape(-1)
 
     @property
