@@ -140,7 +140,11 @@ class ReleaseGuard:
             keys = run.state.secrets() if run.state is not None else []
         else:  # another process trained: the keys it left behind
             directory = Path(args.private_state_dir or default_private_dir(args.output_dir))
-            keys = PrivateState(directory, forbidden=args.output_dir).secrets() if directory.exists() else []
+            keys = (
+                PrivateState(directory, forbidden=args.output_dir, is_read=True).secrets()
+                if directory.exists()
+                else []
+            )
         tolerated = () if is_thorough else (LINK_OUT, UNCHECKED) if is_start else (LINK_OUT,)
         findings = self._scan_for(keys, is_thorough).findings(folder)
         for finding in findings:

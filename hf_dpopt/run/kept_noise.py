@@ -67,8 +67,13 @@ def _steps_of(path: Path) -> int:
     return done if isinstance(done, int) else 0
 
 
+def noise_state_key(root: bytes) -> bytes:
+    """Key under which the state of a chain's noise is signed."""
+    return derive_key(root, "noise state")
+
+
 def _signature(root: bytes, content: Iterable[bytes | memoryview]) -> bytes:
-    digest = hashlib.blake2b(key=derive_key(root, "noise state"), digest_size=_SIGNATURE_BYTES)
+    digest = hashlib.blake2b(key=noise_state_key(root), digest_size=_SIGNATURE_BYTES)
     for part in content:
         digest.update(part)
     return digest.digest()

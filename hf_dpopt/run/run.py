@@ -175,10 +175,11 @@ class PrivateRun:
             journals = Journals(self.plan, self.output_dir, self.ledger, self.state, self._journal_limit)
             recovery = journals.find(resume_step, mark, self._initial_weights)
             reached = resume_step if recovery is None else recovery.last
-            self._check_budget(reached)
+            left_at = mark if recovery is None else None  # what is taken again leads to the end of the chain
+            self._check_budget(reached, left_at)
             self._record_plan(training, is_resumed=resume_step is not None)
             fixed = self.plan.config.unsafe_fixed_noise_key
-            chain = continue_or_branch(self.ledger, self.state, reached, unsafe_fixed_noise_key=fixed)
+            chain = continue_or_branch(self.ledger, self.state, reached, mark=left_at, unsafe_fixed_noise_key=fixed)
             self._memory.lock()  # of a family that began just now
             assert self._memory.folder is not None
             self._seal = Seal.load_or_make(self._memory.folder, began)
@@ -287,7 +288,7 @@ class PrivateRun:
         # without privacy (a fixed key in a test) there is no budget to keep
         return self.plan.config.target_epsilon if self.plan.is_private else None
 
-    def _check_budget(self, resumed_at: int | None) -> None:
+    def _check_budget(self, resumed_at: int | None, mark: str | None) -> None:
         """Refuse a call whose steps are not all affordable, before anything runs."""
         assert self.ledger is not None and self.state is not None
         target, charged = self._target, self.ledger.charged
@@ -296,7 +297,7 @@ class PrivateRun:
         if target is None or needed <= 0:
             return
         before, same_chain = charged, 0
-        if stays_on_its_chain(self.ledger, self.state, resumed_at):
+        if stays_on_its_chain(self.ledger, self.state, resumed_at, mark):
             last = last_own_chain(self.ledger)
             assert last is not None
             place = self.ledger.chains.index(last)
