@@ -23,14 +23,19 @@ USERS = {
     "per_device_train_batch_size": 16, "unsafe_fixed_noise_key": FIXED,
 }  # fmt: skip
 
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+
 
 class Killed(BaseException):
     pass
 
 
 class Die(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 3:
+        if state.global_step == self.step:
             raise Killed
 
 
@@ -71,9 +76,9 @@ def train(root: Path, name: str, *, resume: bool = False, **changes: Any) -> Non
     )  # fmt: skip
 
 
-def refused(root: Path, name: str, **changes: Any) -> None:
+def refused(root: Path, name: str, *, folder: str = "", resume: Any = None, **changes: Any) -> None:
     try:
-        trainer(root, name, **changes).train()
+        trainer(root, folder or name, **changes).train(resume_from_checkpoint=resume)
     except DPConfigError as error:
         note(root, name, error=str(error))
 
@@ -84,14 +89,26 @@ def unlike(records: Any) -> Any:
     return records.select(order) if isinstance(records, datasets.Dataset) else [records[i] for i in order]
 
 
-def killed(root: Path, name: str) -> None:
-    """Die after the third step, whose checkpoint before is that of the second, and go on."""
-    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+def killed(root: Path, name: str, step: int, **changes: Any) -> None:
+    """Die after a step, with checkpoints of all even ones."""
     try:
-        trainer(root, name, callbacks=[Die()], **saving).train()
+        trainer(root, name, callbacks=[Die(step)], **SAVING, **changes).train()
     except Killed:
         dist.barrier()
-    train(root, name, resume=True, **saving)
+
+
+def without_a_disk_in_common(root: Path) -> None:
+    """Each machine has an output_dir of its own; one checkpoint of the second is damaged, or it has none."""
+    options = {"local": True, **SAVING}
+    killed(root, "each", 5, local=True, save_on_each_node=True)
+    newest = root / "disk/each/out/checkpoint-4"
+    if collectives.rank():
+        (newest / "optimizer.pt").write_bytes(b"other" + (newest / "optimizer.pt").read_bytes()[5:])
+    dist.barrier()
+    refused(root, "each_damaged", folder="each", resume=str(newest), save_on_each_node=True, **options)
+    train(root, "each", resume=True, save_on_each_node=True, **options)
+    killed(root, "one", 3, local=True)
+    refused(root, "one_alone", folder="one", resume=True, **options)
 
 
 def head(root: Path) -> None:
@@ -114,5 +131,7 @@ if __name__ == "__main__":
     refused(root, "unlike_users_in_memory", train_dataset=unlike(list(authored())), **USERS)
     refused(root, "unlike_records", train_dataset=unlike(tiny.records()))
     refused(root, "fewer_records", train_dataset=tiny.records(64 - collectives.rank()))
-    killed(root, "killed")
+    killed(root, "killed", 3)
+    train(root, "killed", resume=True, **SAVING)
+    without_a_disk_in_common(root)
     head(root)

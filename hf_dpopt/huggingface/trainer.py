@@ -26,7 +26,7 @@ from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.huggingface.checkpoints import Checkpoints
+from hf_dpopt.huggingface.checkpoints import Checkpoints, written_on_this_machine
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preemption import Preemption
@@ -638,7 +638,8 @@ class DPTrainerMixin(_Trainer):
         return None
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with self._release.scrubbed_arguments():
+        model = self.accelerator.unwrap_model(self.model)
+        with self._release.scrubbed_arguments(), written_on_this_machine(model, self.args):
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
             self._release.check(Path(output_dir or self.args.output_dir))

@@ -24,7 +24,7 @@ from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
-from hf_dpopt.run.checkpoint import examine, refuse, write_mark
+from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
 from hf_dpopt.run.cleaning import clean
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.key_memory import KeyMemory, is_own
@@ -237,22 +237,36 @@ class PrivateRun:
             )
 
     def mark_checkpoint(self, folder: str | Path) -> None:
-        """Finish a checkpoint, and keep the noise's state; rank 0 only, after all other files were written.
-
-        A mark goes in, which says what record of the ledger it stands at, and names all its files with their digests
-        (`hf_dpopt.run.checkpoint`). The noise's state stays in the private directory, never in the checkpoint. Only
-        the last one is kept: a run that goes on from an older checkpoint needs noise of its own.
+        """Finish a checkpoint of a run of one process, after all other files were written: `stand`, then its mark.
 
         Raises:
             DPConfigError: if the ledger was taken from under the run.
         """
-        if self.ledger is not None:
-            assert self.state is not None and self._seal is not None
-            self.ledger.check_intact()
-            noise = self.noise.state()
-            if noise and not self.chain.unsafe:
-                self.state.save_noise(self.chain, noise)
-            write_mark(Path(folder), self.ledger, self._seal, data_mark=self.state.data_mark(self.chain))
+        write_mark(Path(folder), self.stand())
+
+    def stand(self) -> Standing:
+        """Keep the noise's state, and say on every rank what the checkpoints of now stand at; all ranks together.
+
+        `hf_dpopt.run.checkpoint.write_mark` makes the mark of a checkpoint of it, on every machine that has one of
+        its own. The noise's state stays in the private directory. Only the last one is kept: a run
+        that goes on from an older checkpoint needs noise of its own.
+
+        Raises:
+            DPConfigError: if the ledger was taken from under the run.
+        """
+        return self.ranks.same(self._stand)
+
+    def _stand(self) -> Standing:
+        assert self.ledger is not None and self.state is not None and self._seal is not None
+        self.ledger.check_intact()
+        noise = self.noise.state()
+        if noise and not self.chain.unsafe:
+            self.state.save_noise(self.chain, noise)
+        return Standing(self.ledger.digest(), self._seal, self.state.data_mark(self.chain))
+
+    def secrets(self) -> list[bytes]:
+        """Secrets that no release may contain: those of `PrivateState.secrets`, or of this run where they are not."""
+        return self.state.secrets() if self.state is not None else self.chain.secrets()
 
     def checkpoint_written(self, step: int) -> None:
         """Drop what the journal holds up to a step: a whole checkpoint that training can continue from has it."""
