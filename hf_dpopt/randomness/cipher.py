@@ -88,10 +88,12 @@ def random_words(key: bytes, step: int, num: int, *, first: int = 0) -> np.ndarr
 
 
 def word_blocks(key: bytes, step: int, num: int) -> Iterator[tuple[int, np.ndarray]]:
-    """The words of `random_words`, some at a time, for draws from more records than memory should hold words of.
+    """The words of `random_words`, some at a time, bit for bit, for draws from very many records.
 
     Args:
-        key, step, num: as for `random_words`, whose result these are in pieces, bit for bit.
+        key: 32 bytes, secret.
+        step: optimizer step, >= 0.
+        num: number of words, >= 0.
 
     Yields:
         The place of the first word, and at most `WORD_BLOCK` words, uint64, which are overwritten by the next ones.

@@ -70,7 +70,7 @@ def step_of(folder: Path) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Standing:
-    """What the checkpoints of a step have in common, on the disks of all machines.
+    """Common part of the checkpoints of a step, on the disks of all machines.
 
     Attributes:
         ledger_digest: digest of the run's ledger, which has charged every step up to this one.
