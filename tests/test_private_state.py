@@ -254,6 +254,32 @@ def test_a_state_of_noise_runs_no_code(tmp_path, output_dir):
     assert state.load_noise(chain) is None and not (tmp_path / "touched").exists()
 
 
+def _bytes_read() -> tuple[int, int]:
+    """Bytes that this process has read from files so far, by calls and through maps; and memory of its own."""
+    status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    called = dict(line.split(":") for line in Path("/proc/self/io").read_text().splitlines())["rchar"]
+    return int(called) + 1024 * int(status["RssFile"].split()[0]), 1024 * int(status["RssAnon"].split()[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
+def test_a_kept_state_is_read_once_and_only_where_it_is_needed(tmp_path, output_dir):
+    """The scan's marker and a state of a later moment need its first bytes; a resume maps it, and copies nothing."""
+    state = PrivateState(tmp_path / "keys", forbidden=output_dir)
+    chain = state.new_chain()
+    noise = {"num_done": 5, "draws": {name: [torch.randn(2**23)] for name in "ab"}}
+    state.save_noise(chain, noise)
+    size = (state.directory / "chains" / f"{chain.chain_id}.noise").stat().st_size
+    assert size > 2**26
+    state.secrets()  # what is imported and allocated the first time
+    for look in (state.secrets, lambda: state.load_noise(chain, 4)):
+        (before, _), seen, (after, _) = _bytes_read(), look(), _bytes_read()
+        assert after - before < size / 50, f"{after - before} bytes of {size}"
+        assert seen is None or noise["draws"]["a"][0][:16].numpy().tobytes() in seen
+    (before, held), kept, (after, holds) = _bytes_read(), state.load_noise(chain, 5), _bytes_read()
+    assert after - before < size / 50 and holds - held < size / 2  # the pages go when they were hashed
+    assert kept["num_done"] == 5 and torch.equal(kept["draws"]["b"][0], noise["draws"]["b"][0])
+
+
 def test_the_name_of_the_default_directory_is_that_of_earlier_releases(tmp_path, monkeypatch):
     """A run that one of them began finds its keys again: the name is a digest of the path, and does not change."""
     monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path))

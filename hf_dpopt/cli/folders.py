@@ -54,7 +54,7 @@ def show_findings(output_dir: Path, private_state_dir: Path | None, training_tex
         DPConfigError: if that file cannot be read.
     """
     directory = private_state_dir or default_private_dir(output_dir)
-    secrets = PrivateState(directory, forbidden=output_dir).secrets() if directory.is_dir() else []
+    secrets = PrivateState(directory, forbidden=output_dir, is_read=True).secrets() if directory.is_dir() else []
     training = _records_in(training_text) if training_text is not None else None
     findings = ReleaseScan(secrets, training=training, unpublished=UNPUBLISHED).findings(output_dir)
     for finding in findings:

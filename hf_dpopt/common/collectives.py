@@ -54,6 +54,14 @@ class Ranks(abc.ABC):
         """
 
     @abc.abstractmethod
+    def every(self, compute: Callable[[], T]) -> list[T]:
+        """Compute on every rank and give all results, in the order of ranks, to every rank.
+
+        An error on one rank stops every rank, with the message of the first that has one: for what each has to see
+        with its own eyes, such as the disk of its machine.
+        """
+
+    @abc.abstractmethod
     def largest(self, value: int) -> int:
         """The largest value of all ranks, on every rank; it costs one small collective."""
 
@@ -74,6 +82,9 @@ class Single(Ranks):
     def same(self, compute: Callable[[], T]) -> T:
         return compute()
 
+    def every(self, compute: Callable[[], T]) -> list[T]:
+        return [compute()]
+
     def largest(self, value: int) -> int:
         return value
 
@@ -89,17 +100,18 @@ class DataParallel(Ranks):
         return JointSums(sums)
 
     def same(self, compute: Callable[[], T]) -> T:
-        computed: Any = None
-        if self.rank == 0:
-            try:
-                computed = compute()
-            except Exception as error:
-                computed = error
-        box = [computed]
+        box: list[Any] = [_or_error(compute) if self.rank == 0 else None]
         dist.broadcast_object_list(box, src=0)
         if isinstance(box[0], Exception):
             raise box[0]
         return box[0]
+
+    def every(self, compute: Callable[[], T]) -> list[T]:
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, _or_error(compute))
+        if error := next((one for one in found if isinstance(one, Exception)), None):
+            raise error
+        return found
 
     def largest(self, value: int) -> int:
         device = _device_of_collectives() if dist.get_backend() == "nccl" else "cpu"
@@ -118,6 +130,13 @@ class DataParallel(Ranks):
 def _device_of_collectives() -> torch.device:
     """Device whose tensors NCCL takes."""
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _or_error(compute: Callable[[], Any]) -> Any:
+    try:
+        return compute()
+    except Exception as error:
+        return error
 
 
 def current_ranks() -> Ranks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.convex.gradients import gradient_sum
@@ -50,7 +52,7 @@ class HeadRun:
         declared: sentences of the statement, by the names of `RunFacts`: evaluation data, preprocessing.
 
     Raises:
-        DPConfigError: if `output_dir` holds checkpoints: only final weights may be there.
+        DPConfigError: if `output_dir` holds checkpoints: only final weights may be there; in one of several processes.
     """
 
     def __init__(
@@ -62,6 +64,11 @@ class HeadRun:
         noise_rng: str = "secure",
         declared: Mapping[str, str] | None = None,
     ):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or collectives.world_size() > 1:
+            raise DPConfigError(
+                "A head is trained by one process, and this is one of several: each would train and release a head of "
+                "its own, under its own key. Start the script with python, not with torchrun or accelerate launch."
+            )
         left = [p.name for pattern in INTERMEDIATE for p in Path(output_dir).glob(pattern)]
         if left:
             raise DPConfigError(

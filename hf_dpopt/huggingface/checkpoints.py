@@ -7,7 +7,7 @@ The stock Trainer writes into ``output_dir/checkpoint-N`` file by file; a kill l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,17 @@ from hf_dpopt.common import collectives
 from hf_dpopt.common.durable import check_renames, move_into_place, remove, remove_folder
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.run.checkpoint import NEEDED, Checkpoint, checkpoints, examine, last_whole, refuse
+from hf_dpopt.run.checkpoint import (
+    NEEDED,
+    Checkpoint,
+    Standing,
+    checkpoints,
+    examine,
+    last_whole,
+    refuse,
+    step_of,
+    write_mark,
+)
 from hf_dpopt.run.cleaning import UNFINISHED, clean
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
@@ -61,13 +71,19 @@ class Checkpoints:
             write()
         self._name_best(place)
 
+        standing, saves = self.trainer._current_run().stand(), self.trainer.args.should_save
+
         def finish() -> None:
-            self._finish(unfinished / place.name, place, adopts=not was_there, is_extra=is_extra)
+            if saves:  # rank 0, and with save_on_each_node the first of each machine
+                self._finish(unfinished / place.name, place, standing, adopts=not was_there)
+
+        def remove_older() -> None:
+            if saves:
+                self._remove_older(unfinished, place, is_extra=is_extra)
 
         ranks = collectives.current_ranks()
-        if ranks.rank and self.trainer.args.should_save:  # first of its machine, where each has its own disk
-            finish()
-        ranks.same(finish)
+        ranks.every(finish)
+        ranks.every(remove_older)  # when the new one is whole on every machine: a kill leaves one that all have
         self.last_saved, self._extra = self.trainer.state.global_step, place if is_extra else None
         return place, bool(self._pushes)
 
@@ -94,21 +110,24 @@ class Checkpoints:
         if best == place or best.exists():
             state.best_model_checkpoint = str(best)
 
-    def _finish(self, made: Path, place: Path, *, adopts: bool, is_extra: bool) -> None:
-        """Complete the checkpoint, put it in its place, and delete older ones that are too many."""
+    def _finish(self, made: Path, place: Path, standing: Standing, *, adopts: bool) -> None:
+        """Complete the checkpoint, and put it in its place."""
         self.trainer.state.save_to_json(str(made / "trainer_state.json"))  # with the name of the best checkpoint
         if adopts and place.is_dir():  # a subclass of the Trainer wrote a file there by name
             for path in place.iterdir():
                 if not (made / path.name).exists():
                     path.rename(made / path.name)
-        self.trainer._current_run().mark_checkpoint(made)
+        write_mark(made, standing)
         move_into_place(made, place)
-        self._remove_extra(made.parent, except_for=place)
+
+    def _remove_older(self, unfinished: Path, place: Path, *, is_extra: bool) -> None:
+        """Delete older checkpoints that are too many."""
+        self._remove_extra(unfinished, except_for=place)
         if not is_extra:
             for folder in surplus(place.parent, self.trainer.args.save_total_limit, self.trainer.state):
-                _delete(Path(folder), made.parent)
+                _delete(Path(folder), unfinished)
         with contextlib.suppress(OSError):  # something of another save is left in it
-            made.parent.rmdir()
+            unfinished.rmdir()
 
     def drop_extra(self) -> None:
         """Remove the checkpoint that was there for the journal alone: the training has ended."""
@@ -138,33 +157,79 @@ class Checkpoints:
             DPConfigError: if the one that was asked for is torn, if torn ones are all there is, or if none could be
                 saved whole.
         """
-        return collectives.current_ranks().same(lambda: self._choose(asked))
+        ranks, without, said = collectives.current_ranks(), frozenset[int](), ""
+        while True:
+            folder, goes_on, wanted, seal = ranks.same(lambda: self._choose(asked, without))  # noqa: B023
+            if folder is None and without:
+                raise DPConfigError(f"No checkpoint is whole on all machines: {said}")
+            if folder is None:
+                return None, goes_on
+            found = ranks.every(lambda: self._wrong_here(Path(folder), wanted, seal))  # noqa: B023
+            other = next((rank for rank, reason in enumerate(found) if reason), None)
+            if other is None:
+                return folder, goes_on
+            said = _where(other, found[other])
+            if asked is not True:
+                raise DPConfigError(f"{folder} is no checkpoint to resume from: {said}")
+            logger.warning(f"{Path(folder).name} is skipped: {said}")
+            without |= {step_of(Path(folder))}
+
+    def _wrong_here(self, folder: Path, wanted: Mapping[str, Any] | None, seal: Seal | None) -> str:
+        """Say what is wrong with the copy of a checkpoint that this process reads; an empty text if nothing is.
+
+        Args:
+            folder: the checkpoint that rank 0 chose, and found whole on its disk.
+            wanted: its mark there.
+            seal: seal of the run, which rank 0 has.
+        """
+        if not folder.is_dir():
+            return "it is not there"
+        if collectives.rank() == 0 or not self.trainer.args.save_on_each_node or not self.trainer.args.should_save:
+            return ""
+        theirs = (wanted or {}).get("files", {})
+        found = examine(folder, None, seal, needed={*NEEDED, *theirs})
+        if found.is_whole and wanted and (found.mark or {}).get("ledger_digest") != wanted["ledger_digest"]:
+            return "it is that of another run, or of another moment"
+        return "; ".join(found.reasons)
 
     def check_best(self) -> None:
         """Refuse to load the best checkpoint at the end if its files are not those that were saved."""
         best = self.trainer.state.best_model_checkpoint
 
-        def check() -> None:
+        def check() -> tuple[Mapping[str, Any] | None, Seal | None]:
             ledger, seal = self._known()
             found = examine(Path(best), ledger, seal)
             if not found.is_whole:
                 raise refuse(found)
+            return found.mark, seal
 
         if best is not None:
-            collectives.current_ranks().same(check)
+            ranks = collectives.current_ranks()
+            wanted, seal = ranks.same(check)
+            found = ranks.every(lambda: self._wrong_here(Path(best), wanted, seal))
+            other = next((rank for rank, reason in enumerate(found) if reason), None)
+            if other is not None:
+                raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {_where(other, found[other])}")
 
-    def _choose(self, asked: str | bool | None) -> tuple[str | None, bool]:
+    def _choose(
+        self, asked: str | bool | None, without: frozenset[int]
+    ) -> tuple[str | None, bool, Mapping[str, Any] | None, Seal | None]:
+        """Choose as `choose`, on rank 0; return also the mark of the checkpoint, and the seal.
+
+        Args:
+            without: steps of checkpoints that other machines do not have.
+        """
         output_dir = Path(str(self.trainer.args.output_dir))
         if self.trainer.args.save_strategy != "no":
             check_renames(output_dir / UNFINISHED)
         if asked is None or asked is False:
-            return None, False
+            return None, False, None, None
         self._clean(output_dir)
         ledger, seal = self._known()
         if asked is True:
-            newest = self._newest(output_dir, ledger, seal)
+            newest = self._newest(output_dir, ledger, seal, without)
             if newest is None:
-                return None, True
+                return None, True, None, None
             found = newest
         else:
             found = examine(Path(str(asked)), ledger, seal, needed=NEEDED)
@@ -173,11 +238,13 @@ class Checkpoints:
                 raise refuse(found, _instead(last, output_dir))
         for caution in found.cautions:
             logger.warning(f"It cannot be checked whether the files of {found.folder} are those saved: {caution}.")
-        return str(found.folder), False
+        return str(found.folder), False, found.mark, seal
 
-    def _newest(self, output_dir: Path, ledger: Ledger | None, seal: Seal | None) -> Checkpoint | None:
+    def _newest(
+        self, output_dir: Path, ledger: Ledger | None, seal: Seal | None, without: frozenset[int]
+    ) -> Checkpoint | None:
         """The last whole checkpoint, None if none is needed; say which ones after it are skipped, and why."""
-        last, skipped = last_whole(output_dir, ledger, seal, needed=NEEDED)
+        last, skipped = last_whole(output_dir, ledger, seal, needed=NEEDED, without=without)
         if last is None:
             torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
             if skipped and (ledger is None or find_recovery(ledger, self._state(), output_dir, 0) is None):
@@ -235,6 +302,30 @@ def surplus(output_dir: Path, limit: int | None, state: Any) -> list[str]:
         kept.add(str(Path(state.best_model_checkpoint)))
     others = [folder for folder in found if folder not in kept]
     return others[: max(0, len(found) - limit)]
+
+
+@contextlib.contextmanager
+def written_on_this_machine(model: Any, args: Any) -> Iterator[None]:
+    """Let the process that saves for its machine write the model, too (`save_on_each_node`).
+
+    transformers 5 leaves weights to the first process of all, and writes a checkpoint without them on other machines.
+    """
+    if not (args.should_save and collectives.rank() and hasattr(model, "should_save_on_this_rank")):
+        yield
+        return
+    model.should_save_on_this_rank = lambda is_main_process: is_main_process
+    try:
+        yield
+    finally:
+        del model.should_save_on_this_rank
+
+
+def _where(rank: int, reason: str) -> str:
+    """Say what is wrong on the machine of a rank, and what to do."""
+    return (
+        f"on the machine of process {rank}, {reason}. Put output_dir on a disk that all machines see, or save with "
+        "--save_on_each_node and resume on the same machines, each with its own folder."
+    )
 
 
 def _instead(last: Checkpoint | None, output_dir: Path) -> str:

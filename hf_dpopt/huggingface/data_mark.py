@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from hf_dpopt.common.collectives import current_ranks
+from hf_dpopt.common.errors import DPConfigError
+
 SAMPLED = 64  # records that are read
 
 
@@ -30,6 +33,32 @@ def data_mark(dataset: Any) -> str | None:
     places = np.unique(rng.integers(num_records, size=SAMPLED)).tolist() if num_records else []
     digests = [_digest(dataset, places, num_records) for _ in range(2)]
     return digests[0] if digests[0] == digests[1] else None
+
+
+def check_same_everywhere(dataset: Any) -> None:
+    """Refuse processes that have other training records than each other, as far as `data_mark` tells.
+
+    The batch of a step is dealt out by the numbers of its records. Where they are in another order on another machine,
+    one record has two numbers and may be in a batch twice, which moves the sum by twice the clipping norm.
+
+    Args:
+        dataset: records of this process, as they are trained on.
+
+    Raises:
+        DPConfigError: on every process, if two of them differ.
+    """
+    ranks = current_ranks()
+    if ranks.size == 1:
+        return
+    lengths = ranks.every(lambda: len(dataset))
+    marks = ranks.every(lambda: data_mark(dataset))
+    for other in range(ranks.size):
+        if lengths[other] != lengths[0] or None not in (marks[0], marks[other]) and marks[other] != marks[0]:
+            raise DPConfigError(
+                f"Process {other} has other training records than process 0, or the same in another order, so one "
+                "record could be in a batch twice. Give all machines the same dataset, prepared in the same way (a "
+                "shuffle needs a seed)."
+            )
 
 
 def _digest(dataset: Any, places: Iterable[int], num_records: int) -> str | None:

@@ -64,10 +64,11 @@ class TrainingRecords:
         """
         records = self._records()
         choose = take_all if self.users is None else self.users.choose
-        mine = np.arange(run.ranks.rank, run.plan.num_examples, run.ranks.size)
-        for first in range(0, len(mine), at_once):
+        num_ranks = run.ranks.size
+        for first in range(run.ranks.rank, run.plan.num_examples, at_once * num_ranks):
+            mine = np.arange(first, min(first + at_once * num_ranks, run.plan.num_examples), num_ranks)
             # step 0, which no batch has: the choice of a user's records is one of its own
-            yield records.__getitems__(choose(run, 0, mine[first : first + at_once]))
+            yield records.__getitems__(choose(run, 0, mine))
 
     def _records(self) -> Records:
         return Records(self.dataset, of_rows if self.users is None else self.users.batch)

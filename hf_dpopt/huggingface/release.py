@@ -98,11 +98,14 @@ class ReleaseGuard:
         return None if planned is None or charged is None else max(planned, charged)
 
     def write_report(self) -> None:
-        """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger."""
+        """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger.
+
+        Other machines have no ledger, and could not say how many keys were used (`save_on_each_node`).
+        """
         run = self.trainer._run
         if run is not None and run.ledger is not None and not run.ledger.is_intact:
             return  # the run stops for it
-        if self.trainer.args.should_save and self.trainer.plan is not None:
+        if self.trainer.is_world_process_zero() and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
 
     @contextlib.contextmanager
@@ -135,10 +138,14 @@ class ReleaseGuard:
             return
         args, run = self.trainer.args, self.trainer._run
         if run is not None:
-            keys = run.state.secrets() if run.state is not None else []
+            keys = run.secrets()
         else:  # another process trained: the keys it left behind
             directory = Path(args.private_state_dir or default_private_dir(args.output_dir))
-            keys = PrivateState(directory, forbidden=args.output_dir).secrets() if directory.exists() else []
+            keys = (
+                PrivateState(directory, forbidden=args.output_dir, is_read=True).secrets()
+                if directory.exists()
+                else []
+            )
         tolerated = () if is_thorough else (LINK_OUT, UNCHECKED) if is_start else (LINK_OUT,)
         findings = self._scan_for(keys, is_thorough).findings(folder)
         for finding in findings:

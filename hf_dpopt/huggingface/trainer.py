@@ -26,8 +26,8 @@ from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.huggingface.checkpoints import Checkpoints
-from hf_dpopt.huggingface.data_mark import data_mark
+from hf_dpopt.huggingface.checkpoints import Checkpoints, written_on_this_machine
+from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
@@ -189,6 +189,7 @@ class DPTrainerMixin(_Trainer):
             folder = functools.partial(private_folder, args.private_state_dir, output_dir)
             self._users = UserData.of(train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
             num_examples = self._users.num_sampled
+        check_same_everywhere(train_dataset)
         recorded = self._choose_recipe(args, config, num_examples, expected)
         settled = self._recipe.applied_to(args)  # args themselves change once there is a plan
         expected = settled.expected_batch_size or expected
@@ -336,6 +337,7 @@ class DPTrainerMixin(_Trainer):
         self._run_self_check()
         public = functools.partial(self._public_gradients, model)
         stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
+        check_same_everywhere(self._records.dataset)
         self._release.check(Path(self.args.output_dir), is_start=True)  # what would refuse a save is found now
         is_resumed = resume_from_checkpoint is not None or not self._begins_anew
         self._run = PrivateRun(
@@ -581,7 +583,7 @@ class DPTrainerMixin(_Trainer):
         if self.plan is not None and self._run is not None:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
-            logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged))
+            logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged), is_for_log=True)
         super().log(logs, start_time)
 
     def _print_unprivatized(self) -> None:
@@ -636,7 +638,8 @@ class DPTrainerMixin(_Trainer):
         return None
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        with self._release.scrubbed_arguments():
+        model = self.accelerator.unwrap_model(self.model)
+        with self._release.scrubbed_arguments(), written_on_this_machine(model, self.args):
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
             self._release.check(Path(output_dir or self.args.output_dir))

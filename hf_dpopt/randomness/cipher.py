@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from hf_dpopt.randomness.subkeys import KEY_BYTES as KEY_BYTES
 from hf_dpopt.randomness.subkeys import derive_key as derive_key
 
 WORD_BYTES = 8
+WORD_BLOCK = 2**20  # words that are held at once where many are drawn; changes nothing but memory
 
 # A chunk is what one thread draws at a time. Its words and buffers (0.5 MB) stay in the L2 cache; chunk c of a tensor
 # holds elements [c * CHUNK, (c + 1) * CHUNK) of the flattened, unsharded tensor. Changing it changes the stream.
@@ -41,7 +42,7 @@ def _fill_keystream(out: np.ndarray, zeros: memoryview, key: bytes, initial_coun
     encryptor.update_into(zeros[: out.nbytes], out.reshape(-1).view(np.uint8).data)
 
 
-def random_words(key: bytes, step: int, num: int) -> np.ndarray:
+def random_words(key: bytes, step: int, num: int, *, first: int = 0) -> np.ndarray:
     """Uniform 64-bit words of one step: an AES-256-CTR keystream under a subkey of (key, step).
 
     Formal guarantee: a pure function of its arguments, the same on every platform; a longer draw extends a shorter
@@ -51,16 +52,41 @@ def random_words(key: bytes, step: int, num: int) -> np.ndarray:
         key: 32 bytes, secret.
         step: optimizer step, >= 0.
         num: number of words, >= 0.
+        first: place in the stream of the first of them.
 
     Returns:
         uint64, (num,).
     """
-    assert step >= 0 and num >= 0, (step, num)
-    out = np.empty(num, dtype="<u8")  # little-endian on every platform
+    assert step >= 0 and num >= 0 and first >= 0, (step, num, first)
+    out = np.empty(num + first % 2, dtype="<u8")  # little-endian on every platform; a block of the cipher is two words
     if num:
         zeros = memoryview(bytes(out.nbytes))
-        _fill_keystream(out, zeros, derive_key(key, "words", "step", str(step)), initial_counter=bytes(16))
-    return out.astype(np.uint64, copy=False)
+        counter = (first // 2).to_bytes(16, "big")
+        _fill_keystream(out, zeros, derive_key(key, "words", "step", str(step)), initial_counter=counter)
+    return out[first % 2 :].astype(np.uint64, copy=False)
+
+
+def word_blocks(key: bytes, step: int, num: int) -> Iterator[tuple[int, np.ndarray]]:
+    """The words of `random_words`, some at a time, bit for bit, for draws from very many records.
+
+    Args:
+        key: 32 bytes, secret.
+        step: optimizer step, >= 0.
+        num: number of words, >= 0.
+
+    Yields:
+        The place of the first word, and at most `WORD_BLOCK` words, uint64, which are overwritten by the next ones.
+    """
+    assert step >= 0 and num >= 0, (step, num)
+    encryptor = Cipher(
+        algorithms.AES256(derive_key(key, "words", "step", str(step))), modes.CTR(bytes(16))
+    ).encryptor()
+    out = np.empty(min(num, WORD_BLOCK), dtype="<u8")
+    zeros = memoryview(bytes(out.nbytes))
+    for first in range(0, num, WORD_BLOCK):
+        words = out[: num - first]
+        encryptor.update_into(zeros[: words.nbytes], words.view(np.uint8).data)
+        yield first, words.astype(np.uint64, copy=False)
 
 
 # --- normals in chunks -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +60,35 @@ class Checkpoint:
     @property
     def step(self) -> int:
         """Optimizer step that its name says."""
-        match = FOLDER_NAME.fullmatch(self.folder.name)
-        return int(match[1]) if match else 0
+        return step_of(self.folder)
 
 
-def write_mark(folder: Path, ledger: Ledger, seal: Seal, *, data_mark: str | None) -> None:
-    """Finish a checkpoint: list the files that are in it and sign the list; durable itself, the other files not yet.
+def step_of(folder: Path) -> int:
+    """Optimizer step that the name of a checkpoint says."""
+    match = FOLDER_NAME.fullmatch(folder.name)
+    return int(match[1]) if match else 0
 
-    Args:
-        ledger: the run's ledger, which has charged every step up to this one.
+
+@dataclasses.dataclass(frozen=True)
+class Standing:
+    """Common part of the checkpoints of a step, on the disks of all machines.
+
+    Attributes:
+        ledger_digest: digest of the run's ledger, which has charged every step up to this one.
+        seal: the run's; secret.
         data_mark: digest of the training records where the run keeps one; it goes in under the key of the seal.
     """
+
+    ledger_digest: str
+    seal: Seal
+    data_mark: str | None = dataclasses.field(default=None, repr=False)
+
+
+def write_mark(folder: Path, standing: Standing) -> None:
+    """Finish a checkpoint: list the files that are in it and sign the list. Only the list is durable yet."""
+    seal, data_mark = standing.seal, standing.data_mark
     mark: dict[str, Any] = {
-        "ledger_digest": ledger.digest(),
+        "ledger_digest": standing.ledger_digest,
         "files": {name: _entry(folder / name) for name in _files(folder) if name != MARK},
         "data": None if data_mark is None else seal.sign(data_mark.encode(), "data"),
         "key": seal.key_id,
@@ -178,11 +194,22 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def last_whole(
-    output_dir: Path, ledger: Ledger | None, seal: Seal | None, *, needed: Sequence[str] = ()
+    output_dir: Path,
+    ledger: Ledger | None,
+    seal: Seal | None,
+    *,
+    needed: Sequence[str] = (),
+    without: Collection[int] = (),
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The newest checkpoint that a run can go on from, and those after it that it cannot."""
+    """The newest checkpoint that a run can go on from, and those after it that it cannot.
+
+    Args:
+        without: steps of checkpoints that are left out.
+    """
     skipped: list[Checkpoint] = []
     for folder in checkpoints(output_dir):
+        if step_of(folder) in without:
+            continue
         found = examine(folder, ledger, seal, needed=needed)
         if found.is_whole:
             return found, skipped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,7 +76,9 @@ class Examination:
             return None
 
     def _open_keys(self) -> PrivateState | None:
-        return PrivateState(self.private_dir, forbidden=self.output_dir) if self.private_dir.is_dir() else None
+        if not self.private_dir.is_dir():
+            return None
+        return PrivateState(self.private_dir, forbidden=self.output_dir, is_read=True)
 
     def _open_marks(self) -> list[Mark]:
         return self.state.memory(self.ledger).marks() if self.state is not None and self.ledger is not None else []
@@ -104,6 +107,19 @@ class Examination:
         Raises:
             DPConfigError: for a journal that a resume refuses.
         """
+        if isinstance(self._recovery, DPConfigError):
+            raise self._recovery
+        return self._recovery
+
+    @functools.cached_property
+    def _recovery(self) -> Recovery | DPConfigError | None:
+        """The recovery or its refusal; the journal, which may be long, is read once."""
+        try:
+            return self._find_recovery()
+        except DPConfigError as error:
+            return error
+
+    def _find_recovery(self) -> Recovery | None:
         if self.ledger is None or self.state is None or self.is_head:
             return None
         last = self.last_whole
@@ -269,7 +285,9 @@ def _resume(found: Examination) -> Iterator[Entry]:
         if found.recovery is not None:
             step = found.recovery.last
             start += " and the journal"
-    is_same = found.state is not None and step > 0 and stays_on_its_chain(ledger, found.state, step)
+    taken_again = last is not None and step > last.step
+    mark = None if last is None or last.mark is None or taken_again else str(last.mark["ledger_digest"])
+    is_same = found.state is not None and step > 0 and stays_on_its_chain(ledger, found.state, step, mark)
     charged = ledger.charged
     after = (*charged[:-1], charged[-1] + planned - step) if is_same and charged else (*charged, planned - step)
     cost = found.epsilon(after)

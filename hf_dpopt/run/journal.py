@@ -265,6 +265,18 @@ class Journal:
                 torn.append(path)
         return Contents(tuple(entries), tuple(torn))
 
+    def cut_torn(self) -> None:
+        """Cut off what follows the last whole entry of a file, which a kill left half-written.
+
+        Call it when the ledger has noted the step as lost: else a later resume, of a run that wrote no further
+        entries, would take the rest for an edited one.
+        """
+        for path in self.contents().torn:
+            end = max((end for _, end in self._entries(path)), default=0)
+            with open(path, "r+b") as file:
+                file.truncate(end)
+                os.fsync(file.fileno())
+
     def _entries(self, path: Path) -> Iterator[tuple[Entry, int]]:
         """Entries of a file up to the first that is not whole, and where each ends."""
         with open(path, "rb") as file:

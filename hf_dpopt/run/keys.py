@@ -8,13 +8,14 @@ stay on its chain.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from hf_dpopt.common.checks import check_noise_key
 from hf_dpopt.common.durable import fsync_directory, has_directory_fsync, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key
-from hf_dpopt.run.kept_noise import read_noise, write_noise
+from hf_dpopt.run.kept_noise import noise_state_key, read_noise, write_noise
 from hf_dpopt.run.key_memory import KeyMemory, is_own
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 from hf_dpopt.run.noise_marker import noise_marker
+from hf_dpopt.run.seal import FILE as SEAL_FILE
+from hf_dpopt.run.seal import Seal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +74,11 @@ class Chain:
     def journal_key(self) -> bytes:
         """Key that seals the journal of releases; it hides nothing, but nobody without it can write an entry."""
         return derive_key(self.root, "journal")
+
+    def secrets(self) -> list[bytes]:
+        """All keys that are made of the root, and itself."""
+        keys = [self.root, self.noise_key, self.sampling_key, self.dropout_key, self.journal_key]
+        return [*keys, opening_key(self.noise_key), noise_state_key(self.root)]
 
 
 def fixed_chain(key_hex: str) -> Chain:
@@ -123,20 +131,24 @@ class PrivateState:
         directory: created with mode 0700 if it does not exist; see `default_private_dir`.
         forbidden: the run's ``output_dir``; neither may lie inside the other.
 
+        is_read: whether the secrets are looked at alone: no folder is made then.
+
     Raises:
         DPConfigError: if the directories overlap, if others have access to ``directory`` or own it, or if a key there
             could be lost in a crash.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, forbidden: str | os.PathLike[str]):
+    def __init__(self, directory: str | os.PathLike[str], *, forbidden: str | os.PathLike[str], is_read: bool = False):
         self.directory = Path(directory).expanduser()
         _refuse_overlap(self.directory, forbidden)
         _refuse_foreign_link(self.directory)
         self._chains_dir = self.directory / "chains"
         for folder in (self.directory, self._chains_dir):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _refuse_shared(folder)
-        if not has_directory_fsync(self._chains_dir):
+            if not is_read:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.exists():
+                _refuse_shared(folder)
+        if not is_read and not has_directory_fsync(self._chains_dir):
             raise DPConfigError(
                 f"The filesystem of {self.directory} cannot make a new file durable: a power cut could lose how far "
                 "a noise key was used. Give --private_state_dir a folder on a local disk; output_dir may stay."
@@ -194,13 +206,17 @@ class PrivateState:
         """Keep the state of a chain's noise stream, in place of an older one: secret, and signed by the key."""
         write_noise(self._noise_file(chain.chain_id), state, chain.root)
 
-    def load_noise(self, chain: Chain) -> dict[str, Any] | None:
-        """The state that was kept last, or None: it can always be drawn again from the key."""
+    def load_noise(self, chain: Chain, num_steps: int | None = None) -> dict[str, Any] | None:
+        """The state that was kept last, or None: it can always be drawn again from the key.
+
+        Args:
+            num_steps: steps of the chain; a state that was kept after more of them is not read. None for any.
+        """
         path = self._noise_file(chain.chain_id)
         if not path.exists():
             return None
         _refuse_shared(path)
-        return read_noise(path, chain.root)
+        return read_noise(path, chain.root, num_steps=num_steps)
 
     def memory(self, ledger: Ledger) -> KeyMemory:
         """Knowledge about the use of the keys of a ledger, and of copies of it."""
@@ -243,16 +259,24 @@ class PrivateState:
     def secrets(self) -> list[bytes]:
         """Secrets of the chains kept here or used by this object, which no release may contain: keys, noise buffers.
 
-        Keys are root and derived ones, each as its raw bytes; spelling them out (hexadecimal, base64) is the release
-        scan's part. Of every noise state kept here a marker, see `noise_marker`, and the marks of the data.
+        Keys are root and derived ones, and those of the seals, each as its raw bytes; spelling them out (hexadecimal,
+        base64) is the release scan's part. Of every noise state kept here a marker, see `noise_marker`, and the marks
+        of the data.
         """
         for path in self._chains_dir.glob("*.key"):
             self.load_chain(path.stem)
         chains = self._known.values()
-        keys = [key for c in chains for key in (c.root, c.noise_key, c.sampling_key, c.dropout_key, c.journal_key)]
-        keys += [opening_key(c.noise_key) for c in chains]
+        keys = [key for chain in chains for key in chain.secrets()]
+        keys += [seal.key for seal in self._seals()]
         buffers = [marker for c in chains for marker in noise_marker(self._noise_file(c.chain_id))]
         return keys + buffers + [mark for path in self._chains_dir.glob("*.data") for mark in _bytes_of_mark(path)]
+
+    def _seals(self) -> Iterator[Seal]:
+        """Yield the seals of all runs whose keys are kept here; one that is damaged is no secret any more."""
+        for folder in self.directory.glob(f"used/*/{SEAL_FILE}"):
+            with contextlib.suppress(DPConfigError):
+                if (seal := Seal.load(folder.parent)) is not None:
+                    yield seal
 
     def forget(self, chain_ids: Iterable[str] | None = None) -> None:
         """Delete keys of a run that will not be continued. `secrets` still knows those used by this object.
@@ -282,19 +306,26 @@ class PrivateState:
 
 
 def continue_or_branch(
-    ledger: Ledger, state: PrivateState, resume_step: int | None, *, unsafe_fixed_noise_key: str | None = None
+    ledger: Ledger,
+    state: PrivateState,
+    resume_step: int | None,
+    *,
+    mark: str | None = None,
+    unsafe_fixed_noise_key: str | None = None,
 ) -> Chain:
     """The chain that the next steps of a run belong to; a new one is recorded in the ledger, and gets a mark.
 
-    The run stays on its last chain if that was charged up to exactly ``resume_step``, its key is here, and the mark
-    beside the key knows of no step that this ledger does not: then no noise of a later step was ever drawn. Otherwise
-    (steps beyond the checkpoint were charged and may have been seen; training starts over; the key is gone, or was
-    used behind the ledger's back) the next steps get a fresh key, and what they cost comes on top.
+    The run stays on its last chain if that was charged up to exactly ``resume_step``, the checkpoint is its own, its
+    key is here, and the mark beside the key knows of no step that this ledger does not: then no noise of a later step
+    was ever drawn. Otherwise (steps beyond the checkpoint were charged and may have been seen; the checkpoint is that
+    of another chain; training starts over; the key is gone, or was used behind the ledger's back) the next steps get a
+    fresh key, and what they cost comes on top.
 
     Args:
         ledger: open for writing.
         state: the keys that belong to it.
         resume_step: optimizer step of the checkpoint the run continues from, or None when it starts at step 0.
+        mark: digest of the ledger that the checkpoint notes; None if the caller answers for its origin.
         unsafe_fixed_noise_key: 64 hexadecimal digits; always a new chain, marked unsafe in the ledger.
 
     Raises:
@@ -305,7 +336,7 @@ def continue_or_branch(
     if unsafe_fixed_noise_key is not None:
         chain, note = fixed_chain(unsafe_fixed_noise_key), "NOT PRIVATE: unsafe_fixed_noise_key"
     else:
-        note = _why_branch(ledger, state, resume_step)
+        note = _why_branch(ledger, state, resume_step, mark)
         if not note:
             assert (last := last_own_chain(ledger)) is not None
             assert (kept := state.load_chain(last.chain_id)) is not None
@@ -346,12 +377,12 @@ def last_own_chain(ledger: Ledger) -> ChainRecord | None:
     return next((chain for chain in reversed(ledger.chains) if is_own(chain)), None)
 
 
-def stays_on_its_chain(ledger: Ledger, state: PrivateState, resume_step: int | None) -> bool:
+def stays_on_its_chain(ledger: Ledger, state: PrivateState, resume_step: int | None, mark: str | None = None) -> bool:
     """Whether `continue_or_branch` would go on with the last chain."""
-    return not _why_branch(ledger, state, resume_step)
+    return not _why_branch(ledger, state, resume_step, mark)
 
 
-def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) -> str:
+def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None, mark: str | None) -> str:
     """Reason why the last chain cannot go on (the note of the new one), or an empty string if it can."""
     last = last_own_chain(ledger)
     if last is None:
@@ -361,12 +392,15 @@ def _why_branch(ledger: Ledger, state: PrivateState, resume_step: int | None) ->
     reached, kept = _last_charged_step(ledger, last), state.load_chain(last.chain_id)
     if reached != resume_step:
         return f"resumed at step {resume_step}; step {reached} of the chain before was charged"
+    charge = ledger.charge_digest(last.chain_id, resume_step)
+    if mark is not None and charge is not None and not ledger.is_not_before(mark, charge):
+        return f"resumed at step {resume_step}; the checkpoint is that of an earlier chain, with other weights"
     if kept is None or kept.key_id != last.key_id:
         return f"resumed at step {resume_step}; the key of the chain before is not here"
-    mark = state.memory(ledger).mark(last.chain_id)
-    if mark is None:
+    use = state.memory(ledger).mark(last.chain_id)
+    if use is None:
         return f"resumed at step {resume_step}; nothing says how far the key of the chain before was used"
-    if mark.step > reached or mark.digest is None or not ledger.contains(mark.digest):
+    if use.step > reached or use.digest is None or not ledger.contains(use.digest):
         return f"resumed at step {resume_step}; the key of the chain before was used behind this ledger's back"
     return ""
 

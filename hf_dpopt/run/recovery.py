@@ -103,10 +103,17 @@ class Journals:
             recovery, self._found = found
             return recovery
         last = last_own_chain(self._ledger)
-        if resume_step == 0 and last is not None and self._ledger.last_step(last.chain_id):
+        reached = 0 if last is None else self._ledger.last_step(last.chain_id) or 0
+        if resume_step == 0 and reached >= self._plan.num_steps:
+            raise DPConfigError(
+                f"The run of {self._ledger.path} is finished: all {reached} steps are charged, and no checkpoint was "
+                "kept (save_strategy='no'). Load the model that it saved; or start over without "
+                "resume_from_checkpoint (its cost comes on top), or in another output_dir."
+            )
+        if resume_step == 0 and last is not None and reached:
             raise DPConfigError(
                 f"There is no checkpoint in {self._output_dir}, and no journal that leads from the initial weights to "
-                f"step {self._ledger.last_step(last.chain_id)}, which {self._ledger.path} has charged. Start over "
+                f"step {reached}, which {self._ledger.path} has charged. Start over "
                 "without resume_from_checkpoint (its cost comes on top), or in another output_dir."
             )
         return None
@@ -124,6 +131,7 @@ class Journals:
             assert self._found is not None
             if recovery.is_new:
                 self._ledger.lose(chain.chain_id, recovery.last)
+            self._found.cut_torn()
             recovery.announce()
             return self._found
         limit = 0.0 if chain.unsafe else self._limit

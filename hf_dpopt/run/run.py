@@ -24,7 +24,7 @@ from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source, stream_of
-from hf_dpopt.run.checkpoint import examine, refuse, write_mark
+from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
 from hf_dpopt.run.cleaning import clean
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.key_memory import KeyMemory, is_own
@@ -179,10 +179,11 @@ class PrivateRun:
             journals = Journals(self.plan, self.output_dir, self.ledger, self.state, self._journal_limit)
             recovery = journals.find(resume_step, mark, self._initial_weights)
             reached = resume_step if recovery is None else recovery.last
-            self._check_budget(reached)
+            left_at = mark if recovery is None else None  # what is taken again leads to the end of the chain
+            self._check_budget(reached, left_at)
             self._record_plan(training, is_resumed=resume_step is not None)
             fixed = self.plan.config.unsafe_fixed_noise_key
-            chain = continue_or_branch(self.ledger, self.state, reached, unsafe_fixed_noise_key=fixed)
+            chain = continue_or_branch(self.ledger, self.state, reached, mark=left_at, unsafe_fixed_noise_key=fixed)
             self._memory.lock()  # of a family that began just now
             assert self._memory.folder is not None
             self._seal = Seal.load_or_make(self._memory.folder, began)
@@ -203,7 +204,7 @@ class PrivateRun:
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
-        noise = self.state.load_noise(chain) if charged[-1] else None
+        noise = self.state.load_noise(chain, charged[-1]) if charged[-1] else None
         return chain, charged, start, noise, recovery, self.plan.noise_stream
 
     @property
@@ -240,22 +241,36 @@ class PrivateRun:
             )
 
     def mark_checkpoint(self, folder: str | Path) -> None:
-        """Finish a checkpoint, and keep the noise's state; rank 0 only, after all other files were written.
-
-        A mark goes in, which says what record of the ledger it stands at, and names all its files with their digests
-        (`hf_dpopt.run.checkpoint`). The noise's state stays in the private directory, never in the checkpoint. Only
-        the last one is kept: a run that goes on from an older checkpoint needs noise of its own.
+        """Finish a checkpoint of a run of one process, after all other files were written: `stand`, then its mark.
 
         Raises:
             DPConfigError: if the ledger was taken from under the run.
         """
-        if self.ledger is not None:
-            assert self.state is not None and self._seal is not None
-            self.ledger.check_intact()
-            noise = self.noise.state()
-            if noise and not self.chain.unsafe:
-                self.state.save_noise(self.chain, noise)
-            write_mark(Path(folder), self.ledger, self._seal, data_mark=self.state.data_mark(self.chain))
+        write_mark(Path(folder), self.stand())
+
+    def stand(self) -> Standing:
+        """Keep the noise's state, and say on every rank what the checkpoints of now stand at; all ranks together.
+
+        `hf_dpopt.run.checkpoint.write_mark` makes the mark of a checkpoint of it, on every machine that has one of
+        its own. The noise's state stays in the private directory. Only the last one is kept: a run
+        that goes on from an older checkpoint needs noise of its own.
+
+        Raises:
+            DPConfigError: if the ledger was taken from under the run.
+        """
+        return self.ranks.same(self._stand)
+
+    def _stand(self) -> Standing:
+        assert self.ledger is not None and self.state is not None and self._seal is not None
+        self.ledger.check_intact()
+        noise = self.noise.state()
+        if noise and not self.chain.unsafe:
+            self.state.save_noise(self.chain, noise)
+        return Standing(self.ledger.digest(), self._seal, self.state.data_mark(self.chain))
+
+    def secrets(self) -> list[bytes]:
+        """Secrets that no release may contain: those of `PrivateState.secrets`, or of this run where they are not."""
+        return self.state.secrets() if self.state is not None else self.chain.secrets()
 
     def checkpoint_written(self, step: int) -> None:
         """Drop what the journal holds up to a step: a whole checkpoint that training can continue from has it."""
@@ -291,7 +306,7 @@ class PrivateRun:
         # without privacy (a fixed key in a test) there is no budget to keep
         return self.plan.config.target_epsilon if self.plan.is_private else None
 
-    def _check_budget(self, resumed_at: int | None) -> None:
+    def _check_budget(self, resumed_at: int | None, mark: str | None) -> None:
         """Refuse a call whose steps are not all affordable, before anything runs."""
         assert self.ledger is not None and self.state is not None
         target, charged = self._target, self.ledger.charged
@@ -300,7 +315,7 @@ class PrivateRun:
         if target is None or needed <= 0:
             return
         before, same_chain = charged, 0
-        if stays_on_its_chain(self.ledger, self.state, resumed_at):
+        if stays_on_its_chain(self.ledger, self.state, resumed_at, mark):
             last = last_own_chain(self.ledger)
             assert last is not None
             place = self.ledger.chains.index(last)

@@ -22,9 +22,10 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.randomness.cipher import derive_key, random_words
+from hf_dpopt.randomness.cipher import derive_key, word_blocks
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
 
+MOST_KEPT = 2**22  # records whose bins are found in one pass over the words of all
 MAX_CERTIFIED_BINS = 200  # a verification of four million samples takes minutes beyond
 
 
@@ -36,12 +37,19 @@ def _announce(num_samples: int) -> None:
 
 
 @functools.lru_cache(maxsize=1)
-def _bins(key: bytes, num_examples: int, num_bins: int) -> tuple[np.ndarray, ...]:
-    """The records of every bin; kept because they are the same in every epoch."""
-    bins = random_words(derive_key(key, "balls in bins"), 0, num_examples) % np.uint64(num_bins)
-    order = np.argsort(bins, kind="stable").astype(np.int64)
-    order.setflags(write=False)
-    return tuple(np.split(order, np.searchsorted(bins[order], np.arange(1, num_bins, dtype=np.uint64))))
+def _bins(key: bytes, num_examples: int, num_bins: int, first: int, end: int) -> tuple[np.ndarray, ...]:
+    """The records of the bins [first, end); kept because the steps that come next ask for them."""
+    records, found = [], []
+    for start, words in word_blocks(derive_key(key, "balls in bins"), 0, num_examples):
+        bins = words % np.uint64(num_bins)
+        these = np.flatnonzero((bins >= first) & (bins < end))
+        records.append(start + these)
+        found.append(bins[these].astype(np.uint32))  # no more bins than steps of an epoch
+    bins = np.concatenate(found)
+    order = np.argsort(bins, kind="stable")
+    sorted_records = np.concatenate(records)[order]
+    sorted_records.setflags(write=False)
+    return tuple(np.split(sorted_records, np.searchsorted(bins[order], np.arange(first + 1, end))))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +74,10 @@ class BallsInBinsSampler(Sampler):
     takes_changing_scales: ClassVar[bool] = True
 
     def draw(self, key: bytes, step: int) -> np.ndarray:
-        return _bins(key, self.num_examples, self.steps_per_epoch)[step % self.steps_per_epoch]
+        bin_, num_bins = step % self.steps_per_epoch, self.steps_per_epoch
+        at_once = max(1, MOST_KEPT * num_bins // self.num_examples)
+        first = bin_ - bin_ % at_once
+        return _bins(key, self.num_examples, num_bins, first, min(first + at_once, num_bins))[bin_ - first]
 
     def participation(self, num_steps: int) -> Participation:
         """Participation of a record that a strategy can rely on."""

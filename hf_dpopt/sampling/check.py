@@ -7,12 +7,16 @@ import numpy as np
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.sampling.base import Sampler
 
+MOST_COUNTED = 2**24
+
 
 class ParticipationCheck:
     """Count of the steps of a chain in which each record (or user) takes part.
 
     The sensitivity of correlated noise, and of a fixed order, rests on how often and how far apart that is. Memory: 12
-    bytes a record, from the first draw on. After a resume the earlier steps of the chain are drawn again and counted.
+    bytes a record, from the first draw on, of at most `MOST_COUNTED` records: of more, those at equal distances are
+    counted, which sees what goes wrong with many. After a resume the earlier steps of the chain are drawn again and
+    counted.
 
     Args:
         sampler: draws.
@@ -23,6 +27,7 @@ class ParticipationCheck:
     def __init__(self, sampler: Sampler, key: bytes, first_step: int):
         self._sampler, self._key, self._first_step = sampler, key, first_step
         self._seen_upto = first_step - 1
+        self._every = 1
         self._count_N = np.zeros(0, np.int32)
         self._last_N = np.zeros(0, np.int64)
 
@@ -41,22 +46,25 @@ class ParticipationCheck:
         if step <= self._seen_upto:
             return
         if not len(self._count_N):
-            self._count_N = np.zeros(self._sampler.num_examples, np.int32)
-            self._last_N = np.full(self._sampler.num_examples, -(2**62), np.int64)
+            self._every = -(-self._sampler.num_examples // MOST_COUNTED)
+            num_counted = -(-self._sampler.num_examples // self._every)
+            self._count_N = np.zeros(num_counted, np.int32)
+            self._last_N = np.full(num_counted, -(2**62), np.int64)
         for earlier in range(self._seen_upto + 1, step):
             self._count(earlier, self._sampler.draw(self._key, earlier))
         self._count(step, drawn)
 
     def _count(self, step: int, drawn: np.ndarray) -> None:
         promised = self._sampler.participation(step - self._first_step + 1)
-        self._count_N[drawn] += 1
-        too_soon = step - self._last_N[drawn] < promised.min_sep
-        too_often = self._count_N[drawn] > promised.max_participations
+        counted = drawn if self._every == 1 else drawn[drawn % self._every == 0] // self._every
+        self._count_N[counted] += 1
+        too_soon = step - self._last_N[counted] < promised.min_sep
+        too_often = self._count_N[counted] > promised.max_participations
         if too_soon.any() or too_often.any() or len(np.unique(drawn)) < len(drawn):
             raise DPConfigError(
                 f"Step {step} was not run: the batch breaks what the noise relies on, at most "
                 f"{promised.max_participations} participations in so many steps, at least {promised.min_sep} apart. "
                 f"The sampler {self._sampler.name!r} is at fault, or it was changed in mid-run; report it."
             )
-        self._last_N[drawn] = step
+        self._last_N[counted] = step
         self._seen_upto = step

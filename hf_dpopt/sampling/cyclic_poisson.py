@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import dp_accounting
@@ -15,18 +15,28 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.phased import Phased
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.randomness.cipher import derive_key, random_words
+from hf_dpopt.randomness.cipher import WORD_BLOCK, derive_key, word_blocks
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat, sensitivity_over
 
+MOST_KEPT = 2**26  # records whose groups are kept: a byte each, or two; beyond, they are drawn anew in every step
 CHECKED_STEPS, MOST_CHECKED = 64, 512  # of a strategy's matrix
 
 
+def _draw_groups(key: bytes, num_examples: int, num_groups: int) -> Iterator[np.ndarray]:
+    """Yield the groups of the records, `WORD_BLOCK` at a time."""
+    for _, words in word_blocks(derive_key(key, "cyclic groups"), 0, num_examples):
+        yield (words % np.uint64(num_groups)).astype(np.min_scalar_type(num_groups - 1))
+
+
 @functools.lru_cache(maxsize=1)
-def _groups(key: bytes, num_examples: int, num_groups: int) -> np.ndarray:
-    """The group of every record; kept because it is the same in every step."""
-    groups = random_words(derive_key(key, "cyclic groups"), 0, num_examples) % np.uint64(num_groups)
-    groups.setflags(write=False)
-    return groups
+def _groups(key: bytes, num_examples: int, num_groups: int) -> tuple[np.ndarray, ...]:
+    """The groups of all records, in blocks; kept because they are the same in every step."""
+    return tuple(_draw_groups(key, num_examples, num_groups))
+
+
+def _places(blocks: Iterator[np.ndarray]) -> np.ndarray:
+    """Places of what is True, over blocks of `WORD_BLOCK`; int64."""
+    return np.concatenate([i * WORD_BLOCK + np.flatnonzero(block) for i, block in enumerate(blocks)])
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,11 +96,15 @@ class CyclicPoissonSampler(Sampler):
         return Participation(max(1, self.max_participations(num_steps)), self.num_groups)
 
     def draw(self, key: bytes, step: int) -> np.ndarray:
-        is_on = _groups(key, self.num_examples, self.num_groups) == step % self.num_groups
-        if self.group_rate < 1:
-            # scaling a float by 2^64 is exact and int() rounds down: never more often than `event` says
-            is_on &= random_words(key, step, self.num_examples) < np.uint64(int(self.group_rate * 2.0**64))
-        return np.flatnonzero(is_on).astype(np.int64)
+        group = step % self.num_groups
+        groups = _groups if self.num_examples <= MOST_KEPT else _draw_groups
+        blocks = groups(key, self.num_examples, self.num_groups)
+        if self.group_rate == 1:
+            return _places(are_on == group for are_on in blocks)
+        # scaling a float by 2^64 is exact and int() rounds down: never more often than `event` says
+        threshold = np.uint64(int(self.group_rate * 2.0**64))
+        words = word_blocks(key, step, self.num_examples)
+        return _places((are_on == group) & (word < threshold) for are_on, (_, word) in zip(blocks, words, strict=True))
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
         step: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise_stddev_over_clip)

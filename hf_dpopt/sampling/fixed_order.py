@@ -13,16 +13,44 @@ import numpy as np
 
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.randomness.cipher import random_words
+from hf_dpopt.randomness.cipher import random_words, word_blocks
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains
+
+WINDOW = 2**22  # places of the order that are found in one pass over the words of all records
+_BITS = 20  # of a word, by which a pass knows which words come near a place
 
 
 @functools.lru_cache(maxsize=1)
-def _order(key: bytes, num_examples: int) -> np.ndarray:
-    """The random order of the records; kept because sorting them anew in every step would be slow."""
-    order = np.argsort(random_words(key, 0, num_examples), kind="stable").astype(np.int64)
-    order.setflags(write=False)
-    return order
+def _counts(key: bytes, num_examples: int) -> np.ndarray:
+    """Number of words that begin with each `_BITS` bits: the order is known so far; 8 MB."""
+    counts = np.zeros(2**_BITS, np.int64)
+    for _, words in word_blocks(key, 0, num_examples):
+        counts += np.bincount((words >> np.uint64(64 - _BITS)).astype(np.int64), minlength=len(counts))
+    return counts
+
+
+@functools.lru_cache(maxsize=2)  # a batch may reach over two of them
+def _window(key: bytes, num_examples: int, window: int) -> np.ndarray:
+    """Places [window, window + 1) * WINDOW of the random order of the records, which is that of their words."""
+    low, high = window * WINDOW, min((window + 1) * WINDOW, num_examples)
+    if num_examples <= WINDOW:
+        order = np.argsort(random_words(key, 0, num_examples), kind="stable")
+        skipped = 0
+    else:
+        counts = _counts(key, num_examples)
+        ends = np.cumsum(counts)
+        first, last = np.searchsorted(ends, [low, high - 1], side="right")
+        skipped = low - int(ends[first] - counts[first])
+        records, found = [], []
+        for start, words in word_blocks(key, 0, num_examples):
+            begins = words >> np.uint64(64 - _BITS)
+            near = np.flatnonzero((begins >= first) & (begins <= last))
+            records.append(start + near)
+            found.append(words[near])
+        order = np.concatenate(records)[np.argsort(np.concatenate(found), kind="stable")]
+    part = order[skipped : skipped + high - low].astype(np.int64)
+    part.setflags(write=False)
+    return part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +74,10 @@ class FixedOrderSampler(Sampler):
 
     def draw(self, key: bytes, step: int) -> np.ndarray:
         start = (step % self.steps_per_epoch) * self.expected_batch_size
-        return np.sort(_order(key, self.num_examples)[start : start + self.expected_batch_size])
+        end = min(start + self.expected_batch_size, self.num_examples)
+        windows = range(start // WINDOW, -(-end // WINDOW))
+        found = [_window(key, self.num_examples, i) for i in windows]
+        return np.sort(np.concatenate(found)[start - windows[0] * WINDOW : end - windows[0] * WINDOW])
 
     def event(self, noise_stddev_over_clip: float, num_steps: Steps) -> dp_accounting.DpEvent:
         participations = self.max_participations(num_steps)

@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.randomness.cipher import random_words
+from hf_dpopt.randomness.cipher import word_blocks
 from hf_dpopt.sampling.base import Sampler, Steps, repeat
 
 
@@ -34,7 +34,8 @@ class PoissonSampler(Sampler):
     def draw(self, key: bytes, step: int) -> np.ndarray:
         if self.sample_rate == 1:
             return np.arange(self.num_examples, dtype=np.int64)
-        return np.flatnonzero(random_words(key, step, self.num_examples) < self._threshold).astype(np.int64)
+        blocks = word_blocks(key, step, self.num_examples)
+        return np.concatenate([first + np.flatnonzero(words < self._threshold) for first, words in blocks])
 
     @property
     def _threshold(self) -> np.uint64:

@@ -69,7 +69,7 @@ class TruncatedPoissonSampler(PoissonSampler):
         if len(batch) <= self.max_batch_size:
             return batch
         # Fresh words: those that follow the n Bernoulli draws in the step's stream. The smallest are kept.
-        priorities = random_words(key, step, self.num_examples + len(batch))[self.num_examples :]
+        priorities = random_words(key, step, len(batch), first=self.num_examples)
         return np.sort(batch[np.argsort(priorities, kind="stable")[: self.max_batch_size]])
 
     def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:

@@ -10,14 +10,16 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.durable import remove
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
@@ -58,6 +60,15 @@ class UserIndex:
     def sizes(self) -> np.ndarray:
         """Rows of every user, (U,), int64."""
         return np.diff(self._cuts_U)
+
+    def first_rows(self, limit: int) -> np.ndarray:
+        """The first `limit` rows of every user, (U, limit), int64; -1 where one has fewer."""
+        sizes_U = np.minimum(self.sizes(), limit)
+        places = np.full((self.num_users, limit), -1)
+        for j in range(limit):  # places are few, users many
+            has = sizes_U > j
+            places[has, j] = self._rows_N[self._cuts_U[:-1][has] + j]
+        return places
 
     @classmethod
     def build(cls, dataset: Any, column: str, folder: Path | None = None) -> UserIndex:
@@ -101,6 +112,48 @@ class UserIndex:
         return cls.load(folder / digest)
 
     @classmethod
+    def build_on_every_disk(cls, dataset: Any, column: str, make_folder: Callable[[], Path]) -> UserIndex:
+        """Build the index once on every disk that the processes of a run see, and read it on all of them.
+
+        The private folder of each machine may be a disk of its own: paths of one lead nowhere on the others.
+
+        Args:
+            dataset: the training set, the same on every process.
+            column: name of the column of ids.
+            make_folder: makes the folder of the index, on the machine of the process that calls it.
+
+        Raises:
+            DPConfigError: as `build`; and if two processes have other ids, or the same in another order.
+        """
+        ranks = current_ranks()
+        places = ranks.every(lambda: _place_of(make_folder()))
+        builds = places.index(places[ranks.rank]) == ranks.rank
+
+        def build() -> str | None:
+            return cls.build(dataset, column, make_folder()).digest if builds else None
+
+        first = ranks.same(build)
+        found = ranks.every(lambda: first if ranks.rank == 0 else build())  # a disk that they share has it by now
+        _refuse_unlike(found, column)
+        return cls.load(make_folder() / str(first))
+
+    @classmethod
+    def build_in_memory(cls, dataset: Any, column: str) -> UserIndex:
+        """Build the index on every process, of a dataset that each of them has in memory.
+
+        Raises:
+            DPConfigError: as `build_on_every_disk`.
+        """
+        built: list[UserIndex] = []
+
+        def build() -> str:
+            built.append(cls.build(dataset, column))
+            return built[0].digest
+
+        _refuse_unlike(current_ranks().every(build), column)
+        return built[0]
+
+    @classmethod
     def load(cls, directory: Path) -> UserIndex:
         """Read an index that `build` wrote, memory-mapped."""
         digest = json.loads((directory / ABOUT).read_text(encoding="utf-8"))["digest"]
@@ -112,7 +165,7 @@ class UserIndex:
         Raises:
             DPConfigError: if they differ: rows of several people would be clipped as those of one.
         """
-        if _read_codes(dataset, column, np.empty(len(dataset), np.int32)) != self.digest:
+        if _read_codes(dataset, column) != self.digest:
             raise DPConfigError(
                 "The training records are not in the order in which their users were read: the dataset was changed, "
                 "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
@@ -142,6 +195,23 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _refuse_unlike(digests: Sequence[str | None], column: str) -> None:
+    """Refuse columns of ids that differ between processes, by their digests; None of one that read no column."""
+    other = next((rank for rank, digest in enumerate(digests) if digest not in (None, digests[0])), None)
+    if other is not None:
+        raise DPConfigError(
+            f"Process {other} reads other user ids in the column {column!r} than process 0, or in another order: what "
+            "is one person there would be another one here. Give all machines the same dataset, prepared in the same "
+            "way (a shuffle needs a seed)."
+        )
+
+
+def _place_of(folder: Path) -> tuple[str, int, int]:
+    """Say which folder it is, among those of all machines: processes that are told the same share it."""
+    status = folder.stat()
+    return socket.gethostname(), status.st_dev, status.st_ino
+
+
 def _array(path: Path, dtype: Any, size: int, on_disk: bool) -> np.ndarray:
     if on_disk and size:
         return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(size,))
@@ -157,8 +227,8 @@ def _chunks(num_rows: int) -> Iterator[slice]:
         yield slice(first, min(first + CHUNK, num_rows))
 
 
-def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
-    """Write the number of every row's user into `codes_N`, and return a digest of the whole column."""
+def _read_codes(dataset: Any, column: str, codes_N: np.ndarray | None = None) -> str:
+    """Write the number of every row's user into `codes_N`, if it is given; return a digest of the whole column."""
     numbers: dict[Any, int] = {}
     digest = hashlib.blake2b(column.encode(), digest_size=16)
     first = 0
@@ -171,7 +241,8 @@ def _read_codes(dataset: Any, column: str, codes_N: np.ndarray) -> str:
                 f"nobody could say whose they are. {FIX}"
             )
         part = np.array([numbers.setdefault(v, len(numbers)) for v in ids], np.int32)[codes]
-        codes_N[first : first + len(codes)] = part
+        if codes_N is not None:
+            codes_N[first : first + len(codes)] = part
         digest.update(part.tobytes())
         first += len(codes)
     kinds = {isinstance(v, (str, bytes)) for v in numbers}

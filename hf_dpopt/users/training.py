@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.plan.config import PrivacyConfig
@@ -58,7 +57,7 @@ class UserData:
             column: column of the ids.
             config: configuration of the run; its unit is the user.
             make_folder: makes the folder that nobody else may read, where the index of a `datasets.Dataset` is kept;
-                called on the first rank.
+                called on every rank, for each machine may have a disk of its own.
             users_at_once: users trained side by side, where they are trained locally.
 
         Raises:
@@ -70,15 +69,15 @@ class UserData:
                 "holds the user ids: --user_id_column author."
             )
         if not hasattr(dataset, "with_format"):
-            index = UserIndex.build(dataset, column)
+            index = UserIndex.build_in_memory(dataset, column)
         else:
 
-            def build() -> Path:
-                folder = make_folder() / "users"
-                folder.mkdir(exist_ok=True, mode=0o700)
-                return folder / UserIndex.build(dataset, column, folder).digest
+            def folder() -> Path:
+                made = make_folder() / "users"
+                made.mkdir(exist_ok=True, mode=0o700)
+                return made
 
-            index = UserIndex.load(collectives.current_ranks().same(build))
+            index = UserIndex.build_on_every_disk(dataset, column, folder)
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
@@ -114,10 +113,9 @@ class UserData:
         Every user has as many places; a record stands in them, or -1.
         """
         limit = self.records_per_user
-        places = np.full((self.index.num_users, limit), -1)
-        for u in range(self.index.num_users):
-            rows = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
-            places[u, : len(rows)] = rows
+        places = self.index.first_rows(limit)
+        for u in np.flatnonzero(self.index.sizes() > limit).tolist():  # the others have no choice
+            places[u] = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
         return places.reshape(-1)
 
     @property

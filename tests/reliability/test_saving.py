@@ -45,7 +45,7 @@ class Saver:
         made.mkdir(parents=True)
         for name in ("model.safetensors", "optimizer.pt"):
             (made / name).write_text(f"{content} {name}")
-        checkpoint.write_mark(made, self.ledger, self.seal, data_mark=None)
+        checkpoint.write_mark(made, checkpoint.Standing(self.ledger.digest(), self.seal))
         durable.move_into_place(made, self.out / made.name)
         durable.remove_folder(self.out / "checkpoint-1", made.parent)
 

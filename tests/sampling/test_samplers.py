@@ -182,7 +182,7 @@ def test_the_threshold_itself_is_outside(monkeypatch, key):
     """Words below the threshold are in, the threshold and the largest word are out."""
     sampler = PoissonSampler(num_examples=4, expected_batch_size=1)
     words = np.array([2**62 - 1, 2**62, 0, 2**64 - 1], dtype=np.uint64)
-    monkeypatch.setattr("hf_dpopt.sampling.poisson.random_words", lambda key, step, num: words)
+    monkeypatch.setattr("hf_dpopt.sampling.poisson.word_blocks", lambda key, step, num: [(0, words)])
     np.testing.assert_array_equal(sampler.draw(key, 0), [0, 2])
 
 

@@ -118,7 +118,9 @@ def _on_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> I
     yield (
         isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
         "The training dataset is iterable (streaming), so records cannot be sampled by index.",
-        "Load it as a map-style dataset (streaming=False).",
+        "Load it as a map-style dataset (streaming=False): load_dataset('parquet', data_files=.., split='train') maps "
+        "shards of any size from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once "
+        "(docs/clusters.md).",
     )
     yield len(train_dataset) == 0, "The training dataset is empty.", "Check the file and the preprocessing."
     evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]

@@ -309,15 +309,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the batches are blocks of a shuffled order, charged as Poisson ones",
         "hf_dpopt/sampling/poisson.py",
-        "return np.flatnonzero(random_words(key, step, self.num_examples) < self._threshold).astype(np.int64)",
-        "return np.sort(np.argsort(random_words(key, step, self.num_examples))[: self.expected_batch_size])",
+        "return np.concatenate([first + np.flatnonzero(words < self._threshold) for first, words in blocks])",
+        "return np.sort(np.argsort(np.concatenate([w.copy() for _, w in blocks]))[: self.expected_batch_size])",
         (f"{SAMPLERS}::test_records_are_independent_coins",),
     ),
     Bug(
         "the draws of every step are those of the first",
         "hf_dpopt/sampling/poisson.py",
-        "random_words(key, step, self.num_examples) < self._threshold",
-        "random_words(key, 1, self.num_examples) < self._threshold",
+        "blocks = word_blocks(key, step, self.num_examples)",
+        "blocks = word_blocks(key, 1, self.num_examples)",
         (f"{SAMPLERS}::test_keys_and_steps_matter",),
     ),
     Bug(

@@ -1,0 +1,180 @@
+"""Chains of a run and their secrets: what goes on under which key, what a release must not hold, what a reader makes."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan
+from hf_dpopt.cli.doctor import show_health
+from hf_dpopt.clipping import make_engine
+from hf_dpopt.common.types import ClippedSums
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.report import scan_for_secrets
+from hf_dpopt.run import examination, kept_noise, keys
+from hf_dpopt.run.keys import PrivateState
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.seal import Seal
+from tests import preempted, tiny
+
+NUM_STEPS, SIZE = 6, 20
+
+
+@pytest.fixture(params=["gaussian", "nu_dpftrl"])
+def plan(request) -> PrivacyPlan:
+    config = PrivacyConfig(
+        noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=4, noise_mechanism=request.param
+    )
+    return make_plan(config, num_examples=40, num_steps=NUM_STEPS)
+
+
+def _start(plan: PrivacyPlan, folder: Path, **changes: Any) -> PrivateRun:
+    return PrivateRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys", **changes)
+
+
+def _step(run: PrivateRun, step: int, used: list[tuple[str, int]]) -> None:
+    run.draw(step)
+    run.begin(step, make_engine(nn.Linear(1, 1), run.plan.clipper))
+    run.release(ClippedSums({"weight": torch.zeros(SIZE)}), step)
+    used.append((run.chain.key_id, step))
+
+
+def _save(run: PrivateRun, folder: Path, weights: str) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").write_text(weights)
+    run.mark_checkpoint(folder)
+    return folder
+
+
+# --- which chain ---
+
+
+def test_a_checkpoint_of_another_chain_begins_a_new_one(plan, tmp_path):
+    """Two chains stand at the same step with other weights, and the last one is asked to go on with the first's.
+
+    Its noise and its batches of the steps to come belong to its own weights; nothing is drawn for both.
+    """
+    used: list[tuple[str, int]] = []
+    first = _start(plan, tmp_path)
+    _step(first, 1, used)
+    _step(first, 2, used)
+    of_first = _save(first, tmp_path / "first" / "checkpoint-2", "first")
+    _step(first, 3, used)
+    first.close()
+    second = _start(plan, tmp_path)
+    _step(second, 1, used)
+    _step(second, 2, used)
+    of_second = _save(second, tmp_path / "second" / "checkpoint-2", "second")
+    second.close()
+
+    third = _start(plan, tmp_path, resume_step=2, checkpoint=of_first)
+    assert third.chain.chain_id not in (first.chain.chain_id, second.chain.chain_id)
+    assert "that of an earlier chain" in third.ledger.last_chain.note
+    _step(third, 3, used)
+    third.close()
+    fourth = _start(plan, tmp_path, resume_step=2, checkpoint=of_second)
+    _step(fourth, 3, used)
+    fourth.close()
+    assert len(set(used)) == len(used) == 7
+    assert Ledger.read(tmp_path / "out" / LEDGER).charged == (3, 2, 1, 1)
+
+
+def test_a_chain_goes_on_from_its_own_checkpoint(plan, tmp_path):
+    used: list[tuple[str, int]] = []
+    for _ in range(2):  # the second of two chains
+        run = _start(plan, tmp_path)
+        _step(run, 1, used)
+        saved = _save(run, tmp_path / run.chain.chain_id / "checkpoint-1", "its own")
+        run.close()
+    resumed = _start(plan, tmp_path, resume_step=1, checkpoint=saved)
+    assert resumed.chain.chain_id == run.chain.chain_id and resumed.charged == [1, 1]
+    resumed.close()
+
+
+def test_a_finished_run_says_so(tmp_path):
+    made = {"private_state_dir": str(tmp_path / "keys"), "save_strategy": "no"}
+    tiny.trainer(tmp_path / "out", **made).train()
+    with pytest.raises(DPConfigError, match="is finished: all 6 steps are charged, and no checkpoint was kept"):
+        tiny.trainer(tmp_path / "out", **made).train(resume_from_checkpoint=True)
+
+
+def test_a_torn_entry_before_steps_without_a_journal_is_no_edited_one(tmp_path):
+    """The kill tore the entry of step 5; steps 6 and 7 kept none. The run goes on from its checkpoint, at their cost."""
+    options = {"save_steps": 4, "noise_multiplier": 1.0, "target_epsilon": None}
+    alive, left, again = (tmp_path / name for name in ("alive", "left", "again"))
+    with preempted.dying(alive, left, "in the entry", 5):
+        preempted.make(alive, "gaussian", **options).train()
+    with preempted.dying(left, again, "after the optimizer", 7):
+        preempted.make(left, "gaussian", journal_limit=0.0, **options).train(resume_from_checkpoint=True)
+    trainer = preempted.make(again, "gaussian", **options)
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer._run.recovery is None and trainer._run.charged == [7, 4]
+
+
+# --- secrets ---
+
+
+def test_every_key_is_among_the_secrets_and_is_found_where_it_was_planted(tmp_path):
+    """Keys are found by what is derived of the root while a run opens, saves and goes on, not by a list of names."""
+    config = PrivacyConfig(
+        noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=4, noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}
+    )  # fmt: skip
+    plan = make_plan(config, num_examples=40, num_steps=NUM_STEPS)
+    made: list[tuple[bytes, bytes]] = []
+
+    def spying(derive: Any) -> Any:
+        def derived(root: bytes, *labels: str) -> bytes:
+            made.append((root, derive(root, *labels)))
+            return made[-1][1]
+
+        return derived
+
+    with contextlib.ExitStack() as spies:
+        for module in (keys, kept_noise):
+            spies.enter_context(mock.patch.object(module, "derive_key", spying(module.derive_key)))
+        run = _start(plan, tmp_path, journal_limit=1e9)
+        _step(run, 1, [])
+        saved = _save(run, tmp_path / "saved" / "checkpoint-1", "weights")
+        run.close(is_finished=False)
+        run = _start(plan, tmp_path, resume_step=1, checkpoint=saved, journal_limit=1e9)
+        _ = run.chain.dropout_key
+        run.close(is_finished=False)
+    found = PrivateState(tmp_path / "keys", forbidden=tmp_path / "out").secrets()
+    derived = {key for root, key in made if root == run.chain.root}
+    (seal,) = (tmp_path / "keys/used").glob("*/seal")
+    wanted = {run.chain.root, *derived, Seal.load(seal.parent).key}
+    assert len(derived) >= 5 and wanted <= set(found)
+    for number, key in enumerate(sorted(wanted)):
+        for spelling in (key, key.hex().encode()):
+            folder = tmp_path / f"planted-{number}-{spelling == key}"
+            folder.mkdir()
+            (folder / "notes.txt").write_bytes(b"before " + spelling + b" after")
+            assert scan_for_secrets(folder, found), (number, spelling == key)
+
+
+# --- who reads makes nothing ---
+
+
+def test_looking_at_a_run_makes_nothing_and_reads_its_journal_once(tmp_path, capsys):
+    trainer = preempted.make(tmp_path / "alive", "gaussian")
+    with preempted.dying(tmp_path / "alive", tmp_path / "left", "after the entry", 5):
+        trainer.train()
+    left = tmp_path / "left"
+    before = sorted(left.rglob("*"))
+    find = mock.Mock(side_effect=examination.find_recovery)
+    with mock.patch.object(examination, "find_recovery", find):
+        show_health(left / "out", left / "keys", fix=False)
+    assert find.call_count == 1 and "steps 4 to 5, which a resume takes again" in capsys.readouterr().out
+    assert sorted(left.rglob("*")) == before
+    empty = tmp_path / "empty"
+    empty.mkdir(mode=0o700)
+    show_health(left / "out", empty, fix=False)
+    assert not any(empty.iterdir())
+    assert PrivateState(tmp_path / "none", forbidden=left, is_read=True).secrets() == []
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,276 @@
+"""The files of docs/clusters.md and the Dockerfile, run as far as one machine without a GPU can."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import yaml
+from transformers import BertTokenizer
+
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from tests import tiny
+from tests.test_packaging import instructions
+from tests.two_nodes import unshare
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def _blocks(repo: Path) -> dict[str, str]:
+    """The files of the page, by the names in their first lines."""
+    text = (repo / "docs" / "clusters.md").read_text()
+    found = {}
+    for block in re.findall(r"```\w+\n(.*?)```", text, flags=re.DOTALL):
+        if named := re.search(r"^# ([\w.]+\.(?:py|sh|sbatch|yaml))\b", block, flags=re.MULTILINE):
+            found[named[1]] = block
+    return found
+
+
+@pytest.fixture
+def place(repo: Path, tmp_path: Path) -> Path:
+    """A folder with the files of the page, a tiny model, its tokenizer, and rows in two Parquet files."""
+    for name, content in _blocks(repo).items():
+        (tmp_path / name).write_text(content)
+    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", *(f"w{i}" for i in range(37))]))
+    BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "model")
+    tiny.model(num_hidden_layers=1, max_position_embeddings=16).save_pretrained(tmp_path / "model")
+    rows = datasets.Dataset.from_list(tiny.records())
+    (tmp_path / "data").mkdir()
+    for i in range(2):
+        rows.shard(2, i, contiguous=True).to_parquet(str(tmp_path / "data" / f"train-{i}.parquet"))
+    return tmp_path
+
+
+def _environment(place: Path, repo: Path, **more: str) -> dict[str, str]:
+    return os.environ | {
+        "PATH": f"{place / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(repo),
+        "MODEL": str(place / "model"), "TRAIN_FILES": str(place / "data" / "train-*.parquet"), "BATCH": "16",
+        "HF_DPOPT_PRIVATE_DIR": str(place / "keys"), "HF_HOME": str(place / "cache"), "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true", "STEPS": "6", **more,
+    }  # fmt: skip
+
+
+SMALL = ["--save_steps", "2", "--report_to", "none", "--disable_tqdm", "True", "--logging_steps", "1"]
+
+
+def test_the_page_has_the_files_it_speaks_of(repo: Path) -> None:
+    files = _blocks(repo)
+    assert set(files) == {"train.py", "train.sh", "train.sbatch", "train.yaml"}
+    for name in ("train.sh", "train.sbatch"):
+        assert files[name].startswith("#!/usr/bin/env bash\n")
+        assert subprocess.run(["bash", "-n"], input=files[name], text=True, capture_output=True).returncode == 0
+    compile(files["train.py"], "train.py", "exec")
+
+
+def test_torchrun_trains_on_two_processes_and_goes_on(place: Path, repo: Path) -> None:
+    command = ["bash", "train.sh", *SMALL, "--use_cpu"]
+    done = subprocess.run(
+        command, cwd=place, env=_environment(place, repo, PROCESSES="2"), capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ledger = Ledger.read(place / "runs/one" / LEDGER)
+    assert ledger.charged == (6,) and ledger.plan is not None and ledger.plan["target_epsilon"] == 8
+    assert (place / "runs/one/model.safetensors").exists()
+    assert "on 2 process(es)" in (place / "runs/one/privacy/statement.md").read_text()
+
+
+SRUN = """#!{python}
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+arguments = [a for a in sys.argv[1:] if not a.startswith("--kill-on-bad-exit")]
+tasks = [
+    subprocess.Popen(arguments, env=os.environ | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i), "SLURM_NTASKS": "2"}})
+    for i in range(2)
+]
+warned = Path("warned")
+while any(task.poll() is None for task in tasks):
+    if not warned.exists() and Path("runs/array-2/checkpoint-2").exists():  # the time is nearly over
+        warned.touch()
+        for task in tasks:
+            task.send_signal(signal.SIGUSR1)
+    time.sleep(0.05)
+sys.exit(max(task.returncode for task in tasks))
+"""
+SCONTROL = """#!/usr/bin/env bash
+if [ "$1" = show ]; then echo localhost; else echo "$@" >> scontrol.log; fi
+"""
+
+
+def test_slurm_requeues_a_run_that_was_warned_and_it_ends(place: Path, repo: Path) -> None:
+    (place / "bin").mkdir()
+    for name, content in {"srun": SRUN.format(python=sys.executable), "scontrol": SCONTROL}.items():
+        (place / "bin" / name).write_text(content)
+        (place / "bin" / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "2"}
+    environment = _environment(place, repo, SLURM_JOB_NODELIST="localhost", STEPS="40", **job)
+    codes = []
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", "train.sbatch", *SMALL, "--use_cpu"], cwd=place, env=environment, capture_output=True, text=True,
+            timeout=280,
+        )  # fmt: skip
+        codes.append(done.returncode)
+        charged = Ledger.read(place / "runs/array-2" / LEDGER).charged
+        assert done.returncode != 75 or 2 <= charged[0] < 40, charged
+    assert codes == [75, 0], done.stderr[-3000:]
+    assert (place / "scontrol.log").read_text() == "requeue 77_2\n"
+    assert charged == (40,), "one chain, nothing paid twice"
+
+
+def test_kubernetes_names_lead_somewhere(repo: Path) -> None:
+    parts: dict[str, dict[str, Any]] = {}
+    for part in yaml.safe_load_all(_blocks(repo)["train.yaml"]):
+        parts.setdefault(part["kind"], {})[part["metadata"]["name"]] = part
+    assert set(parts) == {"Secret", "StorageClass", "PersistentVolumeClaim", "Job"}
+    job = parts["Job"]["hf-dpopt"]["spec"]
+    pod = job["template"]["spec"]
+    (train,) = pod["containers"]
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    for container in [train, *pod["initContainers"]]:
+        assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
+    claims = {v["persistentVolumeClaim"]["claimName"] for v in volumes.values() if "persistentVolumeClaim" in v}
+    assert claims == set(parts["PersistentVolumeClaim"])
+    (storage,) = parts["StorageClass"].values()
+    named = {v for k, v in storage["parameters"].items() if k.endswith("secret-name")}
+    assert named == {"hf-dpopt-keys"} and named < set(parts["Secret"])
+    private = parts["PersistentVolumeClaim"]["hf-dpopt-private"]["spec"]
+    assert private["storageClassName"] == storage["metadata"]["name"] and storage["reclaimPolicy"] == "Retain"
+    for entry in train["env"]:
+        if "valueFrom" in entry:
+            reference = entry["valueFrom"]["secretKeyRef"]
+            assert reference["key"] in parts["Secret"][reference["name"]]["stringData"]
+    environment = {entry["name"]: entry.get("value") for entry in train["env"]}
+    mounts = {mount["name"]: mount["mountPath"] for mount in train["volumeMounts"]}
+    assert environment["HF_DPOPT_PRIVATE_DIR"].startswith(mounts["private"] + "/")
+    (output_dir,) = (a.split("=")[1] for a in train["args"] if a.startswith("--output_dir="))
+    assert output_dir.startswith(mounts["runs"] + "/") and not output_dir.startswith(mounts["private"])
+    shutdown = next(int(a.split("=")[1]) for a in train["command"] if a.startswith("--shutdown-timeout="))
+    assert pod["terminationGracePeriodSeconds"] > shutdown
+    uid = next(
+        rest.split("=")[1] for keyword, rest in instructions(repo) if keyword == "ARG" and rest.startswith("UID=")
+    )
+    assert pod["securityContext"]["runAsUser"] == int(uid) and pod["securityContext"]["runAsNonRoot"]
+
+
+def test_the_options_of_the_files_are_those_there_are(repo: Path) -> None:
+    """Options of the trainer, and of torchrun."""
+    from hf_dpopt import DPTrainingArguments
+
+    files = _blocks(repo)
+    launcher = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--help"], capture_output=True, text=True
+    )
+    known = set(re.findall(r"--[a-z-]+", launcher.stdout))
+    fields = {f"--{name}" for name in DPTrainingArguments.__dataclass_fields__}
+    job = next(part for part in yaml.safe_load_all(files["train.yaml"]) if part["kind"] == "Job")
+    (train,) = job["spec"]["template"]["spec"]["containers"]
+    flags = [a.split("=")[0] for a in (*train["command"], *train["args"]) if a.startswith("--")]
+    flags += re.findall(r"(?<![\w-])--[a-z_-]+", files["train.sh"])
+    assert flags and set(flags) <= known | fields, set(flags) - known - fields
+
+
+@pytest.mark.parametrize("name", ["load", "write down"])
+def test_shards_are_memory_mapped_and_streams_written_down(repo: Path, place: Path, monkeypatch, name: str) -> None:
+    """The snippets of the page give what the trainer takes, the same rows, without holding them in memory."""
+    text = (repo / "docs" / "clusters.md").read_text().partition("## Data in shards, and streams")[2]
+    load, write = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(place)
+    files = str(place / "data" / "train-*.parquet")
+    stream = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
+    made: dict[str, Any] = {"stream": stream}
+    exec(load if name == "load" else write, made)
+    found = made["train_dataset"]
+    assert found.cache_files, "Arrow files on the disk, which are mapped"
+    assert [row["input_ids"] for row in found] == [row["input_ids"] for row in tiny.records()]
+    tiny.trainer(place / "out", train_dataset=found, max_steps=2).train()
+
+
+# --- the image ---
+
+
+def _commands(repo: Path) -> list[str]:
+    return [rest for keyword, rest in instructions(repo) if keyword == "RUN"]
+
+
+def test_the_packages_of_the_image_exist(repo: Path) -> None:
+    (command,) = (one for one in _commands(repo) if "apt-get install" in one)
+    packages = command.partition("--no-install-recommends")[2].partition("&&")[0].split()
+    assert {"gcc", "libc6-dev", "python3-dev"} <= set(packages)
+    shown = {name: _apt(name) for name in packages}
+    if not any(shown.values()):
+        pytest.skip("no package lists here (apt-get update)")
+    assert all(shown.values()), shown
+
+
+def _apt(name: str) -> bool:
+    if shutil.which("apt-cache") is None:
+        return False
+    found = subprocess.run(["apt-cache", "policy", name], capture_output=True, text=True).stdout
+    return "Candidate:" in found and "Candidate: (none)" not in found
+
+
+def _in_a_copy_of_this_system(place: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """Run a script as root in a chroot whose files are those of this system; what it changes is thrown away."""
+    mounting = (
+        'cd "$1" && mount -t tmpfs layers . && mkdir upper work system '
+        "&& mount -t overlay overlay -o lowerdir=/,upperdir=upper,workdir=work system "
+        '&& for f in dev proc; do mount --rbind /$f system/$f || exit 3; done && chroot system /bin/sh -euc "$2"'
+    )
+    place.mkdir()
+    return subprocess.run([*unshare(), "sh", "-c", mounting, "sh", str(place), script], capture_output=True, text=True)
+
+
+@pytest.fixture
+def chroot(tmp_path: Path) -> Any:
+    if _in_a_copy_of_this_system(tmp_path / "probe", "true").returncode:
+        pytest.skip("no overlay of this system can be mounted here")
+    return lambda script: _in_a_copy_of_this_system(tmp_path / "copy", script)
+
+
+def _steps_after_the_packages(repo: Path) -> list[str]:
+    """The steps of the build that need no network, for a Python that is there already, and the health check."""
+    steps = [one for one in _commands(repo) if "apt-get" not in one and "make env" not in one]
+    python = (
+        "mkdir -p /opt/venv/bin && printf '#!/bin/sh\\nexec %s \"$@\"\\n' "
+        f"{sys.executable} > /opt/venv/bin/python && chmod 0755 /opt/venv/bin/python"
+    )
+    return [python, *(step.replace("${UID}", "10001") for step in steps)]
+
+
+def test_the_build_makes_a_launcher_and_a_user_without_rights(repo: Path, chroot: Any) -> None:
+    (health,) = (rest.partition("CMD ")[2] for keyword, rest in instructions(repo) if keyword == "HEALTHCHECK")
+    steps = "\n".join(f"( {step} )" for step in _steps_after_the_packages(repo))
+    as_user = "setpriv --reuid=10001 --regid=10001 --clear-groups sh -c"
+    done = chroot(
+        f"{steps}\nstat -c '%u %a' /app/private /app/runs\n{as_user} '{health}' && echo healthy\n"
+        f"{as_user} 'touch /opt/venv/bin/mine' || echo not writable\nchmod 0500 /app/runs\n"
+        f"{as_user} '{health}' || echo ill"
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split("\n")[:5] == ["10001 700", "10001 755", "healthy", "not writable", "ill"]
+
+
+@pytest.mark.parametrize("lacks", ["compiler", "headers"])
+def test_an_image_that_cannot_build_a_launcher_is_not_finished(repo: Path, chroot: Any, lacks: str) -> None:
+    include = subprocess.run(
+        [sys.executable, "-c", "import sysconfig; print(sysconfig.get_paths()['include'])"],
+        capture_output=True,
+        text=True,
+    ).stdout.strip()
+    without = {
+        "compiler": "for c in gcc clang cc; do rm -f $(command -v $c); done",
+        "headers": f"rm -rf {include}/Python.h /usr/include/python3*",
+    }
+    (step,) = (one for one in _steps_after_the_packages(repo) if "compile_module_from_src" in one)
+    python = _steps_after_the_packages(repo)[0]
+    done = chroot(f"{python}\nrm -rf /root/.triton\n{without[lacks]}\n{step}")
+    said = {"compiler": "Failed to find C compiler", "headers": "Python.h: No such file"}[lacks]
+    assert done.returncode != 0 and said in done.stderr, done.stderr[-1000:]

@@ -1,0 +1,118 @@
+"""Runs on two machines that share no private folder, see `tests.two_nodes`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_dpopt.run.checkpoint import NEEDED, examine
+from hf_dpopt.run.seal import Seal
+from tests import tiny, two_nodes
+from tests.reference import clipping as reference
+from tests.two_node_run import USERS, authored, collate
+
+pytestmark = [pytest.mark.two_process, pytest.mark.timeout(600), pytest.mark.xdist_group("two_nodes")]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, request) -> Path:
+    found = tmp_path_factory.mktemp("nodes")
+    for done in two_nodes.launch(request.config.rootpath / "tests" / "two_node_run.py", found):
+        assert done.returncode == 0, done.stderr[-3000:]
+    return found
+
+
+def _facts(root: Path, name: str) -> list[dict]:
+    return [json.loads((root / "facts" / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_the_disks_are_two(root):
+    """Else nothing here tests anything: each node has files of its own, under the paths that both use."""
+    assert not any((root / "disk").iterdir())
+    assert (root / "node-0/records-keys/used").is_dir() and not (root / "node-1/records-keys").exists()
+
+
+@pytest.mark.parametrize("name", ["records", "users", "killed"])
+def test_a_run_has_the_weights_and_the_cost_of_one_run(root, name):
+    facts = _facts(root, name)
+    assert [one["world"] for one in facts] == [2, 2] and facts[0]["charged"] == facts[1]["charged"]
+    assert facts[0]["epsilon"] == facts[1]["epsilon"] == facts[0]["planned"]
+    weights = [torch.load(root / f"{name}-{rank}.pt") for rank in (0, 1)]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+def test_users_are_read_on_each_machine(root, tmp_path):
+    """Every node keeps an index on its own disk, and the run is that of one process."""
+    assert [one["users"] for one in _facts(root, "users")] == [11, 11]
+    for facts in _facts(root, "disk"):
+        assert [Path(name).name for name in facts["found"]] == ["cuts.npy", "rows.npy"]
+    alone = tiny.trainer(
+        tmp_path / "out", private_state_dir=str(tmp_path / "keys"), train_dataset=authored(), max_steps=4,
+        data_collator=collate, model=tiny.model(dropout=0.0), **USERS,
+    )  # fmt: skip
+    alone.train()
+    assert reference.relative_error(torch.load(root / "users-0.pt"), tiny.weights(alone.model)) < 1e-5
+
+
+def test_a_killed_run_takes_its_journal_again_on_both(root):
+    assert [one["recovered"] for one in _facts(root, "killed")] == [[3, 3], [3, 3]]
+    assert [one["charged"] for one in _facts(root, "killed")] == [[6], [6]]
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+def test_every_machine_has_whole_and_signed_checkpoints(root, step):
+    """With save_on_each_node: each list of files is that of its own disk, under the one key of the run."""
+    (kept,) = (root / "node-0/each-keys/used").glob("*/seal")
+    seal, marks = Seal.load(kept.parent), []
+    for node in (0, 1):
+        folder = root / f"node-{node}/each/out/checkpoint-{step}"
+        found = examine(folder, None, seal, needed=NEEDED)
+        assert found.is_whole and not found.cautions, (found.reasons, found.cautions)
+        assert {"model.safetensors", "config.json", "optimizer.pt", "scheduler.pt"} <= found.mark["files"].keys()
+        marks.append(found.mark)
+        (folder / "scheduler.pt").write_bytes(b"other")
+        assert examine(folder, None, seal).reasons == ("scheduler.pt is not what was saved",)
+    assert marks[0]["ledger_digest"] == marks[1]["ledger_digest"]
+
+
+def test_a_statement_stands_beside_the_ledger_alone(root):
+    """The other machine has no ledger, and used to say "Keys used: 0"."""
+    assert "Keys used: 2" in (root / "node-0/each/out/privacy/statement.md").read_text()
+    assert not (root / "node-1/each/out/privacy").exists()
+
+
+def test_a_checkpoint_that_one_machine_lacks_is_passed_over_by_all(root):
+    """They go on from the one before, and pay for the steps since; or say what is wrong, where one was asked for."""
+    assert [one["charged"] for one in _facts(root, "each")] == [[5, 4], [5, 4]]
+    weights = [torch.load(root / f"each-{rank}.pt") for rank in (0, 1)]
+    assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+    for name, said in {
+        "each_damaged": "on the machine of process 1, optimizer.pt is not what was saved",
+        "one_alone": "No checkpoint is whole on all machines: on the machine of process 1, it is not there",
+    }.items():
+        facts = _facts(root, name)
+        assert said in facts[0]["error"] and facts[0] == facts[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unlike_users", "Process 1 reads other user ids in the column 'author' than process 0"),
+        ("unlike_users_in_memory", "Process 1 reads other user ids in the column 'author' than process 0"),
+        ("unlike_records", "Process 1 has other training records than process 0"),
+        ("fewer_records", "Process 1 has other training records than process 0"),
+    ],
+)
+def test_machines_with_unlike_data_are_refused_on_both(root, name, said):
+    """One record with two numbers could be in a batch twice; nothing is charged, and no rank waits for another."""
+    facts = _facts(root, name)
+    assert said in facts[0]["error"] and facts[0] == facts[1]
+    assert not (root / "shared" / name / "out/privacy").exists()
+
+
+def test_a_head_is_not_trained_by_each_of_several_processes(root):
+    facts = _facts(root, "head")
+    assert "trained by one process" in facts[0]["error"] and facts[0] == facts[1]
