@@ -43,7 +43,7 @@ class HeadState:
 
         Args:
             step: steps taken.
-            state: as `state_dict` of the descent gives it.
+            state: state of the descent, what its `state_dict` returns.
         """
         file = io.BytesIO()
         torch.save({"step": step, **state}, file)

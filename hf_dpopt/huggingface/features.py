@@ -55,7 +55,7 @@ def compute_features(
     """
     _check_model(model)
     path = None if cache is None else cache / f"features-{_digest(model, inputs)}.npy"
-    if path is not None and (kept := _kept(path, len(inputs))) is not None:
+    if path is not None and (kept := _load_kept(path, len(inputs))) is not None:
         return kept
     was_training = model.training
     model.eval()
@@ -152,7 +152,7 @@ def _keep(path: Path, features: torch.Tensor) -> None:
     write_durably(path, content + _MARK + hashlib.sha256(content).digest(), mode=0o600)
 
 
-def _kept(path: Path, num_records: int) -> torch.Tensor | None:
+def _load_kept(path: Path, num_records: int) -> torch.Tensor | None:
     """Features in a file that `_keep` wrote, float32, (N, H); None if there is none, or it is not what was written."""
     if not path.exists():
         return None
