@@ -271,7 +271,7 @@ class Checkpoints:
     def _known(self) -> tuple[Ledger | None, Seal | None]:
         """Ledger and seal of the run in `output_dir`, where there are any."""
         ledger = Ledger.find(str(self.trainer.args.output_dir))
-        return ledger, None if ledger is None else Seal.of(ledger, self._state())
+        return ledger, None if ledger is None else self._state().seal(ledger)
 
     def _state(self) -> PrivateState:
         args = self.trainer.args

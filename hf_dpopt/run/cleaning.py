@@ -18,7 +18,6 @@ from hf_dpopt.run.checkpoint import FOLDER_NAME, examine
 from hf_dpopt.run.journal import JOURNAL
 from hf_dpopt.run.keys import PrivateState
 from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.seal import Seal
 
 # In output_dir, while a checkpoint is written or deleted. The Trainer does not take what is in there for a checkpoint,
 # and does not push a folder of this name.
@@ -78,7 +77,7 @@ def _private_leftovers(ledger: Ledger, state: PrivateState) -> Iterator[Path]:
 
 def _finished(output_dir: Path, ledger: Ledger, state: PrivateState) -> Iterator[Path]:
     """Yield unfinished checkpoints that are whole, whose place is empty: the run was killed before it renamed them."""
-    seal = Seal.of(ledger, state)
+    seal = state.seal(ledger)
     for path in _entries(output_dir / UNFINISHED):
         is_due = FOLDER_NAME.fullmatch(path.name) and not os.path.lexists(output_dir / path.name)
         if is_due and seal is not None and not path.is_symlink():

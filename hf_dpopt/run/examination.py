@@ -64,7 +64,7 @@ class Examination:
         self.ledger = self._read("ledger", lambda: Ledger.find(output_dir))
         self.state = self._read("keys", self._open_keys)
         self.marks: list[Mark] = self._read("keys", self._open_marks) or []
-        self.seal = self._read("keys", lambda: Seal.of(self.ledger, self.state))
+        self.seal = self._read("keys", self._load_seal)
         self.checkpoints = [examine(path, self.ledger, self.seal, needed=needed) for path in checkpoints(output_dir)]
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
@@ -82,6 +82,9 @@ class Examination:
 
     def _open_marks(self) -> list[Mark]:
         return self.state.memory(self.ledger).marks() if self.state is not None and self.ledger is not None else []
+
+    def _load_seal(self) -> Seal | None:
+        return self.state.seal(self.ledger) if self.state is not None and self.ledger is not None else None
 
     # --- what can be said ---
 

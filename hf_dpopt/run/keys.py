@@ -222,6 +222,14 @@ class PrivateState:
         """Knowledge about the use of the keys of a ledger, and of copies of it."""
         return KeyMemory(self.directory, ledger)
 
+    def seal(self, ledger: Ledger) -> Seal | None:
+        """The seal of the run that a ledger records; None if it has none.
+
+        Raises:
+            DPConfigError: if it is damaged.
+        """
+        return Seal.load(self.memory(ledger).folder)
+
     def data_mark(self, chain: Chain) -> str | None:
         """The note of `check_data`, if there is one."""
         path = self._data_file(chain)

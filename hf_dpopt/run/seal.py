@@ -15,7 +15,6 @@ from pathlib import Path
 
 from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.run.keys import PrivateState
 from hf_dpopt.run.ledger import GENESIS, Ledger
 
 FILE = "seal"
@@ -51,15 +50,6 @@ class Seal:
                 "a copy; else delete it, and they are resumed from with a warning."
             )
         return cls(body[:_KEY_BYTES], body[_KEY_BYTES:].decode("ascii"))
-
-    @classmethod
-    def of(cls, ledger: Ledger | None, state: PrivateState | None) -> Seal | None:
-        """The seal of the run that a ledger records; None if there is no ledger, no private folder or no seal in it.
-
-        Raises:
-            DPConfigError: if it is damaged.
-        """
-        return None if ledger is None or state is None else cls.load(state.memory(ledger).folder)
 
     @classmethod
     def load_or_make(cls, folder: Path, since: str) -> Seal:
