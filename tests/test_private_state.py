@@ -393,3 +393,16 @@ def test_a_birth_that_was_settled_before_is_settled(state, tmp_path):
     for _ in range(2):
         state.settle_birth(chain.chain_id, ledger)
         assert state.births(ledger) == []
+
+
+def test_a_chain_keeps_the_records_it_began_with(state):
+    chain = state.new_chain()
+    assert state.data_mark(chain) is None
+    state.check_data(chain, "one order")
+    assert state.data_mark(chain) == "one order"
+    state.check_data(chain, "one order")
+    for is_proven in (None, False):
+        with pytest.raises(DPConfigError, match="not those that this run began with"):
+            state.check_data(chain, "another order", is_proven=is_proven)
+    state.check_data(chain, "another order", is_proven=True)  # a signed checkpoint counts more than the note
+    assert state.data_mark(chain) == "another order"

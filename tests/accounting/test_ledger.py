@@ -8,6 +8,7 @@ import os
 import random
 import resource
 import signal
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -349,3 +350,19 @@ def test_another_mechanism_is_refused_field_by_field(path):
     assert "sizes: [1, 2] in the ledger, [1, 3] now" in message
     assert "num_steps" not in message
     assert "Continue with the same options, or choose another output_dir" in message
+
+
+def test_a_ledger_is_intact_until_something_else_is_at_its_place(path):
+    with Ledger.open(path) as ledger:
+        assert ledger.is_intact and stat.S_IMODE(path.stat().st_mode) == 0o644
+        with path.open("ab") as file:
+            file.write(b" ")
+        assert not ledger.is_intact
+        path.write_bytes(path.read_bytes()[:-1])
+        assert ledger.is_intact
+        content = path.read_bytes()
+        path.rename(path.with_name("moved"))
+        assert not ledger.is_intact
+        path.write_bytes(content)
+        assert not ledger.is_intact  # the same bytes in another file
+    assert Ledger.read(path).is_intact

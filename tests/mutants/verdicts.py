@@ -503,4 +503,70 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         "harmless",
         "One of three places from which the tuning descends; the error that it ends at is compared, and tested",
     ),
+    (
+        "hf_dpopt/run/ledger.py",
+        "Ledger.open",
+        'write_durably(ledger.path, header + b"\\n", mode=0o644)',
+        "core/NumberReplacer",
+        48,
+        1,
+    ): (
+        "matters",
+        "Other users could write the ledger: `test_ledger.py::test_a_ledger_is_intact_until_something_else_is_at_its_place`",
+    ),
+    (
+        "hf_dpopt/run/ledger.py",
+        "Ledger.is_intact",
+        "if self._file is None:",
+        "core/ReplaceComparisonOperator_Is_IsNot",
+        14,
+        0,
+    ): (
+        "matters",
+        "A ledger that is replaced under a run went unnoticed; dear tests of faults see it, now a cheap one, too: `test_ledger.py::test_a_ledger_is_intact_until_something_else_is_at_its_place`",
+    ),
+    (
+        "hf_dpopt/run/keys.py",
+        "PrivateState.data_mark",
+        'return read_whole(path).decode(errors="replace") if path.exists() and not chain.unsafe else None',
+        "core/ReplaceUnaryOperator_Delete_Not",
+        70,
+        0,
+    ): (
+        "matters",
+        "A run would go on with other records; a dear test of users sees it, now a cheap one, too: `test_private_state.py::test_a_chain_keeps_the_records_it_began_with`",
+    ),
+    (
+        "hf_dpopt/plan/advice.py",
+        "TrainingJob.learning_rate",
+        "length = min(max((REFERENCE_STEPS / outlook.num_steps) ** (1 / 3), 0.3), 1.5)",
+        "core/NumberReplacer",
+        73,
+        0,
+    ): (
+        "harmless",
+        "A learning rate of short runs that is advised: no promise depends on it",
+    ),
+    (
+        "hf_dpopt/run/run.py",
+        "PrivateRun._answer_opening",
+        "if opening is None or not self._is_asking or step != self._opened:",
+        "core/ReplaceComparisonOperator_NotEq_IsNot",
+        50,
+        0,
+    ): (
+        "harmless",
+        "It refuses more: a query in a chain that begins beyond step 256, where equal numbers may be two objects",
+    ),
+    (
+        "hf_dpopt/sampling/fixed_order.py",
+        "_order",
+        "order.setflags(write=False)",
+        "DropStatement",
+        0,
+        0,
+    ): (
+        "harmless",
+        "Nothing writes to the order that is kept; the flag is for code to come",
+    ),
 }
