@@ -569,4 +569,15 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         "harmless",
         "Nothing writes to the order that is kept; the flag is for code to come",
     ),
+    (
+        "hf_dpopt/noise/strategy.py",
+        "NoiseStrategy",
+        "@abc.abstractmethod",
+        "core/RemoveDecorator",
+        0,
+        0,
+    ): (
+        "harmless",
+        "A strategy without its matrix is refused when it is asked for it, not when it is made; all of the package have one",
+    ),
 }
