@@ -259,3 +259,15 @@ def test_no_history_of_backups_and_copies_uses_noise_twice_or_forgets_a_step(tmp
                     shutil.copytree(out, folder / f"copy{move}")
                     folders.append(folder / f"copy{move}")
         assert len(set(executed)) == len(executed)
+
+
+def test_a_key_that_was_used_beyond_the_ledger_gets_no_further_step(out, private):
+    """The record that the mark names is known, and its step is not: `charge_unknown` charges it, and a chain begins."""
+    with Run(out, private) as run:
+        run.steps(2)
+        run.memory.note(4)
+        chain = run.chain
+    with Ledger.open(out / "ledger.jsonl") as ledger:
+        state = PrivateState(private, forbidden=out)
+        assert continue_or_branch(ledger, state, 2).chain_id != chain.chain_id
+        assert "behind this ledger's back" in ledger.chains[-1].note

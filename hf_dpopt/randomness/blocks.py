@@ -21,6 +21,7 @@ from hf_dpopt.randomness.spans import Part, Span
 BLOCK_BYTES = 64
 NORMALS = 8  # of a block: 64 bits each
 CHUNK = 2**14  # normals that one thread draws at a time: its words and buffers (0.4 MB) stay in the cache
+LEAST = 4 * CHUNK  # normals of one thread: one with less to do costs more than it saves
 SLICE = 2**11  # elements up to which torch computes a function on the calling thread alone
 SEGMENT = 2**24  # elements that are copied to another device at a time: 64 MB
 VECTOR = 64  # elements; no processor computes so many at once
@@ -161,8 +162,7 @@ def add_on_host(key: bytes, parts: Sequence[Part], stddev: float, drawn: Drawn |
 
         return add
 
-    # a thread with less to do costs more than it saves
-    run_in_pieces(ranges, adder, min(usable_cores(), len(ranges) // 4))
+    run_in_pieces(ranges, adder, min(usable_cores(), sum(cut.num for cut in ranges) // LEAST))
 
 
 def add_from_host(key: bytes, part: Part, stddev: float, drawn: Drawn | None = None) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from hf_dpopt.randomness import on_device
 from hf_dpopt.randomness.ahead import Ahead, spare_cores
-from hf_dpopt.randomness.blocks import Drawn, add_from_host, add_on_host
+from hf_dpopt.randomness.blocks import LEAST, Drawn, add_from_host, add_on_host
 from hf_dpopt.randomness.source import AddressedSource
 from hf_dpopt.randomness.spans import Part, Span
 from hf_dpopt.randomness.subkeys import derive_key
@@ -113,7 +113,7 @@ class ChaCha20Gaussian(AddressedSource):
     def draw_ahead(self, spans: Sequence[Span], *, step: int, device: torch.device) -> None:
         self.forget()
         threads = 0 if on_device.serves(device) else spare_cores(device)
-        if threads and spans:
+        if threads and sum(span.num for span in spans) >= LEAST:
             self._ahead = step, Ahead(self.step_key(step), spans, threads)
 
     def forget(self) -> None:

@@ -168,7 +168,7 @@ def run(tmp_path: Path) -> PrivateRun:
 
 
 def _sums() -> JointSums:
-    return JointSums(ClippedSums({"weight": torch.zeros(2 * CHUNK)}))
+    return JointSums(ClippedSums({"weight": torch.zeros(5 * CHUNK)}))
 
 
 def test_a_step_is_charged_before_its_noise_is_drawn(run, monkeypatch):
@@ -196,9 +196,19 @@ def test_a_step_that_fails_leaves_no_threads(run):
     run.begin(2, engine)  # and the gradients fail
     run.begin(3, engine)
     released = run.release(_sums(), 3)["weight"]
-    want = ChaCha20Gaussian(run.chain.noise_key).normal((2 * CHUNK,), step=3, tensor=0)
+    want = ChaCha20Gaussian(run.chain.noise_key).normal((5 * CHUNK,), step=3, tensor=0)
     assert torch.equal(released, want.div(10))
     run.begin(4, engine)
     threads = run.noise._source._ahead[1]._threads
     run.close(is_finished=False)
     assert run.noise._source._ahead is None and not any(thread.is_alive() for thread in threads)
+
+
+def test_little_noise_is_drawn_without_a_thread(run):
+    """A thread and its buffers cost more than the noise of a small model."""
+    engine = make_engine(nn.Linear(1, 1), run.plan.clipper)
+    for step in (1, 2, 3):
+        run.begin(step, engine)
+        assert run.noise._source._ahead is None
+        run.release(JointSums(ClippedSums({"weight": torch.zeros(CHUNK)})), step)
+    run.close()
