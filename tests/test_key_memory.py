@@ -271,3 +271,13 @@ def test_a_key_that_was_used_beyond_the_ledger_gets_no_further_step(out, private
         state = PrivateState(private, forbidden=out)
         assert continue_or_branch(ledger, state, 2).chain_id != chain.chain_id
         assert "behind this ledger's back" in ledger.chains[-1].note
+
+
+def test_a_memory_that_is_closed_holds_no_file(out, private):
+    run = Run(out, private)
+    descriptor = run.memory._file
+    run.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+    assert run.memory._file is None
+    run.memory.close()  # again, as an error on the way does

@@ -167,7 +167,7 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         0,
     ): (
         "harmless",
-        "A line of log",
+        "A line of log: `test_samplers.py::test_a_verification_that_takes_time_is_announced`",
     ),
     (
         "hf_dpopt/noise/tree.py",
@@ -446,7 +446,7 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         0,
     ): (
         "harmless",
-        "A descriptor stays open until the process ends; the lock, which has one of its own, is let go",
+        "A descriptor stayed open until the process ended; the lock, which has one of its own, was let go: `test_key_memory.py::test_a_memory_that_is_closed_holds_no_file`",
     ),
     (
         "hf_dpopt/sampling/capped_poisson.py",
@@ -578,7 +578,7 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         0,
     ): (
         "harmless",
-        "A strategy without its matrix is refused when it is asked for it, not when it is made; all of the package have one",
+        "A strategy without its matrix was refused when it was asked for it, not when it was made: `test_strategies.py::test_a_strategy_without_its_matrix_cannot_be_made`",
     ),
     (
         "hf_dpopt/run/keys.py",

@@ -17,8 +17,9 @@ from scipy import stats
 from hf_dpopt.accounting import events
 from hf_dpopt.accounting.accountants import epsilon
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS
-from hf_dpopt.sampling import SAMPLERS, FixedOrderSampler, PoissonSampler, TruncatedPoissonSampler
+from hf_dpopt.noise import MECHANISMS, NuDPFTRL
+from hf_dpopt.sampling import SAMPLERS, FixedOrderSampler, PoissonSampler, TruncatedPoissonSampler, balls_in_bins
+from hf_dpopt.sampling.balls_in_bins import BallsInBinsSampler
 
 ALPHA = 1e-6
 
@@ -298,3 +299,16 @@ def test_poisson_steps_of_all_chains_add_up():
 def test_fixed_order_under_add_or_remove_one_shifts_all_blocks():
     with pytest.raises(DPConfigError, match="shifts the blocks.*Use adjacency='zero_out' or adjacency='replace_one'"):
         FixedOrderSampler(num_examples=10, expected_batch_size=2).check_adjacency("add_or_remove_one")
+
+
+def test_a_verification_that_takes_time_is_announced(monkeypatch):
+    """Too few samples for a proof, which says so by None; the line comes first."""
+    said: list[str] = []
+    monkeypatch.setattr(balls_in_bins.logger, "info", said.append)
+    assert (
+        BallsInBinsSampler(num_examples=2000, expected_batch_size=50).certify(
+            NuDPFTRL(0.1), 2.0, 40, 1e-9, num_samples=10
+        )
+        is None
+    )
+    assert "verifying epsilon by 10 samples" in said[0]

@@ -17,6 +17,7 @@ from hf_dpopt.noise import (
     DenseStrategy,
     IdentityStrategy,
     LambdaCGD,
+    NoiseStrategy,
     NuDPFTRL,
     OptimalCC,
     Participation,
@@ -174,3 +175,11 @@ def test_equal_parameters_are_an_equal_strategy():
 def test_bad_parameters(make, mend):
     with pytest.raises(DPConfigError, match=mend):
         make()
+
+
+def test_a_strategy_without_its_matrix_cannot_be_made():
+    class Half(NoiseStrategy):
+        name = "half"
+
+    with pytest.raises(TypeError, match="strategy_matrix"):
+        Half()
