@@ -17,7 +17,7 @@ import hypothesis
 import torch
 from hypothesis import HealthCheck, Phase
 
-from tests.fuzz.outcome import Case, Outcome, outcome_of
+from tests.fuzz.outcome import SECONDS, Case, Outcome, outcome_of
 
 MORE = 4  # times as many are drawn as are run
 PARTS = {  # function of this package that makes the strategy -> share of the cases
@@ -61,7 +61,7 @@ def _spread(several: list[Case], count: int) -> list[Case]:
 
 
 def drawn(
-    part: str, count: int, seed: int, home: Path, abandoned: float = 0.0
+    part: str, count: int, seed: int, home: Path, abandoned: float = 0.0, seconds: float = SECONDS
 ) -> Iterator[tuple[Case, Outcome, float]]:
     """Run the cases; yield each with its end and the seconds of the processor it took.
 
@@ -69,18 +69,19 @@ def drawn(
         part, count, seed: as for `cases`.
         home: folder for the folders of the cases.
         abandoned: seconds after which a case that no signal reaches ends the process; 0 for none.
+        seconds: of the processor, that a case may take.
     """
     for case in cases(part, count, seed):
         if abandoned:
             faulthandler.dump_traceback_later(abandoned, exit=True)
         with folder_in(home) as folder:
             began = time.process_time()
-            outcome = outcome_of(case, folder)
-            seconds = time.process_time() - began
+            outcome = outcome_of(case, folder, seconds=seconds)
+            taken = time.process_time() - began
         faulthandler.cancel_dump_traceback_later()
         torch.set_default_dtype(torch.float32)
         gc.collect()
-        yield case, outcome, seconds
+        yield case, outcome, taken
 
 
 @contextlib.contextmanager

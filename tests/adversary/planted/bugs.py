@@ -281,15 +281,15 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the noise is half as large",
         "hf_dpopt/noise/gaussian.py",
-        "stddev=self.draw_stddev, step=step",
-        "stddev=self.draw_stddev / 2, step=step",
+        "add_to(totals, stddev=self.draw_stddev, step=step",
+        "add_to(totals, stddev=self.draw_stddev / 2, step=step",
         (f"{TRAINER}::test_noise_of_a_run_has_the_calibrated_scale",),
     ),
     Bug(
         "the noise is drawn once and used in every step",
         "hf_dpopt/noise/gaussian.py",
-        "stddev=self.draw_stddev, step=step",
-        "stddev=self.draw_stddev, step=1",
+        "add_to(totals, stddev=self.draw_stddev, step=step",
+        "add_to(totals, stddev=self.draw_stddev, step=1",
         ("tests/mechanisms/test_gaussian.py::test_noise_is_that_of_the_source_by_sorted_name",),
     ),
     Bug(
