@@ -307,7 +307,7 @@ def test_report_and_scan_need_a_run(run: Run, tmp_path: Path) -> None:
 
 def test_scan_passes_a_clean_folder_and_finds_the_runs_own_keys(run: Run, output_dir: Path) -> None:
     code, out, _ = run("scan", output_dir)
-    assert code == 0 and "0 finding(s)" in out and "looked for 6 keys" in out
+    assert code == 0 and "0 finding(s)" in out and "looked for 7 keys" in out
     (output_dir / "notes.txt").write_text(key_of(output_dir).hex())
     code, out, _ = run("scan", output_dir)
     assert code == 1 and "notes.txt" in out and key_of(output_dir).hex() not in out
