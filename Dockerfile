@@ -27,7 +27,7 @@ RUN PIP_NO_CACHE_DIR=1 make env VENV=/opt/venv EXTRAS=recipes TORCH="${TORCH}"
 
 # Builds and loads an empty launcher as Triton does its own: an image that could not run the kernels is not finished.
 RUN /opt/venv/bin/python -c "from triton.runtime.build import compile_module_from_src as build; build('#include <Python.h>\nstatic struct PyModuleDef d = {PyModuleDef_HEAD_INIT, \"probe\", 0, -1, 0};\nPyMODINIT_FUNC PyInit_probe(void) { return PyModule_Create(&d); }', 'probe')" \
-    && rm -rf /root/.triton
+    && rm -rf ~/.triton
 
 # The program is not writable by the user that runs it; data, models and private state live under /app.
 RUN useradd --non-unique --uid "${UID}" --no-create-home --home-dir /app --shell /usr/sbin/nologin trainer \

@@ -287,4 +287,6 @@ def test_a_run_with_public_gradients_saves_resumes_and_is_released(tmp_path):
     """What its preconditioner keeps are numbers of public records, which no scan takes for private ones."""
     options = {"preconditioner": "adadps", "public_dataset": tiny.records(128)[64:], "data_collator": tiny.collate}
     _kill(tmp_path / "a", tmp_path / "b", "gaussian", "after the optimizer", 5, **options)
-    _finish(tmp_path / "b", "gaussian", **options).save_model()
+    trainer = _finish(tmp_path / "b", "gaussian", **options)
+    trainer.save_model()
+    assert trainer.state.global_step == NUM_STEPS and (tmp_path / "b/out/model.safetensors").is_file()

@@ -406,3 +406,18 @@ def test_a_chain_keeps_the_records_it_began_with(state):
             state.check_data(chain, "another order", is_proven=is_proven)
     state.check_data(chain, "another order", is_proven=True)  # a signed checkpoint counts more than the note
     assert state.data_mark(chain) == "another order"
+
+
+def test_a_damaged_state_of_noise_is_no_error_and_no_state(state):
+    """Bytes changed anywhere, the pickle and the directory of the archive among them; what is kept must not be used."""
+    chain, rng = state.new_chain(), random.Random(0)
+    state.save_noise(chain, {"num_done": 3, "shapes": {"w": (4,)}, "bound_to": {"a": 1}, "ahead": torch.ones(4)})
+    (path,) = state.directory.rglob("*.noise")
+    whole = path.read_bytes()
+    assert state.load_noise(chain, 3)["num_done"] == 3 and state.load_noise(chain, 2) is None
+    for _ in range(400):
+        content = bytearray(whole)
+        for _ in range(rng.randint(1, 4)):
+            content[rng.randrange(len(content))] ^= rng.randint(1, 255)
+        path.write_bytes(content[: rng.choice([len(content), rng.randrange(len(content))])])
+        assert state.load_noise(chain, 3) is None

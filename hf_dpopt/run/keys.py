@@ -130,7 +130,6 @@ class PrivateState:
     Args:
         directory: created with mode 0700 if it does not exist; see `default_private_dir`.
         forbidden: the run's ``output_dir``; neither may lie inside the other.
-
         is_read: whether the secrets are looked at alone: no folder is made then.
 
     Raises:
