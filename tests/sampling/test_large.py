@@ -119,8 +119,8 @@ def test_memory_does_not_grow_with_the_records(repo, name):
 
 def test_some_of_very_many_records_are_counted(monkeypatch):
     """A sampler that serves each record in every other step, where it promised every fourth, is found out."""
-    monkeypatch.setattr(check, "MOST_COUNTED", 10)
-    sampler = SAMPLERS["fixed_order"](num_examples=100, expected_batch_size=25)
+    monkeypatch.setattr(check, "MOST_COUNTED", 100)  # a batch has none of them with probability 0.75^100
+    sampler = SAMPLERS["fixed_order"](num_examples=1000, expected_batch_size=250)
     key = os.urandom(32)
     checked = ParticipationCheck(sampler, key, 1)
     for step in range(1, 9):
