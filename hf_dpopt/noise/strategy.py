@@ -157,8 +157,8 @@ class NoiseStrategy(abc.ABC):
             scale: stddev of a coordinate of ``scale * Z``, absolute, in gradient units.
             num_steps: steps at most.
             first_step: step under which the trainer asks for the first.
-            backend: "auto": buffers, a ring or a stack where the strategy has them; "history" keeps all draws,
-                "regenerate" none. The noise is the same, rounding aside.
+            backend: "auto": buffers, a ring or a stack where the strategy has them; "history" keeps all draws that
+                later steps use, "regenerate" none. The noise is the same, rounding aside.
             block: steps that one pass over the earlier draws serves, with "regenerate".
             offload: keep and compute the noise in the host's memory, and copy what is added to the device once a step.
                 The noise is the same, rounding aside.
@@ -181,7 +181,7 @@ class NoiseStrategy(abc.ABC):
         """Stream for checked options; `common` is what every `CorrelatedStream` takes by keyword."""
         rows = self.rows(common["num_steps"])
         if (self.default_backend if backend == "auto" else backend) == "history":
-            return HistoryStream(rows, source, **common)
+            return HistoryStream(rows, source, window=self._window(common["num_steps"]), **common)
         return RegeneratedStream(rows, source, block=block, **common)
 
     def rows(self, num_steps: int) -> Rows:
@@ -244,7 +244,12 @@ class NoiseStrategy(abc.ABC):
     def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
         """Cost of what `stream` makes of the same arguments."""
         draws_used = self._draws_used(num_steps)
-        return cost_of_rows(draws_used, self.default_backend if backend == "auto" else backend, block)
+        backend = self.default_backend if backend == "auto" else backend
+        return cost_of_rows(draws_used, backend, block, window=self._window(num_steps))
+
+    def _window(self, num_steps: int) -> int | None:
+        """Last draws that the noise of a step is made of, its own included, in every step; None if all may be."""
+        return None
 
     def _draws_used(self, num_steps: int) -> np.ndarray:
         """Number of draws that the noise of each step is made of, (num_steps,)."""
@@ -339,6 +344,9 @@ class ToeplitzStrategy(NoiseStrategy):
 
     def _draws_used(self, num_steps: int) -> np.ndarray:
         return np.cumsum(self.noising_coefs(num_steps) != 0)
+
+    def _window(self, num_steps: int) -> int | None:
+        return int(np.flatnonzero(self.noising_coefs(num_steps))[-1]) + 1
 
 
 # --- JSON ------------------------------------------------------------------------------------------------------------

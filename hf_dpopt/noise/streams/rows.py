@@ -15,19 +15,30 @@ Rows = Callable[[int], np.ndarray]  # t -> row t of B, (t + 1,)
 
 
 class HistoryStream(CorrelatedStream):
-    """Stream that keeps every draw: t tensors after t steps; each step reads them all."""
+    """Stream that keeps every draw that a later step uses; each step reads them all.
 
-    def __init__(self, rows: Rows, source: NoiseSource, **options: Any):
+    Args:
+        rows: rows of B.
+        source: standard normals under a key that no other stream uses.
+        window: last draws, that of the step included, beyond which no row has an entry other than 0; None for all.
+        options: those of `CorrelatedStream`.
+    """
+
+    def __init__(self, rows: Rows, source: NoiseSource, *, window: int | None = None, **options: Any):
         super().__init__(source, **options)
-        self._rows = rows
-        self._draws: dict[str, list[torch.Tensor]] = {}
+        self._rows, self._window = rows, window
+        self._draws: dict[str, list[torch.Tensor]] = {}  # the last ones; a state of an earlier release has all
 
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
         draws = self._draws.setdefault(name, [])
         draws.append(self._normal(total, tensor, t))
-        for weight, draw in zip(self._rows(t), draws, strict=True):
+        weights = self._rows(t)
+        assert not weights[: -len(draws)].any(), "a draw that was dropped is needed"
+        for weight, draw in zip(weights[-len(draws) :], draws, strict=True):
             if weight:
                 total.add_(draw, alpha=self.scale * float(weight))
+        if self._window is not None and len(draws) >= self._window:
+            del draws[: len(draws) - self._window + 1]
 
     def _own_state(self) -> State:
         return {"draws": self._draws}
