@@ -6,6 +6,7 @@
 #            make env TORCH='torch==2.13.0 --index-url <index of CPU wheels>'   or   TORCH=./torch-2.13.0+cpu-...whl
 #   EXTRAS   optional dependencies of pyproject.toml
 #   WORKERS  test processes; each of them uses one thread
+#   GPU_ARGS options of benchmarks/gpu_queue.py, e.g. make gpu GPU_ARGS='--minutes 9 --data FOLDER'
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -16,6 +17,7 @@ TORCH ?= torch==2.13.0
 EXTRAS ?= recipes,test
 WORKERS ?= 2
 PYTEST_ARGS ?=
+GPU_ARGS ?=
 
 comma := ,
 BIN := $(VENV)/bin
@@ -24,7 +26,7 @@ PINS := $(VENV)/constraints.txt
 # Only local files are read while our code runs: nothing a run does may depend on, or tell, a server.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: help env demo test check costs frozen lint format bench clean
+.PHONY: help env demo test check costs frozen lint format bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -73,6 +75,9 @@ format: env  ## let ruff rewrite the code
 bench: env  ## speed and memory beside the non-private Trainer
 	set -- benchmarks/*.py; test -e "$$1" || { echo 'benchmarks/ holds no script'; exit 1; }; \
 	for script; do $(OFFLINE) $(BIN)/python "$$script"; done
+
+gpu: env  ## measure all that waits for a GPU, in order of value; called again, it goes on (GPU_ARGS='--minutes 9')
+	$(OFFLINE) $(BIN)/python benchmarks/gpu_queue.py --output docs $(GPU_ARGS)
 
 clean:  ## delete the environment, caches and build products (never runs/ or private state)
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

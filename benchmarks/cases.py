@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, RobertaConfig, RobertaForSequenceClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import FlatClipping
@@ -34,9 +41,19 @@ class Shape:
     batch: int
     tokens: int
     tied: bool = True
+    inner: int = 0  # columns of a llama's MLP
 
     def model(self) -> nn.Module:
         heads = max(2, self.width // 64)
+        if self.family == "llama":
+            return LlamaForCausalLM(
+                LlamaConfig(
+                    vocab_size=self.vocabulary, hidden_size=self.width, num_hidden_layers=self.layers,
+                    num_attention_heads=heads // 2, num_key_value_heads=max(1, heads // 8),
+                    intermediate_size=self.inner, max_position_embeddings=self.tokens, tie_word_embeddings=False,
+                    use_cache=False, bos_token_id=1, eos_token_id=2,
+                )
+            )  # fmt: skip
         if self.family == "roberta":
             return RobertaForSequenceClassification(
                 RobertaConfig(
@@ -49,13 +66,14 @@ class Shape:
             GPT2Config(
                 vocab_size=self.vocabulary, n_embd=self.width, n_layer=self.layers, n_head=heads,
                 n_positions=self.tokens, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-                tie_word_embeddings=self.tied, use_cache=False,
+                tie_word_embeddings=self.tied, use_cache=False, bos_token_id=1, eos_token_id=2,
             )
         )  # fmt: skip
 
     @property
     def lora_targets(self) -> list[str]:
-        return ["query", "value"] if self.family == "roberta" else ["c_attn"]
+        targets = {"roberta": ["query", "value"], "gpt2": ["c_attn"], "llama": ["q_proj", "v_proj"]}
+        return targets[self.family]
 
 
 SHAPES = {
@@ -69,6 +87,8 @@ SHAPES = {
     "gpt2": Shape("gpt2", 768, 12, 50257, 16, 512),
     "gpt2-medium": Shape("gpt2", 1024, 24, 50257, 8, 512),
     "gpt2-large": Shape("gpt2", 1280, 36, 50257, 4, 512),
+    "llama-256x4": Shape("llama", 256, 4, 8192, 8, 128, inner=896),
+    "llama-8b": Shape("llama", 4096, 32, 128256, 4, 1024, inner=14336),
 }
 
 
@@ -81,6 +101,8 @@ class Case:
         self.shape, self.device, self.bf16 = shape, device, bf16
         with torch.device(device):
             self.model = shape.model().train()
+        if shape.family == "gpt2":  # transformers finds no loss by that class's name: it warns, and a compiled model
+            self.model.loss_type = "ForCausalLM"  # falls back to eager where it would
         if checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         if finetuning == "lora":
@@ -88,6 +110,8 @@ class Case:
 
             if checkpointing:
                 self.model.enable_input_require_grads()
+            if shape.family == "llama":
+                self.model.to(torch.bfloat16 if bf16 else torch.float32)  # frozen weights; adapters stay float32
             head = ["classifier"] if shape.family == "roberta" else None
             config = LoraConfig(
                 r=8, target_modules=shape.lora_targets, modules_to_save=head, fan_in_fan_out=shape.family == "gpt2"
@@ -95,7 +119,7 @@ class Case:
             self.model = get_peft_model(self.model, config)
         size = (shape.batch, shape.tokens)
         ids = torch.randint(5, shape.vocabulary, size, device=device)
-        labels = ids if shape.family == "gpt2" else torch.randint(0, 2, size[:1], device=device)
+        labels = torch.randint(0, 2, size[:1], device=device) if shape.family == "roberta" else ids
         self.batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
         self.trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
@@ -110,11 +134,19 @@ class Case:
 
     # --- ways --------------------------------------------------------------------------------------------------------
 
-    def stock(self) -> Callable[[], None]:
+    def stock(self, share: float = 1.0) -> Callable[[], None]:
+        """The non-private way; `share` multiplies the loss where gradients of several batches are accumulated."""
+        return self._plain(self.model, share)
+
+    def stock_compiled(self, share: float = 1.0, compiler: str = "inductor") -> Callable[[], None]:
+        """The same through `torch.compile`, for the one shape of the batch."""
+        return self._plain(torch.compile(self.model, backend=compiler, dynamic=False), share)
+
+    def _plain(self, model: Any, share: float) -> Callable[[], None]:
         def step() -> None:
             with torch.autocast(self.device, dtype=torch.bfloat16, enabled=self.bf16):
-                loss = self.model(**self.batch).loss
-            loss.backward()
+                loss = model(**self.batch).loss
+            (loss if share == 1 else loss * share).backward()
 
         return step
 

@@ -1,12 +1,16 @@
-"""Clipping on a GPU: throughput and memory of RoBERTa-large and GPT-2 against the non-private step, and the noise.
+"""The private step on a GPU against the non-private one: clipping alone, the noise, and the whole step, all in.
 
-    python benchmarks/gpu.py --output docs/gpu.json
+    python benchmarks/gpu.py --output gpu.json
+    python benchmarks/gpu.py --parts steps --shapes roberta-large --tokens 128 --output steps.json
 
-For every model, length, finetuning and precision the ways are interleaved in one process at a few physical batches, given
-as tokens; a throughput is that of the median step at the best of them. Then the cost of the noise of one logical step
-over all trainable parameters. Needs torch, transformers, peft and hf_dpopt; no network (models come from configs, with
-random weights). `--parts noise` measures the noise alone; its share of a step needs the rest. `--device cpu --shapes
-roberta-256x4 --tokens 128 --batch_tokens 512` tries the script without a GPU.
+* `clipping`: forward, backward and clipping. For every model, length, finetuning and precision the ways are interleaved in
+  one process at a few physical batches, given as tokens; a throughput is that of the median step at the best of them.
+* `noise`: the noise of one logical step over all trainable parameters; its share of a step needs the part before.
+* `steps`: a step of `--records` records with clipping, sums, noise and AdamW, beside a stock step and one through
+  `torch.compile` with the same AdamW, with model FLOP utilisation (`flops.py` has the formula, `whole_step.py` the step).
+
+Needs torch, transformers, peft and hf_dpopt; no network (models come from configs, with random weights). `--device cpu
+--shapes roberta-256x4 --tokens 128 --batch_tokens 512` tries the script without a GPU. `make gpu` runs it in pieces.
 
 Published, for book-keeping (Bu et al. 2023, arXiv:2210.00038): 0.80 of the non-private throughput on GPT-2, 0.70 to 0.76
 on RoBERTa-large, memory within 1 %.
@@ -17,14 +21,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_summary
 import torch
+import whole_step
 from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
 
 from hf_dpopt.randomness.cipher import STREAMS, NoiseSource
@@ -32,6 +39,7 @@ from hf_dpopt.randomness.cipher import STREAMS, NoiseSource
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
 RECORDS = 1024  # of the logical step that the noise is compared with
 WAYS = ("stock", "book_keeping", "two_pass")
+PARTS = ("clipping", "noise", "steps")
 
 
 @dataclasses.dataclass
@@ -77,6 +85,7 @@ def measure(name: str, tokens: int, finetuning: str, precision: str, batch: int,
 
 
 def free(device: str) -> None:
+    torch.compiler.reset()  # too many compiled models in one process, and the next would run eagerly
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
@@ -140,14 +149,21 @@ def print_best(rows: list[Row]) -> None:
         )  # fmt: skip
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(DEFAULT))
     parser.add_argument("--tokens", nargs="+", type=int, default=[128, 512])
     parser.add_argument("--finetuning", nargs="+", choices=["full", "lora"], default=["full", "lora"])
     parser.add_argument("--precisions", nargs="+", choices=["bf16", "fp32"], default=["bf16", "fp32"])
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="`stock` is always one of them")
-    parser.add_argument("--parts", nargs="+", choices=["clipping", "noise"], default=["clipping", "noise"])
+    parser.add_argument(
+        "--whole_ways", nargs="+", choices=whole_step.WHOLE_WAYS, help="ways of `steps`; all but two-pass by default",
+        default=[way for way in whole_step.WHOLE_WAYS if way != "private_two_pass"],
+    )  # fmt: skip
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--records", type=int, default=RECORDS, help="of a whole step")
+    parser.add_argument("--compiler", default="inductor", help="backend of torch.compile; aot_eager where none builds")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument(
@@ -155,40 +171,58 @@ def main() -> None:
     )
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--output", help="rows as json, written after every model")
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
     options.ways = list(dict.fromkeys(["stock", *options.ways]))
     if options.device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured (--device cpu tries the script)")
         return
-    rows, noise = list[Row](), list[dict[str, Any]]()
+    rows, noise, steps = list[Row](), list[dict[str, Any]](), list[dict[str, Any]]()
 
     def save() -> None:
         if options.output:
-            found = {
-                "device": device_name(options.device),
-                **versions(),
-                "rows": [dataclasses.asdict(r) for r in rows],
-            }
-            Path(options.output).write_text(json.dumps({**found, "noise": noise}, indent=1), encoding="utf-8")
+            about = {"device": device_name(options.device), **versions()}
+            found = {"rows": [dataclasses.asdict(r) for r in rows], "noise": noise, "steps": steps}
+            Path(options.output).write_text(json.dumps({**about, **found}, indent=1), encoding="utf-8")
 
     print(f"{device_name(options.device)}, {versions()}, medians of {options.repetitions} interleaved repetitions\n")
-    print("| model | tokens | finetuning | precision | way | best batch | ms | records/s | to non-private | MiB | to non-private |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for name in options.shapes if "clipping" in options.parts else ():
-        for tokens in options.tokens:
-            for finetuning in options.finetuning:
-                for precision in options.precisions:
-                    found = list[Row]()
-                    sizes = options.batch_tokens if precision == "bf16" else options.batch_tokens[:1]
-                    for batch in [max(1, n // tokens) for n in sizes]:
-                        found += measure(name, tokens, finetuning, precision, batch, options)
-                        free(options.device)
-                    rows += found
-                    print_best(found)
-                    save()
+    if "clipping" in options.parts:
+        print("| model | tokens | finetuning | precision | way | best batch | ms | records/s | to non-private | MiB | to non-private |")  # fmt: skip
+        print("|---|---|---|---|---|---|---|---|---|---|---|")
+        for name, tokens, finetuning, precision in cases(options):
+            found = list[Row]()
+            sizes = options.batch_tokens if precision == "bf16" else options.batch_tokens[:1]
+            for batch in [max(1, n // tokens) for n in sizes]:
+                found += measure(name, tokens, finetuning, precision, batch, options)
+                free(options.device)
+            rows += found
+            print_best(found)
+            save()
     if "noise" in options.parts:
         noise += measure_noise(rows, options)
-    save()
+        save()
+    if "steps" in options.parts:
+        print(f"\n{gpu_summary.STEPS}")
+        for name, tokens, finetuning, precision in cases(options):
+            of_one = whole_step.measure_steps(
+                name, tokens, finetuning, precision, options, device_name=device_name(options.device)
+            )
+            steps += [dataclasses.asdict(row) for row in of_one]
+            free(options.device)
+            print(
+                "\n".join(
+                    gpu_summary.step_lines([dataclasses.asdict(row) for row in of_one]) or ["| (no batch fits) |"]
+                )
+            )
+            save()
+
+
+def cases(options: argparse.Namespace) -> Iterator[tuple[str, int, str, str]]:
+    """Model, tokens, finetuning and precision of each case that was asked for."""
+    return itertools.product(options.shapes, options.tokens, options.finetuning, options.precisions)
 
 
 def device_name(device: str) -> str:

