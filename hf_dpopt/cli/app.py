@@ -183,6 +183,26 @@ def report(output_dir: OutputDir) -> None:
 
 
 @app.command()
+def verify(
+    path: Annotated[
+        Path, typer.Argument(help="The output_dir of a private run, or its folder privacy.", callback=check_path)
+    ],
+    strict: Annotated[bool, typer.Option(help="Take what could not be checked for a failure.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+) -> None:
+    """Check a run's claim by accountants of others. Needs no data, keys or torch.
+
+    Exit code 0: verified. 1: a check failed, or was not made with --strict. 2: no report. 3: no check failed, and no
+    independent computation supports epsilon.
+    """
+    from hf_dpopt.cli.verification import show_verification
+
+    code = show_verification(path, is_strict=strict, as_json=as_json)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def scan(
     output_dir: OutputDir,
     private_state_dir: Annotated[

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from hf_dpopt.noise import make_noise_source
+from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.compare import ComparedNoise
 
-TIMED = 2**19  # coordinates that are drawn to learn how fast this machine is
 BYTES = 4  # of a float32
 AHEAD = (
     " Ahead below: learning rate x curvature of a quadratic, below which the last weights have less noise than with "
@@ -24,16 +22,8 @@ AHEAD = (
 @functools.cache
 def seconds_per_coordinate() -> tuple[float, float]:
     """Time of a secure draw, and of a multiply-add, on this machine's CPU: the faster of three short trials."""
-    source, total = make_noise_source("secure", bytes(32)), torch.zeros(TIMED)
-    draws, passes = [], []
-    for trial in range(3):
-        start = time.perf_counter()
-        normal = source.normal((TIMED,), step=trial, tensor=0)
-        middle = time.perf_counter()
-        total.add_(normal, alpha=0.5)
-        draws.append(middle - start)
-        passes.append(time.perf_counter() - middle)
-    return min(draws) / TIMED, min(passes) / TIMED
+    speed = measure_speed(torch.device("cpu"))
+    return speed.draw_s, speed.pass_s
 
 
 def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:

@@ -15,8 +15,9 @@ from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.kinds import check_kind
 
-REPORT_VERSION = 3
-READABLE = (2, 3)  # version 2 lacks the fields that have a default here
+REPORT_VERSION = 4
+READABLE = (2, 3, 4)  # older versions lack some of the fields that have a default here
+LATER_FIELDS = {"unit_declared", "printed_rows", "steps_lost", "released_files"}
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
@@ -62,6 +63,7 @@ class RunFacts:
         model_class: class name of the model.
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
+        released_files: name -> SHA-256 of the weights and configurations that were saved to the output folder.
     """
 
     plan: dict[str, Any]
@@ -88,6 +90,7 @@ class RunFacts:
     model_class: str
     num_trainable: int
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
+    released_files: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def not_private_reasons(self) -> tuple[str, ...]:
@@ -140,10 +143,7 @@ class RunFacts:
                 f"The report has format {version}, and this release reads {READABLE}. Use the release of hf_dpopt "
                 f"that wrote it, {_writer(content)}, or a newer one."
             )
-        if (
-            version not in READABLE
-            or not known - {"unit_declared", "printed_rows", "steps_lost"} <= set(content) <= known
-        ):
+        if version not in READABLE or not known - LATER_FIELDS <= set(content) <= known:
             raise DPConfigError(
                 f"The report has format {version!r} or unknown fields; this release reads formats {READABLE}. "
                 f"Use the release of hf_dpopt that wrote it: {_writer(content)}."

@@ -1,0 +1,171 @@
+"""The ledger, read byte by byte: its chain of hashes, and the steps that it charges.
+
+A line is a JSON object with sorted names and without spaces. Its ``sha256`` is that of the line without this very
+entry, and its ``prev`` that of the line before. Here the entry is cut out of the bytes, where the run's own reader
+writes the record again: two ways to the same digest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from hf_dpopt.verify.outcome import Contradiction
+from hf_dpopt.verify.reading import MOST_BYTES, Fields, strict_json
+
+FORMAT = 1
+DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+
+
+@dataclasses.dataclass
+class Chain:
+    """Steps under one key.
+
+    Attributes:
+        start: the first step is the one after this.
+        steps: steps charged, in order.
+        lost: those whose release was lost.
+        is_unsafe: whether the user fixed the key.
+    """
+
+    start: int
+    is_unsafe: bool
+    steps: list[int] = dataclasses.field(default_factory=list)
+    lost: set[int] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass
+class LedgerFile:
+    """Content of a verified ledger."""
+
+    plans: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    chains: dict[str, Chain] = dataclasses.field(default_factory=dict)
+    keys: set[str] = dataclasses.field(default_factory=set)
+    digests: list[str] = dataclasses.field(default_factory=list)
+    num_torn: int = 0
+
+    @property
+    def charged(self) -> tuple[int, ...]:
+        """Steps charged to each chain."""
+        return tuple(len(chain.steps) for chain in self.chains.values())
+
+    @property
+    def num_lost(self) -> int:
+        """Steps that were charged and made no update."""
+        return sum(len(chain.lost) for chain in self.chains.values())
+
+
+def read_ledger(path: Path) -> LedgerFile:
+    """The ledger at a path, every line of it verified.
+
+    Raises:
+        Contradiction: naming the first line that is not what was written, and why.
+    """
+    try:
+        if path.stat().st_size > MOST_BYTES:
+            raise Contradiction(f"it has more than {MOST_BYTES} bytes")
+        *lines, tail = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise Contradiction(f"there is no ledger that can be read ({type(error).__name__})") from None
+    found, last = LedgerFile(), "0" * 64
+    for number, line in enumerate(lines, start=1):
+        last = _take(found, *_unsealed(line, f"line {number}"), last)
+    if tail:  # of a write that a kill tore: a step that did not run; or a whole record, which counts
+        try:
+            record, digest = _unsealed(tail, "the last line")
+        except Contradiction:
+            found.num_torn = len(tail)
+        else:
+            _take(found, record, digest, last)
+    if not found.digests:
+        raise Contradiction("it is empty")
+    return found
+
+
+def _unsealed(line: bytes, where: str) -> tuple[Fields, str]:
+    """The record of a line, and its digest, which is that of its bytes."""
+    try:
+        record = Fields(strict_json(line), where)
+    except Contradiction as error:
+        raise Contradiction(f"{where}: {error}") from None
+    digest = record.text("sha256")
+    if not DIGEST.match(digest) or hashlib.sha256(_without(line, digest, where)).hexdigest() != digest:
+        raise Contradiction(f"{where} does not have the digest that it carries: it was edited")
+    return record, digest
+
+
+def _take(found: LedgerFile, record: Fields, digest: str, last: str) -> str:
+    """Take in a record that follows the digest `last`; return its own."""
+    if record.text("prev") != last:
+        raise Contradiction(f"{record.where} does not follow the line before it: lines were removed, added or moved")
+    _apply(found, record, is_first=not found.digests)
+    found.digests.append(digest)
+    return digest
+
+
+def _without(line: bytes, digest: str, where: str) -> bytes:
+    """The bytes of the line without its own digest."""
+    entry = f'"sha256":"{digest}"'.encode()
+    if line.count(entry) != 1:
+        raise Contradiction(f"{where} is not written as a ledger writes")
+    before, after = line.split(entry)
+    if after.startswith(b","):
+        return before + after[1:]
+    if before.endswith(b","):
+        return before[:-1] + after
+    raise Contradiction(f"{where} is not written as a ledger writes")
+
+
+def _apply(found: LedgerFile, record: Fields, *, is_first: bool) -> None:
+    kind = record.text("kind")
+    if is_first != (kind == "header"):
+        raise Contradiction(f"{record.where}: a header belongs into the first line, and nowhere else")
+    if kind == "header":
+        if record.count("version") > FORMAT:
+            raise Contradiction(f"{record.where}: format {record.count('version')} is newer than this release knows")
+    elif kind == "plan":
+        found.plans.append(dict(record.inner("plan").content))
+    elif kind == "chain":
+        _begin(found, record)
+    elif kind == "step":
+        _charge(found, record)
+    elif kind == "lost":
+        chain, step = _chain(found, record), record.count("step")
+        if not chain.steps or step != chain.steps[-1] or step in chain.lost:
+            raise Contradiction(f"{record.where}: step {step} is noted as lost, and is not the last one charged")
+        chain.lost.add(step)
+    else:
+        raise Contradiction(f"{record.where}: records of kind {kind!r:.40} are unknown here")
+
+
+def _begin(found: LedgerFile, record: Fields) -> None:
+    name, key, is_unsafe = record.text("chain_id"), record.text("key_id"), record.flag("unsafe")
+    parent = record.content.get("parent")
+    if name in found.chains:
+        raise Contradiction(f"{record.where}: chain {name:.40} begins twice")
+    if key in found.keys and not is_unsafe:
+        raise Contradiction(f"{record.where}: the noise key {key:.40} is used by two chains, whose noise is the same")
+    if parent is not None and parent not in found.chains:
+        raise Contradiction(f"{record.where}: the chain before it, {parent!r:.40}, is not in the ledger")
+    if not found.plans:
+        raise Contradiction(f"{record.where}: a chain begins before there is a plan")
+    found.keys.add(key)
+    found.chains[name] = Chain(record.count("start_step", 0), is_unsafe)
+
+
+def _charge(found: LedgerFile, record: Fields) -> None:
+    chain, step = _chain(found, record), record.count("step")
+    reached = chain.steps[-1] if chain.steps else chain.start
+    if step <= reached:
+        raise Contradiction(f"{record.where}: step {step} is charged after step {reached} of its chain")
+    chain.steps.append(step)
+
+
+def _chain(found: LedgerFile, record: Fields) -> Chain:
+    name = record.text("chain_id")
+    if name not in found.chains:
+        raise Contradiction(f"{record.where}: it is of chain {name:.40}, which the ledger does not know")
+    return found.chains[name]

@@ -1,0 +1,88 @@
+"""The other files of a folder: what was released, and what people read."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from pathlib import Path
+
+from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.reading import Fields
+
+PROMISE = re.compile(r"\*\*epsilon = (?P<epsilon>[^,*]+), delta = (?P<delta>[^*]+)\*\*")
+SECTION = "<!-- hf_dpopt privacy statement: start"
+PLAIN_NAME = re.compile(r"[\w.-]+\Z")
+SLACK = 2e-5  # relative, of an epsilon that was rounded up to five digits
+
+
+def sha256_of(path: Path) -> str:
+    """Digest of a file, read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_released(fields: Fields, folder: Path | None) -> str:
+    """The files that the report names against those beside it.
+
+    Args:
+        fields: the report.
+        folder: where the released files lie; None if only the report is there.
+    """
+    if not fields.content.get("released_files"):
+        raise Unknown("the report names no released files, so nothing ties the weights to it")
+    named = fields.inner("released_files")
+    if folder is None:
+        raise Unknown(f"{len(named.content)} files are named, and the folder that they were saved to was not given")
+    missing = []
+    for name in sorted(named.content):
+        if not PLAIN_NAME.match(name):
+            raise Contradiction(f"{name!r:.60} is no name of a file of the folder")
+        path = folder / name
+        if not path.is_file():
+            missing.append(name)
+        elif sha256_of(path) != named.text(name):
+            raise Contradiction(f"{name} is not the file that was saved: another digest")
+    if len(missing) == len(named.content):
+        raise Unknown(f"none of the {len(missing)} files that are named is in {folder}")
+    if missing:
+        raise Contradiction(f"{missing[0]} is missing, and others of the run are there")
+    return f"{len(named.content)} files have the digests that the report names: {', '.join(sorted(named.content))}"
+
+
+def check_text(path: Path, epsilon: float, delta: float, *, is_card: bool) -> str:
+    """The promise that people read against the claim.
+
+    Args:
+        path: the statement, or a model card.
+        epsilon: the claim; an upper end to which it was rounded is no contradiction.
+        delta: its delta.
+        is_card: whether it is a model card, which may have no section on privacy.
+    """
+    if not path.is_file():
+        raise Unknown(f"there is no {path.name}")
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if is_card and SECTION not in text:
+        raise Unknown(f"{path.name} says nothing of this run")
+    found = PROMISE.search(text)
+    if found is None:
+        raise Contradiction(f"{path.name} has no promise where the report makes one")
+    for promise in PROMISE.finditer(text):
+        said, at = _number(promise["epsilon"]), _number(promise["delta"])
+        if not epsilon * (1 - SLACK) <= said <= epsilon * (1 + 10 * SLACK) + 1e-12 or not _is_same(at, delta):
+            raise Contradiction(
+                f"{path.name} promises epsilon {promise['epsilon']:.20} at delta {promise['delta']:.20}, "
+                f"the report {epsilon:.6g} at {delta:g}"
+            )
+    return f"{path.name} promises the same epsilon and delta"
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _is_same(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=1e-4)

@@ -1,0 +1,220 @@
+"""Strategy matrices, written again from the papers: what the `noise_strategy` of a plan means.
+
+The library makes the same matrices in other ways (products of ratios, residues); where both agree, neither is a slip.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from scipy.linalg import block_diag, toeplitz
+from scipy.signal import lfilter
+from scipy.special import gammaln
+
+from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.reading import Fields
+
+MOST_DENSE = 3000  # steps of a matrix that is written out
+ROUNDING = 1e-9  # relative, of coefficients that were computed in two ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A strategy as a plan records it.
+
+    Args:
+        fields: the entry of the plan.
+    """
+
+    fields: Fields
+
+    @property
+    def name(self) -> str:
+        """Name of the strategy."""
+        return self.fields.text("name")
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether C is the identity."""
+        return self.name == "identity"
+
+    @property
+    def base(self) -> Strategy:
+        """Strategy that this one repeats."""
+        inner = self.fields.inner("base")
+        if self.name == "banded_normalized":  # of one kind, which is not written down
+            inner = Fields({**inner.content, "name": "banded"}, inner.where)
+        return Strategy(inner)
+
+    @property
+    def is_anytime(self) -> bool:
+        """Whether the first steps of a run are a run of their own."""
+        if self.name == "tree":
+            return self.fields.text("variant") != "full_honaker"
+        if self.name == "restarted":
+            return self.base.is_anytime
+        return self.name in COEFFICIENTS or self.name == "phased"
+
+    def coefficients(self, n: int) -> np.ndarray | None:
+        """First column of C, (n,), where C is Toeplitz; else None."""
+        if self.name not in COEFFICIENTS:
+            return None
+        found = COEFFICIENTS[self.name](self.fields, n)
+        if not np.isfinite(found).all() or not found[0] > 0:
+            raise Contradiction(f"the coefficients of {self.name} are not finite, or the first one is not above 0")
+        return found
+
+    def matrix(self, n: int) -> np.ndarray:
+        """C of n steps, one column a step; (rows, n).
+
+        Raises:
+            Unknown: for a strategy whose matrix is not in the plan, or too many steps to write it out.
+        """
+        if n > MOST_DENSE:
+            raise Unknown(f"the matrix of {self.name} noise for {n} steps is too large to be written out")
+        coefs = self.coefficients(n)
+        if coefs is not None:
+            return np.tril(toeplitz(coefs))
+        if self.name not in MATRICES:
+            raise Unknown(f"the matrix of {self.name!r:.40} noise does not stand in the report")
+        return MATRICES[self.name](self, n)
+
+
+# --- Toeplitz --------------------------------------------------------------------------------------------------------
+
+
+def _identity(fields: Fields, n: int) -> np.ndarray:
+    return np.eye(1, n)[0]
+
+
+def _nu_dpftrl(fields: Fields, n: int) -> np.ndarray:
+    """``(1 - (1 - nu) z)^(-1/2)``: binomials (2t over t) / 4^t, arXiv:2310.06771."""
+    t = np.arange(n)
+    return np.exp(gammaln(2 * t + 1) - 2 * gammaln(t + 1) - t * np.log(4.0)) * (1 - _damping(fields)) ** t
+
+
+def _anti_pgd(fields: Fields, n: int) -> np.ndarray:
+    """``1 / (1 - (1 - nu) z)``, arXiv:2310.06771."""
+    return (1 - _damping(fields)) ** np.arange(n)
+
+
+def _damping(fields: Fields) -> float:
+    nu = fields.number("nu")
+    if nu > 1:
+        raise Contradiction(f"nu={nu:g} is outside [0, 1]")
+    return nu
+
+
+def _blt(fields: Fields, n: int) -> np.ndarray:
+    """``prod (1 - zeros z) / (1 - poles z)`` as a filter of an impulse, arXiv:2404.16706."""
+    poles, zeros = fields.numbers("poles"), fields.numbers("zeros")
+    return lfilter(_polynomial(zeros), _polynomial(poles), np.eye(1, n)[0])
+
+
+def _polynomial(decays: tuple[float, ...]) -> np.ndarray:
+    found = np.ones(1)
+    for decay in decays:
+        found = np.convolve(found, [1.0, -decay])
+    return found
+
+
+def _banded(fields: Fields, n: int) -> np.ndarray:
+    coefs = fields.numbers("coefs")
+    return np.concatenate([coefs, np.zeros(max(0, n - len(coefs)))])[:n]
+
+
+def _banded_inverse(fields: Fields, n: int) -> np.ndarray:
+    return lfilter([1.0], fields.numbers("coefs"), np.eye(1, n)[0])
+
+
+COEFFICIENTS = {
+    "identity": _identity,
+    "nu_dpftrl": _nu_dpftrl,
+    "damped_anti_pgd": _anti_pgd,
+    "blt": _blt,
+    "banded": _banded,
+    "banded_inverse": _banded_inverse,
+}
+
+
+# --- others ----------------------------------------------------------------------------------------------------------
+
+
+def _banded_normalized(strategy: Strategy, n: int) -> np.ndarray:
+    """Bands whose columns have norm 1 in the run of all steps."""
+    total = strategy.fields.count("num_steps")
+    if n > total:
+        raise Contradiction(f"the noise was made for {total} steps, not for {n}")
+    whole = strategy.base.matrix(total)
+    return (whole / np.linalg.norm(whole, axis=0))[:n, :n]
+
+
+def _fft(strategy: Strategy, n: int) -> np.ndarray:
+    """A root of the inner products of the columns, arXiv:2211.06530, Section 4: any root has the same privacy."""
+    window = np.zeros(2 * n)
+    window[:n] = 1.0
+    prefixes = toeplitz(np.fft.ifft(np.abs(np.fft.fft(window))).real[:n])
+    if strategy.fields.text("decoder") == "optimal":
+        return np.linalg.cholesky(prefixes).T
+    sums = np.tril(np.ones((n, n)))
+    return np.linalg.solve(np.linalg.cholesky(prefixes), sums)
+
+
+def _tree(strategy: Strategy, n: int) -> np.ndarray:
+    """A row of ones for every complete aligned block of ``2^h`` steps, arXiv:2103.00039."""
+    blocks = [_nodes(size)[:, : end - first] for first, end, size in tree_blocks(strategy.fields, n)]
+    return block_diag(*blocks)
+
+
+def tree_blocks(fields: Fields, n: int) -> list[tuple[int, int, int]]:
+    """First step, end, and steps of the tree, of each tree of a run; a tree may be completed by empty steps."""
+    every = fields.count("restart_every") if fields.has("restart_every") else n
+    is_completed = fields.has("restart_every") and fields.flag("tree_completion")
+    found = []
+    for first in range(0, n, every):
+        end = min(first + every, n)
+        size = 1 << (every - 1).bit_length() if is_completed else every
+        found.append((first, end, size if first + every <= n else end - first))
+    return found
+
+
+def _nodes(size: int) -> np.ndarray:
+    rows = []
+    for height in range(size.bit_length()):
+        for first in range(0, size - (1 << height) + 1, 1 << height):
+            row = np.zeros(size)
+            row[first : first + (1 << height)] = 1
+            rows.append(row)
+    return np.array(rows)
+
+
+def _copies(strategy: Strategy, n: int) -> np.ndarray:
+    every = (
+        strategy.fields.count("every") if strategy.name == "restarted" else -(-n // strategy.fields.count("repeats"))
+    )
+    return block_diag(*[strategy.base.matrix(min(every, n - first)) for first in range(0, n, every)])
+
+
+def _phased(strategy: Strategy, n: int) -> np.ndarray:
+    """A copy for every kind of step, each with the steps of its kind."""
+    lengths = [int(length) for length in strategy.fields.numbers("lengths")]
+    if min(lengths) < 1:
+        raise Contradiction("phases of no steps")
+    kinds = np.resize(np.repeat(np.arange(len(lengths)), lengths), n)
+    whole = np.zeros((n, n))
+    for kind in range(len(lengths)):
+        steps = np.flatnonzero(kinds == kind)
+        if len(steps):
+            whole[np.ix_(steps, steps)] = strategy.base.matrix(len(steps))
+    return whole
+
+
+MATRICES = {
+    "banded_normalized": _banded_normalized,
+    "fft": _fft,
+    "tree": _tree,
+    "restarted": _copies,
+    "stamped": _copies,
+    "phased": _phased,
+}

@@ -1,0 +1,131 @@
+"""Strict reading of JSON: nothing that two readers could understand differently."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from hf_dpopt.verify.outcome import Contradiction
+
+LARGEST = 2**63  # of a whole number in the files
+MOST_BYTES = 512 * 2**20  # of a ledger of millions of steps
+
+
+def strict_json(text: bytes | str) -> Any:
+    """The value of a text in JSON.
+
+    Raises:
+        Contradiction: for text that is none, a name that occurs twice in an object, NaN, infinity, or a number that
+            no float or 64-bit integer holds.
+    """
+    try:
+        return json.loads(
+            text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_small
+        )
+    except Contradiction:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise Contradiction(f"it is no JSON ({type(error).__name__})") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Contradiction(f"{twice[:60]!r} occurs twice in one object, and readers differ in which one counts")
+    return found
+
+
+def _refuse(text: str) -> NoReturn:
+    raise Contradiction(f"{text} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise Contradiction(f"{text[:40]} is more than a number can hold")
+    return value
+
+
+def _small(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) >= LARGEST:
+        raise Contradiction(f"{text[:40]} is more than a count can be")
+    return int(text)
+
+
+class Fields:
+    """The entries of an object of a report, each of the kind that is asked for.
+
+    Args:
+        content: the object.
+        where: how messages call it.
+    """
+
+    def __init__(self, content: Any, where: str):
+        if not isinstance(content, Mapping):
+            raise Contradiction(f"{where} is no object")
+        self.content, self.where = content, where
+
+    def has(self, name: str) -> bool:
+        """Whether the entry is there and not null."""
+        return self.content.get(name) is not None
+
+    def _get(self, name: str) -> Any:
+        if name not in self.content:
+            raise Contradiction(f"{self.where} has no {name!r}")
+        return self.content[name]
+
+    def _wrong(self, name: str, what: str) -> Contradiction:
+        return Contradiction(f"{self.where}: {name}={self.content[name]!r:.60} is no {what}")
+
+    def text(self, name: str) -> str:
+        """A text."""
+        value = self._get(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, "text")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or false."""
+        value = self._get(name)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def count(self, name: str, least: int = 1) -> int:
+        """A whole number that is not below `least`."""
+        value = self._get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self._wrong(name, f"whole number >= {least}")
+        return value
+
+    def number(self, name: str, *, least: float = 0.0, may_be_infinite: bool = False) -> float:
+        """A finite number that is not below `least`; "inf" is infinity where it may be."""
+        value = self._get(name)
+        if may_be_infinite and value == "inf":
+            return math.inf
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= least:
+            raise self._wrong(name, f"number >= {least:g}")
+        return float(value)
+
+    def positive(self, name: str) -> float:
+        """A finite number above 0."""
+        value = self.number(name)
+        if not value > 0:
+            raise self._wrong(name, "number > 0")
+        return value
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers, at least one."""
+        value = self._get(name)
+        is_list = isinstance(value, list) and len(value) > 0
+        if not is_list or any(isinstance(item, bool) or not isinstance(item, (int, float)) for item in value):
+            raise self._wrong(name, "list of numbers")
+        return tuple(map(float, value))
+
+    def inner(self, name: str) -> Fields:
+        """An object."""
+        return Fields(self._get(name), f"{self.where}, {name}")

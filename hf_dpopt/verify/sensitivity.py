@@ -1,0 +1,114 @@
+"""Sensitivity of a strategy over the steps that a record may take part in: by a formula, and by brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+
+from hf_dpopt.verify.matrices import MOST_DENSE, ROUNDING, Strategy, tree_blocks
+from hf_dpopt.verify.outcome import Contradiction, Unknown
+
+SMALL = 8  # steps at which every pattern and every sign is tried
+MOST_WORK = 2 * 10**8  # numbers that are added up at full scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """Steps in which a record may take part: k times at most, and b steps apart, exactly.
+
+    Args:
+        most: k; 1 for a record whose steps meet orthogonal columns, which then are mechanisms of their own.
+        apart: b.
+    """
+
+    most: int
+    apart: int
+
+    def patterns(self, n: int) -> list[np.ndarray]:
+        """All patterns of n steps that no other one contains."""
+        if self.most == 1:
+            return [np.array([t]) for t in range(n)]
+        return [np.arange(first, n, self.apart)[: self.most] for first in range(min(self.apart, n))]
+
+
+def by_formula(strategy: Strategy, n: int, uses: Uses) -> float:
+    """Largest ``||C u||`` of n steps, exact or above it.
+
+    Non-negative, non-increasing Toeplitz coefficients: the record of the first step (arXiv:2405.13763, Theorem 2).
+    Columns that do not overlap: their norms. Trees: nodes are counted. Else the sizes of the inner products are added
+    up over every pattern (arXiv:2306.08153, Eq. 5), which is exact where none is negative.
+
+    Raises:
+        Unknown: where there are too many steps for any of these.
+    """
+    coefs = strategy.coefficients(n)
+    if coefs is not None:
+        bands = int(np.flatnonzero(coefs)[-1]) + 1
+        is_falling = bool((coefs >= 0).all() and (np.diff(coefs) <= ROUNDING * coefs[0]).all())
+        if uses.most == 1 or bands <= uses.apart:
+            squares = np.cumsum(coefs**2)[::-1]  # of every column
+            return float(np.sqrt(max(squares[pattern].sum() for pattern in _first(uses, n))))
+        if is_falling:
+            return float(np.linalg.norm(_summed(coefs, _first(uses, n)[0])))
+        if n > MOST_DENSE and (coefs >= 0).all() and n * uses.apart * uses.most <= MOST_WORK:
+            return max(float(np.linalg.norm(_summed(coefs, pattern))) for pattern in uses.patterns(n))
+    if strategy.name == "tree":
+        return _of_tree(strategy, n, uses)
+    matrix = strategy.matrix(n)
+    if (matrix >= 0).all():
+        return max(float(np.linalg.norm(matrix[:, pattern].sum(axis=1))) for pattern in uses.patterns(n))
+    gram = np.abs(matrix.T @ matrix)
+    return float(np.sqrt(max(gram[np.ix_(pattern, pattern)].sum() for pattern in uses.patterns(n))))
+
+
+def _first(uses: Uses, n: int) -> list[np.ndarray]:
+    """The pattern that begins in the first step: of columns that are cut at the end, it has the longest."""
+    return [uses.patterns(n)[0]]
+
+
+def _summed(coefs: np.ndarray, pattern: np.ndarray) -> np.ndarray:
+    total = np.zeros(len(coefs))
+    for t in pattern:
+        total[t:] += coefs[: len(coefs) - t]
+    return total
+
+
+def _of_tree(strategy: Strategy, n: int, uses: Uses) -> float:
+    if n * n.bit_length() > MOST_WORK:
+        raise Unknown(f"a tree of {n} steps is too large to count its nodes")
+    blocks, worst = tree_blocks(strategy.fields, n), 0
+    for pattern in uses.patterns(n):
+        total = 0
+        for first, end, size in blocks:
+            inside = pattern[(pattern >= first) & (pattern < end)] - first
+            for height in range(size.bit_length()):
+                nodes, hits = np.unique(inside >> height, return_counts=True)
+                total += int((hits[(nodes + 1) << height <= size] ** 2).sum())
+        worst = max(worst, total)
+    return float(np.sqrt(worst))
+
+
+def brute_force(strategy: Strategy, uses: Uses, num_steps: int) -> tuple[int, float, float]:
+    """Compare the formula with every pattern and every choice of signs, at a small scale.
+
+    Returns:
+        Number of steps, the largest ``||C u||`` that was found, and what the formula says.
+
+    Raises:
+        Contradiction: if a record can move the sums by more than the formula says.
+    """
+    n = min(num_steps, SMALL)
+    if strategy.name == "banded_normalized":  # made for all steps of its run, whose first columns are cut by less
+        n = min(n, strategy.fields.count("num_steps"))
+    small = Uses(min(uses.most, n), min(uses.apart, 3) if uses.most > 1 else uses.apart)
+    matrix = strategy.matrix(n) if strategy.name != "banded_normalized" else strategy.matrix(num_steps)[:n, :n]
+    found = 0.0
+    for pattern in small.patterns(n):
+        for signs in itertools.product((1.0, -1.0), repeat=len(pattern)):
+            found = max(found, float(np.linalg.norm(matrix[:, pattern] @ np.array(signs))))
+    says = by_formula(strategy, n, small)
+    if found > says * (1 + ROUNDING):
+        raise Contradiction(f"{n} steps: a record moves the sums by {found:.9g}, and the formula says {says:.9g}")
+    return n, found, says
