@@ -115,9 +115,9 @@ def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) 
     """Let steps of a run make no update: the release is thrown away, the optimizer does not step."""
     whole = trainer_module.private_step
 
-    def step_without_update(engine, losses, batches, *, run, step, chain=(), everything=None):
+    def step_without_update(engine, losses, batches, *, run, step, chain=(), everything=None, **options):
         if step not in steps:
-            return whole(engine, losses, batches, run=run, step=step, chain=chain, everything=everything)
+            return whole(engine, losses, batches, run=run, step=step, chain=chain, everything=everything, **options)
         if everything is not None and run.preclip.awaits_opening:
             if loses_opening:
                 run.preclip.receive_opening = lambda released: run.preclip.pass_over_opening()

@@ -18,7 +18,6 @@ from hf_dpopt.clipping.engine import ClippingEngine, LossFunction, UnprivatizedS
 from hf_dpopt.clipping.products import GramCache
 from hf_dpopt.clipping.record_norms import squared_norms
 from hf_dpopt.clipping.scaling import UNSCALED, Scale
-from hf_dpopt.clipping.thresholds import usable
 from hf_dpopt.clipping.units import Units
 
 
@@ -35,10 +34,11 @@ class BookKeepingEngine(ClippingEngine):
             losses_B = self._forward(record_losses, num_records, units)
             self._backward(losses_B)
         with torch.no_grad(), full_precision(losses_B.device.type):
-            packs = self._pack(contributions)
+            # what is packed depends on the lengths of records, and shards are added in one order on every rank
+            packs = {} if sums.is_sharded else self._pack(contributions)
             scale = sums.scale or UNSCALED
             squares = self._squares(losses_B, contributions, packs, scale)
-            factors, keep_B = self.clipping.factors(squares), usable(squares)
+            factors, keep_B = self.clipping.factors(squares), self._usable(squares)
             summed = {name: scale.summed(name, uses) for name, uses in contributions.items()}
             contributions.clear()
             self._add_weighted_sums(sums, summed, packs, factors, keep_B)
@@ -83,6 +83,6 @@ class BookKeepingEngine(ClippingEngine):
             sums.add_pack(pack if all_kept else pack.select(keep_B), kept[group])
         packs.clear()
         # Smallest first: what the small layers kept is freed before the sum of the large embedding is allocated.
-        for name in sorted(contributions, key=lambda n: self.parameters[n].numel()):
+        for name in sorted(contributions, key=lambda n: (self.parameters[n].numel(), n)):
             for use in contributions.pop(name):
                 sums.add(name, use if all_kept else use.select(keep_B), kept[self.clipping.group(name)])

@@ -13,6 +13,7 @@ import torch
 from hf_dpopt.clipping.contributions import Contribution, Dense, flat_by_record
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.sharding import any_sharded, is_sharded, local_of, sharded_like, sum_to_shard
 from hf_dpopt.common.types import ClippedSums
 
 COUNT = "units within the clip"  # a coordinate of the sum that is no parameter
@@ -74,6 +75,10 @@ class ClippedSum:
     One record less shifts all batches after it, so what they round to is part of what a record moves. Rounding grows
     with the square of the number of records: from `NARROW_RECORDS` on, a batch is summed alone, and added in float64.
 
+    The sum of a parameter that lies in shards is added up over the ranks batch by batch, one parameter at a time, and
+    each rank keeps the shard that it has of the parameter: only one parameter is ever whole. That is a collective, so
+    every rank adds the same parameters in the same order; without records, a rank adds zeros.
+
     Args:
         parameters: name -> parameter; all of them are in the result, those without contributions as zeros.
         scale: multiplier of the records before the clip; None for 1.
@@ -94,6 +99,9 @@ class ClippedSum:
     def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
         """Add ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
         assert not self._is_scaled, "the sum was taken"
+        if is_sharded(self._parameters[name]):
+            self._add_to_shard(name, self._of_batch(name, contribution, factors_B))
+            return
         if contribution.num_records == 0:
             return
         self._widen(name, contribution.num_records)
@@ -104,7 +112,19 @@ class ClippedSum:
         else:
             contribution.add_weighted_sum_(self._totals[name], factors_B)
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether adding to it is a collective."""
+        return any_sharded(self._parameters.values())
+
+    def _add_to_shard(self, name: str, whole: torch.Tensor) -> None:
+        """Add the sum of a batch over all ranks to the shard that lies here; from the second batch on, in float64."""
+        mine = sum_to_shard(self._parameters[name], whole)
+        self._totals[name] = self._totals[name].double().add_(mine) if name in self._totals else mine
+
     def _of_batch(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> torch.Tensor:
+        if contribution.num_records == 0:
+            return self._new(name, torch.zeros)
         total = self._new(name, torch.empty)
         contribution.add_weighted_sum_(total, factors_B, beta=0)
         return total
@@ -150,16 +170,18 @@ class ClippedSum:
         What is added afterwards would not be scaled, so nothing can be.
         """
         for name, total in self._totals.items():
-            self._totals[name] = total.to(self._dtype(self._parameters[name]))
+            p = self._parameters[name]
+            total = total.to(self._dtype(p))
+            self._totals[name] = sharded_like(p, total) if is_sharded(p) else total
         if self.scale is not None and not self._is_scaled:
             self._is_scaled = True
             for name, total in self._totals.items():
                 self.scale.apply_(name, total)
         sums = {
-            name: self._totals[name] if name in self._totals else self._new(name, torch.zeros)
-            for name in self._parameters
+            name: self._totals[name] if name in self._totals else torch.zeros_like(p, dtype=self._dtype(p))
+            for name, p in self._parameters.items()
         }
         if self.scale is not None and self.scale.count_weight:
-            first = next(iter(sums.values()))
+            first = local_of(next(iter(sums.values())))
             sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])
         return ClippedSums(sums)

@@ -23,6 +23,7 @@ from hf_dpopt.clipping.scaling import UNSCALED, Scale
 from hf_dpopt.clipping.thresholds import Clipping, usable
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.sharding import any_sharded, check_layout
 from hf_dpopt.common.types import Secret
 
 LossFunction = Callable[[], torch.Tensor]
@@ -71,14 +72,19 @@ class ClippingEngine(abc.ABC):
 
     Raises:
         UnsupportedModuleError: if a trainable parameter cannot be covered; names it.
+        DPConfigError: for weights in shards that FSDP2 did not make, or over a part of the processes.
     """
 
     name: ClassVar[str]
 
     def __init__(self, model: nn.Module, clipping: Clipping):
+        check_layout(model)
         self.model, self.clipping = model, clipping
         self.capture = Capture(model)
         self.parameters = self.capture.parameters
+        #: Whether a forward is a collective: weights of the model, trained or not, lie in shards.
+        self.is_collective = any_sharded(model.parameters())
+        self._leaves_out = False  # see `leaving_out`
 
     def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
         """A new accumulator for the clipped sums of one logical batch.
@@ -103,6 +109,20 @@ class ClippingEngine(abc.ABC):
                 record is a unit of its own.
         """
 
+    @contextlib.contextmanager
+    def leaving_out(self) -> Iterator[None]:
+        """Add nothing inside the context, whatever the records are: a rank that has none takes part that way."""
+        self._leaves_out = True
+        try:
+            yield
+        finally:
+            self._leaves_out = False
+
+    def _usable(self, squares: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Whether a unit is added, (U,): its gradient is finite, and the batch is not there to take part alone."""
+        keep_U = usable(squares)
+        return torch.zeros_like(keep_U) if self._leaves_out else keep_U
+
     def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
         """Clip vectors that units have already computed, and add them to `sums`.
 
@@ -122,7 +142,7 @@ class ClippingEngine(abc.ABC):
             for name, squares_U in squared_norms(uses, scale=scale).items():
                 squares[self.clipping.group(name)] += squares_U
             scale.scale_squares_(squares)
-            factors, keep_U = self.clipping.factors(squares), usable(squares)
+            factors, keep_U = self.clipping.factors(squares), self._usable(squares)
             for name, use in uses.items():
                 for part in scale.summed(name, use):
                     sums.add(name, part.select(keep_U), factors[self.clipping.group(name)][keep_U])
@@ -200,6 +220,8 @@ class ClippingEngine(abc.ABC):
         is_clipped_B = torch.stack([f < 1 - 1e-5 for f in factors.values()]).any(dim=0)
         has_gradient_B = torch.stack(list(squares.values())).gt(0).any(dim=0)
         sums.count(is_clipped_B[keep_B & has_gradient_B])
+        if self._leaves_out:
+            return UnprivatizedStatistics()
         return UnprivatizedStatistics(
             num_records=losses_B.numel(),
             loss_sum=float(losses_B.detach()[keep_B].sum()),

@@ -18,6 +18,7 @@ import torch
 from hf_dpopt.clipping.contributions import MAX_SQUARED, Contribution, Dense, Outer, Rows, Transposed
 from hf_dpopt.clipping.products import GramCache, wide
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import is_sharded, local_of, rows_of, whole_of
 
 MAX_ON_A_GPU = 2**26  # elements of the gradients that are formed at once; on a CPU they should stay in its cache
 
@@ -29,6 +30,10 @@ class Diagonal:
     inverse: torch.Tensor
 
     def of(self, uses: Sequence[Contribution]) -> list[Contribution]:
+        return [Divided(tuple(uses), whole_of(self.inverse))]  # type: ignore[list-item]
+
+    def undivided(self, uses: Sequence[Contribution]) -> list[Contribution]:
+        """The uses together, as their norm was taken, for a sum that is divided at its end."""
         return [Divided(tuple(uses), self.inverse)]  # type: ignore[list-item]
 
     def divide_(self, total: torch.Tensor) -> None:
@@ -66,8 +71,10 @@ class Factored:
         return torch.outer(self.inverse_P, self.inverse_Q).view(shape)
 
     def divide_(self, total: torch.Tensor) -> None:
-        matrix_PQ = total.view(len(self.inverse_P), -1)
-        matrix_PQ.mul_(self.inverse_P.to(total.dtype).unsqueeze(1)).mul_(self.inverse_Q.to(total.dtype))
+        first, num = rows_of(total) if is_sharded(total) else (0, len(total))
+        inverse_P = self.inverse_P[first : first + num].to(total.dtype)
+        matrix_PQ = local_of(total).view(num, self.inverse_Q.numel())
+        matrix_PQ.mul_(inverse_P.unsqueeze(1)).mul_(self.inverse_Q.to(total.dtype))
 
     def multiply_(self, total: torch.Tensor) -> None:
         Factored(1 / self.inverse_P, 1 / self.inverse_Q).divide_(total)
@@ -176,7 +183,8 @@ class Scale:
 
     def summed(self, name: str, uses: Sequence[Contribution]) -> list[Contribution]:
         """The uses of a parameter for sums, which are divided at their end."""
-        return self.parts[name].of(uses) if isinstance(self.parts.get(name), Diagonal) else list(uses)
+        part = self.parts.get(name)
+        return part.undivided(uses) if isinstance(part, Diagonal) else list(uses)
 
     def weights(self, name: str, like: torch.Tensor) -> torch.Tensor:
         """1 / D of a parameter, flat, for gradients of the shape and dtype of `like`."""
@@ -215,7 +223,7 @@ class Scale:
             else:
                 values = [part.inverse_P, part.inverse_Q]
                 fits = len(part.inverse_P) == shape[0] and len(part.inverse_Q) == shape[1:].numel()
-            if not fits or not all(bool((v.isfinite() & (v > 0)).all()) for v in values):
+            if not fits or not all(bool((v.isfinite() & (v > 0)).all()) for v in map(local_of, values)):
                 raise DPConfigError(
                     f"The scale of {name} has another shape than the parameter, or entries that are not finite and "
                     "> 0: a coordinate that is multiplied by 0 would be neither trained nor told apart from noise. "

@@ -23,8 +23,9 @@ from hf_dpopt.clipping.contributions import Contribution
 from hf_dpopt.clipping.engine import ClippingEngine, LossFunction, UnprivatizedStatistics, full_precision
 from hf_dpopt.clipping.record_norms import has_cancelled, squared_norms
 from hf_dpopt.clipping.scaling import UNSCALED, Scale
-from hf_dpopt.clipping.thresholds import Clipping, usable
+from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.clipping.units import Units
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.randomness import framework
 
 
@@ -51,7 +52,7 @@ class TwoPassEngine(ClippingEngine):
             scale, together = sums.scale or UNSCALED, dict[str, list[Contribution]]()
             squares = self._squares(losses_B, random_state, scale)
             with torch.no_grad():
-                factors, keep_B = self.clipping.factors(squares), usable(squares)
+                factors, keep_B = self.clipping.factors(squares), self._usable(squares)
             all_kept = bool(keep_B.all())
 
             def add(name: str, uses: list[Contribution]) -> None:
@@ -88,6 +89,8 @@ class TwoPassEngine(ClippingEngine):
             self._backward(losses_B, keep_graph=True)
             self._reused |= norms.reused
             more = norms.to_keep()
+            if self.is_collective:  # a backward is a collective: all ranks do as many
+                more = set[str]().union(*current_ranks().every(lambda: more))  # noqa: B023
             if more <= keep:
                 return norms.squares()
             keep |= more  # again: rare but for the first batch, which shows what is used more than once

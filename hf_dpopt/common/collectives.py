@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import is_sharded
 from hf_dpopt.common.types import ClippedSums, Gradients, JointSums
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ class Ranks(abc.ABC):
         """Add up every tensor over all ranks, in place, in float32; return the same dict.
 
         The sequence of collectives depends on the shapes alone, never on the data: a rank whose share of the logical
-        batch is empty takes part with zeros.
+        batch is empty takes part with zeros. Sharded tensors were added up when they were cut, and stay as they are.
         """
 
     @abc.abstractmethod
@@ -150,6 +151,8 @@ def sum_over_ranks(gradients: Gradients) -> None:
         return
     bucket: list[torch.Tensor] = []
     for name in sorted(gradients):
+        if is_sharded(gradients[name]):
+            continue
         bucket.append(gradients[name])
         if sum(t.numel() for t in bucket) >= BUCKET_ELEMENTS:
             _reduce(bucket)
@@ -166,12 +169,13 @@ def _reduce(bucket: list[torch.Tensor]) -> None:
 
 
 def broadcast_parameters(model: torch.nn.Module) -> None:
-    """Start every rank from the parameters and buffers of rank 0, as DistributedDataParallel would."""
+    """Start every rank from the parameters and buffers of rank 0, as DistributedDataParallel would; shards stay."""
     if world_size() == 1:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor, src=0)
+            if not is_sharded(tensor):
+                dist.broadcast(tensor, src=0)
 
 
 def check_replicas_agree(model: torch.nn.Module) -> None:
@@ -182,7 +186,9 @@ def check_replicas_agree(model: torch.nn.Module) -> None:
     """
     if world_size() == 1:
         return
-    trained = [p.detach() for p in model.parameters() if p.requires_grad]
+    trained = [p.detach() for p in model.parameters() if p.requires_grad and not is_sharded(p)]
+    if not trained:
+        return  # each shard is there once
     checksum = torch.stack([p.double().sum() for p in trained] + [p.double().square().sum() for p in trained])
     everyone = [torch.empty_like(checksum) for _ in range(world_size())]
     dist.all_gather(everyone, checksum)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dpopt.common import collectives
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
 from hf_dpopt.huggingface.training_text import training_records
 from hf_dpopt.plan.plan import RESUME_KEYS
@@ -16,12 +18,15 @@ from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
 from hf_dpopt.report.release_scan import LINK_OUT, UNCHECKED, ReleaseScan, refuse_release
-from hf_dpopt.report.report import write_report
+from hf_dpopt.report.report import read_report, write_report
 from hf_dpopt.run.cleaning import UNPUBLISHED
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 
 SCRUBBED = ("hub_token", "unsafe_fixed_noise_key", "private_state_dir")
+WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
+CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")
+NO_WEIGHTS = ("training_args.bin",)
 
 
 class _LastScan(NamedTuple):
@@ -40,6 +45,7 @@ class ReleaseGuard:
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self._scan: _LastScan | None = None
+        self._released: dict[str, str] = {}
 
     def charged(self) -> Sequence[int]:
         """Charged steps of each chain: of the run in progress, else of the ledger on disk, else none."""
@@ -87,6 +93,7 @@ class ReleaseGuard:
             model_class=type(trainer.model).__name__,
             num_trainable=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             versions=collect_versions(),
+            released_files=self._released or self._released_before(),
         )
 
     def _replace_one(self) -> float | None:
@@ -96,6 +103,24 @@ class ReleaseGuard:
             return math.inf
         planned, charged = plan.epsilon_replace_one(), plan.epsilon_replace_one(tuple(self.charged()))
         return None if planned is None or charged is None else max(planned, charged)
+
+    def note_saved(self, folder: Path) -> None:
+        """Take down the digests of weights and configurations that were saved to `output_dir`, and report them.
+
+        The report of a trainer that trained nothing stays as it is, until it pushes.
+        """
+        if folder.resolve() != Path(self.trainer.args.output_dir).resolve():
+            return  # a checkpoint, or a copy elsewhere
+        self._released = digests_of_release(folder)
+        if self.trainer._run is not None:
+            self.write_report()
+
+    def _released_before(self) -> dict[str, str]:
+        """Digests in the report that lies there; none if there is no report that can be read."""
+        try:
+            return read_report(self.trainer.args.output_dir).released_files
+        except DPConfigError:
+            return {}
 
     def write_report(self) -> None:
         """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger.
@@ -186,3 +211,14 @@ class ReleaseGuard:
             return
         card = strip_training_losses(path.read_text(encoding="utf-8", errors="replace"))
         path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")
+
+
+def digests_of_release(folder: Path) -> dict[str, str]:
+    """SHA-256 of the weights, adapters and configurations of a folder, by name; read piece by piece."""
+    found = {}
+    for path in sorted(folder.iterdir()):
+        is_named = path.name.endswith(WEIGHTS) or path.name in CONFIGURATIONS
+        if is_named and path.name not in NO_WEIGHTS and path.is_file():
+            with path.open("rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found

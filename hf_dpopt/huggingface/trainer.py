@@ -23,6 +23,7 @@ from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import is_secret_key, logger
+from hf_dpopt.common.sharding import any_sharded, give_back
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
@@ -34,12 +35,23 @@ from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
 from hf_dpopt.huggingface.release import ReleaseGuard
+from hf_dpopt.huggingface.room import check_is_whole, room_for_noise
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
+from hf_dpopt.huggingface.self_check.sharded import self_check_of_shards
+from hf_dpopt.huggingface.shards import (
+    is_in_shards,
+    load_weights,
+    optimizer_in_whole_tensors,
+    whole_state,
+    write_whole_models,
+)
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
+from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.keeping import as_recorded_or_auto, choose_way, is_left_open
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
@@ -66,6 +78,7 @@ from hf_dpopt.run.stages import Stages
 from hf_dpopt.run.step import private_step
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.users import UserData
+from hf_dpopt.users.batches import UsersBatch
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
 UNITS_AT_ONCE = 1024  # that are read together for a query over all of them
@@ -202,8 +215,8 @@ class DPTrainerMixin(_Trainer):
 
         def planned() -> PrivacyPlan:
             # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
-            return make_plan(
-                config,
+            plan = make_plan(
+                as_recorded_or_auto(config, recorded),
                 num_examples=num_examples,
                 num_steps=num_steps,
                 workload=workload,
@@ -212,6 +225,10 @@ class DPTrainerMixin(_Trainer):
                 recipe=self._recipe.recorded,
                 earlier=earlier_runs_for(args.earlier_runs, str(args.output_dir), recorded),
             )
+            if recorded is not None or not is_left_open(config):
+                return plan
+            trained, room = room_for_noise(check_is_whole(given.get("model"), given.get("peft_config")), args.device)
+            return choose_way(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
 
         # tuning on other hardware may end in other digits
         plan = collectives.current_ranks().same(planned)
@@ -283,6 +300,7 @@ class DPTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         refusals.check_accelerator(self.accelerator)
+        write_whole_models(self.accelerator)
         # Placement and autocast as usual, but no DistributedDataParallel: its reducer would average un-noised
         # gradients. The step does one SUM of clipped sums instead.
         prepare = self.accelerator.prepare_model
@@ -325,6 +343,7 @@ class DPTrainerMixin(_Trainer):
         # Only now do parameters have their final identity.
         refusals.check_model(model)
         collectives.broadcast_parameters(model)
+        give_back(model)
         engine, self._engine_reason = self.args.clipping_engine, "as asked for"
         if engine == "auto":
             engine, self._engine_reason = choose_engine(model)
@@ -332,6 +351,8 @@ class DPTrainerMixin(_Trainer):
         self._losses = RecordLosses(
             model, self._per_example_loss_func or "auto", label_smoothing=self.args.label_smoothing_factor
         )
+        if is_in_shards(model):
+            refusals.check_shards(self._planned(), self.args, self._public_dataset)
         self._check_optimizer()
         self._collation, self._sample = self._records.collation(model, self._losses, self._prepare_inputs)
         self._run_self_check()
@@ -340,6 +361,7 @@ class DPTrainerMixin(_Trainer):
         check_same_everywhere(self._records.dataset)
         self._release.check(Path(self.args.output_dir), is_start=True)  # what would refuse a save is found now
         is_resumed = resume_from_checkpoint is not None or not self._begins_anew
+        digest = digest_of(self._engine.parameters) if is_in_shards(model) else None  # all ranks make it together
         self._run = PrivateRun(
             self._planned(),
             output_dir=self.args.output_dir,
@@ -349,8 +371,10 @@ class DPTrainerMixin(_Trainer):
             data_mark=self._data_mark(),
             training=self._gradient_options(model),
             journal_limit=0.0 if self.args.save_only_model else self.args.journal_limit * GIGABYTE,
-            initial_weights=lambda: digest_of(self._engine.parameters),
+            initial_weights=lambda: digest or digest_of(self._engine.parameters),
+            parameters=self._engine.parameters,
         )
+        give_back(model)  # stages keep what belongs to a parameter under its identity
         self._stages = self._make_stages(model)
         if resume_from_checkpoint is not None:
             self._stages.load(resume_from_checkpoint)
@@ -418,6 +442,14 @@ class DPTrainerMixin(_Trainer):
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return
         padding_id, padding_side = padding_of(self._collation, self._sample, self.processing_class)
+        if self._engine.is_collective:
+            like = self._collation.parts(self._sample[:2])[0].batch
+            found = self_check_of_shards(
+                self._engine, self._losses, like, padding_id=padding_id, padding_side=padding_side
+            )
+            self._self_check = f"passed ({found.notes[0]})"
+            logger.info(f"Self-check passed in {found.seconds:.2f} s; {found.notes[0]}.")
+            return
         done = self_check(
             self._engine,
             self._losses,
@@ -495,6 +527,11 @@ class DPTrainerMixin(_Trainer):
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
         yield from batch.physical(self.args.per_device_train_batch_size, self._collation)
 
+    def _stand_in(self) -> Any:
+        """A batch that is not added to a sum: a record, or a user of one row."""
+        batch = self._collation.parts(self._sample[:1])[0].batch
+        return batch if self._users is None else UsersBatch(batch, (1,), torch.ones(1, dtype=torch.float64))
+
     def _everything(self) -> Iterator[Any]:
         """Yield physical batches of all units of this rank."""
         for batch in self._records.everything(self._current_run(), UNITS_AT_ONCE):
@@ -519,6 +556,7 @@ class DPTrainerMixin(_Trainer):
         assert isinstance(inputs, LogicalBatch), type(inputs)
         run, step = self._current_run(), inputs.step
         assert step == self.state.global_step + 1, (step, self.state.global_step)
+        give_back(model)  # an evaluation may have left weights whole
         self._check_unchanged()
         model.train()
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
@@ -540,6 +578,7 @@ class DPTrainerMixin(_Trainer):
                     step=step,
                     chain=self._stages.chain,
                     everything=self._everything,
+                    stand_in=self._stand_in,
                 )
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
             collectives.check_replicas_agree(model)
@@ -630,19 +669,36 @@ class DPTrainerMixin(_Trainer):
         super()._load_best_model()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)
-        if self.args.should_save:
-            self._stages.save(output_dir)
+        give_back(self.model)
+        with optimizer_in_whole_tensors(self, saves=True):
+            super()._save_optimizer_and_scheduler(output_dir)
+        if self.args.should_save or is_in_shards(self.model):
+            self._stages.save(output_dir if self.args.should_save else None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with optimizer_in_whole_tensors(self, saves=False):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        model = self.model if model is None else model
+        if is_in_shards(model):
+            load_weights(model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         return None
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         model = self.accelerator.unwrap_model(self.model)
+        give_back(self.model)
+        if state_dict is not None and any_sharded(state_dict.values()):
+            state_dict = whole_state(state_dict, keeps=self.args.should_save)
         with self._release.scrubbed_arguments(), written_on_this_machine(model, self.args):
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
             self._release.check(Path(output_dir or self.args.output_dir))
+            self._release.note_saved(Path(output_dir or self.args.output_dir))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
@@ -692,6 +748,7 @@ class DPTrainerMixin(_Trainer):
             yield
         finally:
             self._held_out = before
+            give_back(self.model)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         raise DPConfigError(

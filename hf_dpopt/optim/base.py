@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import is_sharded
 from hf_dpopt.postprocess import Filter, NoiseLevel
 
 Tensors = list[torch.Tensor]
@@ -119,7 +120,7 @@ class NoiseAwareOptimizer(torch.optim.Optimizer, abc.ABC):
             alike: dict[Any, Tensors] = collections.defaultdict(list)  # torch's fast path wants one device and dtype
             for p in group["params"]:
                 if p.grad is not None:
-                    alike[p.device, p.dtype].append(p)
+                    alike[p.device, p.dtype, is_sharded(grads[names[p]])].append(p)
             for params in alike.values():
                 self._update(
                     group,

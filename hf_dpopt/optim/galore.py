@@ -8,6 +8,7 @@ import torch
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.optim.adam import DPAdamBC, Form
 from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range
 from hf_dpopt.postprocess import Filter, NoiseLevel
@@ -109,6 +110,7 @@ class DPGaLore(DPAdamBC):
         wide = p.grad.to(torch.promote_types(p.dtype, torch.float32))
         if p.dim() != 2 or min(p.shape) <= group["rank"]:
             return wide
+        wide = whole_of(wide)  # the projected gradient is small, and the same on every rank
         state = self.state[p]
         age = state.get("projector_age", 0)
         if age % group["refresh_every"] == 0:
@@ -130,7 +132,7 @@ class DPGaLore(DPAdamBC):
         for i, p in enumerate(params):
             if "projector" in self.state[p]:
                 update = _lift(numerators[i] / denominators[i], self.state[p]["projector"], p)
-                p.add_(update, alpha=step_sizes[i] * group["scale"])
+                p.add_(cut_like(p, update), alpha=step_sizes[i] * group["scale"])
             else:
                 plain.append(i)
         if plain:

@@ -15,6 +15,7 @@ from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import local_of
 from hf_dpopt.common.types import Gradients, Released
 from hf_dpopt.postprocess import NoiseLevel
 
@@ -303,5 +304,5 @@ def check_keys(state: Mapping[str, Any], expected: set[str]) -> None:
 def multiply_(gradients: Released, factor: float) -> Released:
     """All tensors by one number, in place."""
     if factor != 1.0:
-        torch._foreach_mul_(list(gradients.values()), factor)
+        torch._foreach_mul_([local_of(g) for g in gradients.values()], factor)
     return gradients

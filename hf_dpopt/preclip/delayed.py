@@ -12,6 +12,7 @@ import torch
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import check_clipping_norm, check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import local_of
 from hf_dpopt.common.types import Gradients, Released
 from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.postprocess import NoiseLevel
@@ -242,7 +243,9 @@ class DelayedPreconditioning(Preconditioning):
         if not self._sum:
             self._sum = {name: g.clone() for name, g in plain.items()}
         else:
-            torch._foreach_add_(list(self._sum.values()), [plain[name] for name in self._sum])
+            torch._foreach_add_(
+                [local_of(g) for g in self._sum.values()], [local_of(plain[name]) for name in self._sum]
+            )
 
     def _turn(self) -> None:
         """Change phase, if it is time, between the step that was done and the next."""

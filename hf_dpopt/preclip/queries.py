@@ -9,9 +9,16 @@ from collections.abc import Sequence
 
 from hf_dpopt.common.types import ClippedSums, Released
 
+_QUERY = " (query "
+
 
 def _name(name: str, query: int) -> str:
-    return name if query == 0 else f"{name} (query {query + 1})"
+    return name if query == 0 else f"{name}{_QUERY}{query + 1})"
+
+
+def parameter_of(name: str) -> str:
+    """Name of the parameter that a tensor of the joined sums belongs to."""
+    return name.partition(_QUERY)[0]
 
 
 def join(sums: Sequence[ClippedSums]) -> ClippedSums:

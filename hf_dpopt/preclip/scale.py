@@ -12,6 +12,7 @@ import torch
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.common.checks import check_clipping_norm, check_clipping_ratio, check_positive
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import cut_like
 from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess import NoiseLevel
 from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, check_keys, multiply_
@@ -122,6 +123,8 @@ class ScaleThenPrivatize(Preclip):
             if name not in parameters:
                 raise DPConfigError(f"There is a scale for {name!r}, which is no trained parameter. Leave it out.")
             device = parameters[name].device
+            if isinstance(given, torch.Tensor) and given.shape == parameters[name].shape:
+                given = cut_like(parameters[name], given.detach())
             if isinstance(given, tuple):
                 rows, columns = (1 / x.detach().to(device) for x in given)
                 parts[name] = Factored(rows, columns)

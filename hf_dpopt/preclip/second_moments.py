@@ -13,6 +13,7 @@ import torch
 from hf_dpopt.clipping.scaling import Diagonal, Factored
 from hf_dpopt.common.checks import check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import whole_of
 from hf_dpopt.preclip.base import check_keys
 
 Rule = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -70,8 +71,11 @@ class SecondMoment:
         self._rule, self._beta = RULES[rule], beta
         self._values: dict[str, list[torch.Tensor]] = {}
         for name, p in parameters.items():
-            shapes: list[Any] = [(p.shape[0],), (p[0].numel(),)] if factored and p.dim() > 1 else [p.shape]
-            self._values[name] = [torch.zeros(shape, dtype=torch.float32, device=p.device) for shape in shapes]
+            if factored and p.dim() > 1:  # whole on every rank, where the parameter is in shards
+                sides = (p.shape[0], p.shape[1:].numel())
+                self._values[name] = [torch.zeros(side, dtype=torch.float32, device=p.device) for side in sides]
+            else:
+                self._values[name] = [torch.zeros_like(p, dtype=torch.float32, requires_grad=False)]
 
     def update(self, gradients: Mapping[str, torch.Tensor], noise_variance: float = 0.0) -> None:
         """Take an averaged gradient whose coordinates have noise of that variance, which is subtracted."""
@@ -84,8 +88,8 @@ class SecondMoment:
                 self._rule(values[0], x, self._beta)
             else:
                 x_PQ = x.flatten(1)
-                self._rule(values[0], x_PQ.mean(dim=1), self._beta)
-                self._rule(values[1], x_PQ.mean(dim=0), self._beta)
+                self._rule(values[0], whole_of(x_PQ.mean(dim=1)), self._beta)
+                self._rule(values[1], whole_of(x_PQ.mean(dim=0)), self._beta)
 
     def inverse(self, eps: float) -> dict[str, Diagonal | Factored]:
         """Name -> 1 / D."""

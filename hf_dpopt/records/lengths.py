@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.sharding import class_of
 
 WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)")  # what adapters put around a layer
 POSITION_TABLE = re.compile(r"(^|\.)(position_embeddings|wpe|embed_positions|positions_embed)$")
@@ -39,7 +40,9 @@ def positions(model: nn.Module, column: str) -> Positions | None:
         if not POSITION_TABLE.search(name) or (has_encoder and of_decoder != (column == "labels")):
             continue
         # subclasses may grow or clamp; learned tables that start at an offset are looked up as they are
-        if type(module) is not nn.Embedding and not type(module).__name__.endswith("LearnedPositionalEmbedding"):
+        if class_of(module) is not nn.Embedding and not class_of(module).__name__.endswith(
+            "LearnedPositionalEmbedding"
+        ):
             continue
         first = getattr(module, "offset", None)
         padding = module.padding_idx if first is None else None  # type: ignore[union-attr]

@@ -149,8 +149,8 @@ class Journal:
         """
         if self._is_off:
             return
-        size = 4 * sum(value.numel() for value in values.values())
-        if size * LEAST_STEPS > self._limit:
+        size = _size_of(values)
+        if not self.takes(values):
             self._is_off = True
             self.remove()
             logger.warning(
@@ -162,6 +162,10 @@ class Journal:
             return
         self._largest = max(self._largest, size)
         self._append({"kind": kind, "step": step, "charge": charge}, values)
+
+    def takes(self, values: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a step of these values would be written, and not be too large for the limit."""
+        return not self._is_off and _size_of(values) * LEAST_STEPS <= self._limit
 
     def _append(self, header: dict[str, Any], values: Mapping[str, torch.Tensor]) -> None:
         names = list(values)  # their order tells the queries of a step apart
@@ -355,3 +359,8 @@ def _bytes_of(value: torch.Tensor) -> Any:
     """The values as a buffer of bytes, little-endian; no copy of what lies on the CPU."""
     assert value.dtype == torch.float32, value.dtype
     return value.detach().contiguous().cpu().numpy().reshape(-1).astype("<f4", copy=False).data.cast("B")
+
+
+def _size_of(values: Mapping[str, torch.Tensor]) -> int:
+    """Bytes of the values in an entry."""
+    return 4 * sum(value.numel() for value in values.values())

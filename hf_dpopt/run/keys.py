@@ -118,6 +118,9 @@ def opening_key(noise_key: bytes) -> bytes:
     return derive_key(noise_key, "opening query")
 
 
+Shard = tuple[int, int]  # number of the rank, 0-based, and how many there are
+
+
 class PrivateState:
     """The secrets of one ``output_dir``: ``chains/<chain_id>.key``, and ``.noise``, the state of its noise stream.
 
@@ -201,17 +204,27 @@ class PrivateState:
             )
         return self._known.setdefault(chain_id, Chain(chain_id, root))
 
-    def save_noise(self, chain: Chain, state: dict[str, Any]) -> None:
-        """Keep the state of a chain's noise stream, in place of an older one: secret, and signed by the key."""
-        write_noise(self._noise_file(chain.chain_id), state, chain.root)
+    def save_noise(self, chain: Chain, state: dict[str, Any], shard: Shard | None = None) -> None:
+        """Keep the state of a chain's noise stream, in place of an older one: secret, and signed by the key.
 
-    def load_noise(self, chain: Chain, num_steps: int | None = None) -> dict[str, Any] | None:
+        Args:
+            chain: the chain.
+            state: what `NoiseStream.state` gave.
+            shard: which part of how many it is, where each rank keeps the noise of its own shards; None for all.
+        """
+        write_noise(self._noise_file(chain.chain_id, shard), state, chain.root)
+
+    def load_noise(
+        self, chain: Chain, num_steps: int | None = None, shard: Shard | None = None
+    ) -> dict[str, Any] | None:
         """The state that was kept last, or None: it can always be drawn again from the key.
 
         Args:
+            chain: the chain.
             num_steps: steps of the chain; a state that was kept after more of them is not read. None for any.
+            shard: see `save_noise`.
         """
-        path = self._noise_file(chain.chain_id)
+        path = self._noise_file(chain.chain_id, shard)
         if not path.exists():
             return None
         _refuse_shared(path)
@@ -275,7 +288,8 @@ class PrivateState:
         chains = self._known.values()
         keys = [key for chain in chains for key in chain.secrets()]
         keys += [seal.key for seal in self._seals()]
-        buffers = [marker for c in chains for marker in noise_marker(self._noise_file(c.chain_id))]
+        kept = [path for chain in chains for path in self._noise_files(chain.chain_id)]
+        buffers = [marker for path in kept for marker in noise_marker(path)]
         return keys + buffers + [mark for path in self._chains_dir.glob("*.data") for mark in _bytes_of_mark(path)]
 
     def _seals(self) -> Iterator[Seal]:
@@ -304,8 +318,19 @@ class PrivateState:
     def _data_file(self, chain: Chain) -> Path:
         return self._key_file(chain.chain_id).with_suffix(".data")
 
-    def _noise_file(self, chain_id: str) -> Path:
-        return self._key_file(chain_id).with_suffix(".noise")
+    def _noise_file(self, chain_id: str, shard: Shard | None = None) -> Path:
+        return self._key_file(chain_id).with_suffix(".noise" if shard is None else f".{shard[0]}of{shard[1]}.noise")
+
+    def _noise_files(self, chain_id: str) -> list[Path]:
+        """Noise states of a chain: the whole one, and those of shards."""
+        return sorted(self._chains_dir.glob(f"{chain_id}.noise")) + sorted(
+            self._chains_dir.glob(f"{chain_id}.*of*.noise")
+        )
+
+    def forget_noise(self, chain: Chain) -> None:
+        """Delete the noise that was kept of a chain, on machines that have nothing else of it."""
+        for path in self._noise_files(chain.chain_id):
+            path.unlink(missing_ok=True)
 
     def _key_file(self, chain_id: str) -> Path:
         assert chain_id.isalnum(), f"{chain_id!r} is no name of a chain with a stored key"

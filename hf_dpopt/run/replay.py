@@ -12,8 +12,10 @@ import torch
 
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess import Map
+from hf_dpopt.preclip.queries import parameter_of
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import write_gradients
 
@@ -66,19 +68,23 @@ def _answer_again(engine: ClippingEngine, run: PrivateRun, step: int) -> None:
 
 
 def _on_device_of(engine: ClippingEngine, released: Released) -> Released:
-    device = next(iter(engine.parameters.values())).device
-    return Released({name: value.to(device) for name, value in released.items()})
+    def placed(name: str, value: torch.Tensor) -> torch.Tensor:
+        p = engine.parameters.get(parameter_of(name))
+        return value.to(first.device) if p is None else cut_like(p, value)  # None: the count of `COUNT`
+
+    first = next(iter(engine.parameters.values()))
+    return Released({name: placed(name, value) for name, value in released.items()})
 
 
 def digest_of(parameters: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of names, types, shapes and values of the trained parameters, in hexadecimal.
 
     Args:
-        parameters: name -> parameter, in any order.
+        parameters: name -> parameter, in any order. Of those in shards the whole is taken, by all ranks together.
     """
     digest = hashlib.sha256()
     for name in sorted(parameters):
-        value = parameters[name].detach().contiguous().cpu()
+        value = whole_of(parameters[name].detach()).contiguous().cpu()
         digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
         digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

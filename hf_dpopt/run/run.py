@@ -18,12 +18,15 @@ from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source, stream_of
+from hf_dpopt.randomness.sharded import ShardedSource
+from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
 from hf_dpopt.run.cleaning import clean
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
@@ -88,6 +91,8 @@ class PrivateRun:
             that come from it (`recovery`) are taken with `hf_dpopt.run.replay.replay_step`, without a batch.
         initial_weights: gives the digest of the weights that a chain from step 0 begins with, see
             `hf_dpopt.run.replay.digest_of`. None: the caller answers for them.
+        parameters: trained parameters, name -> parameter; needed where they lie in shards on the ranks (FSDP2), of
+            which each rank then draws, keeps and adds the noise of its own.
 
     Attributes:
         recovery: steps that were charged after the checkpoint and are taken again; None for none.
@@ -110,9 +115,11 @@ class PrivateRun:
         training: Mapping[str, Any] | None = None,
         journal_limit: float = 0.0,
         initial_weights: Callable[[], str] | None = None,
+        parameters: Mapping[str, torch.Tensor] | None = None,
     ):
         self.plan = plan
         self.ranks = current_ranks()
+        self._is_sharded = any_sharded((parameters or {}).values())
         self.output_dir = Path(output_dir)
         self.ledger: Ledger | None = None
         self.state: PrivateState | None = None
@@ -129,7 +136,8 @@ class PrivateRun:
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
         self.plan = plan = _drawn_from(plan, opened[5])
-        source = make_noise_source(plan.config.noise_rng, self.chain.noise_key, plan.noise_stream)
+        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key, plan.noise_stream)
+        source = self._of_shards(drawn_from)
         self._start, noise_state, self.recovery = opened[2:5]
         done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self._start
         self._taken = done  # steps of this chain that the model has taken
@@ -140,8 +148,11 @@ class PrivateRun:
                 first_step=self._start + 1,
                 num_steps=max(1, plan.num_steps - self._start),
             )
+            if self._is_sharded:
+                noise_state = self._load_shard(output_dir, private_state_dir)
             self.noise.continue_at(self.charged[-1], noise_state)
-            self.noise.share_over(self.ranks)
+            if not self._is_sharded:  # else each rank has its own sums
+                self.noise.share_over(self.ranks)
         except BaseException:
             self._release_ledger()
             raise
@@ -152,7 +163,19 @@ class PrivateRun:
             else None
         )
         self.noise_generator = source.name
-        self.noise_generator_class = type(source).__name__
+        self.noise_generator_class = type(drawn_from).__name__
+
+    def _of_shards(self, source: NoiseSource) -> NoiseSource:
+        """The source of the noise that this rank adds."""
+        self._shards = ShardedSource(source, self.ranks) if self._is_sharded else None
+        return source if self._shards is None else self._shards
+
+    def _load_shard(self, output_dir: str | Path, private_state_dir: str | Path | None) -> dict[str, Any] | None:
+        """The state of the noise of this rank's shards; None where it is drawn again: for another number of ranks."""
+        directory = Path(private_state_dir) if private_state_dir else default_private_dir(output_dir)
+        self._shard_state = PrivateState(directory, forbidden=self.output_dir)
+        shard = (self.ranks.rank, self.ranks.size)
+        return self._shard_state.load_noise(self.chain, self.charged[-1], shard) if self.charged[-1] else None
 
     def _open(
         self,
@@ -204,7 +227,7 @@ class PrivateRun:
         position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
-        noise = self.state.load_noise(chain, charged[-1]) if charged[-1] else None
+        noise = self.state.load_noise(chain, charged[-1]) if charged[-1] and not self._is_sharded else None
         return chain, charged, start, noise, recovery, self.plan.noise_stream
 
     @property
@@ -258,12 +281,20 @@ class PrivateRun:
         Raises:
             DPConfigError: if the ledger was taken from under the run.
         """
+        if self._is_sharded:
+            self.ranks.every(self._keep_shard)
         return self.ranks.same(self._stand)
+
+    def _keep_shard(self) -> None:
+        """Keep the noise of the shards of this rank, in the private directory of its machine."""
+        noise = self.noise.state()
+        if noise and not self.chain.unsafe:
+            self._shard_state.save_noise(self.chain, noise, (self.ranks.rank, self.ranks.size))
 
     def _stand(self) -> Standing:
         assert self.ledger is not None and self.state is not None and self._seal is not None
         self.ledger.check_intact()
-        noise = self.noise.state()
+        noise = {} if self._is_sharded else self.noise.state()
         if noise and not self.chain.unsafe:
             self.state.save_noise(self.chain, noise)
         return Standing(self.ledger.digest(), self._seal, self.state.data_mark(self.chain))
@@ -414,6 +445,11 @@ class PrivateRun:
                 "a step and are charged by how many there were, so a step left out would show records more often than "
                 "was paid for. Take every step of a run once, in order; one without a batch, too."
             )
+        if any_sharded(engine.parameters.values()) and not self._is_sharded:
+            raise DPConfigError(
+                "The model's parameters lie in shards, and the run was not told: every rank would add the noise of "
+                "other elements. Pass them: PrivateRun(.., parameters=engine.parameters)."
+            )
         if self.preclip.awaits_opening:
             raise DPConfigError(
                 "The preconditioner is made of a query over all records, which was not asked yet. Pass them: "
@@ -471,16 +507,26 @@ class PrivateRun:
                 "for every release."
             )
         self._begun = None
-        self.noise.add_(sums, step)
-        torch._foreach_div_(list(sums.values()), self.plan.config.expected_batch_size)
+        if self._shards is not None:
+            self._shards.place(sums)
+        mine = {
+            name: local_of(total) for name, total in sums.items()
+        }  # in place: they are the sums, or shards of them
+        self.noise.add_(mine, step)
+        torch._foreach_div_(list(mine.values()), self.plan.config.expected_batch_size)
         return self._write_down(STEP, Released(sums), step)
 
     def _write_down(self, kind: str, released: Released, step: int) -> Released:
         """Make what was released durable, where a journal is kept: the optimizer sees it after that."""
+        written = released
+        if self._is_sharded and self.ranks.same(lambda: self._journal is not None and self._journal.takes(released)):
+            # rank 0 writes all of it, one file for any number of ranks; the others only take part
+            whole = {name: whole_of(value) for name, value in released.items()}
+            written = Released({name: value.cpu() for name, value in whole.items()} if self.ranks.rank == 0 else {})
         if self._journal is not None and self.ledger is not None:
             charge = self.ledger.charge_digest(self.chain.chain_id, step)
             assert charge is not None, f"step {step} is not charged"
-            self._journal.write(kind, step, charge, released)
+            self._journal.write(kind, step, charge, written)
         return released
 
     def take_again(self, step: int, *, is_opening: bool = False) -> Released | None:
@@ -599,6 +645,8 @@ class PrivateRun:
             is_finished: False if an error ended the run, perhaps before its last weights were saved.
         """
         self.noise.forget()
+        if self._is_sharded and is_finished and self._start + self.charged[-1] >= self.plan.num_steps:
+            self._shard_state.forget_noise(self.chain)
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place

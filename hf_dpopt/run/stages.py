@@ -14,6 +14,7 @@ import torch
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.sharding import any_sharded, gathered, has_shards, is_sharded, scattered
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.postprocess import Filter, Map, Postprocess, as_postprocess
 from hf_dpopt.postprocess.iterates import AfterStep
@@ -98,10 +99,15 @@ class Stages:
         kept = (self.preclip.state_dict(), self.chain, self.after)
         return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
 
-    def save(self, folder: str | Path) -> None:
-        """Write the state of all; nothing if there is none."""
-        if self._has_state:
-            torch.save(self._state(), Path(folder) / RELEASED_STATE)
+    def save(self, folder: str | Path | None) -> None:
+        """Write the state of all; nothing if there is none. All ranks call it where weights lie in shards.
+
+        Args:
+            folder: folder of the checkpoint; None on ranks that write nothing.
+        """
+        state = gathered(self._state()) if self._has_state else None
+        if state is not None and folder is not None:
+            torch.save(state, Path(folder) / RELEASED_STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint, bit for bit.
@@ -124,6 +130,13 @@ class Stages:
         if not path.exists():
             return
         state = torch.load(path, map_location="cpu", weights_only=True)
+        if any_sharded(self.engine.parameters.values()):
+            state = scattered(state, next(filter(is_sharded, self.engine.parameters.values())))
+        elif has_shards(state):
+            raise DPConfigError(
+                f"{path} was written by a run whose weights lay in shards (FSDP2), and these do not. Resume it the "
+                "way it was started, with any number of processes."
+            )
         kept, mine = state["made_of"], self.made_of
         if kept != mine:
             raise DPConfigError(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.scaling import Scale
+from hf_dpopt.common.collectives import Ranks
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.postprocess import Map
 from hf_dpopt.preclip import queries
@@ -27,6 +29,7 @@ def private_step(
     step: int,
     chain: Sequence[Map] = (),
     everything: Callable[[], Iterable[Any]] | None = None,
+    stand_in: Callable[[], Any] | None = None,
 ) -> UnprivatizedStatistics:
     r"""Leave ``(sum_b clip(g_b / D) + noise) / expected_batch_size`` in `p.grad` of every trainable parameter.
 
@@ -47,6 +50,8 @@ def private_step(
         chain: maps of the released mean gradient.
         everything: gives this rank's share of all units, as physical batches; for a preconditioner that asks a query
             over them before the first step. None if there is no such query.
+        stand_in: gives a batch whose records are not added, for a model in shards: every forward is a collective, so
+            a rank that has fewer physical batches takes part with that. None where every rank has as many.
 
     Returns:
         What the step saw before the noise, on this rank. Secret.
@@ -60,7 +65,8 @@ def private_step(
         ask(engine, losses, everything(), run=run, step=step)
     scales = run.begin(step, engine)
     # private from here
-    sums, seen = clip_and_sum(engine, losses, physical_batches, scales, sums_users=run.plan.sums_users)
+    batches = physical_batches if not engine.is_collective else in_step(engine, physical_batches, stand_in, run.ranks)
+    sums, seen = clip_and_sum(engine, losses, batches, scales, sums_users=run.plan.sums_users)
     joint = run.ranks.sum(sums)
     released = run.release(joint, step)
     # released from here
@@ -86,6 +92,38 @@ def clip_and_sum(
         for query in clipped:
             seen += add_batch(query, engine, losses, batch, sums_users=sums_users)
     return queries.join([query.result() for query in clipped]), seen
+
+
+def in_step(
+    engine: ClippingEngine, batches: Iterable[Any], stand_in: Callable[[], Any] | None, ranks: Ranks
+) -> Iterator[Any]:
+    """Yield as many batches on every rank as on the one that has most; the engine leaves out what stands in.
+
+    Raises:
+        DPConfigError: on all ranks, if one needs a batch that stands in and there is none.
+    """
+    mine = iter(batches)
+    while True:
+        batch = next(mine, None)
+        have = ranks.every(lambda: batch is not None)  # noqa: B023
+        if not any(have):
+            return
+        if not all(have):
+            ranks.every(lambda: _check_stands_in(stand_in))
+        if batch is not None:
+            yield batch
+        else:
+            assert stand_in is not None
+            with engine.leaving_out():
+                yield stand_in()
+
+
+def _check_stands_in(stand_in: Callable[[], Any] | None) -> None:
+    if stand_in is None:
+        raise DPConfigError(
+            "A rank has fewer physical batches than another, and with a model in shards it takes part in each of "
+            "them. Pass a batch that is not added: private_step(.., stand_in=lambda: batch)."
+        )
 
 
 def write_gradients(parameters: Mapping[str, torch.nn.Parameter], released: Released) -> None:

@@ -15,6 +15,7 @@ import torch
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.units import Units
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.collation import Collation, Collator
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, StepIndices, physical_parts
@@ -68,7 +69,17 @@ class UserInParts(WholeUnits):
     are_users: bool = True
 
     def add_to(self, sums: ClippedSum, engine: ClippingEngine, losses: RecordLosses) -> UnprivatizedStatistics:
-        """Add the gradient of the user, clipped once."""
+        """Add the gradient of the user, clipped once.
+
+        Raises:
+            DPConfigError: with weights in shards, for a plain backward adds up the ranks' users.
+        """
+        if engine.is_collective:
+            raise DPConfigError(
+                "A user, or a record of several rows, does not fit into one physical batch, and with weights in "
+                "shards its gradient cannot be summed in parts. Set records_per_user to at most "
+                "per_device_train_batch_size, or start plain data parallel."
+            )
         parts = [lambda batch=batch: losses(batch) * self.weight for batch in self.batches]
         total = engine.gradient_of(parts)
         return engine.add_clipped(sums, {name: gradient.unsqueeze(0) for name, gradient in total.items()})

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import transformers as tf
 from accelerate.utils import DistributedType, DynamoBackend
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.huggingface import refusals
@@ -23,7 +24,7 @@ def test_what_is_refused_below_is_the_option_not_the_run(arguments, tmp_path):
 ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": True}, "skips an update.*Use --bf16"),
     "n_gpu": ({"late": {"_n_gpu": 2}}, "2 GPUs.*accelerate launch --num_processes 2"),
-    "fsdp": ({"fsdp": True}, "FSDP.*Use plain accelerate launch"),
+    "fsdp alone": ({"fsdp": True}, "several processes, and this is one.*accelerate launch --num_processes"),
     "deepspeed": ({"late": {"deepspeed": "ds.json"}}, "DeepSpeed.*Use plain accelerate launch"),
     "deepspeed from accelerate": (
         {"late": {"deepspeed_plugin": object()}},
@@ -124,11 +125,19 @@ def _accelerator(mode: str = "NO", **values: Any) -> SimpleNamespace:
     return SimpleNamespace(distributed_type=DistributedType(mode), **(defaults | values))
 
 
+def _fsdp(**values: Any) -> SimpleNamespace:
+    defaults = {"fsdp_version": 2, "cpu_offload": OffloadPolicy(), "activation_checkpointing": False}
+    plugin = SimpleNamespace(**(defaults | values))
+    return SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO), fsdp_plugin=plugin)
+
+
 ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
-    "fsdp": ({"mode": "FSDP"}, "mode FSDP.*choose plain multi-GPU or CPU"),
-    "deepspeed": ({"mode": "DEEPSPEED"}, "mode DEEPSPEED.*choose plain multi-GPU or CPU"),
-    "megatron": ({"mode": "MEGATRON_LM"}, "mode MEGATRON_LM.*choose plain multi-GPU or CPU"),
-    "tpu": ({"mode": "XLA"}, "mode XLA.*choose plain multi-GPU or CPU"),
+    "fsdp 1": ({"mode": "FSDP", "state": _fsdp(fsdp_version=1)}, "version 1 flattens.*Set --fsdp_version 2"),
+    "offload": ({"mode": "FSDP", "state": _fsdp(cpu_offload=CPUOffloadPolicy())}, "Set --fsdp_offload_params false"),
+    "fsdp checkpointing": ({"mode": "FSDP", "state": _fsdp(activation_checkpointing=True)}, "Use --gradient_check"),
+    "deepspeed": ({"mode": "DEEPSPEED"}, "mode DEEPSPEED.*choose plain multi-GPU, FSDP with version 2"),
+    "megatron": ({"mode": "MEGATRON_LM"}, "mode MEGATRON_LM.*choose plain multi-GPU"),
+    "tpu": ({"mode": "XLA"}, "mode XLA.*choose plain multi-GPU"),
     "fp16": ({"mixed_precision": "fp16"}, "precision is fp16.*Use bf16 or no"),
     "scaler": ({"scaler": object()}, "Use bf16 or no"),
     "tensor parallelism": ({"parallelism_config": object()}, "parallelism_config.*Unset ACCELERATE_USE_PARALLELISM"),
@@ -151,6 +160,10 @@ def test_accelerator(case):
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_plain_data_parallelism_is_allowed(mode, precision):
     assert refusals.check_accelerator(_accelerator(mode, mixed_precision=precision)) is None  # it raises else
+
+
+def test_fsdp2_is_allowed():
+    assert refusals.check_accelerator(_accelerator("FSDP", state=_fsdp())) is None
 
 
 def test_stock_arguments(tmp_path, refused):

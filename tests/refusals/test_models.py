@@ -99,10 +99,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         _bert_with(lambda m: setattr(m, "hf_device_map", {"bert": 0, "classifier": 1})),
         "device_map.*Load it on one device",
     ),
-    "sharded while loading": (
-        _bert_with(lambda m: setattr(m, "_is_distributed_loading_by_transformers", True)),
-        "distributed_config.*Load it without",
-    ),
     "reentrant checkpointing": (
         _bert_with(lambda m: m.gradient_checkpointing_enable({"use_reentrant": True})),
         "reentrant.*'use_reentrant': False",

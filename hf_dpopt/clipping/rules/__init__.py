@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_dpopt.clipping.rules import adapters, broadcast, conv1d, embedding, fallback, linear, norms, shared
 from hf_dpopt.clipping.site import Rule
+from hf_dpopt.common.sharding import class_of
 
 
 def class_path(cls: type) -> str:
@@ -47,7 +48,7 @@ class Composite:
     owns: tuple[str, ...] = ()
 
     def matches(self, module: nn.Module) -> bool:
-        return self.class_path in (None, class_path(type(module))) and hasattr(module, self.method)
+        return self.class_path in (None, class_path(class_of(module))) and hasattr(module, self.method)
 
 
 _DEBERTA = "transformers.models.deberta_v2.modeling_deberta_v2"

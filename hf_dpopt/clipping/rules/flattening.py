@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.site import Site
+from hf_dpopt.common.sharding import class_of
 
 # class -> the children it calls this way
 FLATTENING = {"transformers.models.opt.modeling_opt.OPTDecoderLayer": ("fc1", "fc2", "final_layer_norm")}
@@ -22,7 +23,7 @@ FLATTENING = {"transformers.models.opt.modeling_opt.OPTDecoderLayer": ("fc1", "f
 
 def children(module: nn.Module) -> tuple[str, ...]:
     """Names of the children that `module` calls with flattened tokens."""
-    return FLATTENING.get(f"{type(module).__module__}.{type(module).__qualname__}", ())
+    return FLATTENING.get(f"{class_of(module).__module__}.{class_of(module).__qualname__}", ())
 
 
 def by_record(rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_acc
 from hf_dpopt.huggingface.refusals.data import check_data, check_datasets, check_evaluation, check_public
 from hf_dpopt.huggingface.refusals.model import check_model, check_model_given
 from hf_dpopt.huggingface.refusals.resume import check_resume, gradient_options
+from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages
 from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss
 from hf_dpopt.records.lengths import check_lengths
@@ -25,6 +26,7 @@ __all__ = [
     "check_model_given",
     "check_public",
     "check_resume",
+    "check_shards",
     "check_stages",
     "gradient_options",
 ]

@@ -57,7 +57,7 @@ def _on_devices(args: Any) -> Iterator[Refusal]:
         f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel.",
         f"Start with `accelerate launch --num_processes {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one GPU.",
     )
-    yield bool(args.fsdp), "FSDP shards gradients, and norms across shards are not supported yet.", DATA_PARALLEL
+    yield from _on_fsdp(args)
     yield (
         bool(args.deepspeed) or args.deepspeed_plugin is not None,
         "DeepSpeed averages and clips gradients itself, which is not supported yet.",
@@ -67,6 +67,27 @@ def _on_devices(args: Any) -> Iterator[Refusal]:
         args.parallelism_config is not None,
         "`parallelism_config` (tensor, context, sequence parallelism) is not supported yet.",
         DATA_PARALLEL,
+    )
+
+
+def _on_fsdp(args: Any) -> Iterator[Refusal]:
+    yield (
+        bool(args.fsdp) and args.world_size == 1,
+        "FSDP deals the weights to several processes, and this is one.",
+        "Start with accelerate launch --num_processes N (or torchrun --nproc_per_node N), or remove --fsdp.",
+    )
+    plugin, config = args.fsdp_plugin_args or {}, args.fsdp_config or {}
+    version = int(plugin.get("fsdp_version", 2)) if args.fsdp else 2
+    yield (
+        version != 2,
+        f"FSDP version {version} flattens the parameters of several layers into one, where gradients of records "
+        "cannot be cut.",
+        "Use FSDP2: --fsdp with fsdp_config={'version': 2}, or accelerate launch --use_fsdp --fsdp_version 2.",
+    )
+    yield (
+        bool(args.fsdp) and bool(config.get("xla")),
+        "FSDP on XLA devices is not supported.",
+        "Remove fsdp_config['xla'].",
     )
 
 
@@ -176,9 +197,25 @@ def check_accelerator(accelerator: Any) -> None:
 def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
     kind = str(accelerator.distributed_type.value)
     yield (
-        kind not in ("NO", "MULTI_CPU", "MULTI_GPU"),
-        f"Accelerate runs in mode {kind}, which is not supported yet (FSDP, DeepSpeed, TPU and others).",
-        "Run `accelerate config` again and choose plain multi-GPU or CPU.",
+        kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"),
+        f"Accelerate runs in mode {kind}, which is not supported yet (DeepSpeed, Megatron, TPU and others).",
+        "Run `accelerate config` again and choose plain multi-GPU, FSDP with version 2, or CPU.",
+    )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None) if kind == "FSDP" else None
+    yield (
+        plugin is not None and plugin.fsdp_version != 2,
+        "FSDP version 1 flattens the parameters of several layers into one, where gradients of records cannot be cut.",
+        "Set --fsdp_version 2, or run `accelerate config` again and choose version 2.",
+    )
+    yield (
+        plugin is not None and bool(_offloads(plugin)),
+        "FSDP's CPU offload keeps shards where gradients do not come, which is not supported yet.",
+        "Set --fsdp_offload_params false.",
+    )
+    yield (
+        plugin is not None and bool(plugin.activation_checkpointing),
+        "FSDP's activation checkpointing wraps layers where the capture of gradients does not see it.",
+        "Use --gradient_checkpointing in its place, and no fsdp_activation_checkpointing.",
     )
     precision = accelerator.mixed_precision
     yield (
@@ -197,4 +234,12 @@ def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
         not backend.endswith("NO"),
         f"Accelerate's dynamo backend is {backend}: torch.compile is not supported yet.",
         "Run `accelerate config` again without dynamo.",
+    )
+
+
+def _offloads(plugin: Any) -> bool:
+    """Whether FSDP keeps shards in the host's memory: a flag, or a policy of torch's."""
+    policy = plugin.cpu_offload
+    return (
+        policy is True or type(policy).__name__ == "CPUOffloadPolicy" or bool(getattr(policy, "offload_params", False))
     )

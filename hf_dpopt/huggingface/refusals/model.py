@@ -51,11 +51,6 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
         "Load it on one device; use accelerate launch for several.",
     )
     yield (
-        bool(getattr(model, "is_distributed_loading_by_transformers", False)),
-        "The model was sharded while it was loaded (distributed_config).",
-        "Load it without; use accelerate launch for several devices.",
-    )
-    yield (
         any(is_compiled(module) for module in (model, base_model(model))),
         "The whole model is compiled, with it the places where per-record gradients are captured.",
         "Compile parts of it instead, before or after LoRA: for layer in model.model.layers: layer.mlp.compile().",

@@ -46,7 +46,12 @@ def naive_clipped_sum(clipping: Clipping, gradients: list[Gradient]) -> Gradient
 
 def clip_half(clipping: Clipping, gradients: list[Gradient]) -> Clipping | None:
     """The rule with a clipping norm at the median of the records' norms; None if all gradients are zero."""
-    median = sorted(squared_norm(one).sqrt().item() for one in gradients)[len(gradients) // 2]
+    return clip_half_of(clipping, [squared_norm(one).sqrt().item() for one in gradients])
+
+
+def clip_half_of(clipping: Clipping, norms: list[float]) -> Clipping | None:
+    """The rule with a clipping norm at the median of these norms; None if it is zero."""
+    median = sorted(norms)[len(norms) // 2]
     return dataclasses.replace(clipping, clipping_norm=median) if median > 0 else None  # type: ignore[type-var]
 
 
