@@ -57,18 +57,18 @@ class UserIndex:
         """The rows of a user, ascending; int64, never empty."""
         return self._rows_N[self._cuts_U[user] : self._cuts_U[user + 1]].astype(np.int64)
 
-    def sizes(self) -> np.ndarray:
-        """Rows of every user, (U,), int64."""
-        return np.diff(self._cuts_U)
+    def sizes(self, users_B: np.ndarray | None = None) -> np.ndarray:
+        """Rows of each of the users, (B,), or of all of them, (U,); int64."""
+        if users_B is None:
+            return np.diff(self._cuts_U)
+        return np.asarray(self._cuts_U[users_B + 1]) - self._cuts_U[users_B]
 
-    def first_rows(self, limit: int) -> np.ndarray:
-        """The first `limit` rows of every user, (U, limit), int64; -1 where one has fewer."""
-        sizes_U = np.minimum(self.sizes(), limit)
-        places = np.full((self.num_users, limit), -1)
-        for j in range(limit):  # places are few, users many
-            has = sizes_U > j
-            places[has, j] = self._rows_N[self._cuts_U[:-1][has] + j]
-        return places
+    def rows_at(self, users_B: np.ndarray, ranks_B: np.ndarray) -> np.ndarray:
+        """The row of that rank of each of the users, 0 the first one, (B,), int64; -1 where one has fewer."""
+        rows_B = np.full(len(users_B), -1)
+        has = ranks_B < self.sizes(users_B)
+        rows_B[has] = self._rows_N[self._cuts_U[users_B[has]] + ranks_B[has]]
+        return rows_B
 
     @classmethod
     def build(cls, dataset: Any, column: str, folder: Path | None = None) -> UserIndex:

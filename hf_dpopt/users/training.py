@@ -39,7 +39,6 @@ class UserData:
         self.samples_records = config.sampling == CappedPoissonSampler.name
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
         self.users_at_once = users_at_once
-        self._places: tuple[bytes, np.ndarray] | None = None
 
     @classmethod
     def of(
@@ -107,16 +106,30 @@ class UserData:
             )
         self.index.check_is_of(dataset, self.column)
 
-    def choose_places(self, key: bytes) -> np.ndarray:
-        """Choose what is in the places of a chain of steps that samples records, (users * records_per_user,).
+    def records_in_places(self, key: bytes, places: np.ndarray) -> np.ndarray:
+        """The records that stand in some of the places of a chain of steps that samples records, (B,), int64.
 
-        Every user has as many places; a record stands in them, or -1.
+        Every user has `records_per_user` places, and place p is one of user p // records_per_user. Records of a user who
+        has more are chosen anew for every chain; they are those of a table of all places, which would take 8 bytes a
+        place and a moment for each user.
+
+        Args:
+            key: 32 secret bytes of the chain.
+            places: numbers of places, (B,).
+
+        Returns:
+            A record for each place, or -1 where the user has fewer than that.
         """
         limit = self.records_per_user
-        places = self.index.first_rows(limit)
-        for u in np.flatnonzero(self.index.sizes() > limit).tolist():  # the others have no choice
-            places[u] = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
-        return places.reshape(-1)
+        users_B, ranks_B = np.divmod(np.asarray(places, dtype=np.int64), limit)
+        rows_B = self.index.rows_at(users_B, ranks_B)
+        chosen: dict[int, np.ndarray] = {}
+        for i in np.flatnonzero(self.index.sizes(users_B) > limit).tolist():  # the others have no choice
+            u = int(users_B[i])
+            if u not in chosen:
+                chosen[u] = choose_rows(self.index.rows(u), limit, key, "capped", str(u))
+            rows_B[i] = chosen[u][ranks_B[i]]
+        return rows_B
 
     @property
     def num_sampled(self) -> int:
@@ -127,10 +140,8 @@ class UserData:
         """The records of the users that were drawn, on this rank."""
         key, limit = run.chain.sampling_key, self.records_per_user
         if self.samples_records:
-            if self._places is None or self._places[0] != key:
-                self._places = (key, self.choose_places(key))
-            rows_N = self._places[1][drawn]
-            return StepIndices(rows_N[rows_N >= 0].tolist(), step)
+            rows_B = self.records_in_places(key, drawn)
+            return StepIndices(rows_B[rows_B >= 0].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
         seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u)), "little") for u in drawn.tolist()]

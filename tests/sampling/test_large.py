@@ -142,6 +142,8 @@ def test_places_are_those_of_a_loop_over_users():
         for user in range(400):
             rows = choose_rows(index.rows(user), limit, key, "capped", str(user))
             want[user, : len(rows)] = rows
-        found = data.choose_places(key)
-        assert found.dtype == want.dtype
-        np.testing.assert_array_equal(found.reshape(400, limit), want)
+        places = generator.permutation(400 * limit)
+        for drawn in (places, np.sort(places), places[:7], places[:0]):
+            found = data.records_in_places(key, drawn)
+            assert found.dtype == want.dtype
+            np.testing.assert_array_equal(found, want.reshape(-1)[drawn])
