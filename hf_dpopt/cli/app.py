@@ -203,6 +203,67 @@ def verify(
 
 
 @app.command()
+def audit(
+    epsilon: Epsilon = None,
+    noise_multiplier: NoiseMultiplier = None,
+    delta: Delta = None,
+    batch_size: MaybeBatchSize = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 32,
+    canaries: Annotated[int, typer.Option(help="Records (or users) whose gradients are known.")] = 1000,
+    noise_mechanism: Annotated[str | None, flag("noise_mechanism", says_default=False)] = None,
+    noise_kwargs: Annotated[str | None, flag("noise_kwargs")] = None,
+    sampling: Annotated[str | None, flag("sampling", says_default=False)] = None,
+    adjacency: Annotated[str | None, flag("adjacency", says_default=False)] = None,
+    preconditioner: Annotated[str | None, flag("preconditioner", says_default=False)] = None,
+    preconditioner_kwargs: Annotated[str | None, flag("preconditioner_kwargs")] = None,
+    privacy_unit: Annotated[str | None, flag("privacy_unit", says_default=False)] = None,
+    like: Annotated[
+        Path | None, typer.Option(help="Take noise, sampling, clip and budget from the report of this run.")
+    ] = None,
+    scores: Annotated[
+        Path | None,
+        typer.Option(help="Bound epsilon from canaries of one's own: CSV with the columns score and included."),
+    ] = None,
+    confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of the attack within the claim (PNG, SVG).")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Attack a run of canaries in this installation: lower bounds on epsilon, and tests of the noise.
+
+    Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
+    no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
+    """
+    from hf_dpopt.cli.auditing import settings_like, show_audit, show_scores
+
+    significance = 1 - confidence
+    if scores is not None:
+        code = show_scores(scores, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
+    else:
+        settings = (settings_like(like) if like is not None else {}) | {
+            name: value
+            for name, value in {
+                "target_epsilon": epsilon,
+                "noise_multiplier": noise_multiplier,
+                "target_delta": delta,
+                "expected_batch_size": batch_size,
+                "noise_mechanism": noise_mechanism,
+                "noise_kwargs": noise_kwargs,
+                "sampling": sampling,
+                "adjacency": adjacency,
+                "preconditioner": preconditioner,
+                "preconditioner_kwargs": preconditioner_kwargs,
+                "privacy_unit": privacy_unit,
+            }.items()
+            if value is not None
+        }
+        code = show_audit(
+            settings, num_canaries=canaries, num_steps=steps, significance=significance, plot=plot, as_json=as_json
+        )
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
 def scan(
     output_dir: OutputDir,
     private_state_dir: Annotated[

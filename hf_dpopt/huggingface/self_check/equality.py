@@ -118,7 +118,10 @@ def check_units(probe: Probe, batch: Mapping[str, Any], num: int) -> float:
         for parts in (first, [lambda: probe.losses_of(rows(batch, num - 1), [num - 1])]):
             total = engine.gradient_of(parts)  # type: ignore[arg-type]
             engine.add_clipped(in_parts, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
-    return max(check_equal(sums.result(), want, probe.tolerance, what, MIXING) for sums in (side_by_side, in_parts))
+    return max(
+        check_equal(sums.result(), want, probe.tolerance, what, MIXING, added=clipping.clipping_norm)
+        for sums in (side_by_side, in_parts)
+    )
 
 
 def _sum(gradients: list[Gradient]) -> Gradient:

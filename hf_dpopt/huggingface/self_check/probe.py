@@ -183,9 +183,12 @@ def _norm(norms: list[torch.Tensor]) -> float:
     return float(torch.linalg.vector_norm(torch.stack(norms).double()))
 
 
-def check_equal(got: Gradient, want: Gradient, tolerance: float, what: str, fix: str) -> float:
-    """Return the relative error if it is within the tolerance; else raise an error that names the worst tensor."""
-    scale = max(length(want), 1e-12)
+def check_equal(got: Gradient, want: Gradient, tolerance: float, what: str, fix: str, *, added: float = 0.0) -> float:
+    """Return the relative error if it is within the tolerance; else raise an error that names the worst tensor.
+
+    `added` is the length of the longest gradient in the sum: where they cancel, what is left of them is rounding.
+    """
+    scale = max(length(want), added, 1e-12)
     errors = {n: float(torch.linalg.vector_norm(got[n] - want[n])) / scale for n in want}
     worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
     if not errors[worst] <= tolerance:

@@ -1,0 +1,93 @@
+"""`hf-dpopt audit`: lower bounds on epsilon, and tests of the noise, from runs of the real trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from hf_dpopt.audit.auditing import Audit, audit
+from hf_dpopt.audit.black_box import bound_scores
+from hf_dpopt.cli.show import print_json
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.report.report import read_report
+
+LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
+
+
+def settings_like(output_dir: Path) -> dict[str, Any]:
+    """Options that audit what a run did: its noise, sampling, clip and budget, on as few records as canaries.
+
+    Raises:
+        DPConfigError: without a report, or for a run with a preconditioner.
+    """
+    plan = read_report(output_dir).plan
+    if plan.get("preclip"):
+        raise DPConfigError(
+            "The run had a preconditioner, whose releases the audit does not follow. Audit without --like."
+        )
+    return {
+        "target_epsilon": plan["target_epsilon"] or plan["epsilon"],
+        "target_delta": plan["delta"],
+        "sampling": plan["sampler"]["name"],
+    } | {name: plan[name] for name in LIKE if plan.get(name) not in (None, {})}
+
+
+def show_audit(
+    settings: dict[str, Any],
+    *,
+    num_canaries: int,
+    num_steps: int,
+    significance: float,
+    plot: Path | None,
+    as_json: bool,
+) -> int:
+    """Audit a setting, print what was found, and return the exit code: 1 if a test failed."""
+    if plot is not None and not plot.parent.is_dir():
+        raise DPConfigError(f"--plot {plot}: there is no folder {plot.parent}. Make it, or name another file.")
+    done = audit(settings, num_canaries=num_canaries, num_steps=num_steps, significance=significance)
+    if plot is not None:
+        from hf_dpopt.audit.plot import plot_attack
+
+        plot_attack(done, plot)
+    if as_json:
+        print_json(done.public_dict())
+    else:
+        _print(done, significance)
+    return 0 if done.has_passed else 1
+
+
+def _print(done: Audit, significance: float) -> None:
+    setting = done.setting
+    typer.echo(
+        f"{setting['num_canaries']} canaries, {setting['num_steps']} steps of {setting['expected_batch_size']}, "
+        f"{setting['sampling']}, {setting['noise_mechanism']}, {setting['adjacency']}: epsilon "
+        f"{done.claimed_epsilon:.4g} at delta {done.delta:g} is claimed"
+    )
+    for finding in done.findings:
+        typer.echo(f"{'ok' if finding.has_passed else 'FAILED':<7} {finding.name}: {finding.seen}")
+    _print_bounds(done.bounds, significance)
+    typer.echo(done.verdict)
+
+
+def _print_bounds(bounds: Any, significance: float) -> None:
+    for method, bound in bounds.items():
+        typer.echo(f"        epsilon >= {bound:.2f} by {method}, with confidence {1 - significance:.0%}")
+
+
+def show_scores(path: Path, *, delta: float | None, epsilon: float | None, significance: float, as_json: bool) -> int:
+    """Bound epsilon from scores of one's own canaries; return 1 if the claim is refuted."""
+    if delta is None:
+        raise DPConfigError("A bound is one at a delta. Give that of the claim: --delta 1e-5.")
+    found = bound_scores(path, delta=delta, significance=significance)
+    refuted = epsilon is not None and found["one_run"] > epsilon
+    if as_json:
+        print_json({"lower_bounds": found, "claimed_epsilon": epsilon, "delta": delta, "refuted": refuted})
+    else:
+        _print_bounds(found, significance)
+        if epsilon is not None:
+            typer.echo(
+                f"FAILED: epsilon {epsilon:g} is refuted." if refuted else f"epsilon {epsilon:g} is not refuted."
+            )
+    return int(refuted)

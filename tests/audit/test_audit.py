@@ -1,0 +1,109 @@
+"""The audit passes what is exact, in every setting, and finds faults that are planted; the rest of them is a command."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.audit import audit, law
+from hf_dpopt.audit.observe import observe
+from hf_dpopt.audit.plot import attack_curve, claimed_curve
+from hf_dpopt.audit.scores import log_likelihood_ratios
+from tests.audit.faults import FAULTS
+from tests.audit.page import PAGE, RESULTS, SETTINGS, page
+
+IN_THE_SUITE = (
+    "noise 5 % too small", "noise of step 17 that of step 5", "one stream of noise for all tensors",
+    "clip too wide by a quarter", "the loader shuffles, whatever was drawn",
+    "batches of a shuffle, not of Poisson sampling", "correlated noise begun anew, uncharged",
+    "a user's rows clipped one by one",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_exact_run_passes(name):
+    found = audit(SETTINGS[name])
+    assert found.has_passed, found.verdict
+    assert found.claimed_epsilon == pytest.approx(4, abs=0.02)
+    assert found.bounds["independent"] > 0.8, "the attack sees that canaries are there"
+    assert json.dumps(found.public_dict())
+
+
+@pytest.mark.parametrize("fault", [f for f in FAULTS if f.what in IN_THE_SUITE], ids=lambda fault: fault.what)
+def test_a_fault_is_found(fault, monkeypatch):
+    fault.plant(monkeypatch)
+    found = audit({"skip_self_check": True} | fault.settings)
+    assert not found.has_passed and found.verdict.startswith("FAILED")
+    assert any(finding.name.startswith(fault.seen_by) for finding in found.findings if not finding.has_passed)
+
+
+def test_the_tests_of_the_law_have_the_p_values_they_say(tmp_path):
+    """Of one run's shapes, 60 times with fresh normals: each test is below 0.05 as often as it should be, or less."""
+    settings = {"target_epsilon": 4.0, "target_delta": 1e-5, "expected_batch_size": 50, "use_cpu": True,
+                "per_device_train_batch_size": 50}  # fmt: skip
+    seen = observe(settings, tmp_path, num_canaries=200, num_quiet=800, num_steps=12)
+    generator, low = np.random.default_rng(0), dict[str, int]()
+    whitened = law.Whitened(seen)
+    for _ in range(60):
+        noise = {name: whitened.stddev * generator.standard_normal(v.shape) for name, v in seen.quiet_TQ.items()}
+        drawn = generator.random(seen.drawn_TM.shape) < 0.25
+        own = whitened.stddev * generator.standard_normal(seen.canaries_TM.shape) + drawn * seen.included
+        fresh = type(seen)(seen.plan, seen.epsilon, seen.included, drawn, own, noise)
+        for finding in law.test_all(fresh):
+            low[finding.name] = low.get(finding.name, 0) + (finding.p_value < 0.05)
+    most = stats.binom.isf(1e-4, 60, 0.05)
+    assert all(count <= most for count in low.values()), low
+
+
+def test_a_score_is_the_likelihood_ratio_of_all_that_may_have_been_drawn(tmp_path):
+    """Against a sum over all sets of steps that Poisson sampling may draw, by hand, with six steps."""
+    settings = {"noise_multiplier": 0.8, "target_delta": 1e-5, "expected_batch_size": 10, "use_cpu": True,
+                "per_device_train_batch_size": 10}  # fmt: skip
+    whitened = law.Whitened(observe(settings, tmp_path, num_canaries=40, num_quiet=80, num_steps=6))
+    found, rate = log_likelihood_ratios(whitened), 0.25
+    for j in range(5):
+        total = 0.0
+        for drawn in range(2**6):
+            b = np.array([drawn >> t & 1 for t in range(6)])
+            moved = whitened.columns @ b
+            density = stats.norm.pdf(whitened.canaries_TM[:, j] - moved) / stats.norm.pdf(whitened.canaries_TM[:, j])
+            total += np.prod(np.where(b, rate, 1 - rate)) * np.prod(density)
+        assert found[j] == pytest.approx(np.log(total), rel=1e-9, abs=1e-9)
+
+
+def test_curves_are_those_of_their_definitions():
+    false, true = attack_curve(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]))
+    assert false.tolist() == [0, 0, 0.5, 0.5, 1] and true.tolist() == [0, 0.5, 0.5, 1, 1]
+    grid = np.linspace(0, 1, 101)
+    curve = claimed_curve(np.log(3), 0.1, grid)
+    assert np.all(np.diff(curve) >= 0) and curve[0] == pytest.approx(0.1) and curve[-1] == 1
+    assert np.all(curve <= 3 * grid + 0.1 + 1e-12) and np.all(1 - grid <= 3 * (1 - curve) + 0.1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "match"),
+    [
+        ({}, {"num_canaries": 3}, "num_canaries=3"),
+        ({"max_steps": 4}, {}, "max_steps: the audit sets this itself"),
+        ({"preconditioner": "subspace"}, {}, "public"),
+        ({"preconditioner": "dp2_rmsprop", "noise_mechanism": "nu_dpftrl"}, {}, "one of the two"),
+        ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 4, "variant": "noise_first"}}, {},
+         "weights do not tell"),
+        ({"noise_mechanism": "dp"}, {}, "is unknown"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_audited_is_refused(settings, options, match):
+    with pytest.raises(DPConfigError, match=match):
+        audit(settings, **options)
+
+
+def test_the_page_has_the_tables_of_its_results():
+    text = PAGE.read_text(encoding="utf-8")
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    assert page(text, results) == text, "python -m tests.audit.page --write"
+    assert all(row["found"] for row in results["faults"]) and len(results["faults"]) == len(FAULTS) == 20
+    assert set(results["bounds"]) == set(SETTINGS)
