@@ -109,9 +109,9 @@ class UserData:
     def records_in_places(self, key: bytes, places: np.ndarray) -> np.ndarray:
         """The records that stand in some of the places of a chain of steps that samples records, (B,), int64.
 
-        Every user has `records_per_user` places, and place p is one of user p // records_per_user. Records of a user who
-        has more are chosen anew for every chain; they are those of a table of all places, which would take 8 bytes a
-        place and a moment for each user.
+        Every user has `records_per_user` places, and place p is one of user p // records_per_user. Records of a user
+        who has more are chosen anew for every chain; they are those of a table of all places, which would take 8 bytes
+        a place and a moment for each user.
 
         Args:
             key: 32 secret bytes of the chain.
