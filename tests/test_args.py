@@ -45,6 +45,8 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "noise_at_changes": ("by_phase", "by_phase"),
     "amplification_samples": ("0", 0),
     "earlier_runs": ("runs/head", ["runs/head"]),
+    "tuned_runs": ("10", 10.0),
+    "tuned_shape": ("0", 0.0),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),
     "clipping_quantile": ("0.3", 0.3),

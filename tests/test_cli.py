@@ -435,3 +435,20 @@ def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
 def test_the_version_is_the_installed_one(run: Run) -> None:
     code, out, _ = run("--version")
     assert code == 0 and out == f"hf-dpopt {importlib.metadata.version('hf_dpopt')}\n"
+
+
+def test_tuning_is_planned_beforehand(run: Run) -> None:
+    asked = ["-n", "4000", "--batch", "200", "--passes", "2", "--epsilon", "8", "--runs", "10", "--shape", "1"]
+    code, out, _ = run("plan-tuning", *asked)
+    assert code == 0 and "Tuning pays where" in out and "epsilon 8 at delta" in out
+    content = json.loads(run("plan-tuning", *asked, "--json")[1])
+    (row,) = content["tunings"]
+    assert 7.9 < row["epsilon"] <= 8 and row["run_epsilon"] < 6.5 and row["mean"] == 10
+    assert row["noise_multiplier"] > content["one_run"]["noise_multiplier"]
+    assert row["useful_steps"] < content["one_run"]["useful_steps"]
+
+
+@pytest.mark.parametrize("wrong", [["--runs", "1"], ["--steps", "3", "--epochs", "3"], ["--shape", "-1"]])
+def test_a_tuning_that_is_none(run: Run, wrong: list[str]) -> None:
+    code, _, err = run("plan-tuning", "-n", "4000", "--batch", "200", "--epsilon", "8", *wrong)
+    assert code == 2 and len(err.strip().splitlines()) == 1

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from dp_accounting import DpEvent, PoissonSampledDpEvent
 from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.pld.privacy_loss_distribution import (
     PrivacyLossDistribution,
@@ -29,6 +29,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import DEFAULT_RDP_ORDERS
 from hf_dpopt.accounting import events
 from hf_dpopt.accounting.balls_in_bins import balls_in_bins_epsilon
 from hf_dpopt.accounting.events import Composition
+from hf_dpopt.accounting.selection import gaussian_delta, profile_epsilon
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 
@@ -36,6 +37,8 @@ FINE = 2e-4  # relative discretisation error of a reported epsilon
 MIN_GRID_EPSILON = 1e-4  # grids are not refined further below this epsilon
 MAX_GRID_POINTS = 2_000_000  # of one step's privacy loss: tens of seconds and 1 GB
 INTEGER_ORDERS = tuple(range(2, 64))  # of the Renyi divergences that are tried first
+# Of those of a selection, whose bound at one order takes others; few between integers, which cost milliseconds each.
+SELECTION_ORDERS = (1.2, 1.5, 1.8, 2, 2.2, 2.5, 2.8, 3, 3.5, 4, 4.5, 5, 5.5, *range(6, 64), 128, 256)
 TINY_EPSILON = 0.1
 MIN_PLD_DELTA = 1e-10  # below, rounding in the FFT (about 1e-12 after 1e5 steps) is no longer small beside delta
 MAX_PLD_EPSILON = 1000.0  # above, the losses overflow and the number means nothing
@@ -161,10 +164,15 @@ def _pld(
 
 def _compose(composition: Composition, adjacency: str, grid: float) -> Callable[[float], float]:
     """Function from delta to epsilon of the steps, on a grid."""
+    return _accountant_of(composition, adjacency, grid).get_epsilon
+
+
+def _accountant_of(composition: Composition, adjacency: str, grid: float) -> PLDAccountant:
+    """Privacy losses of the steps on a grid."""
     accountant = PLDAccountant(events.relation(adjacency), grid)
     for leaf, count in composition:
         accountant.compose(leaf, count)
-    return accountant.get_epsilon
+    return accountant
 
 
 def _compose_kept(composition: Composition, adjacency: str, grid: float) -> Callable[[float], float]:
@@ -209,11 +217,38 @@ def rdp_epsilon(composition: Composition, delta: float, adjacency: str, relative
     return None if adjacency == "replace_one" else _rdp(composition, delta)
 
 
+def selection_epsilon(
+    composition: Composition, delta: float, adjacency: str, relative_error: float = FINE
+) -> float | None:
+    """Best of a random number of runs, from the privacy profile of one; see `selection.profile_epsilon`."""
+    selected = events.selected_run(composition)
+    if selected is None:
+        return None
+    run, count = selected
+    precision = events.gaussian_precision(run)
+    if precision is not None:
+        noise = precision**-0.5 / SENSITIVITY_FACTOR[adjacency]
+        return profile_epsilon(
+            count,
+            delta,
+            lambda share: gaussian_epsilon(run, share, adjacency) or 0.0,
+            functools.partial(gaussian_delta, noise),
+        )
+    one_run = pld_epsilon(run, delta / count.mean, adjacency, relative_error)
+    if one_run is None or math.isinf(one_run):
+        return one_run
+    floor = _smallest_grid(run)
+    grid = max(floor, grid_interval(one_run, events.num_compositions(run), relative_error))
+    accountant = _accountant_of(run, adjacency, grid)
+    return profile_epsilon(count, delta, accountant.get_epsilon, accountant.get_delta)
+
+
 ACCOUNTANTS: dict[str, Callable[[Composition, float, str, float], float | None]] = {
     "gaussian": gaussian_epsilon,
     "pld": pld_epsilon,
     "rdp": rdp_epsilon,
     "balls in bins (sampling-free)": balls_in_bins_epsilon,
+    "selection (privacy profile)": selection_epsilon,
 }
 
 
@@ -247,6 +282,11 @@ def _least(composition: Composition, delta: float, orders: Sequence[float]) -> t
 @functools.lru_cache(maxsize=256)
 def _divergences(leaf: DpEvent, orders: tuple[float, ...]) -> np.ndarray:
     """Renyi divergence of one mechanism at some orders; composition multiplies it by the count, as `RdpAccountant`."""
+    if isinstance(leaf, RepeatAndSelectDpEvent) and orders != SELECTION_ORDERS:
+        # the bound at one order is made of the divergences of a run at all others, so the set must not shrink
+        asked = [order for order in orders if order not in SELECTION_ORDERS]
+        known = dict(zip(SELECTION_ORDERS, _divergences(leaf, SELECTION_ORDERS), strict=True))
+        return np.array([math.inf if order in asked else known[order] for order in orders])
     accountant = RdpAccountant(orders)
     accountant.compose(leaf)
     divergence: np.ndarray = accountant.rdp

@@ -21,10 +21,11 @@ from dp_accounting import (
     SelfComposedDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from scipy import stats
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
+from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 
@@ -57,8 +58,9 @@ def flatten(event: DpEvent) -> Composition:
     """The mechanisms an event is composed of, equal ones counted together; hashable.
 
     Raises:
-        DPConfigError: for a mechanism other than the (truncated, Poisson-sampled) Gaussian and balls in bins.
-            dp_accounting knows more, but which of its analyses are right for which adjacency was not checked here.
+        DPConfigError: for a mechanism other than the (truncated, Poisson-sampled) Gaussian, balls in bins, and the
+            best of a random number of runs of those. dp_accounting knows more, but which of its analyses are right
+            for which adjacency was not checked here.
     """
     counts: dict[DpEvent, int] = {}
     for leaf, count in _leaves(event, 1):
@@ -73,8 +75,15 @@ def _leaves(event: DpEvent, count: int) -> Iterator[tuple[DpEvent, int]]:
     elif isinstance(event, ComposedDpEvent):
         for part in event.events:
             yield from _leaves(part, count)
+    elif isinstance(event, RepeatAndSelectDpEvent) and count > 0:
+        yield RepeatAndSelectDpEvent(as_event(flatten(event.event)), event.mean, event.shape), count
     elif count > 0 and not isinstance(event, NoOpDpEvent):
         yield event, count
+
+
+def as_event(composition: Composition) -> DpEvent:
+    """One event of the mechanisms that were composed; equal compositions give equal, hashable events."""
+    return ComposedDpEvent(tuple(SelfComposedDpEvent(leaf, count) for leaf, count in composition))  # type: ignore[arg-type]
 
 
 def noise_of(leaf: DpEvent) -> float:
@@ -88,6 +97,8 @@ def noise_of(leaf: DpEvent) -> float:
             return noise
         case MixtureOfGaussiansDpEvent():
             return leaf.standard_deviation / max(leaf.sensitivities)
+        case RepeatAndSelectDpEvent():  # of the mechanism that protects least; without any, nothing is released
+            return min((noise_of(part) for part, _ in flatten(leaf.event)), default=math.inf)
         case _:
             raise DPConfigError(
                 f"No proof is known here for the event {leaf}. Use the events that the samplers in hf_dpopt.sampling "
@@ -111,6 +122,14 @@ def num_compositions(composition: Composition) -> int:
     return sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in composition)
 
 
+def selected_run(composition: Composition) -> tuple[Composition, RunCount] | None:
+    """One run and how many there were, where the best of them is all that happened; else None."""
+    if len(composition) != 1 or composition[0][1] != 1 or not isinstance(composition[0][0], RepeatAndSelectDpEvent):
+        return None
+    leaf = composition[0][0]
+    return flatten(leaf.event), RunCount(mean=leaf.mean, shape=leaf.shape)
+
+
 def split_truncation(composition: Composition) -> tuple[Composition, float]:
     r"""The same steps on untruncated Poisson batches, and the delta that pays for the difference.
 
@@ -121,7 +140,8 @@ def split_truncation(composition: Composition) -> tuple[Composition, float]:
 
     Formal guarantee: if the returned steps are (epsilon, delta - cost)-DP, the given ones are (epsilon, delta)-DP,
     under every adjacency. Much faster than the analysis of Ganesh (2025), arXiv:2508.15089, and as good while the cost
-    is a small part of delta.
+    is a small part of delta. The best of K runs costs E[K] times what a run costs: given that no run exposed the
+    record, K has a law of the same kind and a smaller mean (docs/tuning.md).
     """
     steps: list[tuple[DpEvent, int]] = []
     costs: list[float] = []
@@ -130,6 +150,10 @@ def split_truncation(composition: Composition) -> tuple[Composition, float]:
             n, q, cap = leaf.dataset_size, leaf.sampling_probability, leaf.truncated_batch_size
             costs.append(count * float(stats.binom.sf(cap, n, q)) * min(cap / n, 1.0))  # union bound over the steps
             leaf = PoissonSampledDpEvent(q, GaussianDpEvent(leaf.noise_multiplier))
+        elif isinstance(leaf, RepeatAndSelectDpEvent):
+            run, cost = split_truncation(flatten(leaf.event))
+            costs.append(count * leaf.mean * cost)
+            leaf = RepeatAndSelectDpEvent(as_event(run), leaf.mean, leaf.shape)
         steps.append((leaf, count))
     return tuple(steps), math.fsum(costs)
 

@@ -303,6 +303,40 @@ def doctor(
 
 
 @app.command()
+def plan_tuning(
+    num_examples: NumExamples,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    batch_size: MaybeBatchSize = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of a run.")] = None,
+    epochs: Annotated[
+        float | None, typer.Option("--epochs", "--passes", help="Or passes over the data. Default: 3.")
+    ] = None,
+    runs: Annotated[
+        list[float] | None, typer.Option(help="Mean number of runs; more than once for several. Default: 2 to 100.")
+    ] = None,
+    shape: Annotated[
+        list[float] | None, typer.Option(help="Shape of its law (0, 1, inf ..); more than once for several.")
+    ] = None,
+    sampling: Annotated[str, flag("sampling")] = "auto",
+    finetuning: Annotated[str | None, typer.Option(help="full, lora or head. Default: lora.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Plan the best of a random number of runs: noise and epsilon of each, and what it leaves. No data is read."""
+    from hf_dpopt.cli import advising, tuning
+
+    request = advising.Request(
+        num_examples=num_examples, epsilon=epsilon, delta=delta, passes=epochs, trained=None, weights=None,
+        finetuning=finetuning, objective="classification", records_per_second=None,
+    )  # fmt: skip
+    if steps is not None and epochs is not None:
+        raise DPConfigError("Both --steps and --epochs are given. Give one of them, such as --epochs 3.")
+    tuning.show_tuning_plans(
+        request, batch_size=batch_size, steps=steps, sampling=sampling, means=runs, shapes=shape, as_json=as_json
+    )
+
+
+@app.command()
 def plan_head(
     num_examples: NumExamples,
     batch_size: BatchSize,

@@ -27,6 +27,7 @@ from hf_dpopt.plan.options import (
     PreconditionerOptions,
     PrivacyOptions,
     RecipeOptions,
+    TuningOptions,
     UserOptions,
 )
 
@@ -40,6 +41,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     PreconditionerOptions,
     NoiseOptions,
     RecipeOptions,
+    TuningOptions,
     PrivacyOptions,
     TrainingArguments,
 ):

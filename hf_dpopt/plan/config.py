@@ -8,6 +8,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.clipping.thresholds import CLIPPINGS
 from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.common.checks import (
@@ -59,6 +60,8 @@ class PrivacyConfig:
     target_epsilon: float | None = copy_option("target_epsilon")
     target_delta: float | None = copy_option("target_delta")
     allow_large_delta: bool = copy_option("allow_large_delta")
+    tuned_runs: float | None = copy_option("tuned_runs")
+    tuned_shape: float = copy_option("tuned_shape")
     noise_multiplier: float | None = copy_option("noise_multiplier")
     clipping_norm: float = copy_option("clipping_norm")
     clipping: ClippingName = copy_option("clipping")
@@ -89,6 +92,11 @@ class PrivacyConfig:
         self._check_noise()
         self._check_numbers()
         self._check_choices()
+        if self.tuned is None and self.tuned_shape != 1:
+            raise DPConfigError(
+                f"tuned_shape={self.tuned_shape:g} is for the best of several runs. Add tuned_runs=10, or leave it "
+                "out."
+            )
         if self.unsafe_fixed_noise_key is not None:
             check_noise_key(self.unsafe_fixed_noise_key)
 
@@ -100,6 +108,11 @@ class PrivacyConfig:
         """
         in_places = self.privacy_unit == "user" and self.sampling == "capped_poisson"
         return max(1, num_sampled // (self.records_per_user or 1)) if in_places else num_sampled
+
+    @property
+    def tuned(self) -> RunCount | None:
+        """Law of the number of runs of which the best is released; None for a run that is released as it is."""
+        return None if self.tuned_runs is None else RunCount(mean=self.tuned_runs, shape=self.tuned_shape)
 
     @property
     def is_private(self) -> bool:

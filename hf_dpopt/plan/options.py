@@ -156,6 +156,23 @@ class PrivacyOptions:
 
 
 @dataclass
+class TuningOptions:
+    """Tuning: for a run of which the best of several is released, as `hf-dpopt tune` starts it."""
+
+    tuned_runs: float | None = option(
+        None,
+        "This run is one of a random number of runs with this mean, of which only the best is released: "
+        "target_epsilon and the epsilon of the statement are for all of them together.",
+        unset="this run is released whatever the others did",
+        more="Above 1. Runs with one law of hyperparameters, and a number that stays secret: docs/tuning.md.",
+    )
+    tuned_shape: float = option(
+        1.0,
+        "Shape of the law of that number: 1 is geometric, 0 logarithmic (cheaper and more spread), inf Poisson.",
+    )
+
+
+@dataclass
 class RecipeOptions:
     """Recipe: what is chosen where nothing was said."""
 
@@ -360,6 +377,7 @@ class HeadOptions:
 
 GROUPS = (
     PrivacyOptions,
+    TuningOptions,
     RecipeOptions,
     NoiseOptions,
     PreconditionerOptions,

@@ -18,6 +18,7 @@ from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
 from hf_dpopt.accounting.calibrate import MARGIN, calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.delta import resolve_delta
+from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.clipping.thresholds import Clipping, make_clipper
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_noise_multiplier, check_positive
@@ -41,7 +42,7 @@ RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
     "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
     "noise_at_changes", "noise_strategy", "noise_rng", "is_private", "preclip", "users", "earlier_runs",
-    "opening_noise",
+    "opening_noise", "tuned",
 )  # fmt: skip
 
 
@@ -192,7 +193,17 @@ class PrivacyPlan:
         own = self.sampler.release(self.strategy, stddev, num_steps, planned_steps=self.noise_steps)
         num_chains = sum(steps > 0 for steps in as_chains(num_steps))
         own = with_opening(own, opening_noise(self.preclip), self.adjacency, num_chains)
+        if self.config.tuned is not None and num_chains:
+            own = self.config.tuned.event(own)
         return composed(self.earlier, own)
+
+    @functools.cached_property
+    def run_epsilon(self) -> float:
+        """Epsilon of the planned run by itself, where it is one of several; its own epsilon else."""
+        if self.config.tuned is None:
+            return self.epsilon()
+        alone = dataclasses.replace(self, config=dataclasses.replace(self.config, tuned_runs=None, tuned_shape=1.0))
+        return alone.epsilon()
 
     def epsilon(self, num_steps: Steps | None = None, *, is_for_log: bool = False) -> float:
         """Epsilon after that many steps and the earlier runs; all planned steps by default.
@@ -312,8 +323,13 @@ class PrivacyPlan:
             "dp_accounting": events.dp_accounting_version(),
             **({} if self.certificate is None else {"certificate": self.certificate.parameters()}),
             **({"recipe": dict(self.recipe)} if self.recipe else {}),
+            **({} if self.config.tuned is None else self._tuned_dict(self.config.tuned)),
             **({"earlier_runs": [run.public_dict() for run in self.earlier]} if self.earlier else {}),
         }
+
+    def _tuned_dict(self, tuned: RunCount) -> dict[str, Any]:
+        alone = self.run_epsilon
+        return {"tuned": tuned.public_dict(), "run_epsilon": alone if math.isfinite(alone) else "inf"}
 
     @functools.cached_property
     def _spent(self) -> accountants.Spent:
@@ -385,6 +401,7 @@ def build_plan(
         )
     _check_noise(config, strategy, sampler, num_steps, noise_steps)
     check_earlier(earlier, config, sampler)
+    _check_tuned(config, sampler, earlier)
     if recorded is not None and config.target_epsilon is not None and noise_multiplier is None:
         noise_multiplier = recorded["noise_multiplier"]
     if noise_multiplier is None:
@@ -397,7 +414,7 @@ def build_plan(
     check_noise_multiplier(noise_multiplier)
     if recorded is not None:
         certificate = _kept_certificate(recorded, strategy)
-    elif certificate is None and config.is_private and noise_multiplier > 0 and not earlier and not preclip.opening:
+    elif certificate is None and config.is_private and noise_multiplier > 0 and _is_alone(config, earlier, preclip):
         stddev = _stddev(config, strategy, sampler, noise_multiplier, noise_steps)
         certificate = sampler.certify(strategy, stddev, noise_steps, delta, num_samples=config.amplification_samples)
     mechanism = _make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps)
@@ -421,6 +438,28 @@ def build_plan(
         earlier=tuple(earlier),
         noise_stream=stream_of(config.noise_rng, recorded),
     )
+
+
+def _is_alone(config: PrivacyConfig, earlier: Sequence[EarlierRun], preclip: Preclip) -> bool:
+    """Whether the steps are all that is accounted for: samples prove a bound of one mechanism alone."""
+    return not earlier and preclip.opening is None and config.tuned is None
+
+
+def _check_tuned(config: PrivacyConfig, sampler: Sampler, earlier: Sequence[EarlierRun]) -> None:
+    """Refuse the best of several runs where what a run releases is not all in its own event, or has no analysis."""
+    if config.tuned is None:
+        return
+    if earlier:
+        raise DPConfigError(
+            f"tuned_runs={config.tuned_runs:g} with earlier_runs: whether all runs of the tuning share the earlier "
+            "ones, or each has its own, decides what they cost, and is not known here. Leave earlier_runs out, and "
+            "add up epsilon and delta."
+        )
+    if sampler.name == "balls_in_bins":
+        raise DPConfigError(
+            f"tuned_runs={config.tuned_runs:g} has no analysis for the batches of sampling='balls_in_bins'. Use "
+            "sampling='poisson', 'cyclic_poisson' or 'fixed_order'."
+        )
 
 
 def _check_noise(
@@ -475,7 +514,7 @@ def _calibrate(
     """Noise multiplier for the budget, and the proof of it if it was found by samples."""
     assert config.target_epsilon is not None
     computed = _calibrate_computed(config, strategy, sampler, num_steps, delta, earlier, opening)
-    if earlier or opening is not None:
+    if earlier or opening is not None or config.tuned is not None:
         return computed, None  # samples prove a bound of one mechanism alone
     made = sampler.calibrate(
         strategy, num_steps, epsilon=config.target_epsilon, delta=delta, num_samples=config.amplification_samples
@@ -526,7 +565,8 @@ def _calibrate_computed(
     sensitivity = sampler.sensitivity_of(strategy, num_steps)
 
     def with_all_else(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
-        return composed(earlier, with_opening(event, opening, config.adjacency, 1))
+        own = with_opening(event, opening, config.adjacency, 1)
+        return composed(earlier, own if config.tuned is None else config.tuned.event(own))
 
     assert config.target_epsilon is not None
     if earlier or opening is not None:
@@ -550,7 +590,8 @@ def _calibrate_computed(
 
     unit = events.noise_stddev_over_clip(sensitivity, config.adjacency)
     event = sampler.release(strategy, unit, num_steps, planned_steps=num_steps)
-    precision = None if earlier or opening is not None else events.gaussian_precision(events.flatten(event))
+    is_alone = not earlier and opening is None and config.tuned is None
+    precision = events.gaussian_precision(events.flatten(event)) if is_alone else None
     if precision is not None:
         return calibrate_gaussian(epsilon_at, config.target_epsilon, delta, precision, config.adjacency)
     return calibrate_noise_multiplier(epsilon_at, config.target_epsilon)

@@ -11,6 +11,7 @@ from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.randomness.cipher import source_of
 from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.tuned import describe_tuning, invalidates, tuning_rows
 from hf_dpopt.sampling import SAMPLERS
 
 STAMP = "NOT PRIVATE"
@@ -164,7 +165,7 @@ def render_statement(facts: RunFacts) -> str:
         "## How the numbers were computed",
         _accounting(facts),
         "## What makes this statement false",
-        f"Epsilon is then infinite, whatever the table says:\n\n{_bullets(_INVALIDATES)}",
+        f"Epsilon is then infinite, whatever the table says:\n\n{_bullets((*invalidates(facts.plan), *_INVALIDATES))}",
         "## What ran",
         _software(facts),
     ]
@@ -200,7 +201,7 @@ def _promise(facts: RunFacts) -> str:
         f"Take any two training sets of which {relation}, and the settings below for both. Then whatever somebody "
         f"looks for in all that was computed from the records and released, its probability under one of the sets "
         f"is at most e^epsilon{factor} times that under the other, "
-        f"plus delta. {_earlier(facts.plan)}"
+        f"plus delta. {_earlier(facts.plan)}{describe_tuning(facts.plan)}"
         f"The smaller epsilon is, the less anybody can find out about whether a given {unit} was in the "
         f"training set, even knowing all the others. {_planned_or_spent(facts)}{weak}"
     )
@@ -244,6 +245,7 @@ def _numbers(facts: RunFacts) -> str:
         f"epsilon claimed (`{plan['adjacency']}`)": round_up(facts.epsilon),
         "epsilon of the plan / of the steps charged": f"{round_up(planned)} / {round_up(spent)}",
         "epsilon asked for (`target_epsilon`)": "none, the noise was given" if target is None else f"{target:g}",
+        **tuning_rows(plan),
         f"epsilon if one {_singular(plan)} is swapped (`replace_one`)": (
             "no analysis is known for this sampler" if swapped is None else round_up(swapped)
         ),

@@ -20,12 +20,13 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     TruncatedSubsampledGaussianDpEvent,
 )
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, stats
 from scipy.special import log_ndtr
 
+from hf_dpopt.verify import selection
 from hf_dpopt.verify.events import MOVES, Leaves
 from hf_dpopt.verify.outcome import Inapplicable, Unknown
 
@@ -72,6 +73,10 @@ def uncut(leaves: Leaves, delta: float) -> tuple[Leaves, float]:
             cap, q = leaf.truncated_batch_size, leaf.sampling_probability
             cost += count * float(stats.binom.sf(cap - 1, leaf.dataset_size, q))
             leaf = PoissonSampledDpEvent(q, GaussianDpEvent(leaf.noise_multiplier))
+        elif isinstance(leaf, RepeatAndSelectDpEvent):
+            run, left = uncut(selection.leaves_of(leaf), delta)
+            cost += count * leaf.mean * (delta - left)  # every run may fail
+            leaf = selection.best_of(run, (leaf.mean, leaf.shape))
         found.append((leaf, count))
     return (found, delta - cost) if cost <= CAP_SHARE * delta else (leaves, delta)
 
@@ -167,6 +172,28 @@ def _guess(leaves: Leaves, delta: float, adjacency: str) -> float:
             sampled = GaussianDpEvent(_noise(leaf) / factor)
             rough.append((PoissonSampledDpEvent(leaf.sampling_probability, sampled), count))  # type: ignore[attr-defined]
     return 0.7 * by_rdp(rough, delta, "add_or_remove_one").epsilon
+
+
+def by_selection(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+    """Epsilon of the best of a random number of runs, from the privacy profile of one (arXiv:2402.06701).
+
+    Raises:
+        Inapplicable: for anything else.
+    """
+    leaves, delta = uncut(leaves, delta)
+    if len(leaves) != 1 or not isinstance(leaves[0][0], RepeatAndSelectDpEvent):
+        raise Inapplicable("it was no tuning")
+    best = leaves[0][0]
+    run, law = selection.leaves_of(best), (best.mean, best.shape)
+    try:
+        one_run = by_gaussian(run, delta / best.mean, adjacency)
+    except Inapplicable:
+        one_run = by_pld(run, delta / best.mean, adjacency)
+    accountant = PLDAccountant(RELATIONS[adjacency], max(1e-4, one_run.epsilon / 2000))
+    for leaf, count in run:
+        accountant.compose(leaf, count)
+    epsilon = one_run.epsilon + selection.condition(law, accountant.get_delta)
+    return Recomputed(epsilon, max(one_run.coarseness, 2 * TOLERANCE))
 
 
 def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:

@@ -29,6 +29,7 @@ ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
     "exact Gaussian": accountants.by_gaussian,
     "dp-accounting PLD": accountants.by_pld,
     "dp-accounting RDP": accountants.by_rdp,
+    "privacy profile of one run": accountants.by_selection,
     PRV: accountants.by_prv,
 }
 TIGHT = ("exact Gaussian", "dp-accounting PLD")

@@ -18,6 +18,7 @@ from scipy import stats
 from hf_dpopt.verify.matrices import ROUNDING, Strategy
 from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields
+from hf_dpopt.verify.selection import best_of, read_law
 from hf_dpopt.verify.sensitivity import Uses, by_formula
 
 Leaves = list[tuple[DpEvent, int]]
@@ -158,7 +159,8 @@ class Mechanism:
             found += [(asked, len(running))] if running else []
         for num_steps in running:
             found += self._of_chain(num_steps)
-        return _merge(found)
+        law = read_law(self.fields)
+        return _merge(found) if law is None or not running else [(best_of(_merge(found), law), 1)]
 
     def _of_chain(self, num_steps: int) -> Leaves:
         sampler, stddev, q = self.sampler, self.stddev, self.rate

@@ -1,0 +1,128 @@
+"""Plans of tuning: every run gets the noise for the whole, and whoever reads the plan is told both epsilons."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from hf_dpopt.accounting import accountants, events
+from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.earlier import EarlierRun
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.plan import RESUME_KEYS
+from hf_dpopt.plan.tuning import plan_tunings, share_of_a_run
+from hf_dpopt.report import RunFacts, render_statement
+from hf_dpopt.verify import epsilons
+from hf_dpopt.verify.claims import Report
+from hf_dpopt.verify.events import Mechanism
+from hf_dpopt.verify.reading import Fields
+from hf_dpopt.verify.selection import gamma_of
+from tests.report.conftest import make_facts, plan  # noqa: F401  # fixtures
+
+SIZES = {"num_examples": 4000, "num_steps": 40}
+
+
+def config(**changes):
+    return PrivacyConfig(**{"target_epsilon": 8.0, "target_delta": 1e-5, "expected_batch_size": 200, **changes})
+
+
+@pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
+def test_the_budget_is_that_of_all_runs(shape):
+    made = make_plan(config(tuned_runs=10.0, tuned_shape=shape), **SIZES)
+    single = make_plan(config(), **SIZES)
+    assert 7.9 < made.epsilon() <= 8 and made.noise_multiplier > 1.05 * single.noise_multiplier
+    alone = make_plan(config(target_epsilon=None, noise_multiplier=made.noise_multiplier), **SIZES)
+    assert made.run_epsilon == pytest.approx(alone.epsilon()) and made.run_epsilon < 7
+    law = RunCount(mean=10.0, shape=shape)
+    assert events.flatten(made.event) == events.flatten(law.event(alone.event))
+    assert made.epsilon((0,)) == 0 and 0 < made.epsilon(20) < made.epsilon() < made.epsilon((40, 40))
+
+
+def test_a_plan_says_that_it_is_one_of_several_and_a_resume_has_to_agree():
+    public = make_plan(config(tuned_runs=5.0), **SIZES).public_dict()
+    assert public["tuned"] == {"mean": 5.0, "shape": 1.0} and "tuned" in RESUME_KEYS
+    assert json.loads(json.dumps(public))["run_epsilon"] < public["epsilon"]
+    assert "tuned" not in make_plan(config(), **SIZES).public_dict()
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"tuned_runs": 1.0}, "tuned_runs=1 is no mean"),
+        ({"tuned_runs": 5.0, "tuned_shape": -1.0}, "tuned_shape=-1"),
+        ({"tuned_shape": 0.0}, "Add tuned_runs=10"),
+        ({"tuned_runs": 5.0, "sampling": "balls_in_bins"}, "has no analysis"),
+    ],
+)
+def test_refuses(changes, match):
+    with pytest.raises(DPConfigError, match=match):
+        make_plan(config(**changes), **SIZES)
+
+
+def test_earlier_runs_are_refused():
+    before = make_plan(config(), **SIZES)
+    earlier = EarlierRun("0" * 64, (40,), before.public_dict())
+    with pytest.raises(DPConfigError, match="Leave earlier_runs out"):
+        make_plan(config(tuned_runs=5.0, target_epsilon=20.0), **SIZES, earlier=[earlier])
+
+
+def test_a_table_says_what_tuning_leaves():
+    rows = list(plan_tunings(config(), **SIZES, means=(2.0, 20.0), shapes=(1.0,), kind="head"))
+    assert [row.count.mean for row in rows] == [2.0, 20.0]
+    assert 1 > rows[0].steps_kept > rows[1].steps_kept > 0 and 1 < rows[0].noise_ratio < rows[1].noise_ratio
+    assert rows[0].public_dict()["probability_of_one_run"] == pytest.approx(0.5)
+
+
+def test_advice_is_for_the_share_of_a_run():
+    """A Gaussian's share is near that of sampled steps; it decides batch and learning rate alone."""
+    made = make_plan(config(tuned_runs=10.0), **SIZES)
+    assert share_of_a_run(RunCount(mean=10.0), 8.0, 1e-5) == pytest.approx(made.run_epsilon, rel=0.1)
+
+
+# --- what others read ---
+
+
+@pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, math.inf])
+@pytest.mark.parametrize("sampling", ["truncated_poisson", "fixed_order"])
+def test_verify_recomputes_it(shape, sampling):
+    """By dp-accounting's Renyi bound and by an implementation of the profile bound that shares no line with ours."""
+    adjacency = "zero_out" if sampling == "fixed_order" else "add_or_remove_one"
+    made = make_plan(config(tuned_runs=8.0, tuned_shape=shape, sampling=sampling, adjacency=adjacency), **SIZES)
+    fields = Fields(made.public_dict(), "plan")
+    leaves = Mechanism(fields).leaves((40,))
+    for claimed, status in ((made.epsilon(), "ok"), (0.9 * made.epsilon(), "not checked")):
+        checks = {c.name: c for c in epsilons.check_epsilon("it", claimed, leaves, made.delta, adjacency)}
+        assert set(checks) == {"epsilon of it, dp-accounting RDP", "epsilon of it, privacy profile of one run"}
+        assert {check.status for check in checks.values()} == {status}
+        assert any(check.numbers["supports"] for check in checks.values()) == (status == "ok")
+
+
+def test_verify_knows_the_law():
+    for mean in (1.5, 10.0, 300.0):
+        for shape in (0.0, 0.5, 1.0, 4.0):
+            assert gamma_of(mean, shape) == pytest.approx(RunCount(mean=mean, shape=shape).gamma, rel=1e-7)
+    nothing = Report(Fields({"plan": {"tuned": {"mean": 0.5, "shape": 1.0}}}, "report")).plan
+    assert nothing.has("tuned")
+
+
+def test_the_statement_promises_the_whole(make_facts):  # noqa: F811
+    made = make_plan(config(tuned_runs=10.0), **SIZES)
+    facts: RunFacts = make_facts(plan=made.public_dict(), epsilon_spent=made.epsilon(), delta=made.delta)
+    text = " ".join(render_statement(facts).split())
+    assert "best of a random number of runs (a truncated negative binomial number of mean 10 and shape 1)" in text
+    assert f"had it been the only one | {made.run_epsilon:.4g} |" in text
+    assert "knowing how many runs the tuning took" in text
+    assert facts.epsilon >= made.epsilon() > made.run_epsilon
+    before = render_statement(make_facts())
+    assert "best of" not in before and "how many runs" not in before
+
+
+def test_divergences_are_asked_for_once_per_order():
+    """The Renyi bound of a plan is that of dp_accounting on the whole set of orders."""
+    made = make_plan(config(tuned_runs=10.0, sampling="poisson"), **SIZES)
+    rdp = accountants.rdp_epsilon(events.flatten(made.event), made.delta, "add_or_remove_one")
+    assert rdp is not None and rdp > made.epsilon()
