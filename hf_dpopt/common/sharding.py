@@ -156,18 +156,23 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
-def gathered(tree: Any) -> Any:
+def gathered(tree: Any, *, keeps: bool = True) -> Any:
     """A copy of a state in which every sharded tensor stands whole, in the host's memory and marked as such.
 
     All ranks call it together, with states of one structure.
+
+    Args:
+        tree: the state.
+        keeps: whether this rank wants the copy; where it only takes part, no more than one tensor is ever whole.
     """
     if is_sharded(tree):
         mesh_device = tree.device_mesh.device_type
         mine = tree.detach().to_local().to(mesh_device)  # a filter may keep its buffers in the host's memory
-        return {WHOLE: whole_of(sharded_like(tree, mine)).cpu()}
+        whole = whole_of(sharded_like(tree, mine))
+        return {WHOLE: whole.cpu() if keeps else None}
     if isinstance(tree, dict):
-        return {key: gathered(value) for key, value in tree.items()}
-    return type(tree)(map(gathered, tree)) if isinstance(tree, (list, tuple)) else tree
+        return {key: gathered(value, keeps=keeps) for key, value in tree.items()}
+    return type(tree)(gathered(value, keeps=keeps) for value in tree) if isinstance(tree, (list, tuple)) else tree
 
 
 def scattered(tree: Any, like: torch.Tensor) -> Any:
@@ -179,7 +184,7 @@ def scattered(tree: Any, like: torch.Tensor) -> Any:
     """
     if isinstance(tree, dict) and tree.keys() == {WHOLE}:
         whole = tree[WHOLE]
-        return cut_like(_rows_over_the_ranks(like, whole), whole)
+        return cut_like(rows_over_the_ranks(like, whole), whole)
     if isinstance(tree, dict):
         return {key: scattered(value, like) for key, value in tree.items()}
     return type(tree)(scattered(value, like) for value in tree) if isinstance(tree, (list, tuple)) else tree
@@ -192,7 +197,7 @@ def has_shards(tree: Any) -> bool:
     return isinstance(tree, (list, tuple)) and any(map(has_shards, tree))
 
 
-def _rows_over_the_ranks(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def rows_over_the_ranks(like: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """A tensor without content of the shape of `whole`, laid out over the ranks of `like`."""
     dtensor = sys.modules["torch.distributed.tensor"].DTensor
     mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]

@@ -1,9 +1,10 @@
-"""Checkpoints of models in shards: whole tensors, in the files of an ordinary run, whatever the number of ranks.
+"""Checkpoints of models in shards, which any number of ranks resumes.
 
 The stock Trainer would write the shards of rank 0 as the optimizer's state of a model that transformers sharded, and
 torch's own format for one that accelerate did, which knows nothing of filters and of what a noise-aware optimizer
-keeps. Here every tensor is gathered, one after the other, into the host's memory of each rank, rank 0 writes it, and a
-resume cuts it again: for as many ranks as there are then.
+keeps. Here weights are gathered, one tensor after the other, and rank 0 writes them whole, for `from_pretrained`. The
+state of the optimizer and of the stages is written by every rank through torch's distributed checkpoints if
+accelerate's SHARDED_STATE_DICT asks for that, and is gathered like the weights if not.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
@@ -36,6 +37,8 @@ from hf_dpopt.common.sharding import (
     scattered,
     whole_of,
 )
+from hf_dpopt.run.shard_files import read_shards, write_shards
+from hf_dpopt.run.stages import OPTIMIZER_STATE
 
 FULL = "FULL_STATE_DICT"
 
@@ -45,12 +48,25 @@ def is_in_shards(model: nn.Module) -> bool:
     return any_sharded(model.parameters())
 
 
-def write_whole_models(accelerator: Any) -> None:
-    """Have accelerate gather the model where it is saved: its other format cannot be loaded by `from_pretrained`."""
+def write_whole_models(accelerator: Any, *, saves_on_each_node: bool) -> bool:
+    """Have accelerate gather the model where it is saved: its other format cannot be loaded by `from_pretrained`.
+
+    Args:
+        accelerator: the trainer's.
+        saves_on_each_node: whether every machine has checkpoints of its own, which a shard of another one would lack.
+
+    Returns:
+        Whether every rank writes its shards of the rest of a checkpoint.
+    """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and FULL not in str(plugin.state_dict_type):
-        plugin.set_state_dict_type(FULL)
-        logger.info("Checkpoints hold whole tensors (FULL_STATE_DICT), so that any number of processes can resume.")
+    if plugin is None or FULL in str(plugin.state_dict_type):
+        return False
+    plugin.set_state_dict_type(FULL)
+    logger.info(
+        "Checkpoints hold whole weights, and "
+        + ("all else whole, too: --save_on_each_node." if saves_on_each_node else "the optimizer's state in shards.")
+    )
+    return not saves_on_each_node
 
 
 def whole_state(state_dict: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]:
@@ -69,43 +85,54 @@ def whole_state(state_dict: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]
 
 
 class _WholeState:
-    """An optimizer whose state in files is of whole tensors; on every rank of the run, at the same time.
+    """An optimizer whose state in a file has no shards; on every rank of the run, at the same time.
 
     Args:
         optimizer: optimizer of parameters in shards.
-        parameters: its parameters.
+        file: the file.
     """
 
-    def __init__(self, optimizer: Any, parameters: list[torch.Tensor]):
+    def __init__(self, optimizer: Any, file: Path):
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizer, self._like = optimizer, next(filter(is_sharded, parameters), None)
-        self._state: Any = None
+        self._file, self._state = file, cast(Any, None)
 
-    def gather(self) -> None:
-        """Gather the state, all ranks together, before one of them asks for it."""
-        self._state = gathered(self._optimizer.state_dict())
+    def prepare(self, *, in_shards: bool, keeps: bool) -> None:
+        """Write the shards, or gather them, all ranks together, before one of them asks for the state.
+
+        Args:
+            in_shards: whether every rank writes its shards beside the file.
+            keeps: whether this rank writes the file.
+        """
+        state = self._optimizer.state_dict()
+        self._state = write_shards(state, self._file) if in_shards else gathered(state, keeps=keeps)
 
     def state_dict(self) -> Any:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
-        self._optimizer.load_state_dict(state if self._like is None else scattered(state, self._like))
+        if self._like is not None:
+            state = scattered(read_shards(state, self._file, self._like), self._like)
+        self._optimizer.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def optimizer_in_whole_tensors(trainer: Any, *, saves: bool) -> Iterator[None]:
-    """Let the stock save or load of the optimizer meet whole tensors, where the model is in shards.
+def optimizer_in_files(trainer: Any, folder: str | None, *, saves: bool, in_shards: bool = False) -> Iterator[None]:
+    """Let the stock save or load of the optimizer meet a state without shards, where the model is in shards.
 
     Args:
         trainer: the trainer.
-        saves: whether its state is written, which all ranks gather; else it is read.
+        folder: folder of the checkpoint; None where there is none to read.
+        saves: whether its state is written, in which all ranks take part; else it is read.
+        in_shards: whether every rank writes its shards.
     """
-    if not is_in_shards(trainer.model):
+    if not is_in_shards(trainer.model) or folder is None:
         yield
         return
     optimizer, is_accelerates = trainer.optimizer, trainer.is_fsdp_enabled
-    stand_in = _WholeState(optimizer, [p for group in optimizer.param_groups for p in group["params"]])
+    stand_in = _WholeState(optimizer, Path(folder) / OPTIMIZER_STATE)
     if saves:
-        stand_in.gather()
+        stand_in.prepare(in_shards=in_shards, keeps=trainer.args.should_save)
     trainer.optimizer, trainer.is_fsdp_enabled = stand_in, False
     try:
         yield

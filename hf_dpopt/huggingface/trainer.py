@@ -41,7 +41,7 @@ from hf_dpopt.huggingface.self_check.sharded import self_check_of_shards
 from hf_dpopt.huggingface.shards import (
     is_in_shards,
     load_weights,
-    optimizer_in_whole_tensors,
+    optimizer_in_files,
     whole_state,
     write_whole_models,
 )
@@ -300,7 +300,7 @@ class DPTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         refusals.check_accelerator(self.accelerator)
-        write_whole_models(self.accelerator)
+        self._saves_shards = write_whole_models(self.accelerator, saves_on_each_node=self.args.save_on_each_node)
         # Placement and autocast as usual, but no DistributedDataParallel: its reducer would average un-noised
         # gradients. The step does one SUM of clipped sums instead.
         prepare = self.accelerator.prepare_model
@@ -670,13 +670,14 @@ class DPTrainerMixin(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         give_back(self.model)
-        with optimizer_in_whole_tensors(self, saves=True):
+        in_shards = self._saves_shards and is_in_shards(self.model)
+        with optimizer_in_files(self, output_dir, saves=True, in_shards=in_shards):
             super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save or is_in_shards(self.model):
-            self._stages.save(output_dir if self.args.should_save else None)
+            self._stages.save(output_dir, writes=self.args.should_save, in_shards=in_shards)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with optimizer_in_whole_tensors(self, saves=False):
+        with optimizer_in_files(self, checkpoint, saves=False):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:

@@ -29,7 +29,7 @@ FOLDER_NAME = re.compile(r"checkpoint-(\d+)")  # what the Trainer looks for
 # Files that a resume reads if they are there: one that was added is as good as one that was replaced.
 READ = (
     "model*.safetensors*", "pytorch_model*", "adapter_model*", "adapter_config.json", "*/adapter_*", "optimizer*",
-    "scheduler*", "scaler*", "released_state.pt", "trainer_state.json",
+    "scheduler*", "scaler*", "released_state*", "trainer_state.json",
 )  # fmt: skip
 
 NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json")  # for the Trainer to go on as the run it was

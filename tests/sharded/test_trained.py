@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from hf_dpopt.run.shard_files import has_marks
 from tests import tiny
 from tests.sharded.compare import distance
+from tests.sharded.trained import IN_SHARDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,6 +65,20 @@ class TestTrainer:
         one, two = load(place, "one", f"{case}-whole"), load(place, how, f"{case}-{part}")
         assert distance(one["weights"], two["weights"]) <= 1e-6
         assert len(two["sharded"]) >= len(two["weights"])  # every trained weight lies in shards, also after evaluation
+
+    @pytest.mark.parametrize("case", ["blt_dp2", "filtered", "lora"])
+    def test_every_rank_writes_its_shards_where_that_is_asked_for(self, place, case):
+        """SHARDED_STATE_DICT: torch's distributed checkpoint, half of the state in the file of each of two ranks."""
+        folder = place / "accelerate" / case / "run" / "checkpoint-2"
+        for stem in ("optimizer", "released_state") if case == "blt_dp2" else ("optimizer",):
+            parts = sorted((folder / f"{stem}_shards").glob("__*.distcp"))
+            if case not in IN_SHARDS:
+                assert not parts and not has_marks(torch.load(folder / "optimizer.pt"))
+                continue
+            assert len(parts) == 2 and (folder / f"{stem}_shards" / ".metadata").exists()
+            sizes = [part.stat().st_size for part in parts]
+            assert min(sizes) > 0.4 * sum(sizes) and (folder / f"{stem}.pt").stat().st_size < sum(sizes) / 4
+            assert has_marks(torch.load(folder / f"{stem}.pt", weights_only=True))
 
     def test_the_self_check_of_shards_ran_and_says_what_it_left_out(self, place):
         assert "in shards" in load(place, "transformers", "checked-whole")["self_check"]
