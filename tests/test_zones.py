@@ -27,12 +27,12 @@ WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
     "map_of_ones_own_before_the_noise": [(DOOR, "    for stage in chain:\n        sums = stage(sums)\n" + DOOR)],
     "plain_dict_before_the_noise": [(DOOR, "    sums = {name: total * 2 for name, total in sums.items()}\n" + DOOR)],
     "sums_returned": [("    return seen\n\n\ndef clip", "    return sums\n\n\ndef clip")],
-    "ranks_not_summed": [("    joint = run.ranks.sum(sums)\n", ""), ("release(joint,", "release(sums,")],
+    "ranks_not_summed": [("    joint = reduction.finish(sums)\n", ""), ("release(joint,", "release(sums,")],
     "released_twice": [(DOOR, DOOR + "    released = run.release(released, step)\n")],
 }  # fmt: skip
 
 LOOKED_INTO = (
-    "common.types", "common.collectives", "clipping", "clipping.engine", "clipping.contributions", "run.run",
+    "common.types", "common.collectives", "common.reduction", "clipping", "clipping.engine", "clipping.contributions", "run.run",
     "run.units", "run.opening", "preclip", "preclip.base", "preclip.queries", "postprocess", "postprocess.base",
     "postprocess.low_pass",
 )  # fmt: skip
@@ -123,7 +123,7 @@ def test_clipped_sums_are_made_where_clipping_ends(functions):
 
 def test_joint_sums_are_made_where_ranks_meet(functions):
     made = {(module, function.name) for module, function in functions if _makes(function, "JointSums")}
-    assert made == {("common/collectives.py", "sum")}
+    assert made == {("common/collectives.py", "sum"), ("common/reduction.py", "finish")}
 
 
 def test_what_a_step_saw_is_not_in_its_text():

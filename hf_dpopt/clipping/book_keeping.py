@@ -26,6 +26,11 @@ class BookKeepingEngine(ClippingEngine):
 
     name = "book_keeping"
 
+    @property
+    def order_of_sums(self) -> list[str]:
+        # Smallest first: what the small layers kept is freed before the sum of the large embedding is allocated.
+        return sorted(self.parameters, key=lambda n: (self.parameters[n].numel(), n))
+
     def add_clipped_sum(
         self, sums: ClippedSum, record_losses: LossFunction, num_records: int, units: Units | None = None
     ) -> UnprivatizedStatistics:
@@ -82,7 +87,7 @@ class BookKeepingEngine(ClippingEngine):
         for group, pack in packs.items():  # selected out, not multiplied: 0 * inf is NaN
             sums.add_pack(pack if all_kept else pack.select(keep_B), kept[group])
         packs.clear()
-        # Smallest first: what the small layers kept is freed before the sum of the large embedding is allocated.
-        for name in sorted(contributions, key=lambda n: (self.parameters[n].numel(), n)):
-            for use in contributions.pop(name):
+        for name in self.order_of_sums:
+            for use in contributions.pop(name, ()):
                 sums.add(name, use if all_kept else use.select(keep_B), kept[self.clipping.group(name)])
+            sums.close(name)

@@ -5,8 +5,9 @@ Shape legend: B = records, N = values of a record, U = units of privacy.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
@@ -16,6 +17,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.sharding import any_sharded, is_sharded, local_of, sharded_like, sum_to_shard
 from hf_dpopt.common.types import ClippedSums
 
+Taker = Callable[[str, torch.Tensor], None]
 COUNT = "units within the clip"  # a coordinate of the sum that is no parameter
 MAX_PACKED = 2**15  # elements of a parameter that goes into a pack
 NARROW_RECORDS = 512  # that are added up in float32
@@ -88,7 +90,9 @@ class ClippedSum:
         self._parameters = parameters
         self._totals: dict[str, torch.Tensor] = {}
         self._num_records: dict[str, int] = {}  # in the total of a parameter, those of every use
-        self.scale, self._is_scaled = scale, False
+        self.scale = scale
+        self._final: dict[str, torch.Tensor] = {}
+        self._take: Taker | None = None  # of what is final, while the last contributions come
         self._count = 0.0  # of units, +1/2 for one within the clip and -1/2 for one that was clipped
 
     def count(self, is_clipped_U: torch.Tensor) -> None:
@@ -98,7 +102,7 @@ class ClippedSum:
 
     def add(self, name: str, contribution: Contribution, factors_B: torch.Tensor) -> None:
         """Add ``sum_b factors_b g_b`` of one contribution to the sum of parameter `name`."""
-        assert not self._is_scaled, "the sum was taken"
+        assert name not in self._final, f"the sum of {name} was taken"
         if is_sharded(self._parameters[name]):
             self._add_to_shard(name, self._of_batch(name, contribution, factors_B))
             return
@@ -142,6 +146,7 @@ class ClippedSum:
     def add_pack(self, pack: Pack, factors_B: torch.Tensor) -> None:
         """Add ``sum_b factors_b g_b`` of every gradient of the pack."""
         parts = pack.weighted_sums(factors_B)
+        assert not parts.keys() & self._final.keys(), "the sum was taken"
         for name in parts:
             self._widen(name, len(factors_B))
         known = [name for name in parts if name in self._totals]
@@ -164,23 +169,49 @@ class ClippedSum:
         p = self._parameters[name]  # contiguous, whatever the parameter is
         return make(p.shape, dtype=self._dtype(p), device=p.device)
 
+    @contextlib.contextmanager
+    def handing_over(self, take: Taker | None) -> Iterator[None]:
+        """Hand the sum of a parameter over as soon as it is final; only while the last contributions come.
+
+        Args:
+            take: takes name and sum, float32; None to keep all until `result`.
+        """
+        self._take = take
+        try:
+            yield
+        finally:
+            self._take = None
+
+    def close(self, *names: str) -> None:
+        """Note that nothing more of this batch is added to the sums of these parameters."""
+        if self._take is None:
+            return
+        for name in names:
+            if name not in self._final:
+                self._final[name] = self._scaled(name).float()
+                self._take(name, self._final[name])
+
+    def _scaled(self, name: str) -> torch.Tensor:
+        p, total = self._parameters[name], self._totals.pop(name, None)
+        if total is None:
+            return torch.zeros_like(p, dtype=self._dtype(p)) if is_sharded(p) else self._new(name, torch.zeros)
+        total = total.to(self._dtype(p))
+        total = sharded_like(p, total) if is_sharded(p) else total
+        if self.scale is not None:
+            self.scale.apply_(name, total)
+        return total
+
     def result(self) -> ClippedSums:
         """Name -> sum, in the parameter's shape, float32 (float64 for float64 parameters); the sum itself, no copy.
 
+        The sums of float64 parameters that were handed over are float32.
+
         What is added afterwards would not be scaled, so nothing can be.
         """
-        for name, total in self._totals.items():
-            p = self._parameters[name]
-            total = total.to(self._dtype(p))
-            self._totals[name] = sharded_like(p, total) if is_sharded(p) else total
-        if self.scale is not None and not self._is_scaled:
-            self._is_scaled = True
-            for name, total in self._totals.items():
-                self.scale.apply_(name, total)
-        sums = {
-            name: self._totals[name] if name in self._totals else torch.zeros_like(p, dtype=self._dtype(p))
-            for name, p in self._parameters.items()
-        }
+        for name in self._parameters:
+            if name not in self._final:
+                self._final[name] = self._scaled(name)
+        sums = {name: self._final[name] for name in self._parameters}
         if self.scale is not None and self.scale.count_weight:
             first = local_of(next(iter(sums.values())))
             sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])

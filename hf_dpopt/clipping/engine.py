@@ -86,6 +86,11 @@ class ClippingEngine(abc.ABC):
         self.is_collective = any_sharded(model.parameters())
         self._leaves_out = False  # see `leaving_out`
 
+    @property
+    def order_of_sums(self) -> list[str]:
+        """Names of the sums of a batch, about in the order in which they become final; none if that is not known."""
+        return []
+
     def empty_sum(self, scale: Scale | None = None) -> ClippedSum:
         """A new accumulator for the clipped sums of one logical batch.
 

@@ -34,6 +34,10 @@ class TwoPassEngine(ClippingEngine):
 
     name = "two_pass"
 
+    @property
+    def order_of_sums(self) -> list[str]:
+        return list(reversed(self.parameters))
+
     def __init__(self, model: nn.Module, clipping: Clipping):
         super().__init__(model, clipping)
         if any(is_compiled(module) for module in model.modules()):
@@ -50,7 +54,7 @@ class TwoPassEngine(ClippingEngine):
             # whatever a backward recomputes with dropout must see the same masks in every backward
             random_state = framework.snapshot(losses_B.device)
             scale, together = sums.scale or UNSCALED, dict[str, list[Contribution]]()
-            squares = self._squares(losses_B, random_state, scale)
+            squares, used = self._squares(losses_B, random_state, scale)
             with torch.no_grad():
                 factors, keep_B = self.clipping.factors(squares), self._usable(squares)
             all_kept = bool(keep_B.all())
@@ -69,7 +73,10 @@ class TwoPassEngine(ClippingEngine):
                     together.setdefault(name, []).append(use)
                 else:
                     add(name, [use])
+                    if name not in self._reused:  # its only use
+                        sums.close(name)
 
+            sums.close(*(name for name in self.parameters if name not in used))
             capture.receive = receive
             framework.restore(random_state)
             self._backward(losses_B)
@@ -79,8 +86,8 @@ class TwoPassEngine(ClippingEngine):
 
     def _squares(
         self, losses_B: torch.Tensor, random_state: framework.Snapshot, scale: Scale
-    ) -> dict[str, torch.Tensor]:
-        """The first backward: group -> squared norms of the scaled gradients, (B,)."""
+    ) -> tuple[dict[str, torch.Tensor], set[str]]:
+        """The first backward: group -> squared norms of the scaled gradients, (B,), and the parameters used."""
         keep = set(self._reused)
         while True:
             norms = _Norms(self.clipping, self._no_squares(losses_B), keep, scale)
@@ -92,7 +99,7 @@ class TwoPassEngine(ClippingEngine):
             if self.is_collective:  # a backward is a collective: all ranks do as many
                 more = set[str]().union(*current_ranks().every(lambda: more))  # noqa: B023
             if more <= keep:
-                return norms.squares()
+                return norms.squares(), norms.used
             keep |= more  # again: rare but for the first batch, which shows what is used more than once
 
     @staticmethod
@@ -135,6 +142,11 @@ class _Norms:
             return self.reused
         answers = torch.stack(list(self._cancelled.values())).any(dim=1).tolist()
         return self.reused | {name for name, answer in zip(self._cancelled, answers, strict=True) if answer}
+
+    @property
+    def used(self) -> set[str]:
+        """Parameters that the loss depends on."""
+        return self._kept.keys() | self._cancelled.keys()
 
     def squares(self) -> dict[str, torch.Tensor]:
         """Group -> squared norms, (B,)."""

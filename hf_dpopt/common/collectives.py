@@ -168,6 +168,18 @@ def _reduce(bucket: list[torch.Tensor]) -> None:
         t.copy_(part.view_as(t))
 
 
+def reduce_scatter(received: torch.Tensor, whole: torch.Tensor, group: Any = None) -> Any:
+    """Begin to add up a tensor over the ranks, of which each receives its part in order; wait for what is returned.
+
+    Args:
+        received: memory for the part, as long on every rank.
+        whole: this rank's share of the sum: the parts of all ranks, one after the other.
+        group: processes; None for all.
+    """
+    begin = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before 2.13
+    return begin(received, whole, group=group, async_op=True)
+
+
 def broadcast_parameters(model: torch.nn.Module) -> None:
     """Start every rank from the parameters and buffers of rank 0, as DistributedDataParallel would; shards stay."""
     if world_size() == 1:

@@ -16,8 +16,9 @@ import torch
 
 from hf_dpopt.common.collectives import Ranks, Single
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
-from hf_dpopt.noise.slices import add_in_slices
+from hf_dpopt.noise.slices import Cut, add_in_slices
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams import NoiseStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
@@ -66,6 +67,7 @@ class IndependentStream(NoiseStream):
         self._spans: list[Span] = []  # of the step before
         self._device = torch.device("cpu")
         self._ranks: Ranks = Single()
+        self._layout: Layout | None = None
 
     def add_(self, sums: dict[str, torch.Tensor], step: int) -> None:
         """Add the noise of `step` in place, to every coordinate of every tensor.
@@ -88,16 +90,23 @@ class IndependentStream(NoiseStream):
         self._last_step = step
         totals = {tensor: sums[name] for tensor, name in enumerate(sorted(sums))}
         self._device = next((total.device for total in totals.values()), self._device)
-        if self._is_shared(totals.values()):
+        if self._layout is not None or self._is_shared(totals.values()):
             assert isinstance(self._source, AddressedSource)
-            self._spans = add_in_slices(self._source, totals, stddev=self.draw_stddev, step=step, ranks=self._ranks)
+            cut = Cut.of(totals, {name: tensor for tensor, name in enumerate(sorted(sums))}, self._layout)
+            self._spans = add_in_slices(
+                self._source, totals, stddev=self.draw_stddev, step=step, ranks=self._ranks, cut=cut
+            )
         else:
             self._source.add_to(totals, stddev=self.draw_stddev, step=step)
             self._spans = [Span(tensor, 0, total.numel()) for tensor, total in totals.items()]
         self.forget()
 
-    def share_over(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    def share_over(self, ranks: Ranks, layout: Layout | None = None) -> None:
+        self._ranks, self._layout = ranks, layout
+
+    def takes_pieces(self, device: torch.device) -> bool:
+        self._device = device
+        return self._is_shared(())
 
     def _is_shared(self, totals: Iterable[torch.Tensor]) -> bool:
         """Whether each rank draws a slice: where it takes time, and with a source that can. All ranks agree on it."""

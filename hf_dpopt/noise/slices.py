@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from hf_dpopt.common.collectives import BUCKET_ELEMENTS, Ranks
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.reduction import Layout, piece_of
 from hf_dpopt.randomness.source import AddressedSource
 from hf_dpopt.randomness.spans import Part, Span
 
@@ -27,10 +29,12 @@ class Flattened:
 
     Args:
         totals: number of the tensor within the step -> tensor, contiguous.
+        order: numbers in the order in which they stand in the vector; by default ascending.
     """
 
-    def __init__(self, totals: Mapping[int, torch.Tensor]):
-        self._numbers = sorted(totals)
+    def __init__(self, totals: Mapping[int, torch.Tensor], order: Sequence[int] | None = None):
+        self._numbers = sorted(totals) if order is None else list(order)
+        assert sorted(self._numbers) == sorted(totals), "an order of other tensors"
         self._flat = [totals[number].view(-1) for number in self._numbers]
         self._starts = [0, *itertools.accumulate(flat.numel() for flat in self._flat)]
 
@@ -51,20 +55,55 @@ class Flattened:
         return found
 
 
+class Cut(NamedTuple):
+    """Cut of the elements of a step among the ranks, the same on each of them."""
+
+    whole: Flattened
+    lengths: list[int]  #: elements of each bucket, which every rank has a piece of
+    piece_of: Callable[
+        [int, int, int], tuple[int, int]
+    ]  #: (L, rank, ranks) -> first element and the one after the last
+
+    @classmethod
+    def of(cls, totals: Mapping[int, torch.Tensor], numbers: Mapping[str, int], layout: Layout | None) -> Cut:
+        """The cut of sums that came in pieces; of all elements at once where every rank has the whole of them.
+
+        Args:
+            totals: number of the tensor within the step -> tensor.
+            numbers: name -> number.
+            layout: layout of the pieces, or None.
+        """
+        if layout is None:
+            whole = Flattened(totals)
+            return cls(whole, [whole.num], slice_of)
+        return cls(Flattened(totals, [numbers[name] for name in layout.order]), layout.lengths, piece_of)
+
+    def bounds(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """First element of a rank in each bucket, and the one after its last."""
+        found, start = [], 0
+        for length in self.lengths:
+            first, end = self.piece_of(length, rank, size)
+            found.append((start + first, start + end))
+            start += length
+        return found
+
+
 def add_in_slices(
-    source: AddressedSource, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int, ranks: Ranks
+    source: AddressedSource, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int, ranks: Ranks, cut: Cut
 ) -> list[Span]:
-    """Add ``stddev`` times the normals of a step to tensors that are the same on all ranks, in place.
+    """Add ``stddev`` times the normals of a step to tensors, each rank to its slice, and give all of them to all.
 
     Formal guarantee: every rank leaves with the same bits, those of `NoiseSource.add_to` on one process where the
-    ranks draw alike; the elements that got noise are counted, on all ranks, before it returns.
+    ranks draw alike; the elements that got noise are counted, on all ranks, before it returns. What a rank held
+    outside of its slice before is overwritten.
 
     Args:
         source: draws any part of a tensor.
-        totals: number of the tensor within the step -> float32 tensor, contiguous.
+        totals: number of the tensor within the step -> float32 tensor, contiguous, whose slice of this rank is summed.
         stddev: what a normal is multiplied by.
         step: the step.
         ranks: the processes of the run.
+        cut: the slices, those of `totals`.
 
     Returns:
         What this rank drew.
@@ -72,26 +111,33 @@ def add_in_slices(
     Raises:
         DPConfigError: if the slices of the ranks do not cover each element once: something would leave without noise.
     """
-    whole = Flattened(totals)
-    first, end = slice_of(whole.num, ranks.rank, ranks.size)
-    mine = whole.parts(first, end)
+    whole = cut.whole
+    slices = [whole.parts(first, end) for first, end in cut.bounds(ranks.rank, ranks.size)]
+    mine = [part for parts in slices for part in parts]
     source.add_parts(mine, stddev=stddev, step=step)
-    noised = sum(part.total.numel() for part in mine)
-    _check_cover(whole.num, first, end, noised, ranks)
-    received = _exchange(whole, ranks)
+    _check_cover(cut, [sum(part.total.numel() for part in parts) for parts in slices], ranks)
+    noised, received = sum(part.total.numel() for part in mine), _exchange(cut, ranks)
     if noised + received != whole.num:
         raise DPConfigError(_uncovered(f"{noised} + {received} elements got noise, and there are {whole.num}"))
     return [Span(part.tensor, part.first, part.total.numel()) for part in mine]
 
 
-def _check_cover(num: int, first: int, end: int, noised: int, ranks: Ranks) -> None:
-    """Compare the slices that the ranks noised with the elements there are."""
-    everyone = [row.tolist() for row in ranks.gather(torch.tensor([num, first, end, noised]))]
-    reached = 0
-    for their_num, their_first, their_end, their_noised in everyone:
-        if (their_num, their_first, their_noised) != (num, reached, their_end - their_first):
+def _check_cover(cut: Cut, noised: Sequence[int], ranks: Ranks) -> None:
+    """Compare the slices that the ranks noised with the elements there are.
+
+    Args:
+        cut: the slices.
+        noised: elements that got noise on this rank, of each bucket.
+        ranks: the processes of the run.
+    """
+    num, reached = cut.whole.num, 0
+    bounds = cut.bounds(ranks.rank, ranks.size)
+    rows = [[num, *of_bucket, count] for of_bucket, count in zip(bounds, noised, strict=True)]
+    everyone = [row for theirs in ranks.gather(torch.tensor(rows)) for row in theirs.tolist()]
+    for their_num, first, end, their_noised in sorted(everyone, key=lambda row: (row[1], row[2])):
+        if (their_num, first, their_noised) != (num, reached, end - first):
             break
-        reached = their_end
+        reached = end
     if reached != num:
         raise DPConfigError(_uncovered(f"of {num} elements {[tuple(row[1:]) for row in everyone]} got noise"))
 
@@ -103,20 +149,21 @@ def _uncovered(what: str) -> str:
     )
 
 
-def _exchange(whole: Flattened, ranks: Ranks) -> int:
+def _exchange(cut: Cut, ranks: Ranks) -> int:
     """Write the slices of the other ranks over those of this one; return how many elements were received."""
-    bounds = [slice_of(whole.num, rank, ranks.size) for rank in range(ranks.size)]
-    longest, received = max(end - first for first, end in bounds), 0
-    bucket = max(1, BUCKET_ELEMENTS // ranks.size)
-    for start in range(0, longest, bucket):
-        length = min(bucket, longest - start)
-        views = [whole.parts(min(first + start, end), min(first + start + length, end)) for first, end in bounds]
-        device = next((part.total.device for parts in views for part in parts), torch.device("cpu"))
-        own = torch.zeros(length, device=device)
-        _copy(views[ranks.rank], own, outwards=True)
-        for rank, theirs in enumerate(ranks.gather(own)):
-            if rank != ranks.rank:
-                received += _copy(views[rank], theirs, outwards=False)
+    whole, received = cut.whole, 0
+    most = max(1, BUCKET_ELEMENTS // ranks.size)
+    for bounds in zip(*(cut.bounds(rank, ranks.size) for rank in range(ranks.size)), strict=True):
+        longest = max(end - first for first, end in bounds)
+        for start in range(0, longest, most):
+            length = min(most, longest - start)
+            views = [whole.parts(min(first + start, end), min(first + start + length, end)) for first, end in bounds]
+            device = next((part.total.device for parts in views for part in parts), torch.device("cpu"))
+            own = torch.zeros(length, device=device)
+            _copy(views[ranks.rank], own, outwards=True)
+            for rank, theirs in enumerate(ranks.gather(own)):
+                if rank != ranks.rank:
+                    received += _copy(views[rank], theirs, outwards=False)
     return received
 
 

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from hf_dpopt.clipping import ClippingEngine
-from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.clipped_sum import COUNT, ClippedSum
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.reduction import Layout, Reduction
 from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
@@ -477,6 +478,24 @@ class PrivateRun:
         self._begun, self._opened = step, None
         self.noise.draw_ahead(step)  # paid for: while the gradients are computed, spare cores draw
         return scales
+
+    def reduction(self, engine: ClippingEngine, scales: Sequence[Scale | None]) -> Reduction:
+        """The sum over the ranks of the step that has begun; every rank makes it with the same arguments.
+
+        Args:
+            engine: clips, and knows in which order sums become final.
+            scales: those of `begin`; several queries are summed when all of them are final.
+        """
+        layout = None
+        order = engine.order_of_sums
+        if self.ranks.size > 1 and not engine.is_collective and len(scales) == 1 and order:
+            sizes = {name: engine.parameters[name].numel() for name in order}
+            counts = [COUNT] if scales[0] is not None and scales[0].count_weight else []
+            layout = Layout.of([*order, *counts], sizes | dict.fromkeys(counts, 1))
+        first = next(iter(engine.parameters.values()))
+        in_pieces = layout is not None and self.noise.takes_pieces(first.device)
+        self.noise.share_over(self.ranks, layout if in_pieces else None)
+        return Reduction(self.ranks, layout, in_pieces=in_pieces)
 
     def _check_clip(self, engine: ClippingEngine) -> None:
         if engine.clipping != self.plan.clipper:

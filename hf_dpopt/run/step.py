@@ -11,6 +11,7 @@ from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.reduction import Reduction
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.postprocess import Map
 from hf_dpopt.preclip import queries
@@ -66,8 +67,9 @@ def private_step(
     scales = run.begin(step, engine)
     # private from here
     batches = physical_batches if not engine.is_collective else in_step(engine, physical_batches, stand_in, run.ranks)
-    sums, seen = clip_and_sum(engine, losses, batches, scales, sums_users=run.plan.sums_users)
-    joint = run.ranks.sum(sums)
+    reduction = run.reduction(engine, scales)
+    sums, seen = clip_and_sum(engine, losses, batches, scales, sums_users=run.plan.sums_users, reduction=reduction)
+    joint = reduction.finish(sums)
     released = run.release(joint, step)
     # released from here
     released = run.preclip.receive(released)
@@ -84,14 +86,37 @@ def clip_and_sum(
     scales: Sequence[Scale | None],
     *,
     sums_users: bool,
+    reduction: Reduction | None = None,
 ) -> tuple[ClippedSums, UnprivatizedStatistics]:
-    """The clipped sums of this rank, one query for each scale, side by side; and what was seen. Both are secret."""
+    """The clipped sums of this rank, one query for each scale, side by side; and what was seen. Both are secret.
+
+    Args:
+        engine: clips.
+        losses: losses of records.
+        physical_batches: this rank's share of the logical batch.
+        scales: scale of each query, or None for 1.
+        sums_users: whether the plan clips whole users.
+        reduction: takes what is final while the last batch is still at work, where it runs ahead.
+    """
     clipped = [engine.empty_sum(scale) for scale in scales]
+    take = reduction.ready if reduction is not None and reduction.runs_ahead else None
     seen = UnprivatizedStatistics()
-    for batch in physical_batches:
+    for batch, is_last in (
+        ((batch, False) for batch in physical_batches) if take is None else with_last(physical_batches)
+    ):
         for query in clipped:
-            seen += add_batch(query, engine, losses, batch, sums_users=sums_users)
+            seen += add_batch(query, engine, losses, batch, sums_users=sums_users, take=take if is_last else None)
     return queries.join([query.result() for query in clipped]), seen
+
+
+def with_last(batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield each batch and whether it is the last one; the next one is made before one is handed out."""
+    ahead = iter(batches)
+    batch = next(ahead, None)
+    while batch is not None:
+        following = next(ahead, None)
+        yield batch, following is None
+        batch = following
 
 
 def in_step(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
-from hf_dpopt.clipping.clipped_sum import ClippedSum
+from hf_dpopt.clipping.clipped_sum import ClippedSum, Taker
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.records.collation import trimmed
 from hf_dpopt.records.losses import RecordLosses, num_records
@@ -40,6 +40,7 @@ def add_batch(
     batch: Mapping[str, Any] | WholeUnits,
     *,
     sums_users: bool,
+    take: Taker | None = None,
 ) -> UnprivatizedStatistics:
     """Add the clipped gradients of the units of a batch to `sums`.
 
@@ -52,6 +53,7 @@ def add_batch(
         losses: losses of records.
         batch: collated records, or whole users.
         sums_users: whether the plan clips whole users.
+        take: taker of the sums that become final in the last batch, where one backward makes them; None before.
 
     Raises:
         DPConfigError: for records where users are clipped, or the other way round.
@@ -63,7 +65,8 @@ def add_batch(
             "hf_dpopt.users.UsersBatch for privacy_unit='user', collated records for privacy_unit='example'."
         )
     try:
-        return _add(sums, engine, _LossesWhoseFailureShows(losses), batch)
+        with sums.handing_over(None if isinstance(batch, WholeUnits) else take):
+            return _add(sums, engine, _LossesWhoseFailureShows(losses), batch)
     except _ForwardFailed as failed:
         if engine.is_collective:
             raise DPConfigError(

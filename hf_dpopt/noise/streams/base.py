@@ -18,6 +18,7 @@ import torch
 
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.reduction import Layout
 from hf_dpopt.randomness.cipher import NoiseSource
 from hf_dpopt.randomness.spans import Span
 
@@ -46,8 +47,17 @@ class NoiseStream(abc.ABC):
     def draw_ahead(self, step: int) -> None:  # noqa: B027
         """Begin to draw what a step needs while it computes; the step has been charged. Changes no value."""
 
-    def share_over(self, ranks: Ranks) -> None:  # noqa: B027
-        """Share the drawing over ranks that have the same sums; streams that keep noise draw all of it on each."""
+    def share_over(self, ranks: Ranks, layout: Layout | None = None) -> None:  # noqa: B027
+        """Share the drawing over ranks that have the same sums; streams that keep noise draw all of it on each.
+
+        Args:
+            ranks: the processes of the run.
+            layout: layout of sums of which each rank has its pieces alone; None where each has all of them.
+        """
+
+    def takes_pieces(self, device: torch.device) -> bool:
+        """Whether each rank needs the sum of its pieces alone, on that device; all ranks ask together."""
+        return False
 
     def forget(self) -> None:  # noqa: B027
         """Drop what was drawn ahead."""
