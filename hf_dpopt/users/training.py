@@ -144,7 +144,8 @@ class UserData:
             return StepIndices(rows_B[rows_B >= 0].tolist(), step)
         rows = [choose_rows(self.index.rows(u), limit, key, str(step), str(u)) for u in drawn.tolist()]
         chosen = np.concatenate(rows).tolist() if rows else []
-        seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u)), "little") for u in drawn.tolist()]
+        local = drawn.tolist() if self.local_training is not None else ()
+        seeds = [int.from_bytes(derive_key(key, "local", str(step), str(u)), "little") for u in local]
         return StepIndices(chosen, step, [len(r) for r in rows], seeds)
 
     def batch(self, records: list[Any], indices: StepIndices) -> LogicalBatch:

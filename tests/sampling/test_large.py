@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -147,3 +148,27 @@ def test_places_are_those_of_a_loop_over_users():
             found = data.records_in_places(key, drawn)
             assert found.dtype == want.dtype
             np.testing.assert_array_equal(found, want.reshape(-1)[drawn])
+
+
+def test_a_million_users_above_the_limit_cost_what_a_batch_does(monkeypatch):
+    """Choices are made for the users of a batch alone: no pass over all, and no table of their places."""
+    num_users, limit, chosen = 10**6, 256, 0
+
+    def counted(*arguments):
+        nonlocal chosen
+        chosen += 1
+        return choose_rows(*arguments)
+
+    monkeypatch.setattr("hf_dpopt.users.training.choose_rows", counted)
+    cuts, many = np.arange(num_users + 1) * (limit + 1), (limit + 1) * num_users
+    data = object.__new__(UserData)
+    # of 257 million rows, of which none has to be in memory
+    data.index, data.records_per_user = UserIndex(cuts, np.broadcast_to(np.uint32(7), (many,)), "any"), limit
+    places = np.sort(np.random.default_rng(0).choice(num_users * limit, 1000, replace=False))
+    tracemalloc.start()
+    try:
+        found = data.records_in_places(bytes(32), places)
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
+    assert chosen == len(np.unique(places // limit)) > 900 and (found == 7).all()
