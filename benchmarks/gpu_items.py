@@ -115,8 +115,9 @@ ITEMS = (
         "fsdp2",
         ("{python}", "benchmarks/sharded.py", "--device", "{device}", "--output", "{output}"),
         5,
-        STEPS,
-        files=("benchmarks/sharded.py",),
+        tiny=tuple(
+            "--shape roberta-256x4 --tokens 8 --batch_tokens 16 --records 2 --precision fp32 --repetitions 1".split()
+        ),
     ),
     *(
         _gpu(f"clipping-{shape}", f"--parts clipping --shapes {shape} --tokens 128 512 --repetitions 5", 8)
