@@ -25,8 +25,9 @@ STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PINS := $(VENV)/constraints.txt
 # Only local files are read while our code runs: nothing a run does may depend on, or tell, a server.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+PYTEST := OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help env demo test check costs frozen lint format bench gpu clean
+.PHONY: help env demo check test nightly costs frozen lint format bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -49,15 +50,18 @@ endif
 demo: env  ## train a small private classifier from scratch, offline, in a few minutes
 	$(OFFLINE) $(BIN)/python recipes/glue.py
 
-test: lint  ## lint, types, the whole test suite and every block of the README
-	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(PYTEST_ARGS)
+check: lint  ## before a commit: lint, types, and a sample of the tests that are cheap; under two minutes
+	$(PYTEST) -q --tier fast $(PYTEST_ARGS)
 
-check: lint  ## before a commit: lint, types, and every test that is cheap by tests/costs.json; under two minutes
-	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --tier fast $(PYTEST_ARGS)
+test: lint  ## before a merge: lint, types, the suite and every block of the README; under twelve minutes
+	$(PYTEST) --tier suite $(PYTEST_ARGS)
 
-costs: env  ## run the whole suite and record what each test costs
-	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --junitxml=build/junit.xml
-	$(BIN)/python -m tests.costs build/junit.xml
+nightly: lint  ## lint, types, and everything that `make test` spreads over a week
+	$(PYTEST) $(PYTEST_ARGS)
+
+costs: env  ## run everything and record what each test costs, by which the tiers are chosen (tests/tiers.py)
+	$(PYTEST) -q --junitxml=build/junit.xml || echo 'Not all passed. What failed is recorded, too.'
+	$(BIN)/python -m tests.costs --anew build/junit.xml
 
 frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
 	$(OFFLINE) $(BIN)/python -m tests.frozen

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import gc
 import importlib
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import costs
+from tests import measuring, tiers
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -29,22 +33,44 @@ os.environ["HF_DPOPT_PRIVATE_DIR"] = _PRIVATE_DIR.name
 os.environ["HF_DPOPT_CACHE_DIR"] = str(Path(_PRIVATE_DIR.name) / "tunings")
 
 
+SELECTED = pytest.StashKey[tiers.Selected]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=["fast", "all"], default="all", help="fast: what is cheap by tests/costs.json")
+    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="what runs, see tests/tiers.py")
+    parser.addoption(
+        "--day", type=int, help="choose as on that day (an ordinal, as the summary prints it); now: today"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.day is None:  # once, for all workers: the tests may begin before midnight
+        config.option.day = datetime.date.today().toordinal()
+    config.pluginmanager.register(measuring.Measuring(), "measuring")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--tier") == "fast":
-        costs.select(items, lambda some: config.hook.pytest_deselected(items=some))
+    if (tier := config.getoption("--tier")) != "all":
+        left_out, config.stash[SELECTED] = tiers.select(items, tier, config.option.day)
+        config.hook.pytest_deselected(items=left_out)
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    report = yield
-    if item.config.getoption("--tier") == "fast" and call.when == "call" and report.passed:
-        if reason := costs.is_too_slow(item.nodeid, call.duration, costs.recorded()):
-            report.outcome, report.longrepr = "failed", reason
-    return report
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput") and SELECTED in session.config.stash:
+        session.config.workeroutput["selected"] = dataclasses.asdict(session.config.stash[SELECTED])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    if "selected" in getattr(node, "workeroutput", {}):
+        node.config.stash[SELECTED] = tiers.Selected(**node.workeroutput["selected"])
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if SELECTED in config.stash:
+        terminalreporter.write_line(str(config.stash[SELECTED]))
+    reports = [report for some in terminalreporter.stats.values() for report in some]
+    terminalreporter.write_line(f"{measuring.total(reports):.0f} seconds of processor time")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,6 +80,13 @@ def _session() -> Iterator[None]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     yield
     _PRIVATE_DIR.cleanup()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage() -> None:
+    """A Trainer collects garbage when it starts and ends: half a second for all that was imported, if not frozen."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -44,6 +44,19 @@ OPTIMIZERS = ("sgd", "adamw", "dp_adam_bc", "galore")
 CELLS = list(itertools.product(MECHANISMS, PRECLIPS, FILTERS, OPTIMIZERS))
 
 
+@pytest.fixture
+def cell(mechanism: str, preclip: str, filtering: str, optimizer: str) -> tuple[str, str, str, str]:
+    return mechanism, preclip, filtering, optimizer
+
+
+def every_cell(test):
+    """The product as four factors: a tier may have a covering array of it."""
+    factors = {"mechanism": MECHANISMS, "preclip": PRECLIPS, "filtering": FILTERS, "optimizer": OPTIMIZERS}
+    for name, values in factors.items():
+        test = pytest.mark.parametrize(name, list(values))(test)
+    return test
+
+
 def _optimizer(name: str, parameters: Any, inner: LowPassFilter | None) -> torch.optim.Optimizer:
     match name:
         case "sgd":
@@ -120,7 +133,7 @@ def _predicted(cell: tuple[str, str, str, str], run: _Run) -> np.ndarray:
     return np.square(rows).sum(axis=1) * (run.plan.draw_stddev * run.plan.sensitivity / 4) ** 2
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: ", ".join(cell))
+@every_cell
 def test_the_noise_is_as_loud_as_said(tmp_path, cell):
     run = _Run(tmp_path / "run", cell)
     predicted = _predicted(cell, run)
@@ -133,7 +146,7 @@ def test_the_noise_is_as_loud_as_said(tmp_path, cell):
     assert run.run.charged == [NUM_STEPS] and run.model.weight.isfinite().all()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: ", ".join(cell))
+@every_cell
 def test_a_run_trains_and_resumes(tmp_path, cell):
     run, stop = _Run(tmp_path / "run", cell), STOPS[CELLS.index(cell) % len(STOPS)]
     for t in range(1, NUM_STEPS + 1):

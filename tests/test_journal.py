@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 from pathlib import Path
@@ -23,7 +22,6 @@ from tests import preempted
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """A run without a checkpoint that died after step 5; and one of another key."""
-    gc.freeze()
     made = []
     for number in (0, 1):
         folder = tmp_path_factory.mktemp("killed")
@@ -35,7 +33,6 @@ def killed(tmp_path_factory):
             preempted.make(folder / "alive", "gaussian", save_strategy="no").train()
         made.append(folder / "left")
     yield made
-    gc.unfreeze()
 
 
 @pytest.fixture

@@ -176,7 +176,8 @@ def test_make_test_is_lint_types_and_pytest(repo: Path, tmp_path: Path) -> None:
     plan = make(repo, "-n", "test", f"VENV={tmp_path}/venv")
     order = [plan.index(word) for word in ("ruff check", "ruff format --check", "bin/mypy", "-m pytest")]
     assert order == sorted(order)
-    assert "OMP_NUM_THREADS=1" in plan and "--dist loadgroup" in plan
+    assert "OMP_NUM_THREADS=1" in plan and "--dist loadgroup" in plan and "--tier suite" in plan
+    assert "--tier" not in make(repo, "-n", "nightly", f"VENV={tmp_path}/venv")
 
 
 def test_ci_runs_make_test_in_its_own_environment(repo: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 
 import pytest
@@ -18,14 +17,6 @@ from tests.preempted import LOSES, NUM_STEPS
 
 OF_A_STEP = ("before the charge", "after the charge", "after the mark", "after the noise", "in the entry",
              "after the entry", "after the optimizer")  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_garbage():
-    """A Trainer collects garbage when it starts: half a second for all that was imported, if that is not frozen."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ SEVERAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SCRIPT = """
 import sys
 from tests import tiny
-tiny.trainer(sys.argv[1], max_steps=1).train()
+trainer = tiny.trainer(sys.argv[1], max_steps=1)
+trainer.train()
+print("processes:", trainer.args.world_size)
 """
 
 
@@ -37,14 +39,23 @@ def test_one_process_of_several_is_told(environment, num_processes, warns, caplo
     assert ("torchrun --nproc_per_node" in caplog.text) == warns
 
 
-@pytest.mark.parametrize(("num", "warns"), [("1", False), ("2", True)])
-def test_the_launcher_sets_what_it_is_known_by(num: str, warns: bool, tmp_path: Path, repo: Path):
+# `--cpu` alone starts one process (accelerate 1.15, no MPI hostfile); without a GPU --multi_gpu starts gloo processes
+@pytest.mark.parametrize(
+    ("options", "num", "warns"),
+    [
+        ("--cpu --num_processes 1", 1, False),
+        ("--cpu --num_processes 2", 1, True),
+        ("--multi_gpu --num_processes 2 --main_process_port 0", 2, False),
+    ],
+)
+def test_the_launcher_sets_what_it_is_known_by(options: str, num: int, warns: bool, tmp_path: Path, repo: Path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", num]
+    launch = [sys.executable, "-m", "accelerate.commands.launch", *options.split()]
     environment = os.environ | {"PYTHONPATH": str(repo)}
     done = subprocess.run(
         [*launch, str(script), str(tmp_path / "run")], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert ("One process trains, although" in done.stderr) == warns
+    assert done.stdout.count(f"processes: {num}") == num

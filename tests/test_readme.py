@@ -84,7 +84,9 @@ def pages() -> list[Path]:
 def parameters() -> list:
     """One parameter per block; the blocks of one page share a worker, which runs them in order."""
     return [
-        pytest.param(block, id=f"{page.name}:{block.line}", marks=pytest.mark.xdist_group(page.name))
+        pytest.param(
+            block, id=f"{page.name}:{block.line}", marks=[pytest.mark.xdist_group(page.name), pytest.mark.in_order]
+        )
         for page in pages()
         for block in runnable(page)
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -27,13 +26,6 @@ class Send(TrainerCallback):
         if state.global_step + 1 == self.step:
             os.kill(os.getpid(), self.number)
             os.kill(os.getpid(), self.number)  # as launchers do
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _little_garbage():
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture

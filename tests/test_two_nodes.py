@@ -10,7 +10,7 @@ import torch
 
 from hf_dpopt.run.checkpoint import NEEDED, examine
 from hf_dpopt.run.seal import Seal
-from tests import tiny, two_nodes
+from tests import tiny, two_node_run, two_nodes
 from tests.reference import clipping as reference
 from tests.two_node_run import USERS, authored, collate
 
@@ -18,10 +18,9 @@ pytestmark = [pytest.mark.two_process, pytest.mark.timeout(600), pytest.mark.xdi
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory, request) -> Path:
+def root(tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("nodes")
-    for done in two_nodes.launch(request.config.rootpath / "tests" / "two_node_run.py", found):
-        assert done.returncode == 0, done.stderr[-3000:]
+    two_nodes.launch(lambda: two_node_run.main(found), found)
     return found
 
 

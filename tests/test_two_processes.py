@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
+from tests import ranks, two_process_run
 from tests.reference import clipping as reference
 
 HEAVY, PER_DEVICE = 3, 3  # the user with more than a physical batch of records, and that many of them
 
 pytestmark = [
     pytest.mark.two_process,
-    pytest.mark.timeout(600),  # two commands of 280 s at most
+    pytest.mark.timeout(600),  # twice 280 s at most
     pytest.mark.xdist_group("two_processes"),  # else every worker runs them
 ]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory, request):
-    repo = request.config.rootpath
+def folders(tmp_path_factory):
     one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(repo)}
-    script = str(repo / "tests" / "two_process_run.py")
-    # `--cpu` alone starts one process (accelerate 1.15, no MPI hostfile); without a GPU --multi_gpu starts gloo processes
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]  # fmt: skip
-    for command in ([*launch, script, str(two)], [sys.executable, script, str(one)]):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-        assert done.returncode == 0, done.stderr[-3000:]
+    ranks.launch(lambda: two_process_run.main(two), 2, two)
+    ranks.launch(lambda: two_process_run.main(one), 1, one)
     return one, two
 
 

@@ -1,9 +1,8 @@
-"""Started by `tests.two_nodes.launch` on two nodes: private runs whose private folders are on the disks of the nodes."""
+"""Run by `tests.two_nodes.launch` on two nodes: private runs whose private folders are on the disks of the nodes."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -122,8 +121,7 @@ def head(root: Path) -> None:
         note(root, "head", error=str(error))
 
 
-if __name__ == "__main__":
-    root = Path(sys.argv[1])
+def main(root: Path) -> None:
     train(root, "records", train_dataset=tiny.records())
     train(root, "users", train_dataset=authored(), model=tiny.model(dropout=0.0), **USERS)
     note(root, "disk", found=sorted(str(p.relative_to(root / "disk")) for p in (root / "disk").rglob("*.npy")))

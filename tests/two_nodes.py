@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-LIMIT_S = 280
+from tests import ranks
 
 
 def unshare() -> list[str]:
@@ -26,35 +25,19 @@ def unshare() -> list[str]:
     pytest.skip("no mount namespaces here (unshare --mount)")
 
 
-def launch(script: Path, root: Path, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """Run a script on two nodes of one process each, as torchrun would, and wait for both.
+def launch(function: Callable[[], object], root: Path) -> None:
+    """Run a function on two nodes of one process each, with the environment of torchrun, and wait for both.
 
     Args:
-        script: called with the root folder and the arguments.
+        function: called in each process.
         root: shared by both, but for ``root/disk``: node r sees ``root/node-r`` there.
-        *arguments: further arguments.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    unshare()
     (root / "disk").mkdir(parents=True, exist_ok=True)
-    started = []
-    for rank in range(2):
-        node = root / f"node-{rank}"
-        node.mkdir(exist_ok=True)
-        environment = os.environ | {
-            "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(script.parents[1]),
-        }  # fmt: skip
-        mounted = ["sh", "-c", 'mount --bind "$1" "$2" && shift 2 && exec "$@"', "sh", str(node), str(root / "disk")]
-        command = [*unshare(), *mounted, sys.executable, str(script), str(root), *arguments]
-        started.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))  # fmt: skip
-    done = []
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=LIMIT_S)
-            done.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
-    finally:
-        for process in started:
-            process.kill()
-    return done
+
+    def prepare(rank: int) -> None:
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        (root / f"node-{rank}").mkdir(exist_ok=True)
+        ranks.mount(root / "disk", root / f"node-{rank}")
+
+    ranks.launch(function, 2, root, prepare=prepare)

@@ -1,11 +1,10 @@
-"""Started by `accelerate launch --num_processes 2 --cpu`, and alone: writes what each rank saw and released."""
+"""Run in two ranks, and alone: writes what each rank saw and released."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import shutil
-import sys
 from pathlib import Path
 from unittest import mock
 
@@ -104,8 +103,7 @@ def killed(folder: Path, setting: str, lost: int) -> None:
     (folder / f"killed-{rank}.json").write_text(json.dumps(facts))
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def main(folder: Path) -> None:
     killed(folder, "dp2_correlated", lost=5)
     run(folder, "sum", noise_multiplier=0.0, unsafe_fixed_noise_key=FIXED)
     run(folder, "noise", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED)

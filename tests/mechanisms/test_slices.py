@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
@@ -21,6 +21,7 @@ from hf_dpopt.randomness import ahead
 from hf_dpopt.randomness.blocks import CHUNK
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.cipher import SecureGaussian
+from tests.ranks import launch
 
 KEY = bytes(range(32))
 SHAPES = {"z": (3, CHUNK), "a": (1001,), "m": (), "none": (0, 4), "b": (7, 11, 13)}
@@ -75,9 +76,9 @@ def test_parts_are_views_of_the_elements():
 # --- processes ---
 
 
-def _work(rank: int, size: int, folder: str) -> None:
+def _work(size: int, folder: str) -> None:
     """What each rank releases, and what it raises."""
-    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
     init, wait = f"file://{folder}/init", datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size, timeout=wait)
     ranks, found = current_ranks(), {}
@@ -116,7 +117,7 @@ def _work(rank: int, size: int, folder: str) -> None:
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request, tmp_path_factory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(_work, (request.param, str(folder)), nprocs=request.param)
+    launch(lambda: _work(request.param, str(folder)), request.param, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 

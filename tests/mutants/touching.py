@@ -30,7 +30,7 @@ Lines = dict[str, dict[str, list[int]]]  # test function -> file -> lines
 def all_tests(repo: Path) -> dict[str, float]:
     """Test functions that run in one process, and their recorded seconds."""
     found = {}
-    for test, cost in costs.recorded().items():
+    for test, cost in costs.recorded().functions().items():
         file, _, name = test.partition("::")
         if any(part in file for part in NOT_HERE) or not (repo / file).exists():
             continue

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.ranks import launch
 from tests.sharded import cells
 from tests.sharded.compare import compare
 
@@ -23,22 +20,12 @@ NAMES = [
 ]  # fmt: skip
 
 
-def start(out: Path, size: int, names: list[str]) -> subprocess.Popen:
-    """Start the cells over so many processes; 1 is the reference, without any group of processes."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
-    command = [sys.executable, *launcher, "-m", "tests.sharded.cells", str(out), *names]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    root = Path(__file__).parents[2]
-    return subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """Cell -> what one process and what two processes give."""
     folders = [tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")]
-    jobs = [start(folder, size, NAMES) for folder, size in zip(folders, (1, 2), strict=True)]
-    said = [job.communicate()[0].decode()[-3000:] for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], said
+    for size, folder in enumerate(folders, 1):  # one process without any group is the reference
+        launch(lambda folder=folder: cells.main(folder, NAMES), size, folder)
     return {name: tuple(torch.load(folder / f"{name}.pt") for folder in folders) for name in NAMES}
 
 

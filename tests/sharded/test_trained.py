@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +9,15 @@ import pytest
 import torch
 
 from hf_dpopt.run.shard_files import has_marks
-from tests import tiny
+from tests import ranks, tiny
+from tests.sharded import trained
 from tests.sharded.compare import distance
 from tests.sharded.trained import IN_SHARDS
-
-ROOT = Path(__file__).parents[2]
 
 
 def launch(out: Path, source: Path, how: str, size: int, *jobs: str) -> None:
     """Run jobs over so many processes, and wait for them."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size)] if size > 1 else []
-    command = [sys.executable, *launcher, "-m", "tests.sharded.trained", str(out), str(source), how, *jobs]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HANGS_AFTER": "150"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    ranks.launch(lambda: trained.main(out, source, how, list(jobs)), size, out)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,6 @@ from hf_dpopt.common.sharding import is_sharded, whole_of
 from tests import tiny
 
 HANGS_AFTER = int(os.environ.get("HANGS_AFTER", 240))  # seconds; where each process waits is then printed
-SIZE = int(os.environ.get("WORLD_SIZE", 1))
 CASES: dict[str, dict[str, Any]] = {
     "gaussian": {},
     "blt_dp2": dict(
@@ -64,7 +63,7 @@ def load(how: str, case: str, source: Path) -> nn.Module:
         from transformers.distributed import DistributedConfig
 
         plan = {"bert.encoder.layer.*": "free_full_weight"}
-        options = dict(distributed_config=DistributedConfig(fsdp_size=SIZE, fsdp_plan=plan))
+        options = dict(distributed_config=DistributedConfig(fsdp_size=dist.get_world_size(), fsdp_plan=plan))
     model: nn.Module = BertForSequenceClassification.from_pretrained(source, **options)
     if case == "lora":
         from peft import LoraConfig, get_peft_model
@@ -114,7 +113,7 @@ def main(out: Path, source: Path, how: str, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     os.urandom = hashlib.shake_256(b"shards").digest  # type: ignore[assignment]  # the same root key in every run
     faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
-    if SIZE > 1:
+    if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     if how == "accelerate":
         allow_fsdp_on_cpus()
