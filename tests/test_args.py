@@ -46,6 +46,8 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "amplification_samples": ("0", 0),
     "earlier_runs": ("runs/head", ["runs/head"]),
     "tuned_runs": ("10", 10.0),
+    "privacy_ledger": ("people.jsonl", "people.jsonl"),
+    "privacy_ledger_epsilon": ("16", 16.0),
     "tuned_shape": ("0", 0.0),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),

@@ -274,18 +274,18 @@ def _least(composition: Composition, delta: float, orders: Sequence[float]) -> t
     total = np.zeros(len(orders))
     with quiet_absl():
         for leaf, count in composition:
-            total += count * _divergences(leaf, tuple(orders))
+            total += count * divergences(leaf, tuple(orders))
         epsilon, order = compute_epsilon(orders, total, delta)
     return float(epsilon), float(order)
 
 
 @functools.lru_cache(maxsize=256)
-def _divergences(leaf: DpEvent, orders: tuple[float, ...]) -> np.ndarray:
+def divergences(leaf: DpEvent, orders: tuple[float, ...]) -> np.ndarray:
     """Renyi divergence of one mechanism at some orders; composition multiplies it by the count, as `RdpAccountant`."""
     if isinstance(leaf, RepeatAndSelectDpEvent) and orders != SELECTION_ORDERS:
         # the bound at one order is made of the divergences of a run at all others, so the set must not shrink
         asked = [order for order in orders if order not in SELECTION_ORDERS]
-        known = dict(zip(SELECTION_ORDERS, _divergences(leaf, SELECTION_ORDERS), strict=True))
+        known = dict(zip(SELECTION_ORDERS, divergences(leaf, SELECTION_ORDERS), strict=True))
         return np.array([math.inf if order in asked else known[order] for order in orders])
     accountant = RdpAccountant(orders)
     accountant.compose(leaf)

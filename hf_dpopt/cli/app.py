@@ -337,6 +337,17 @@ def plan_tuning(
 
 
 @app.command()
+def ledger(
+    path: Annotated[Path, typer.Argument(help="A --privacy_ledger.", callback=check_path)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print what it says as JSON.")] = False,
+) -> None:
+    """Print what all runs on the same people have spent, and what is left."""
+    from hf_dpopt.cli.ledgers import show_ledger
+
+    show_ledger(path, as_json=as_json)
+
+
+@app.command()
 def plan_head(
     num_examples: NumExamples,
     batch_size: BatchSize,

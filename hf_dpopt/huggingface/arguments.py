@@ -23,6 +23,7 @@ from hf_dpopt.plan.options import (
     AfterNoiseOptions,
     DeprecatedOptions,
     EngineOptions,
+    LedgerOptions,
     NoiseOptions,
     PreconditionerOptions,
     PrivacyOptions,
@@ -30,6 +31,7 @@ from hf_dpopt.plan.options import (
     TuningOptions,
     UserOptions,
 )
+from hf_dpopt.run.dataset_ledger import DatasetBudget
 
 
 @dataclass
@@ -41,6 +43,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     PreconditionerOptions,
     NoiseOptions,
     RecipeOptions,
+    LedgerOptions,
     TuningOptions,
     PrivacyOptions,
     TrainingArguments,
@@ -152,6 +155,17 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
                 "--local_learning_rate 0.1, or leave it out."
             )
         return given or None
+
+    def dataset_budget(self) -> DatasetBudget | None:
+        """The ledger of the dataset that the run is charged to; None for none."""
+        if self.privacy_ledger is not None:
+            return DatasetBudget(self.privacy_ledger, self.privacy_ledger_epsilon)
+        if self.privacy_ledger_epsilon is not None:
+            raise DPConfigError(
+                f"privacy_ledger_epsilon={self.privacy_ledger_epsilon:g} is the budget of a ledger. Add "
+                "--privacy_ledger FILE, or leave it out."
+            )
+        return None
 
     def optimizer_name(self) -> str | None:
         """The optimizer of ours that runs, or None for one of transformers'; a filter turns AdamW into ours."""

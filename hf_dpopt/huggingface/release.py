@@ -20,6 +20,7 @@ from hf_dpopt.report.model_card import add_privacy_section, strip_training_losse
 from hf_dpopt.report.release_scan import LINK_OUT, UNCHECKED, ReleaseScan, refuse_release
 from hf_dpopt.report.report import read_report, write_report
 from hf_dpopt.run.cleaning import UNPUBLISHED
+from hf_dpopt.run.dataset_ledger import charged_to
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 
@@ -68,7 +69,7 @@ class ReleaseGuard:
             ["training loss, clip fraction and batch sizes, on the console"] if trainer.args.log_unprivatized else []
         )
         return RunFacts(
-            plan=plan.public_dict(),
+            plan=plan.public_dict() | charged_to(ledger, trainer.args.dataset_budget()),
             epsilon_spent=spent.epsilon,
             epsilon_replace_one=self._replace_one(),
             delta=plan.delta,

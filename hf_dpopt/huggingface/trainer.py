@@ -69,6 +69,7 @@ from hf_dpopt.run.batches import (
     Records,
     explain_out_of_memory,
 )
+from hf_dpopt.run.dataset_ledger import check_is_open, check_run
 from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.keys import private_folder
@@ -142,6 +143,7 @@ class DPTrainerMixin(_Trainer):
         )
         refusals.check_hooks(type(self), DPTrainerMixin)
         refusals.check_arguments(args)
+        check_is_open(args.dataset_budget(), str(args.output_dir))
         refusals.check_model_given(model, given, type(self))
         datasets = {name: given.get(name) for name in ("train_dataset", "eval_dataset")}
         refusals.check_datasets(**datasets, public_dataset=public_dataset)
@@ -232,6 +234,7 @@ class DPTrainerMixin(_Trainer):
 
         # tuning on other hardware may end in other digits
         plan = collectives.current_ranks().same(planned)
+        collectives.current_ranks().same(lambda: check_run(args.dataset_budget(), plan, recorded))
         self._recipe.apply(args)
         return plan
 
@@ -373,6 +376,7 @@ class DPTrainerMixin(_Trainer):
             journal_limit=0.0 if self.args.save_only_model else self.args.journal_limit * GIGABYTE,
             initial_weights=lambda: digest or digest_of(self._engine.parameters),
             parameters=self._engine.parameters,
+            dataset=self.args.dataset_budget(),
         )
         give_back(model)  # stages keep what belongs to a parameter under its identity
         self._stages = self._make_stages(model)

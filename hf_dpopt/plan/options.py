@@ -173,6 +173,25 @@ class TuningOptions:
 
 
 @dataclass
+class LedgerOptions:
+    """Ledger of a dataset: what all runs on the same people cost together, and when to stop."""
+
+    privacy_ledger: str | None = option(
+        None,
+        "File in which all runs on these people are charged; a run that costs more than what is left is not started.",
+        unset="this run is counted by itself",
+        more="Runs add up by Renyi divergences, which allows to choose each after looking at the others: "
+        "docs/tuning.md. Shared by runs that go on side by side.",
+    )
+    privacy_ledger_epsilon: float | None = option(
+        None,
+        "Budget of a privacy_ledger that begins with this run, for everything that will ever be charged to it.",
+        unset="that of the ledger",
+        more="Its delta is the run's.",
+    )
+
+
+@dataclass
 class RecipeOptions:
     """Recipe: what is chosen where nothing was said."""
 
@@ -378,6 +397,7 @@ class HeadOptions:
 GROUPS = (
     PrivacyOptions,
     TuningOptions,
+    LedgerOptions,
     RecipeOptions,
     NoiseOptions,
     PreconditionerOptions,

@@ -187,6 +187,11 @@ class PrivacyPlan:
 
         A sequence gives the steps of each chain of a run that branched.
         """
+        own = self.own_event_after(num_steps)
+        return own if isinstance(own, dp_accounting.NonPrivateDpEvent) else composed(self.earlier, own)
+
+    def own_event_after(self, num_steps: Steps) -> dp_accounting.DpEvent:
+        """Event of what that many steps of this run release, without the earlier runs; see `event_after`."""
         if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
         stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
@@ -195,7 +200,7 @@ class PrivacyPlan:
         own = with_opening(own, opening_noise(self.preclip), self.adjacency, num_chains)
         if self.config.tuned is not None and num_chains:
             own = self.config.tuned.event(own)
-        return composed(self.earlier, own)
+        return own
 
     @functools.cached_property
     def run_epsilon(self) -> float:

@@ -11,7 +11,7 @@ from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.randomness.cipher import source_of
 from hf_dpopt.report.facts import RunFacts
-from hf_dpopt.report.tuned import describe_tuning, invalidates, tuning_rows
+from hf_dpopt.report.tuned import dataset_rows, describe_tuning, invalidates, tuning_rows
 from hf_dpopt.sampling import SAMPLERS
 
 STAMP = "NOT PRIVATE"
@@ -246,6 +246,7 @@ def _numbers(facts: RunFacts) -> str:
         "epsilon of the plan / of the steps charged": f"{round_up(planned)} / {round_up(spent)}",
         "epsilon asked for (`target_epsilon`)": "none, the noise was given" if target is None else f"{target:g}",
         **tuning_rows(plan),
+        **dataset_rows(plan),
         f"epsilon if one {_singular(plan)} is swapped (`replace_one`)": (
             "no analysis is known for this sampler" if swapped is None else round_up(swapped)
         ),

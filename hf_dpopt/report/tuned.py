@@ -1,4 +1,4 @@
-"""The best of several runs in the statement: what epsilon includes, and what would make it false."""
+"""One run among several in the statement: the best of them, and what all on the same people have spent."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def tuning_rows(plan: dict[str, Any]) -> dict[str, str]:
         "released as the best of": _law(plan),
         "epsilon of this run, had it been the only one": _shown(plan["run_epsilon"]),
     }
+
+
+def dataset_rows(plan: dict[str, Any]) -> dict[str, str]:
+    """Row of the ledger that the run was charged to for the people in its data; empty where there was none."""
+    ledger = plan.get("privacy_ledger")
+    if not ledger:
+        return {}
+    said = f"`{ledger['name']}`, entry `{ledger['entry']}`"
+    if "spent" in ledger:
+        said += (
+            f"; {ledger['runs']} runs have spent epsilon {_shown(ledger['spent'])} of {ledger['epsilon']:g} at delta "
+            f"{ledger['delta']:g} (Renyi filter of order {ledger['order']:g}; digest `{ledger['digest'][:16]}`)"
+        )
+    return {"charged to the ledger of the dataset": said}
 
 
 def invalidates(plan: dict[str, Any]) -> tuple[str, ...]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_dpopt.common.chained import GENESIS, canonical, seal_record
 from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
@@ -28,7 +28,6 @@ from hf_dpopt.common.log import warn_once
 
 VERSION = 1  # of the format; a file of an older one is read and gone on with, one of a newer one is refused
 LEDGER = Path("privacy") / "ledger.jsonl"  # in the output_dir of a run
-GENESIS = "0" * 64  # what the header names as the record before it
 
 # What earlier releases wrote for a value that is now spelt otherwise: by the entry of the plan.
 _FORMER_VALUES = {
@@ -60,17 +59,6 @@ class ChainRecord:
     parent: str | None
     note: str
     unsafe: bool
-
-
-def _canonical(record: dict[str, Any]) -> str:
-    return json.dumps(record, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-
-
-def _seal(record: dict[str, Any], prev: str) -> tuple[str, bytes]:
-    """The digest of a record that follows ``prev``, and its line without the newline."""
-    body = record | {"prev": prev}
-    digest = hashlib.sha256(_canonical(body).encode()).hexdigest()
-    return digest, _canonical(body | {"sha256": digest}).encode()
 
 
 class Ledger:
@@ -116,7 +104,7 @@ class Ledger:
         ledger._acquire_lock()
         try:
             if not ledger.path.exists():
-                _, header = _seal({"kind": "header", "version": VERSION}, GENESIS)
+                _, header = seal_record({"kind": "header", "version": VERSION}, GENESIS)
                 write_durably(ledger.path, header + b"\n", mode=0o644)
             ledger._file = open_plain(ledger.path, os.O_RDWR | os.O_APPEND)
             ledger._settle_tail(ledger._load())
@@ -265,9 +253,9 @@ class Ledger:
         Raises:
             DPConfigError: if a field of ``must_match`` differs from the plan recorded last.
         """
-        plan = json.loads(_canonical(plan))  # as it would be read back: tuples are lists, keys are strings
+        plan = json.loads(canonical(plan))  # as it would be read back: tuples are lists, keys are strings
         self.check_plan(plan, must_match=must_match)
-        if self._plan is None or _canonical(self._plan) != _canonical(plan):
+        if self._plan is None or canonical(self._plan) != canonical(plan):
             self._append({"kind": "plan", "plan": plan})
 
     def check_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
@@ -278,7 +266,7 @@ class Ledger:
         """
         if self._plan is None:
             return
-        differing = list(_differences(self._plan, json.loads(_canonical(plan)), must_match))
+        differing = list(_differences(self._plan, json.loads(canonical(plan)), must_match))
         if differing:
             raise DPConfigError(
                 f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). Continue "
@@ -386,7 +374,7 @@ class Ledger:
         try:
             record = parse_json(line)
             sealed = {key: value for key, value in record.items() if key not in ("prev", "sha256")}
-            digest, expected = _seal(sealed, record["prev"])
+            digest, expected = seal_record(sealed, record["prev"])
         except (ValueError, KeyError, AttributeError):
             raise DPConfigError(f"{where} is no record of a ledger; it was edited or damaged. {_FIX}") from None
         if expected != line:
@@ -445,7 +433,7 @@ class Ledger:
         self.check_intact()
         sealed, prev = [], self._digest
         for record in records:
-            prev, line = _seal(record, prev)
+            prev, line = seal_record(record, prev)
             sealed.append((record, prev, line + b"\n"))
         content = b"".join(line for _, _, line in sealed)
         try:
@@ -455,7 +443,7 @@ class Ledger:
             self._size += written
             os.fsync(self._file)
             for record, digest, _ in sealed:
-                self._apply(json.loads(_canonical(record)), digest)
+                self._apply(json.loads(canonical(record)), digest)
         except BaseException:
             # A full disk, or Ctrl-C between the write and the book-keeping: the file may hold more than this object
             # knows, and a further record would not fit onto it. The next `open` settles it.
@@ -482,7 +470,7 @@ def _differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str],
         then = former.get(then, then) if isinstance(then, str) else then
         if isinstance(then, dict) and isinstance(now, dict):
             yield from _differences(then, now, sorted({*then, *now}), f"{inside}{name}.")
-        elif _canonical({"": then}) != _canonical({"": now}) or (inside and (name in old) != (name in new)):
+        elif canonical({"": then}) != canonical({"": now}) or (inside and (name in old) != (name in new)):
             was, is_now = old.get(name, "absent"), new.get(name, "absent")
             yield f"{inside}{name}: {was!r} in the ledger, {is_now!r} now"
 

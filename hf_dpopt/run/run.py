@@ -30,6 +30,7 @@ from hf_dpopt.randomness.sharded import ShardedSource
 from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
 from hf_dpopt.run.cleaning import clean
+from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.key_memory import KeyMemory, is_own
 from hf_dpopt.run.keys import (
@@ -48,6 +49,7 @@ from hf_dpopt.run.seal import Seal, beginning
 from hf_dpopt.sampling.check import ParticipationCheck
 
 TRAINING = "training"  # entry of the recorded plan
+DATASET = "privacy_ledger"  # likewise: where the run was charged for the people in its data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class PrivateRun:
             that come from it (`recovery`) are taken with `hf_dpopt.run.replay.replay_step`, without a batch.
         initial_weights: gives the digest of the weights that a chain from step 0 begins with, see
             `hf_dpopt.run.replay.digest_of`. None: the caller answers for them.
+        dataset: ledger of the people in the data, which the run is charged to before its first step; None for none.
         parameters: trained parameters, name -> parameter; needed where they lie in shards on the ranks (FSDP2), of
             which each rank then draws, keeps and adds the noise of its own.
 
@@ -117,8 +120,10 @@ class PrivateRun:
         journal_limit: float = 0.0,
         initial_weights: Callable[[], str] | None = None,
         parameters: Mapping[str, torch.Tensor] | None = None,
+        dataset: DatasetBudget | None = None,
     ):
         self.plan = plan
+        self._dataset = dataset
         self.ranks = current_ranks()
         self._is_sharded = any_sharded((parameters or {}).values())
         self.output_dir = Path(output_dir)
@@ -205,7 +210,8 @@ class PrivateRun:
             reached = resume_step if recovery is None else recovery.last
             left_at = mark if recovery is None else None  # what is taken again leads to the end of the chain
             self._check_budget(reached, left_at)
-            self._record_plan(training, is_resumed=resume_step is not None)
+            charged_to = charge_run(self._dataset, self.plan, self.chains_to_run(reached, left_at), self.ledger.plan)
+            self._record_plan(training, charged_to, is_resumed=resume_step is not None)
             fixed = self.plan.config.unsafe_fixed_noise_key
             chain = continue_or_branch(self.ledger, self.state, reached, mark=left_at, unsafe_fixed_noise_key=fixed)
             self._memory.lock()  # of a family that began just now
@@ -244,12 +250,16 @@ class PrivateRun:
         if self._journal is not None:
             self._journal.close()
 
-    def _record_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
+    def _record_plan(
+        self, training: Mapping[str, Any] | None, charged_to: Mapping[str, Any] | None, *, is_resumed: bool
+    ) -> None:
         """Note what is executed, or check that it is what the ledger's run was."""
         assert self.ledger is not None
         before, public = self.ledger.plan, self.plan.public_dict()
         if training is not None:
             public[TRAINING] = dict(training)
+        if charged_to is not None:
+            public[DATASET] = dict(charged_to)
         # trained anew, a run may be another one; earlier releases did not write this down
         compared = is_resumed and training is not None and before is not None and TRAINING in before
         self.ledger.record_plan(public, must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)
@@ -346,13 +356,9 @@ class PrivateRun:
         needed = self.plan.num_steps - resume_step
         if target is None or needed <= 0:
             return
-        before, same_chain = charged, 0
-        if stays_on_its_chain(self.ledger, self.state, resumed_at, mark):
-            last = last_own_chain(self.ledger)
-            assert last is not None
-            place = self.ledger.chains.index(last)
-            before, same_chain = charged[:place] + charged[place + 1 :], charged[place]
-        spent = self.plan.epsilon((*before, same_chain + needed))
+        *before, in_all = self.chains_to_run(resumed_at, mark)
+        same_chain = in_all - needed
+        spent = self.plan.epsilon((*before, in_all))
         if spent <= target:
             return
         affordable = self.plan.max_steps_within(target, after=before) - same_chain
@@ -368,6 +374,17 @@ class PrivateRun:
             "another output_dir (what was spent here stays spent)."
         )
 
+    def chains_to_run(self, resumed_at: int | None, mark: str | None) -> tuple[int, ...]:
+        """Steps of each chain when this call will have ended; the chain in progress comes last."""
+        assert self.ledger is not None and self.state is not None
+        needed, charged = max(0, self.plan.num_steps - (resumed_at or 0)), self.ledger.charged
+        if not stays_on_its_chain(self.ledger, self.state, resumed_at, mark):
+            return (*charged, needed)
+        last = last_own_chain(self.ledger)
+        assert last is not None
+        place = self.ledger.chains.index(last)
+        return (*charged[:place], *charged[place + 1 :], charged[place] + needed)
+
     def charge(self, step: int) -> None:
         """Write the step to the ledger, on disk, before any record of its batch is looked at.
 
@@ -382,6 +399,11 @@ class PrivateRun:
             raise DPBudgetExceeded(
                 f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
                 "output_dir, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
+            )
+        if self._dataset is not None and next_charged[-1] > self.plan.num_steps - self._start:
+            raise DPBudgetExceeded(
+                f"Step {step} was not run: the ledger of the dataset was charged with {self.plan.num_steps} steps. "
+                "Plan more steps."
             )
         # all steps of the plan on this chain were found affordable at the start
         if target is not None and next_charged[-1] > self.plan.num_steps - self._start:

@@ -21,7 +21,16 @@ PRECLIPS = (None, "dp2", "adadps", "one_query", "quantile", "subspace", "scale")
 SAME = 1e-6  # relative, of sensitivities that were computed in two ways
 # What a plan may say otherwise than the one before it, on the same mechanism; or than the report, which another
 # release may have computed. The steps and the budget may grow from part to part of a run.
-NOT_MECHANISM = ("training", "epsilon", "accountant", "dp_accounting", "certificate", "recipe", "allow_large_delta")
+NOT_MECHANISM = (
+    "training",
+    "epsilon",
+    "accountant",
+    "dp_accounting",
+    "certificate",
+    "recipe",
+    "allow_large_delta",
+    "privacy_ledger",
+)
 MAY_GROW = ("num_steps", "noise_steps", "target_epsilon")
 
 

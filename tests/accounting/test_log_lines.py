@@ -67,7 +67,7 @@ def test_what_is_kept_changes_no_bit(name):
     plan, steps = _plan(name), [1, 4, 20, 37, 38, 59]
     once = [plan.epsilon(t, is_for_log=True) for t in steps]
     for t, value in reversed(list(zip(steps, once, strict=True))):
-        for cache in (accountants._epsilon, accountants._one_step, accountants._rdp, accountants._divergences):
+        for cache in (accountants._epsilon, accountants._one_step, accountants._rdp, accountants.divergences):
             cache.cache_clear()
         assert plan.epsilon(t, is_for_log=True) == value
     assert once == sorted(once)
@@ -95,6 +95,6 @@ def test_renyi_divergences_that_are_kept_are_those_of_the_accountant():
         accountant.compose(leaf, count)
     assert accountants._rdp(composition, 1e-6) == accountant.get_epsilon(1e-6)
     orders = tuple(accountant.orders)
-    total = sum(count * accountants._divergences(leaf, orders) for leaf, count in composition)
+    total = sum(count * accountants.divergences(leaf, orders) for leaf, count in composition)
     assert np.array_equal(total, accountant.rdp)
     assert events.num_compositions(composition) == 1004

@@ -94,7 +94,7 @@ def test_theorem_2(shape: float):
     beside = min((1 - 1 / b) * e + math.log(1 / gamma) / b for b, e in zip(orders, one, strict=True))
     by_hand = [e + (1 + shape) * beside + math.log(law.mean) / (a - 1) for a, e in zip(orders, one, strict=True)]
     by_hand = [min(by_hand[i:]) for i in range(len(orders))]  # divergences grow with the order
-    found = accountants._divergences(events.flatten(law.event(GaussianDpEvent(noise)))[0][0], tuple(orders))
+    found = accountants.divergences(events.flatten(law.event(GaussianDpEvent(noise)))[0][0], tuple(orders))
     np.testing.assert_allclose(found, by_hand, rtol=1e-6)
     rdp = accountants.rdp_epsilon(events.flatten(law.event(GaussianDpEvent(noise))), delta, "add_or_remove_one")
     assert rdp == pytest.approx(compute_epsilon(orders, by_hand, delta)[0], rel=1e-6)
@@ -105,7 +105,7 @@ def test_theorem_6():
     noise, law = 2.0, RunCount(mean=5.0, shape=math.inf)
     orders = np.array(accountants.SELECTION_ORDERS)
     one = orders / (2 * noise**2)
-    found = accountants._divergences(events.flatten(law.event(GaussianDpEvent(noise)))[0][0], tuple(orders))
+    found = accountants.divergences(events.flatten(law.event(GaussianDpEvent(noise)))[0][0], tuple(orders))
     for order, own, value in zip(orders, one, found, strict=True):
         allowed = math.log1p(1 / (order - 1))
         exact = own + law.mean * gaussian_delta(noise, allowed) + math.log(law.mean) / (order - 1)
@@ -120,10 +120,10 @@ def test_theorem_6():
 def test_orders_are_not_lost_where_few_are_asked_for():
     """The bound at one order takes the best of the others: a single order must give the same."""
     leaf = events.flatten(RunCount(mean=10.0).event(GaussianDpEvent(1.0)))[0][0]
-    divergences = accountants._divergences(leaf, accountants.SELECTION_ORDERS)
+    divergences = accountants.divergences(leaf, accountants.SELECTION_ORDERS)
     every = dict(zip(accountants.SELECTION_ORDERS, divergences, strict=True))
-    assert accountants._divergences(leaf, (2.0, 5.0)).tolist() == [every[2], every[5]]
-    assert math.isinf(accountants._divergences(leaf, (2.31,))[0])
+    assert accountants.divergences(leaf, (2.0, 5.0)).tolist() == [every[2], every[5]]
+    assert math.isinf(accountants.divergences(leaf, (2.31,))[0])
 
 
 # --- exact mechanisms ---

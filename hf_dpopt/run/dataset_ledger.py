@@ -1,0 +1,339 @@
+"""The ledger of a dataset: what all trainings and tunings on the same people cost together, and what is left.
+
+One file for all runs, beside the ledgers of the runs themselves. A run is charged with all its planned steps before
+its first one; where that is more than what is left, it does not begin. Runs are chosen after others were looked at, so
+they go through a Renyi filter (`hf_dpopt.accounting.filter`), not through a composition of runs that were fixed
+beforehand. It holds public values only.
+
+Formal guarantee: all runs that were charged to one ledger, together, are (epsilon, delta)-differentially private, with
+the budget in its first line, however they were chosen; as long as every run on these people is charged to it, and
+nobody changes the file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dp_accounting import DpEvent
+
+from hf_dpopt.accounting.filter import Charge, RenyiFilter, best_order, charge_of
+from hf_dpopt.common.chained import ChainedFile
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.run.ledger import LEDGER, Ledger
+
+VERSION = 1
+LEAST_SHARE = 0.001  # of the budget; with less left, the ledger is closed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reservation:
+    """Cost of a run to the people in a dataset.
+
+    Attributes:
+        event: everything that it releases.
+        adjacency: relation that it protects.
+        unit: unit that it protects as a whole, with the column that tells users apart.
+        num_units: how many of them there are.
+        delta: delta of the run's own statement; that of a ledger that begins with it.
+        what: kind of the run, such as "training".
+    """
+
+    event: DpEvent
+    adjacency: str
+    unit: str
+    num_units: int
+    delta: float
+    what: str = "training"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A run in the ledger: the cost that was charged to it last."""
+
+    name: str
+    what: str
+    num_units: int
+    charge: Charge
+
+
+class DatasetLedger:
+    """Content of a ledger of a dataset; made by `read`."""
+
+    def __init__(self, path: Path, file: ChainedFile):
+        """Use `DatasetLedger.read`."""
+        self.path, self.digest = path, file.digest
+        header, *records = file.records
+        if header.get("kind") != "dataset" or header.get("version") != VERSION:
+            raise DPConfigError(f"{path} is no ledger of a dataset of format {VERSION}. Name another file.")
+        self.header: Mapping[str, Any] = header
+        self.filter = RenyiFilter(header["epsilon"], header["delta"], header["order"])
+        self.entries: dict[str, Entry] = {}
+        for one in records:
+            charge = Charge(one["divergence"], one["exposure"])
+            self.entries[one["entry"]] = Entry(one["entry"], one["what"], one["num_units"], charge)
+
+    @classmethod
+    def read(cls, path: str | Path) -> DatasetLedger:
+        """Read and verify a ledger; runs may be writing to it.
+
+        Raises:
+            DPConfigError: if there is none, or a line was changed.
+        """
+        path = Path(path)
+        file = ChainedFile.read(path) if path.exists() else None
+        if file is None or not file.records:
+            raise DPConfigError(f"There is no ledger of a dataset at {path}. Give the path that the runs were given.")
+        return cls(path, file)
+
+    @property
+    def name(self) -> str:
+        """Its public name, which statements of runs quote."""
+        return str(self.header["name"])
+
+    @property
+    def spent(self) -> float:
+        """Epsilon of everything that was charged, at the ledger's delta."""
+        return self.filter.spent(self.charges())
+
+    def charges(self, *, without: str | None = None) -> list[Charge]:
+        """Costs of all runs, or of all but one."""
+        return [entry.charge for name, entry in self.entries.items() if name != without]
+
+    def share(self, charge: Charge) -> float:
+        """Share of the whole budget that a cost takes."""
+        return charge.divergence / self.filter.allowance
+
+    @property
+    def left(self) -> float:
+        """Share of the budget that is left."""
+        return max(0.0, 1 - math.fsum(self.share(charge) for charge in self.charges()))
+
+    def check(self, reservation: Reservation, entry: str | None = None) -> Charge:
+        """Check that a run is within what is left, and return its cost. Nothing is charged.
+
+        Args:
+            reservation: what it will cost.
+            entry: its name in the ledger if it was charged before; None for a run that begins.
+
+        Raises:
+            DPBudgetExceeded: if it costs more than what is left.
+            DPConfigError: if it protects something else than the runs before it.
+        """
+        was, now = (self.header["unit"], self.header["adjacency"]), (reservation.unit, reservation.adjacency)
+        if was != now:
+            raise DPConfigError(
+                f"The ledger {self.path} protects the unit {was[0]} under {was[1]}, and this run {now[0]} under "
+                f"{now[1]}: their costs do not add up. Use the same unit, and --adjacency {was[1]}; or a ledger of "
+                "its own for the other promise."
+            )
+        charge = charge_of(reservation.event, reservation.adjacency, self.filter.order)
+        if entry in self.entries:  # steps that were charged stay charged
+            before = self.entries[entry].charge
+            charge = Charge(max(charge.divergence, before.divergence), max(charge.exposure, before.exposure))
+        others = self.charges(without=entry)
+        if not self.filter.admits([*others, charge]):
+            raise DPBudgetExceeded(
+                f"This run would bring epsilon of all runs in {self.path} to "
+                f"{self.filter.spent([*others, charge]):.4g} at delta {self.filter.delta:g}, above the budget of "
+                f"{self.filter.epsilon:g} for these people; {len(others)} runs have spent "
+                f"{self.filter.spent(others):.4g} of it. It was not started. Use a smaller --target_epsilon. The "
+                "budget of a ledger cannot be raised: it was promised."
+            )
+        return charge
+
+
+def reserve(
+    path: str | Path,
+    reservation: Reservation,
+    *,
+    budget: float | None,
+    entry: str | None = None,
+    name: str | None = None,
+) -> dict[str, Any]:
+    """Charge a run to a ledger of its dataset, durably, before it begins.
+
+    Args:
+        path: the ledger, which is begun if there is none.
+        reservation: cost of the run, with all its steps.
+        budget: epsilon of a ledger that is begun; one that is there has its own, with which this has to agree.
+        entry: name of the run in it if it goes on; None for one that begins.
+        name: name of the ledger that the run was charged to before, or None.
+
+    Returns:
+        Public values for the ledger of the run: which ledger and which entry.
+
+    Raises:
+        DPBudgetExceeded: if it costs more than what is left.
+        DPConfigError: for a ledger of other people or another promise, or none without a budget.
+    """
+    path = Path(path)
+    with ChainedFile.writing(path) as file:
+        if not file.records:
+            if name is not None:
+                raise DPConfigError(f"This run is charged to the ledger {name}, and {path} is not there. Put it back.")
+            file.append(_header(path, reservation, budget))
+        ledger = DatasetLedger(path, file)
+        if name is not None and name != ledger.name:
+            raise DPConfigError(
+                f"This run is charged to the ledger {name}, and {path} is {ledger.name}. Give the path of the former."
+            )
+        _check_budget(ledger, budget)
+        charge = ledger.check(reservation, entry)
+        entry = entry if entry in ledger.entries else secrets.token_hex(8)
+        if entry not in ledger.entries or ledger.entries[entry].charge != charge:
+            file.append(
+                {"kind": "charge", "entry": entry, "what": reservation.what, "num_units": reservation.num_units}
+                | dataclasses.asdict(charge)
+            )
+        return {"name": ledger.name, "entry": entry}
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetBudget:
+    """Ledger that a run is charged to: its path, and the budget of one that begins."""
+
+    path: str | Path
+    epsilon: float | None = None
+
+
+def charge_run(
+    dataset: DatasetBudget | None, plan: PrivacyPlan, chains: Sequence[int], recorded: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """Charge all steps of a run to the ledger of its dataset, before the first of them; see `reserve`.
+
+    Args:
+        dataset: the ledger that was named; None for none.
+        plan: plan of the run.
+        chains: steps of each of its chains when it will have ended.
+        recorded: plan in the run's own ledger, if it goes on.
+
+    Returns:
+        Public values for that ledger; None without a ledger of the dataset.
+
+    Raises:
+        DPConfigError: if the run was charged to a ledger and none is named now; see `reserve`.
+    """
+    before = _charged_to(dataset, recorded)
+    if dataset is None:
+        return None
+    return reserve(dataset.path, reservation_of(plan, chains), budget=dataset.epsilon, **before)
+
+
+def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: Mapping[str, Any] | None) -> None:
+    """Refuse a run that does not fit into the ledger of its dataset; nothing is written. See `charge_run`."""
+    before = _charged_to(dataset, recorded)
+    if dataset is None:
+        return
+    reservation, path = reservation_of(plan, (plan.num_steps,)), Path(dataset.path)
+    if not path.exists():
+        _header(path, reservation, dataset.epsilon)
+        return
+    ledger = DatasetLedger.read(path)
+    _check_budget(ledger, dataset.epsilon)
+    ledger.check(reservation, before["entry"])
+
+
+def check_is_open(dataset: DatasetBudget | None, output_dir: str | Path) -> None:
+    """Refuse any further run where nothing is left of a ledger, before anything else is looked at.
+
+    Args:
+        dataset: the ledger that was named; None for none.
+        output_dir: folder of the run; one that has a ledger of its own may have been charged already.
+
+    Raises:
+        DPBudgetExceeded: if less than `LEAST_SHARE` of the budget is left.
+    """
+    if dataset is None or not Path(dataset.path).exists() or (Path(output_dir) / LEDGER).exists():
+        return
+    ledger = DatasetLedger.read(dataset.path)
+    if ledger.left < LEAST_SHARE:
+        raise DPBudgetExceeded(
+            f"Nothing is left of the budget of {dataset.path}: {len(ledger.entries)} runs spent epsilon "
+            f"{ledger.spent:.4g} of {ledger.filter.epsilon:g}. No record was read. These people have given what was "
+            "promised; the models that were trained may be used as long as you like."
+        )
+
+
+def charged_to(ledger: Ledger | None, dataset: DatasetBudget | None) -> dict[str, Any]:
+    """Entry for the plan of a report: where a run was charged, and what all runs there have spent by now.
+
+    Args:
+        ledger: ledger of the run.
+        dataset: that of its dataset, as it is named now.
+    """
+    recorded = (ledger.plan or {}).get("privacy_ledger") if ledger is not None else None
+    if recorded is None:
+        return {}
+    if dataset is None or not Path(dataset.path).exists():
+        return {"privacy_ledger": dict(recorded)}
+    now = DatasetLedger.read(dataset.path)
+    rule = now.filter
+    return {
+        "privacy_ledger": {
+            **recorded, "epsilon": rule.epsilon, "delta": rule.delta, "order": rule.order, "spent": now.spent,
+            "runs": len(now.entries), "digest": now.digest,
+        }
+    }  # fmt: skip
+
+
+def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
+    """Cost of a run with these chains to the people in its data; earlier runs are charged for themselves."""
+    column = plan.users["column"] if plan.users else None
+    return Reservation(
+        event=plan.own_event_after(tuple(chains)),
+        adjacency=plan.adjacency,
+        unit=plan.unit + (f" by {column}" if column else ""),
+        num_units=plan.config.num_units(plan.num_examples),
+        delta=plan.delta,
+        what="tuning" if plan.config.tuned is not None else "training",
+    )
+
+
+def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Ledger and entry of a run that goes on, as its own ledger has them."""
+    before = dict((recorded or {}).get("privacy_ledger") or {})
+    if before and dataset is None:
+        raise DPConfigError(
+            f"This run is charged to the ledger {before['name']} of its dataset, and no privacy_ledger is named. Give "
+            "its path, so that what is charged from now on is seen there."
+        )
+    return {"entry": before.get("entry"), "name": before.get("name")}
+
+
+def _check_budget(ledger: DatasetLedger, budget: float | None) -> None:
+    if budget is not None and budget != ledger.filter.epsilon:
+        raise DPConfigError(
+            f"privacy_ledger_epsilon={budget:g} is not the budget of {ledger.path}, which is "
+            f"{ledger.filter.epsilon:g} and was promised. Leave it out."
+        )
+
+
+def _header(path: Path, reservation: Reservation, budget: float | None) -> dict[str, Any]:
+    """First record of a ledger; its order is the one at which the budget admits the first run most often."""
+    if budget is None:
+        raise DPConfigError(
+            f"privacy_ledger={path} is not there yet, and a ledger begins with a budget for everything that these "
+            "people will ever be used for. Add --privacy_ledger_epsilon 16, or correct the path."
+        )
+    if not 0 < budget < math.inf:
+        raise DPConfigError(f"privacy_ledger_epsilon={budget:g} is no budget. Use a finite number > 0, such as 16.")
+    order = best_order(reservation.event, reservation.adjacency, budget, reservation.delta)
+    rule = RenyiFilter(budget, reservation.delta, order)
+    charges = [charge_of(reservation.event, reservation.adjacency, order)]
+    if not rule.admits(charges):
+        raise DPBudgetExceeded(
+            f"privacy_ledger_epsilon={budget:g} does not even admit this run, which costs {rule.spent(charges):.4g} "
+            "by Renyi divergences (looser, and they add up however runs are chosen). It was not started. Use a larger "
+            "budget, or a smaller --target_epsilon."
+        )
+    return {
+        "kind": "dataset", "version": VERSION, "name": secrets.token_hex(8), "epsilon": float(budget),
+        "delta": reservation.delta, "order": float(order), "adjacency": reservation.adjacency,
+        "unit": reservation.unit,
+    }  # fmt: skip
