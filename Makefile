@@ -27,7 +27,7 @@ PINS := $(VENV)/constraints.txt
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 PYTEST := OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help env demo check test nightly costs frozen lint format bench gpu clean
+.PHONY: help env demo check test audit nightly costs frozen lint format bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -55,6 +55,9 @@ check: lint  ## before a commit: lint, types, and a sample of the tests that are
 
 test: lint  ## before a merge: lint, types, the suite and every block of the README; under twelve minutes
 	$(PYTEST) --tier suite $(PYTEST_ARGS)
+
+audit: env  ## plant 26 faults into the running code: each is found, and exact code passes; a few minutes
+	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.audit.guard
 
 nightly: lint  ## lint, types, and everything that `make test` spreads over a week
 	$(PYTEST) $(PYTEST_ARGS)

@@ -18,7 +18,8 @@ from hf_dpopt.audit.scores import log_likelihood_ratios
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 
-FALSE_ALARM = 1e-6  # probability with which an exact implementation fails
+FALSE_ALARM = 5e-7  # probability with which an exact implementation fails
+QUOTED = "independent"  # the bound of the verdict, fixed beforehand: the largest of three would be wrong more often
 CLAIM = "the bound is below the claim"
 FEWEST, MOST = 20, 100_000  # canaries
 
@@ -56,11 +57,11 @@ class Audit:
     def verdict(self) -> str:
         """The outcome, in one line."""
         failed = ", ".join(finding.name for finding in self.findings if not finding.has_passed)
-        best = max(self.bounds, key=lambda method: self.bounds[method])
         if failed:
             return f"FAILED: {failed}. Do not trust the epsilon of this installation; report it with this output."
-        found = f"passed: epsilon is at least {self.bounds[best]:.2f} ({best}, confidence {1 - self.significance:.0%})"
-        if self.bounds[best] > self.claimed_epsilon:
+        bound = self.bounds[QUOTED]
+        found = f"passed: epsilon is at least {bound:.2f} ({QUOTED}, confidence {1 - self.significance:.0%})"
+        if bound > self.claimed_epsilon:
             found += f", where {self.claimed_epsilon:.4g} is claimed: chance, unless it happens again and again."
             return found
         return f"{found}, {self.claimed_epsilon:.4g} is claimed. What no test found is not shown to be absent."

@@ -2,6 +2,7 @@
 
 How to go about it: draw texts like the data (or of random tokens), include each with probability 1/2, put those
 into the training set, train, and score each text by how much its loss fell: loss of the model before - loss after.
+`recipes/canaries.py` does it for the files of the recipes.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def guess(scores: np.ndarray, included: np.ndarray) -> tuple[Guesses, ...]:
     """Guess the extreme scores, for each of `SHARES`: half of them in, half out.
 
     Args:
-        scores: one for each canary, (m,); the larger, the more likely in. Equal scores are ordered by place, so they
-            must not be sorted by `included`.
+        scores: one for each canary, (m,); the larger, the more likely in. Equal scores are ordered by a permutation
+            that knows nothing of them, so that rows which stand in the order of `included` tell nothing.
         included: whether each took part, (m,), bool, with probability 1/2 each, independent of all else.
 
     Raises:
@@ -66,7 +66,8 @@ def guess(scores: np.ndarray, included: np.ndarray) -> tuple[Guesses, ...]:
         )
     if not np.isin(included, (0, 1)).all():
         raise DPConfigError("Whether a canary took part is 0 or 1; other values are there.")
-    ins = included.astype(bool)[np.argsort(scores, kind="stable")]
+    places = np.random.default_rng(len(scores)).permutation(len(scores))
+    ins = included.astype(bool)[places[np.argsort(scores[places], kind="stable")]]
     halves = sorted({max(1, int(share * len(ins) / 2)) for share in SHARES})
     return tuple(Guesses(len(ins), 2 * k, int(ins[-k:].sum() + (~ins[:k]).sum())) for k in halves)
 

@@ -110,6 +110,11 @@ def observe(
             "Correlated noise under a preconditioner may begin anew or go on where the scale changes, and the audit "
             "does not follow it. Audit one of the two at a time."
         )
+    if settings.get("sampling") == "capped_poisson":
+        raise DPConfigError(
+            "sampling=capped_poisson draws the records of a user one by one, and the audit follows whole users. Audit "
+            "with --sampling poisson, or records."
+        )
     is_users = settings.get("privacy_unit") == "user"
     options: dict[str, Any] = OWN | dict(settings) | {"max_steps": num_steps, "output_dir": str(folder / "run")}
     options.setdefault("private_state_dir", str(folder / "keys"))

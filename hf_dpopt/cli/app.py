@@ -218,7 +218,8 @@ def audit(
     preconditioner_kwargs: Annotated[str | None, flag("preconditioner_kwargs")] = None,
     privacy_unit: Annotated[str | None, flag("privacy_unit", says_default=False)] = None,
     like: Annotated[
-        Path | None, typer.Option(help="Take noise, sampling, clip and budget from the report of this run.")
+        Path | None,
+        typer.Option(help="Take noise, sampling, clip and budget from the report of this run, and write beside it."),
     ] = None,
     scores: Annotated[
         Path | None,
@@ -257,8 +258,9 @@ def audit(
             if value is not None
         }
         code = show_audit(
-            settings, num_canaries=canaries, num_steps=steps, significance=significance, plot=plot, as_json=as_json
-        )
+            settings, num_canaries=canaries, num_steps=steps, significance=significance, plot=plot, as_json=as_json,
+            like=like,
+        )  # fmt: skip
     if code:
         raise typer.Exit(code)
 

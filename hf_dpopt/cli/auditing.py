@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import typer
 from hf_dpopt.audit.auditing import Audit, audit
 from hf_dpopt.audit.black_box import bound_scores
 from hf_dpopt.cli.show import print_json
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.report.report import read_report
+from hf_dpopt.report.audits import INSTALLATION
+from hf_dpopt.report.report import add_audit, read_report
 
 LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
 
@@ -42,11 +46,14 @@ def show_audit(
     significance: float,
     plot: Path | None,
     as_json: bool,
+    like: Path | None = None,
 ) -> int:
     """Audit a setting, print what was found, and return the exit code: 1 if a test failed."""
     if plot is not None and not plot.parent.is_dir():
         raise DPConfigError(f"--plot {plot}: there is no folder {plot.parent}. Make it, or name another file.")
     done = audit(settings, num_canaries=num_canaries, num_steps=num_steps, significance=significance)
+    if like is not None:
+        current_ranks().same(lambda: _write_down(like, done))
     if plot is not None:
         from hf_dpopt.audit.plot import plot_attack
 
@@ -56,6 +63,14 @@ def show_audit(
     else:
         _print(done, significance)
     return 0 if done.has_passed else 1
+
+
+def _write_down(output_dir: Path, done: Audit) -> None:
+    """Put the audit beside the report of the run that it is like."""
+    setting = done.setting
+    counts = {name: setting[name] for name in ("num_canaries", "num_steps")}
+    path = add_audit(output_dir, INSTALLATION, done.public_dict() | counts)
+    sys.stderr.write(f"hf-dpopt: written to {path}, and into the statement beside it.\n")
 
 
 def _print(done: Audit, significance: float) -> None:
@@ -81,9 +96,16 @@ def show_scores(path: Path, *, delta: float | None, epsilon: float | None, signi
     if delta is None:
         raise DPConfigError("A bound is one at a delta. Give that of the claim: --delta 1e-5.")
     found = bound_scores(path, delta=delta, significance=significance)
+    return show_bounds(found, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
+
+
+def show_bounds(
+    found: Mapping[str, float], *, delta: float, epsilon: float | None, significance: float, as_json: bool
+) -> int:
+    """Print bounds beside a claim; return 1 if `one_run`, which assumes nothing, refutes it."""
     refuted = epsilon is not None and found["one_run"] > epsilon
     if as_json:
-        print_json({"lower_bounds": found, "claimed_epsilon": epsilon, "delta": delta, "refuted": refuted})
+        print_json({"lower_bounds": dict(found), "claimed_epsilon": epsilon, "delta": delta, "refuted": refuted})
     else:
         _print_bounds(found, significance)
         if epsilon is not None:

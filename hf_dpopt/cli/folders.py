@@ -11,10 +11,10 @@ import typer
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.convex.statement import disagreements, read_head_report, read_statement
+from hf_dpopt.report.audits import read_audits
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.release_scan import Block, ReleaseScan, TrainingRecords
-from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, is_of_this_release, read_report
-from hf_dpopt.report.statement import render_statement
+from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, is_of_this_release, read_report, statement_in
 from hf_dpopt.run.cleaning import UNPUBLISHED
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
@@ -31,7 +31,8 @@ def show_report(output_dir: Path) -> bool:
         problems, agreed = disagreements(output_dir, head), f"one run, digest {head['ledger_digest']}"
     else:
         facts = read_report(output_dir)
-        text = render_statement(facts)
+        read_audits(output_dir / FOLDER)  # of a damaged file the statement would say nothing
+        text = statement_in(output_dir / FOLDER, facts)
         problems = _disagreements(output_dir, facts, text)
         agreed = f"{facts.steps_charged} steps, digest {facts.ledger_digest}"
     typer.echo(text)

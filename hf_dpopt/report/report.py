@@ -1,13 +1,16 @@
-"""The two files of `output_dir/privacy`: `report.json` for programs, `statement.md` for people."""
+"""The files of `output_dir/privacy`: `report.json` for programs, `statement.md` for people, and audits beside them."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from hf_dpopt.common import version
 from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.report import audits
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.statement import render_statement
 
@@ -36,9 +39,38 @@ def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     text = facts.to_json()
     # of what a reader gets back, so that he can compare: JSON sorts the options of a preconditioner
-    write_durably(folder / STATEMENT, render_statement(RunFacts.from_json(text)).encode(), mode=0o644)
+    write_durably(folder / STATEMENT, statement_in(folder, RunFacts.from_json(text)).encode(), mode=0o644)
     write_durably(folder / REPORT, text.encode(), mode=0o644)
     return folder
+
+
+def statement_in(folder: Path, facts: RunFacts) -> str:
+    """The statement of a run with what the audits in its folder found; of a damaged file of audits, without it."""
+    try:
+        return render_statement(facts) + audits.section(folder, facts)
+    except DPConfigError:  # a run that writes its report does not end because of it: `hf-dpopt report` tells
+        return render_statement(facts)
+
+
+def add_audit(output_dir: str | os.PathLike[str], kind: str, found: Mapping[str, Any]) -> Path:
+    """Write an audit of a run beside its report, and into its statement.
+
+    Args:
+        output_dir: folder of the run.
+        kind: `audits.INSTALLATION` or `audits.CANARIES`.
+        found: plain values that may be published; the state of the ledger is added.
+
+    Returns:
+        The file of the audits.
+
+    Raises:
+        DPConfigError: if there is no report, or a file of audits that was damaged.
+    """
+    folder, facts = Path(output_dir) / FOLDER, read_report(output_dir)
+    audits.write_audit(folder, kind, dict(found) | {"ledger_digest": facts.ledger_digest})
+    if is_of_this_release(facts):  # the statement of another release is in its words
+        write_durably(folder / STATEMENT, statement_in(folder, facts).encode(), mode=0o644)
+    return folder / audits.AUDIT
 
 
 def read_report(output_dir: str | os.PathLike[str]) -> RunFacts:

@@ -1,6 +1,7 @@
-"""Faults that are planted into the running code, and the test of the audit that has to find each.
+"""Faults that are planted into the running code, and who has to find each: a test of the audit, or a named test.
 
 All leave the program running and its claim as it was. What `hf_dpopt.audit` looks at is what comes out of the weights.
+`tests.audit.guard` plants all of them.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import pytest
 import torch
 
 from hf_dpopt.clipping import thresholds
+from hf_dpopt.common import collectives
 from hf_dpopt.huggingface import loader
 from hf_dpopt.noise.streams.base import CorrelatedStream
-from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.randomness import chacha
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.run import run as runs
@@ -28,16 +29,31 @@ from hf_dpopt.users.batches import UserBatch
 Patch = pytest.MonkeyPatch
 NU = {"noise_mechanism": "nu_dpftrl"}
 USERS = {"privacy_unit": "user"}
+CLOSE = {"noise_multiplier": 0.002}  # so little noise that what a record adds is seen to a thousandth of a clip
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """A fault, what is audited, and the beginning of the name of the finding that sees it."""
+    """A fault, and what finds it.
+
+    Attributes:
+        what: name of the fault.
+        plant: puts it into the running code.
+        seen_by: beginning of the name of the finding that sees it; or a named test (`tests/..`) that turns red.
+        settings: what is audited.
+        num_ranks: processes; the fault is found if the audit of one of them fails.
+    """
 
     what: str
     plant: Callable[[Patch], None]
     seen_by: str
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_ranks: int = 1
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a test of the suite finds it, and not the audit."""
+        return self.seen_by.startswith("tests/")
 
 
 def _noise(change: Callable[[list[Any], float, bytes], tuple[list[Any], float, bytes]]) -> Callable[[Patch], None]:
@@ -107,6 +123,47 @@ def _factors(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Patch]
         patch.setattr(thresholds._Clipping, "_factor", lambda self, norms, bound: change(factor(self, norms, bound)))
 
     return plant
+
+
+def _clipped_per_batch(patch: Patch) -> None:
+    """The sum of a physical batch is clipped, whose records have orthogonal gradients here, and no record is."""
+    factor = thresholds._Clipping._factor
+
+    def changed(self: Any, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        return factor(self, norms.square().sum().sqrt().expand_as(norms), bound)
+
+    patch.setattr(thresholds._Clipping, "_factor", changed)
+
+
+def _clipped_in_bf16(patch: Patch) -> None:
+    """Norms and factors have eight bits."""
+    factor = thresholds._Clipping._factor
+    patch.setattr(
+        thresholds._Clipping, "_factor", lambda self, norms, bound: factor(self, norms.bfloat16(), bound).float()
+    )
+
+
+def _key_of_nobody(patch: Patch) -> None:
+    """Noise is a function of the number of the step: every run draws the same."""
+    derive = chacha.derive_key
+    patch.setattr(
+        chacha,
+        "derive_key",
+        lambda key, *labels: derive(bytes(32) if labels == ("chacha20 gaussian",) else key, *labels),
+    )
+
+
+def _missing_on_a_rank(patch: Patch) -> None:
+    add = chacha.add_on_host
+
+    def changed(key: bytes, parts: Any, stddev: float, drawn: Any = None) -> None:
+        add(key, parts, stddev if collectives.rank() == 0 else 0.0, None)
+
+    patch.setattr(chacha, "add_on_host", changed)
+
+
+def _all_of_them_on_every_rank(patch: Patch) -> None:
+    patch.setattr(loader, "take_all", lambda run, step, drawn: StepIndices(run.draw(step).tolist(), step))
 
 
 def _choose(change: Callable[[list[int], int], list[int]]) -> Callable[[Patch], None]:
@@ -182,10 +239,13 @@ def _divided_by_what_came(patch: Patch) -> None:
 
 
 def _filtered_before_the_noise(patch: Patch) -> None:
-    release, filter_ = runs.PrivateRun.release, LowPassFilter.preset("momentum")
+    """A low-pass filter stands between the clip and the noise, so a record goes on after its step."""
+    release, kept = runs.PrivateRun.release, dict[str, torch.Tensor]()
 
-    def changed(self: Any, joint: Any, step: int) -> Any:
-        return release(self, type(joint)(filter_(joint)) if not isinstance(joint, dict) else filter_(joint), step)
+    def changed(self: Any, sums: Any, step: int) -> Any:
+        for name, total in sums.items():
+            kept[name] = total.add_(kept.get(name, torch.zeros_like(total)), alpha=0.5).clone()
+        return release(self, sums, step)
 
     patch.setattr(runs.PrivateRun, "release", changed)
 
@@ -216,7 +276,9 @@ FAULTS = (
     Fault("noise cut at three standard deviations", _values(lambda z: z.clamp(-3, 3) * 1.00075), "noise: Gaussian"),
     Fault("clipping skipped", _factors(torch.ones_like), CLIP),
     Fault("clip too wide by a quarter", _factors(lambda f: 1.25 * f), CLIP),
-    Fault("records of two ranks", _choose(lambda drawn, step: [i for i in drawn for _ in range(2)]), CLIP),
+    Fault("clip of a physical batch, not of its records", _clipped_per_batch, CLIP),
+    Fault("clip computed in bfloat16", _clipped_in_bf16, CLIP, CLOSE),
+    Fault("records handed out twice", _choose(lambda drawn, step: [i for i in drawn for _ in range(2)]), CLIP),
     Fault("the loader shuffles, whatever was drawn",
           _choose(lambda drawn, step: np.random.default_rng(step).choice(1000, len(drawn), replace=False).tolist()), REST),
     Fault("batches of a shuffle, not of Poisson sampling", _sampler(_shuffled), SAMPLING),
@@ -224,5 +286,10 @@ FAULTS = (
     Fault("the same records in every step", _sampler(_same_batch), SAMPLING),
     Fault("correlated noise begun anew, uncharged", _restarted, TIME, NU),
     Fault("correlation forgotten: independent noise", _correlation_forgotten, TIME, NU),
+    Fault("a filter between the clip and the noise", _filtered_before_the_noise, REST, CLOSE),
     Fault("a user's rows clipped one by one", _parts_of_users, CLIP, USERS),
+    Fault("noise missing on one rank of two", _missing_on_a_rank, SCALE, num_ranks=2),
+    Fault("two ranks that each take all records", _all_of_them_on_every_rank, CLIP, num_ranks=2),
+    Fault("noise keyed by the number of the step alone", _key_of_nobody,
+          "tests/mechanisms/test_randomness.py::test_streams_are_independent"),
 )  # fmt: skip
