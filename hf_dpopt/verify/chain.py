@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.verify.outcome import Contradiction
-from hf_dpopt.verify.reading import MOST_BYTES, Fields, strict_json
+from hf_dpopt.verify.reading import MOST_BYTES, Fields, read_regular, strict_json
 
 FORMAT = 1
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
@@ -64,12 +64,7 @@ def read_ledger(path: Path) -> LedgerFile:
     Raises:
         Contradiction: naming the first line that is not what was written, and why.
     """
-    try:
-        if path.stat().st_size > MOST_BYTES:
-            raise Contradiction(f"it has more than {MOST_BYTES} bytes")
-        *lines, tail = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise Contradiction(f"there is no ledger that can be read ({type(error).__name__})") from None
+    *lines, tail = read_regular(path, MOST_BYTES).split(b"\n")
     found, last = LedgerFile(), "0" * 64
     for number, line in enumerate(lines, start=1):
         last = _take(found, *_unsealed(line, f"line {number}"), last)

@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 
 from hf_dpopt.verify.outcome import Contradiction, Unknown
-from hf_dpopt.verify.reading import Fields
+from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
 PROMISE = re.compile(r"\*\*epsilon = (?P<epsilon>[^,*]+), delta = (?P<delta>[^*]+)\*\*")
 SECTION = "<!-- hf_dpopt privacy statement: start"
+# What transformers and peft load from a folder, in place of the files that a run saved.
+WEIGHTS = re.compile(r"(adapter_)?model.*\.(safetensors|bin|gguf)\Z|pytorch_model.*\.bin\Z|(tf|flax)_model\.")
 PLAIN_NAME = re.compile(r"[\w.-]+\Z")
+QUOTED = {"installation": "independent", "canaries": "one_run"}  # kind of audit -> its bound in the statement
 SLACK = 2e-5  # relative, of an epsilon that was rounded up to five digits
 
 
@@ -47,6 +50,10 @@ def check_released(fields: Fields, folder: Path | None) -> str:
         raise Unknown(f"none of the {len(missing)} files that are named is in {folder}")
     if missing:
         raise Contradiction(f"{missing[0]} is missing, and others of the run are there")
+    found = sorted(path.name for path in folder.iterdir() if WEIGHTS.match(path.name))
+    others = [name for name in found if name not in named.content]
+    if others:
+        raise Contradiction(f"{others[0]} holds weights that the report does not name, and may be loaded instead")
     return f"{len(named.content)} files have the digests that the report names: {', '.join(sorted(named.content))}"
 
 
@@ -61,7 +68,7 @@ def check_text(path: Path, epsilon: float, delta: float, *, is_card: bool) -> st
     """
     if not path.is_file():
         raise Unknown(f"there is no {path.name}")
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = read_regular(path).decode(errors="replace")
     if is_card and SECTION not in text:
         raise Unknown(f"{path.name} says nothing of this run")
     found = PROMISE.search(text)
@@ -75,6 +82,42 @@ def check_text(path: Path, epsilon: float, delta: float, *, is_card: bool) -> st
                 f"the report {epsilon:.6g} at {delta:g}"
             )
     return f"{path.name} promises the same epsilon and delta"
+
+
+def check_audits(path: Path, statement: Path, report: Fields) -> str:
+    """The audits beside a report: of this state of the ledger, passed, below the claim, and told in the statement.
+
+    Args:
+        path: file of the audits, by kind.
+        statement: what people read.
+        report: the report.
+    """
+    audits = Fields(strict_json(read_regular(path)), path.name)
+    text = read_regular(statement).decode(errors="replace") if statement.is_file() else ""
+    said = []
+    for kind in sorted(audits.content):
+        if kind not in QUOTED:
+            raise Contradiction(f"{path.name}: audits of kind {kind!r:.40} are unknown here")
+        audit, method = audits.inner(kind), QUOTED[kind]
+        if audit.text("ledger_digest") != report.text("ledger_digest"):
+            raise Unknown(f"the audit of the {kind} is of another state of the ledger: the statement leaves it out")
+        bounds, claimed = audit.inner("lower_bounds"), audit.number("claimed_epsilon")
+        if not _is_same(audit.number("delta"), report.number("delta")):
+            raise Contradiction(f"the audit of the {kind} is at another delta than the claim")
+        if kind == "canaries" and not _is_same(claimed, _claimed(report)):
+            raise Contradiction(f"the audit by canaries is beside a claim of {claimed:.6g}, which the report is not")
+        if not audit.flag("passed") or bounds.number("one_run") > claimed:
+            verdict = audit.content.get("verdict", "refuted")
+            raise Contradiction(f"the audit of the {kind} found a fault: {verdict!s:.200}")
+        if f"at least {bounds.number(method):.2f} ({method}," not in text:
+            raise Contradiction(f"the statement does not tell the bound {bounds.number(method):.2f} of the {kind}")
+        said.append(f"epsilon >= {bounds.number(method):.2f} by {method}, on the {kind}")
+    return f"{'; '.join(said)}: below the claim. That they were made is not shown"
+
+
+def _claimed(report: Fields) -> float:
+    plan = report.inner("plan")
+    return max(plan.number("epsilon", may_be_infinite=True), report.number("epsilon_spent", may_be_infinite=True))
 
 
 def _number(text: str) -> float:

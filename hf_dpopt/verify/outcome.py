@@ -33,7 +33,12 @@ class Check:
     numbers: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.status:<12} {self.name}: {' '.join(self.detail.split())}"
+        return f"{self.status:<12} {self.name}: {_in_print(self.detail)}"
+
+
+def _in_print(text: str) -> str:
+    """The text in one line, without characters that steer a terminal: the files that are quoted are not trusted."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 class Contradiction(Exception):

@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from hf_dpopt.verify.outcome import Contradiction
 
 LARGEST = 2**63  # of a whole number in the files
 MOST_BYTES = 512 * 2**20  # of a ledger of millions of steps
+MOST_SMALL = 16 * 2**20  # of a report, a statement or a card
+
+
+def read_regular(path: Path, most: int = MOST_SMALL) -> bytes:
+    """Content of a plain file, or of one that a link leads to (as in a cache of the hub), if it is not too large.
+
+    Raises:
+        Contradiction: for a pipe, a device, a folder, a file that is too large, and one that cannot be read.
+    """
+    try:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise Contradiction(f"{path.name} is no plain file")
+        if found.st_size > most:
+            raise Contradiction(f"{path.name} has more than {most} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise Contradiction(f"{path.name} cannot be read ({type(error).__name__})") from None
 
 
 def strict_json(text: bytes | str) -> Any:

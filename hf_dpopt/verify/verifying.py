@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,9 +13,10 @@ from hf_dpopt.verify.chain import LedgerFile, read_ledger
 from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.epsilons import check_epsilons
 from hf_dpopt.verify.outcome import FAILED, OK, Check, Contradiction, Outcome, Unknown, attempt
-from hf_dpopt.verify.reading import Fields, strict_json
+from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
 FOLDER, REPORT, HEAD, LEDGER, STATEMENT = "privacy", "report.json", "head.json", "ledger.jsonl", "statement.md"
+AUDIT = "audit.json"
 
 
 def verify(path: Path) -> Outcome:
@@ -27,11 +29,10 @@ def verify(path: Path) -> Outcome:
         DPConfigError: if there is no report.
     """
     report = _report_at(path)
-    text = report.read_bytes()
     folder = report.parent
     output_dir = folder.parent if folder.name == FOLDER else None
     try:
-        fields = Fields(strict_json(text), "the report")
+        fields = Fields(strict_json(read_regular(report)), "the report")
     except Contradiction as error:
         return Outcome((Check("report", FAILED, str(error)),))
     checks: list[Check] = []
@@ -91,6 +92,8 @@ def _verify_run(fields: Fields, ledger: LedgerFile | None, folder: Path, output_
         checks.append(attempt("earlier runs", partial(_of_earlier, report)))
     checks.append(attempt("released files", lambda: files.check_released(fields, output_dir)))
     checks.append(_text("statement", folder / STATEMENT, report, is_card=False))
+    if os.path.lexists(folder / AUDIT):
+        checks.append(attempt("audits", lambda: files.check_audits(folder / AUDIT, folder / STATEMENT, fields)))
     if output_dir is not None and (output_dir / "README.md").is_file():
         checks.append(_text("model card", output_dir / "README.md", report, is_card=True))
     return checks

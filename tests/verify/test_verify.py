@@ -21,6 +21,7 @@ from hf_dpopt.verify.sensitivity import Uses, brute_force, by_formula
 from tests import tiny
 from tests.ledgers.test_ledgers import KEPT
 from tests.verify import runs
+from tests.verify.__main__ import BEGIN, END, PAGE, folders
 from tests.verify.forging import Folder
 
 PLAN, SPENT = "epsilon of the plan", "epsilon of the steps charged"
@@ -28,6 +29,14 @@ PLAN, SPENT = "epsilon of the plan", "epsilon of the steps charged"
 
 def test_there_is_a_report_of_every_run() -> None:
     assert {path.name for path in runs.REPORTS.iterdir()} == set(runs.RUNS)
+
+
+def test_the_page_has_a_row_for_every_report() -> None:
+    """`python -m tests.verify --table` writes it."""
+    text = PAGE.read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in text[text.index(BEGIN) : text.index(END)].splitlines() if "`tests/" in line]
+    assert [row[0].removeprefix("| ") for row in rows] == list(folders()) and len(rows) >= 10
+    assert all((row[1] == "1") == ("forged" in row[0]) and float(row[3].split()[0]) < 10 for row in rows)
 
 
 # --- true claims ---
