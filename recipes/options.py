@@ -127,7 +127,7 @@ def read_flags(
     Raises:
         DPConfigError: for values that cannot be read.
     """
-    parser = _Parser((*classes, training_class), allow_abbrev=False)
+    parser = Parser((*classes, training_class), allow_abbrev=False)
     from_file = _json_flags(Path(argv[0])) if len(argv) == 1 and argv[0].endswith(".json") else None
     flags = {a.split("=")[0].lstrip("-").replace("-", "_") for a in argv if a.startswith("--")}
     given = flags if from_file is None else set(from_file)
@@ -149,7 +149,7 @@ def read_flags(
     return model_args, data_args, training_args, embedded
 
 
-class _Parser(HfArgumentParser):
+class Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:  # argparse prints 200 flags before it says what is wrong
         raise DPConfigError(f"{message}. --help lists all flags.")
 

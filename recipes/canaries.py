@@ -1,0 +1,292 @@
+#!/usr/bin/env python
+"""Attack a run of one's own: canaries among the training records of `clm.py` or `glue.py`, and a bound on epsilon.
+
+    python recipes/canaries.py make --recipe clm --model_name_or_path gpt2 --train_file train.csv \
+        --output_file train_canaries.csv --secret_file canaries.json
+    accelerate launch recipes/clm.py --model_name_or_path gpt2 --train_file train_canaries.csv --output_dir out ...
+    python recipes/canaries.py score --secret_file canaries.json --trained out --initial gpt2
+
+Canaries are texts of random tokens, each in or out of the file by a draw of probability 1/2 that stands in the secret
+file alone: keep it where nothing trains, and look at no draw before the scores are written. The training flags that
+say what a record is (columns, block_size, max_seq_length ..) are given to `make`, and used again by `score`. With
+`--new_tokens FOLDER` every canary ends with a token of its own, and the model that knows these tokens is written to
+the folder, to be trained (Panda et al. 2025, arXiv:2503.06808). The canaries that take part are records like the
+others: they enter n, and the claim is about the run with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.audit.bounds import lower_bounds
+from hf_dpopt.cli.auditing import show_bounds
+from hf_dpopt.report.audits import CANARIES
+from hf_dpopt.report.report import FOLDER, REPORT, add_audit, read_report
+from recipes import clm_options, glue_options, models, running
+from recipes.canary_losses import labelled_losses, language_losses, load_tokenizer
+from recipes.canary_texts import (
+    MARK,
+    Row,
+    draw,
+    labelled_rows,
+    language_rows,
+    mix,
+    random_text,
+    words_of,
+    write_rows,
+)
+from recipes.clm_data import find_kind
+from recipes.glue_data import GLUE_LABELS, find_columns, labels_of, read_label_list
+from recipes.options import Parser
+from recipes.tables import EXTENSIONS, TEXT_EXTENSIONS, Table, read_table
+
+COMMANDS = ("make", "score")
+RECIPES = {"clm": clm_options, "glue": glue_options}
+FEWEST = 20
+VERSION = 1
+
+
+@dataclass
+class MakeArguments:
+    """Which canaries, and where they go."""
+
+    recipe: str = field(metadata={"help": "Recipe that trains on the file.", "choices": list(RECIPES)})
+    output_file: Path = field(metadata={"help": "Training file with the canaries that take part: csv, tsv, jsonl .."})
+    secret_file: Path = field(metadata={"help": "All canaries and who takes part. Keep it out of reach of training."})
+    num_canaries: int = field(default=1000, metadata={"help": "Half of them take part, on average."})
+    num_tokens: int = field(default=16, metadata={"help": "Random tokens in each text of a canary."})
+    user_id_column: str | None = field(
+        default=None, metadata={"help": "Users are protected: the column of their ids. Every canary is a user."}
+    )
+    new_tokens: Path | None = field(
+        default=None, metadata={"help": "clm: end each canary with a new token, and write the model to this folder."}
+    )
+
+
+@dataclass
+class ScoreArguments:
+    """Which model is attacked, and by which canaries."""
+
+    secret_file: Path = field(metadata={"help": "Written by make."})
+    trained: str = field(metadata={"help": "output_dir of the run."})
+    initial: str | None = field(
+        default=None, metadata={"help": "Model before training: scores are then by how much a loss fell."}
+    )
+    scores_file: Path | None = field(default=None, metadata={"help": "Also write the scores: score,included."})
+    delta: float | None = field(default=None, metadata={"help": "Of the bound. Default: that of the run's report."})
+    confidence: float = field(default=0.95, metadata={"help": "Of the bounds."})
+
+
+@dataclasses.dataclass(frozen=True)
+class Secret:
+    """Content of a secret file.
+
+    Attributes:
+        recipe: clm or glue.
+        flags: of its data arguments.
+        num_rows: rows of the training file, canaries included.
+        rows: the canaries.
+        included: whether each takes part.
+        is_marked: whether each ends with a token of its own.
+    """
+
+    recipe: str
+    flags: dict[str, Any]
+    num_rows: int
+    rows: list[Row]
+    included: list[bool]
+    is_marked: bool
+
+
+def main(argv: list[str]) -> None:
+    """Run one of the two commands.
+
+    Raises:
+        DPConfigError: for settings and files that are wrong.
+    """
+    if not argv or argv[0] not in COMMANDS:
+        raise DPConfigError(f"{argv[0] if argv else 'Nothing'!r} is no command. Use {' or '.join(COMMANDS)}.")
+    if argv[0] == "make":
+        _make(argv[1:])
+    else:
+        _score(argv[1:])
+
+
+# --- make ------------------------------------------------------------------------------------------------------------
+
+
+def _make(argv: list[str]) -> None:
+    name = next((value for flag, value in zip(argv, argv[1:], strict=False) if flag == "--recipe"), "clm")
+    options = RECIPES.get(name, clm_options)
+    classes = (MakeArguments, options.ModelArguments, options.DataTrainingArguments)
+    args, model_args, data_args = Parser(classes, allow_abbrev=False).parse_args_into_dataclasses(argv)
+    if args.num_canaries < FEWEST or args.num_tokens < 1:
+        raise DPConfigError(
+            f"num_canaries={args.num_canaries} of {args.num_tokens} tokens show nothing. Use {FEWEST} or more, of 1 "
+            "or more tokens."
+        )
+    if args.secret_file.exists():
+        raise DPConfigError(f"secret_file={args.secret_file} is there, and draws are made once. Name a new file.")
+    if args.new_tokens is not None and (args.recipe != "clm" or args.new_tokens.exists()):
+        raise DPConfigError(f"new_tokens={args.new_tokens} is for clm, and a folder that is not there yet.")
+    if data_args.train_file is None:
+        raise DPConfigError("Canaries are put among the records of a file. Give --train_file.")
+    table = read_table(data_args.train_file, kinds=EXTENSIONS if args.recipe == "glue" else TEXT_EXTENSIONS)
+    tokenizer = load_tokenizer(model_args)
+    words = words_of(tokenizer)
+
+    def texts() -> str:
+        return random_text(words, args.num_tokens)
+
+    if args.recipe == "glue":
+        rows = _labelled(table, data_args, texts, args.num_canaries)
+    else:
+        kind = find_kind({"train": table}, data_args)
+        rows = language_rows(table, kind, texts, args.num_canaries, marked=args.new_tokens is not None)
+    if args.user_id_column is not None:
+        _name_users(table, rows, args.user_id_column)
+    included = draw(len(rows))
+    everything = mix(table, [row for row, is_in in zip(rows, included, strict=True) if is_in])
+    if args.new_tokens is not None:
+        _write_model(args.new_tokens, model_args, tokenizer, len(rows))
+    secret = Secret(args.recipe, vars(data_args), len(everything), rows, included, args.new_tokens is not None)
+    _write_secret(args.secret_file, secret)  # before the file: one without the other's draws is of no use
+    write_rows(args.output_file, everything)
+    print(
+        f"{len(rows)} canaries, each among the {len(table)} records of {args.output_file} with probability 1/2; who "
+        f"is, stands in {args.secret_file} alone. Train {args.new_tokens or model_args.model_name_or_path} on the "
+        "new file."
+    )
+
+
+def _labelled(table: Table, data_args: Any, texts: Any, num: int) -> list[Row]:
+    named = {"text": data_args.text_column, "pair": data_args.text_pair_column, "label": data_args.label_column}
+    columns = find_columns(table, **named)
+    if columns.label is None:
+        raise DPConfigError(f"{table.name} has no column of labels that is recognised. Name it with --label_column.")
+    known = GLUE_LABELS[data_args.task_name] if data_args.task_name else labels_of(table, columns.label)
+    labels = read_label_list(data_args.label_list) if data_args.label_list else known
+    if labels is None:
+        raise DPConfigError(f"The labels of {table.name} are those of a regression. Canaries are made for classes.")
+    # what `score` reads again is what was found here
+    data_args.text_column, data_args.text_pair_column, data_args.label_column = dataclasses.astuple(columns)
+    data_args.label_list = ",".join(labels)
+    return labelled_rows(table, columns, texts, num)
+
+
+def _name_users(table: Table, rows: list[Row], column: str) -> None:
+    if column not in table.columns:
+        raise DPConfigError(f"{table.name} has no column {column!r}. Its columns: {', '.join(table.columns)}.")
+    taken = set(map(str, table.columns[column]))
+    for number, row in enumerate(rows):
+        row[column] = f"canary-{number}"
+        if row[column] in taken:
+            raise DPConfigError(f"{table.name} has a user {row[column]!r}. Leave the canaries of earlier audits out.")
+
+
+def _write_model(folder: Path, model_args: Any, tokenizer: Any, num: int) -> None:
+    """Write the model with a new token for each canary."""
+    config = models.load_config(model_args)
+    model = models.load_weights(AutoModelForCausalLM, model_args, config, dtype=torch.float32)
+    tokenizer.add_tokens([MARK.format(number) for number in range(num)])
+    model.resize_token_embeddings(max(len(tokenizer), model.get_input_embeddings().num_embeddings))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _write_secret(path: Path, secret: Secret) -> None:
+    content = {"version": VERSION} | dataclasses.asdict(secret)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        json.dump(content, file, ensure_ascii=False)
+
+
+# --- score -----------------------------------------------------------------------------------------------------------
+
+
+def _score(argv: list[str]) -> None:
+    (args,) = Parser((ScoreArguments,), allow_abbrev=False).parse_args_into_dataclasses(argv)
+    secret = _read_secret(args.secret_file)
+    epsilon, delta = _claim(args, secret)
+    scores = -_losses(args.trained, secret)
+    if args.initial is not None:
+        scores += _losses(args.initial, secret)
+    if args.scores_file is not None:
+        lines = [f"{score!r},{int(is_in)}\n" for score, is_in in zip(scores.tolist(), secret.included, strict=True)]
+        args.scores_file.write_text("score,included\n" + "".join(lines), encoding="utf-8")
+    found = lower_bounds(scores, secret.included, delta=delta, significance=1 - args.confidence)
+    print(f"{len(scores)} canaries, {sum(secret.included)} of them in the training file; losses of {args.trained}")
+    if epsilon is not None:
+        _write_down(args, len(scores), found, epsilon=epsilon, delta=delta)
+    if show_bounds(found, delta=delta, epsilon=epsilon, significance=1 - args.confidence, as_json=False):
+        sys.exit(1)
+
+
+def _write_down(args: Any, num: int, found: dict[str, float], *, epsilon: float, delta: float) -> None:
+    """Put the bounds beside the report, and into the statement."""
+    content = {"num_canaries": num, "lower_bounds": found, "claimed_epsilon": epsilon, "delta": delta}
+    content |= {"confidence": args.confidence, "passed": found["one_run"] <= epsilon}
+    print(f"written to {add_audit(args.trained, CANARIES, content)}, and into the statement beside it")
+
+
+def _read_secret(path: Path) -> Secret:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.pop("version") != VERSION:
+            raise ValueError("of another release")
+        secret = Secret(**content)
+        if len(secret.rows) != len(secret.included) or secret.recipe not in RECIPES:
+            raise ValueError("incomplete")
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise DPConfigError(
+            f"secret_file={path} is none that make wrote ({type(error).__name__}: {error}). Give the one of the run."
+        ) from error
+    return secret
+
+
+def _claim(args: ScoreArguments, secret: Secret) -> tuple[float | None, float]:
+    """Epsilon and delta of the run, as far as it claims any.
+
+    Raises:
+        DPConfigError: if the run did not train on the file of these canaries, or there is no delta.
+    """
+    if not (Path(args.trained) / FOLDER / REPORT).is_file():
+        if args.delta is None:
+            raise DPConfigError(f"{args.trained} has no report of a private run, so say at which --delta to bound.")
+        return None, args.delta
+    facts = read_report(args.trained)
+    trained_on = facts.plan["num_examples"]
+    if facts.plan["privacy_unit"] == "example" and trained_on != secret.num_rows:
+        raise DPConfigError(
+            f"{args.trained} was trained on {trained_on} records, and the file of these canaries has "
+            f"{secret.num_rows}. Give the secret file of that run, and train on all of the file."
+        )
+    if args.delta not in (None, facts.delta):
+        raise DPConfigError(f"delta={args.delta} is not that of the run, {facts.delta:g}. Leave --delta out.")
+    return (None if facts.not_private_reasons else facts.epsilon), facts.delta
+
+
+def _losses(folder: str, secret: Secret) -> Any:
+    data_args = RECIPES[secret.recipe].DataTrainingArguments(**secret.flags)
+    if secret.recipe == "glue":
+        return labelled_losses(folder, secret.rows, data_args)
+    data_args.separator = clm_options.unescaped(data_args.separator)
+    data_args.prompt_template = clm_options.unescaped(data_args.prompt_template)
+    return language_losses(folder, secret.rows, data_args, marked=secret.is_marked)
+
+
+if __name__ == "__main__":
+    sys.exit(running.run(sys.argv[1:], main))

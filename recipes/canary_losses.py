@@ -1,0 +1,117 @@
+"""Losses of canaries under a model: the whole of the attack on a run of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import (
+    AutoModelForCausalLM,
+    DataCollatorWithPadding,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainingArguments,
+)
+
+from hf_dpopt import DPConfigError
+from recipes import glue_options, models
+from recipes.canary_texts import MARK, Row
+from recipes.clm_data import IGNORED, PaddingCollator, choose_block_size, find_kind, tokenize
+from recipes.clm_metrics import loss_of_records
+from recipes.glue import tokenize as tokenize_labelled
+from recipes.glue_data import build
+from recipes.glue_model import load_model
+from recipes.options import ModelArguments
+from recipes.tables import Table
+
+ADAPTER = "adapter_config.json"
+AT_ONCE = 16  # records of a forward pass
+
+
+def base_of(folder: str) -> str | None:
+    """The model that adapters in a folder were trained on; None if it holds a whole model."""
+    path = Path(folder) / ADAPTER
+    return json.loads(path.read_text(encoding="utf-8"))["base_model_name_or_path"] if path.is_file() else None
+
+
+def language_losses(folder: str, rows: list[Row], data_args: Any, *, marked: bool) -> np.ndarray:
+    """Mean loss of each canary's learned tokens, or of its new token alone if `marked`; (M,), in nats."""
+    table = _table(rows)
+    model_args = ModelArguments(model_name_or_path=base_of(folder) or folder, tokenizer_name=folder)
+    tokenizer = models.load_tokenizer(model_args)
+    tokenizer.padding_side = "right"
+    config = models.load_config(model_args)
+    model = _adapted(models.load_weights(AutoModelForCausalLM, model_args, config, dtype=torch.float32), folder)
+    models.set_padding(tokenizer, model)
+    block_size = choose_block_size(data_args.block_size, tokenizer, model)
+    split = tokenize(table, find_kind({"train": table}, data_args), tokenizer, block_size=block_size)
+    records = [dict(record) for record in split.dataset]
+    if len(records) != len(rows) or split.num_without_target:
+        raise DPConfigError("The canaries do not fit into records. Make them with fewer --num_tokens.")
+    if marked:
+        for number, record in enumerate(records):
+            _learn_alone(record, MARK.format(number), tokenizer)
+    found = _outputs(model, records, PaddingCollator(tokenizer.pad_token_id))
+    sums_M2 = torch.cat([loss_of_records(logits, labels) for logits, labels in found]).double().numpy()
+    return sums_M2[:, 0] / sums_M2[:, 1]
+
+
+def labelled_losses(folder: str, rows: list[Row], data_args: Any) -> np.ndarray:
+    """Cross entropy of each canary's label, (M,), in nats."""
+    model_args = glue_options.ModelArguments(model_name_or_path=base_of(folder) or folder, tokenizer_name=folder)
+    labels = data_args.label_list.split(",")
+    data = build(
+        {"train": _table(rows)}, text_column=data_args.text_column, text_pair_column=data_args.text_pair_column,
+        label_column=data_args.label_column, label_list=labels,
+    )  # fmt: skip
+    tokenizer, loaded = load_model(model_args, data)
+    model = _adapted(loaded, folder)
+    training_args = TrainingArguments(output_dir=folder, report_to="none")  # says which process this is
+    dataset = tokenize_labelled(data, tokenizer, loaded, data_args, training_args)["train"]
+    found = _outputs(model, list(dataset), DataCollatorWithPadding(tokenizer))
+    return torch.cat([F.cross_entropy(logits, truth, reduction="none") for logits, truth in found]).double().numpy()
+
+
+def _table(rows: list[Row]) -> Table:
+    return Table("the canaries", {name: [row[name] for row in rows] for name in rows[0]})
+
+
+def _adapted(model: PreTrainedModel, folder: str) -> Any:
+    """The model with the adapters of a folder, if it has any; in evaluation mode."""
+    if base_of(folder) is not None:
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(model, folder).eval()
+    return model.eval()
+
+
+def _learn_alone(record: dict[str, list[int]], mark: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Leave one token of a record to be learned."""
+    token = tokenizer.get_vocab().get(mark)
+    if token is None or token not in record["input_ids"]:
+        raise DPConfigError(
+            f"The model does not know the token {mark!r} of a canary. Train the one that was written with the "
+            "canaries (--new_tokens), and score what came out of it."
+        )
+    record["labels"] = [i if i == token else IGNORED for i in record["input_ids"]]
+
+
+def _outputs(model: Any, records: list[dict[str, Any]], collate: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Logits and labels, some records at a time, on the CPU."""
+    for start in range(0, len(records), AT_ONCE):
+        batch = dict(collate(records[start : start + AT_ONCE]))
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            yield model(**batch).logits.float(), labels
+
+
+def load_tokenizer(model_args: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer that canaries are made with."""
+    if model_args.model_name_or_path is None and model_args.tokenizer_name is None:
+        raise DPConfigError("Canaries are made of a model's tokens. Give --model_name_or_path.")
+    return models.load_tokenizer(model_args)

@@ -1,0 +1,234 @@
+"""`recipes/canaries.py` from end to end: canaries among a user's records, a run of the real recipe, a bound."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import stat
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from recipes import canaries, clm, glue, running
+from recipes.canary_texts import mix
+from recipes.embedded.build import make_gpt2_tokenizer, make_tokenizer
+from recipes.tables import TEXT_EXTENSIONS, Table, read_table
+from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS
+
+TEXTS = [text for pair in PAIRS for text in pair] + DOCUMENTS
+TRAINING = {"--use_cpu": "true", "--disable_tqdm": "true", "--report_to": "none", "--save_strategy": "no",
+            "--logging_strategy": "no", "--per_device_train_batch_size": "32", "--learning_rate": "1e-2",
+            "--lr_scheduler_type": "constant"}  # fmt: skip
+BOUND = re.compile(r"epsilon >= ([\d.]+) by one_run,")
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("gpt2")
+    tokenizer = make_gpt2_tokenizer(TEXTS)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=64, n_layer=1, n_head=2,
+                        bos_token_id=0, eos_token_id=0)  # fmt: skip
+    GPT2LMHeadModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("roberta")
+    make_tokenizer(TEXTS).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = RobertaConfig(vocab_size=1024, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
+                           intermediate_size=64, max_position_embeddings=42)  # fmt: skip
+    RobertaForSequenceClassification(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the same records in files of every kind."""
+    with open(tmp_path / "train.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("mr", "ref"), *PAIRS])
+    (tmp_path / "train.txt").write_text("\n".join(DOCUMENTS) + "\n")
+    (tmp_path / "train.tsv").write_text(
+        "sentence\tlabel\tauthor\n" + "".join(f"{text}\t{i % 2}\t{i % 7}\n" for i, text in enumerate(DOCUMENTS))
+    )
+    chats = [{"messages": [{"role": "user", "content": mr}, {"role": "assistant", "content": r}]} for mr, r in PAIRS]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*argv: str) -> int:
+    return running.run(list(argv), canaries.main)
+
+
+def make(model: str, kind: str = "csv", recipe: str = "clm", num: int = 150, **flags: str) -> int:
+    more = [part for name, value in flags.items() for part in (f"--{name}", value)]
+    return run("make", "--recipe", recipe, "--model_name_or_path", model, "--train_file", f"train.{kind}",
+               "--output_file", f"with.{kind}", "--secret_file", "secret.json", "--num_canaries", str(num),
+               "--num_tokens", "6", *more)  # fmt: skip
+
+
+def training(model: str, output: str, kind: str = "csv", **flags: str | None) -> list[str]:
+    given = TRAINING | {"--model_name_or_path": model, "--train_file": f"with.{kind}", "--output_dir": output}
+    given |= {f"--{name}": value for name, value in flags.items() if value is not None}
+    return [part for pair in given.items() for part in pair]
+
+
+def score(capsys: pytest.CaptureFixture[str], *argv: str) -> float:
+    """The bound that is printed."""
+    capsys.readouterr()
+    assert run("score", "--secret_file", "secret.json", *argv) == 0
+    found = BOUND.search(capsys.readouterr().out)
+    assert found is not None
+    return float(found[1])
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["csv", "txt", "jsonl"])
+def test_the_records_stay_in_order_and_the_drawn_canaries_stand_between(gpt2: str, files: Path, kind: str) -> None:
+    assert make(gpt2, kind) == 0
+    secret = json.loads((files / "secret.json").read_text())
+    before, after = (read_table(f"{name}.{kind}", kinds=TEXT_EXTENSIONS) for name in ("train", "with"))
+    assert list(after.columns) == list(before.columns) and len(after) == secret["num_rows"]
+    rows = [dict(zip(after.columns, row, strict=True)) for row in zip(*after.columns.values(), strict=True)]
+    drawn = [row for row, is_in in zip(secret["rows"], secret["included"], strict=True) if is_in]
+    left_out = [row for row, is_in in zip(secret["rows"], secret["included"], strict=True) if not is_in]
+    assert all(row in rows for row in drawn) and not any(row in rows for row in left_out)
+    own = [dict(zip(before.columns, row, strict=True)) for row in zip(*before.columns.values(), strict=True)]
+    assert [row for row in rows if row not in drawn] == own
+    assert 35 < len(drawn) < 115, "150 draws of 1/2: outside with probability 1e-10"
+    assert stat.S_IMODE((files / "secret.json").stat().st_mode) == 0o600
+
+
+def test_places_are_drawn() -> None:
+    """Of one canary among 40 rows; that it stands in one half 60 times has probability 2e-18."""
+    table = Table("t", {"text": [str(i) for i in range(40)]})
+    places = [mix(table, [{"text": "canary"}]).index({"text": "canary"}) for _ in range(60)]
+    assert min(places) < 20 < max(places)
+
+
+def test_canaries_of_users_are_users_and_have_labels_of_the_file(roberta: str, files: Path) -> None:
+    assert make(roberta, "tsv", "glue", user_id_column="author") == 0
+    secret = json.loads((files / "secret.json").read_text())
+    assert {row["label"] for row in secret["rows"]} == {"0", "1"}
+    assert len({row["author"] for row in secret["rows"]}) == 150
+
+
+BAD = {
+    "recipe": ("make --recipe bert", "invalid choice"),
+    "no command": ("attack", "Use make or score"),
+    "few": ("make {} --num_canaries 3", "num_canaries=3 .* Use 20"),
+    "no file": ("make {} --train_file none.csv", "none.csv does not exist"),
+    "format": ("make {} --output_file with.xml", "with.xml is of a format that is not written. Use .csv"),
+    "there": ("make {} --output_file train.csv", "train.csv is there"),
+    "users": ("make {} --user_id_column who", "no column 'who'"),
+    "new tokens": ("make {} --recipe glue --new_tokens new", "new_tokens=new is for clm"),
+    "secret": ("score --secret_file train.csv --trained out", "secret_file=train.csv is none that make wrote"),
+    "gone": ("score --secret_file gone.json --trained out", "secret_file=gone.json is none that make wrote"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_wrong_is_told_in_a_line(
+    gpt2: str, files: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    text, match = BAD[what]
+    given = (
+        f"--recipe clm --model_name_or_path {gpt2} --train_file train.csv --output_file with.csv --secret_file s.json"
+    )
+    flags = text.replace("{}", "").split()
+    usual = given.split() if "{}" in text else []
+    for name in flags[1::2]:  # given twice, the second one counts
+        if name in usual:
+            del usual[usual.index(name) : usual.index(name) + 2]
+    assert run(flags[0], *usual, *flags[1:]) == running.USAGE_ERROR
+    line = capsys.readouterr().err
+    assert re.search(match, line) and line.count("\n") == 1 and "Traceback" not in line
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_privacy_is_bounded_from_below_and_a_private_one_keeps_its_claim(
+    gpt2: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make(gpt2, block_size="48") == 0
+    steps = {"block_size": "48", "num_train_epochs": "15"}
+    clm.main([*training(gpt2, "plain", **steps), "--non_private"])
+    assert score(capsys, "--trained", "plain", "--initial", gpt2, "--delta", "1e-6") > 0.2
+    clm.main([*training(gpt2, "private", block_size="48", max_steps="4", target_epsilon="2", target_delta="1e-3",
+                        expected_batch_size="32", skip_self_check="true")])  # fmt: skip
+    assert score(capsys, "--trained", "private", "--scores_file", "scores.csv") <= 2
+    scores = np.loadtxt("scores.csv", delimiter=",", skiprows=1)
+    assert scores.shape == (150, 2) and set(scores[:, 1]) == {0, 1}
+    secret = json.loads((files / "secret.json").read_text())
+    for change, match in (
+        ({"num_rows": 7}, "the file of these canaries has 7"),
+        ({"rows": []}, "none that make wrote"),
+    ):
+        (files / "other.json").write_text(json.dumps(secret | change))
+        assert run("score", "--secret_file", "other.json", "--trained", "private") == running.USAGE_ERROR
+        assert match in capsys.readouterr().err
+    assert run("score", "--secret_file", "secret.json", "--trained", "plain") == running.USAGE_ERROR
+    assert "say at which --delta" in capsys.readouterr().err
+
+
+def test_labels_that_were_learnt_by_heart_tell_who_took_part(
+    roberta: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make(roberta, "tsv", "glue", max_seq_length="32") == 0
+    glue.main([*training(roberta, "plain", "tsv", max_seq_length="32", num_train_epochs="15", learning_rate="3e-3"),
+               "--non_private"])  # fmt: skip
+    assert score(capsys, "--trained", "plain", "--delta", "1e-6") > 0.2
+
+
+def test_new_tokens_are_in_the_model_that_is_trained_and_alone_in_the_score(
+    gpt2: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make(gpt2, "txt", num=40, new_tokens="new") == 0
+    secret = json.loads((files / "secret.json").read_text())
+    assert all(row["text"].endswith(f" <|canary {i}|>") for i, row in enumerate(secret["rows"]))
+    tokenizer = AutoTokenizer.from_pretrained("new")
+    assert (
+        tokenizer(secret["rows"][7]["text"])["input_ids"].count(tokenizer.convert_tokens_to_ids("<|canary 7|>")) == 1
+    )
+    assert score(capsys, "--trained", "new", "--scores_file", "new.csv", "--delta", "1e-6") == 0
+    model = AutoModelForCausalLM.from_pretrained("new")
+    ids = torch.tensor([tokenizer(secret["rows"][7]["text"])["input_ids"]])
+    with torch.no_grad():
+        log_p = model(ids).logits[0, -2].log_softmax(-1)[ids[0, -1]]
+    assert np.loadtxt("new.csv", delimiter=",", skiprows=1)[7, 0] == pytest.approx(float(log_p), rel=1e-4)
+    assert run("score", "--secret_file", "secret.json", "--trained", gpt2, "--delta", "1e-6") == running.USAGE_ERROR
+    assert "does not know the token '<|canary 0|>'" in capsys.readouterr().err
+
+
+def test_adapters_are_scored_on_the_model_that_they_name(
+    gpt2: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert make(gpt2, num=20) == 0
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(gpt2), LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights=False)
+    )
+    adapted.save_pretrained("adapters")
+    AutoTokenizer.from_pretrained(gpt2).save_pretrained("adapters")
+    for trained in (gpt2, "adapters"):
+        score(capsys, "--trained", trained, "--delta", "1e-6", "--scores_file", f"{Path(trained).name}.csv")
+    plain, lora = (np.loadtxt(f"{Path(name).name}.csv", delimiter=",", skiprows=1) for name in (gpt2, "adapters"))
+    assert not np.allclose(plain[:, 0], lora[:, 0])
