@@ -28,12 +28,14 @@ import pytest
 from tests.costs import Record, case_of, function_of, recorded
 
 TIERS = ("fast", "suite", "all")
-# Files whose functions all run in every `make test`: attacks and planted bugs, contracts, frozen outputs, ranks, forgeries.
+# Files whose functions all run in every `make test`: attacks, planted bugs and audits, contracts, frozen outputs, ranks,
+# forgeries.
 GUARDS = (
-    "tests/adversary/", "tests/contract/", "tests/frozen/", "tests/sharded/", "tests/verify/", "tests/test_two_nodes.py",
-    "tests/test_two_processes.py", "tests/test_processes.py", "tests/mechanisms/test_slices.py", "tests/test_zones.py",
+    "tests/adversary/", "tests/contract/", "tests/frozen/", "tests/sharded/", "tests/verify/", "tests/audit/",
+    "tests/test_two_nodes.py", "tests/test_two_processes.py", "tests/test_processes.py",
+    "tests/mechanisms/test_slices.py", "tests/test_zones.py",
 )  # fmt: skip
-ALWAYS = ("tests/test_readme.py::test_block_runs[README.md:",)
+ALWAYS = ("tests/test_readme.py::test_block_runs[README.md:", "tests/audit/test_audit.py::test_a_fault_is_found[")
 SECONDS = {"fast": 100.0, "suite": 900.0}  # of one core
 WEEK = 7  # days
 CHEAP = 0.35  # seconds of one case of the fast tier, at most
