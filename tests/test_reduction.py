@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import datetime
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from hf_dpopt.clipping import make_engine
@@ -24,6 +24,7 @@ from hf_dpopt.noise import independent_noise
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.cipher import SecureGaussian
 from hf_dpopt.run.step import clip_and_sum, with_last
+from tests.ranks import launch
 
 KEY = bytes(range(32))
 ENGINES = ("book_keeping", "two_pass")
@@ -132,8 +133,8 @@ def step(
     return dict(joint), dict(sent), left
 
 
-def _work(rank: int, size: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _work(size: int, folder: str) -> None:
+    rank = int(os.environ["RANK"])
     wait = datetime.timedelta(seconds=90)
     dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=size, timeout=wait)
     collectives.BUCKET_ELEMENTS = 100  # several buckets
@@ -155,7 +156,7 @@ def _work(rank: int, size: int, folder: str) -> None:
 @pytest.fixture(scope="module", params=[3])  # of two, all bits are those of one sum
 def found(request, tmp_path_factory) -> list[dict[Any, Any]]:
     folder = tmp_path_factory.mktemp("reduction")
-    mp.spawn(_work, (request.param, str(folder)), nprocs=request.param)
+    launch(lambda: _work(request.param, str(folder)), request.param, folder)
     return [torch.load(folder / f"{rank}.pt") for rank in range(request.param)]
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
@@ -15,6 +15,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.public import PublicGradients
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
+from tests.ranks import launch
 
 
 def _source(model=None, num: int = 10, batch_size: int = 4, **options) -> PublicGradients:
@@ -207,8 +208,8 @@ def test_not_inside_a_private_backward():
         public.mean()
 
 
-def _worker(rank: int, world: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _worker(world: int, folder: str) -> None:
+    rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     public = _source(tiny.model(dropout=0.3).double().train(), batch_size=5)
     found = [public.mean(), public.per_record(3), public.per_record(1), public.mean()]
@@ -218,7 +219,7 @@ def _worker(rank: int, world: int, folder: str) -> None:
 
 @pytest.mark.two_process
 def test_two_processes_have_the_bits_of_each_other_and_the_values_of_one(tmp_path):
-    mp.spawn(_worker, (2, str(tmp_path)), nprocs=2)
+    launch(lambda: _worker(2, str(tmp_path)), 2, tmp_path)
     rank0, rank1 = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     public = _source(tiny.model(dropout=0.3).double().train(), batch_size=5)
     alone = [public.mean(), public.per_record(3), public.per_record(1), public.mean()]
