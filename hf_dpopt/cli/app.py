@@ -229,7 +229,7 @@ def audit(
     plot: Annotated[Path | None, typer.Option(help="Write a plot of the attack within the claim (PNG, SVG).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Attack a run of canaries in this installation: lower bounds on epsilon, and tests of the noise.
+    """Attack a run of canaries in this installation. Prints lower bounds on epsilon, and tests of the noise.
 
     Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
     no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
@@ -324,7 +324,7 @@ def plan_tuning(
     finetuning: Annotated[str | None, typer.Option(help="full, lora or head. Default: lora.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Plan the best of a random number of runs: noise and epsilon of each, and what it leaves. No data is read."""
+    """Plan the best of a random number of runs. Prints noise and epsilon of each; no data is read."""
     from hf_dpopt.cli import advising, tuning
 
     request = advising.Request(
@@ -343,7 +343,7 @@ def ledger(
     path: Annotated[Path, typer.Argument(help="A --privacy_ledger.", callback=check_path)],
     as_json: Annotated[bool, typer.Option("--json", help="Print what it says as JSON.")] = False,
 ) -> None:
-    """Print what all runs on the same people have spent, and what is left."""
+    """Print what all runs on the same people have spent."""
     from hf_dpopt.cli.ledgers import show_ledger
 
     show_ledger(path, as_json=as_json)
