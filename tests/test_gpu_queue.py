@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -198,6 +199,32 @@ def test_each_item_can_be_run(queue, repo):
         if words[1] == "benchmarks/gpu.py":
             parsed = gpu.parser().parse_args(words[2:])
             assert (parsed.shapes, parsed.repetitions, parsed.device) == (["roberta-256x4"], 1, "cpu")
+
+
+BARE = """
+import sys
+for name in {absent}:
+    sys.modules[name] = None
+sys.path.insert(0, {benchmarks!r})
+for name in {modules}:
+    __import__(name)
+assert not [name for name in sys.modules if name.partition('.')[0] in {absent} and sys.modules[name] is not None]
+"""
+
+
+def test_items_need_no_more_than_they_say(queue, repo):
+    """A machine of which one knows that it has torch: what only recipes need is taken away, and every item imports."""
+    items = importlib.import_module("gpu_items")
+    absent = sorted(set(queue.ITEMS[-1].needs) - {"tqdm", *items.TESTS})  # tqdm comes with transformers
+    assert "dp_accounting" in absent and "datasets" in absent
+    plain = [item for item in queue.ITEMS if not set(item.needs) & set(absent)]
+    scripts = [word for item in plain for word in item.command if word.endswith(".py")]
+    modules = sorted({Path(word).stem for word in scripts if word.startswith("benchmarks/")})
+    modules += sorted({word.removesuffix(".py").replace("/", ".") for word in scripts if word.startswith("tests/")})
+    assert {"gpu", "sharded", "noise_memory", "tests.kernels.test_noise_kernel"} <= set(modules)
+    code = BARE.format(absent=[*absent, "opacus"], benchmarks=str(BENCHMARKS), modules=modules)
+    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_smallest_form_of_a_real_item(queue, tmp_path, capsys, monkeypatch):
