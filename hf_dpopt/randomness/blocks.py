@@ -59,8 +59,10 @@ class NormalsOfBlocks:
         self._words_P2 = np.empty((num_pairs, 2), dtype="<u8")
         self._radius, self._cos, self._angle = (np.ones(num_pairs) for _ in range(3))
         self._normals_P2 = np.empty((num_pairs, 2), dtype=np.float32)
-        in_torch = [torch.from_numpy(x).split(SLICE) for x in (self._radius, self._cos, self._angle)]
-        self._slices = list(zip(*in_torch, strict=True))
+        in_torch = [torch.from_numpy(x) for x in (self._radius, self._cos, self._angle)]
+        self._slices = {
+            size: list(zip(*(x.split(size) for x in in_torch), strict=True)) for size in (SLICE, num_pairs)
+        }
 
     def draw(self, key: bytes, tensor: int, block: int, num_blocks: int) -> np.ndarray:
         """Normals of consecutive blocks, float32, (8 B,), in a buffer that the next call overwrites."""
@@ -81,11 +83,12 @@ class NormalsOfBlocks:
         np.multiply(integers_P2[:, 0], -(2.0**-53), out=r)
         np.multiply(integers_P2[:, 1], 2.0 * math.pi * 2.0**-53, out=angle)
         np.add(r, 1.0, out=r)
-        whole, rest = divmod(num_pairs, SLICE)
-        slices = self._slices[:whole]
+        size = CHUNK // 2 if torch.get_num_threads() == 1 else SLICE  # few calls where torch would share no call out
+        whole, rest = divmod(num_pairs, size)
+        slices = self._slices[size][:whole]
         if rest:  # whole vectors: their last elements are computed like the others, whatever the library
             num = -(-rest // VECTOR) * VECTOR
-            slices.append(tuple(of_slice[:num] for of_slice in self._slices[whole]))
+            slices.append(tuple(of_slice[:num] for of_slice in self._slices[size][whole]))
         for r_slice, cos_slice, angle_slice in slices:
             torch.log(r_slice, out=r_slice)
             torch.cos(angle_slice, out=cos_slice)
