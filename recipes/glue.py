@@ -47,6 +47,7 @@ from recipes.glue_model import is_own, is_pooled, load_model, save_merged
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
 from recipes.models import choose_trained
+from recipes.pooled_start import fill_start
 from recipes.prompts import fill
 from recipes.public_first import SPLIT, learn_public
 from recipes.warm_start import warm_start
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> None:
     """The whole run, in the order of run_glue.py."""
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
+    fill_start(model_args, data_args, training_args)
     running.set_up_logging(training_args)
     set_seed(training_args.seed)
 

@@ -21,6 +21,7 @@ from recipes import models
 from recipes.glue_data import ClassificationData
 from recipes.glue_options import ModelArguments
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
+from recipes.pooled_start import fill_pooling
 from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
 from recipes.prompts import Prompt, make_prompt, word_ids
 
@@ -45,6 +46,7 @@ def load_model(
         config.label2id = {data.labels[i]: order[i] for i in range(len(data.labels))}
         config.id2label = {i: label for label, i in config.label2id.items()}
     tokenizer = models.load_tokenizer(model_args)
+    fill_pooling(model_args, config, tokenizer, data)
     if model_args.prompt is not None or is_prompted(config):
         return tokenizer, load_prompted(model_args, config, tokenizer, data)
     pooling = model_args.pooling or (config.pooling if is_pooled(config) else ["model"])
@@ -137,7 +139,9 @@ def _load_saved_prompt(
     saved = Prompt(config.template, tuple(map(str, config.label_word_ids)))  # ids stand for the words
     saved.check(data.labels, has_pairs=data.has_pairs, is_causal=config.mask_token_id is None)
     if model_args.pooling is not None or model_args.warm_start_epsilon is not None:
-        raise DPConfigError("This model classifies by label words. Leave --pooling and --warm_start_epsilon out.")
+        raise DPConfigError(
+            "This model classifies by label words. Leave --pooling, --start and --warm_start_epsilon out."
+        )
     is_other = asked is not None and (
         asked.template != config.template or _words_by_id(asked, tokenizer, config, data) != config.label_word_ids
     )

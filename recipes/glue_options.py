@@ -41,6 +41,15 @@ class ModelArguments(options.ModelArguments):
     ignore_mismatched_sizes: bool = field(
         default=False, metadata={"help": "Load a model whose head has another number of labels; the head starts anew."}
     )
+    start: str = field(
+        default="model",
+        metadata={
+            "help": "pooled: a head on pooled states of the last three layers (--pooling cls mean) is trained first, "
+            "with a quarter of target_epsilon (--warm_start_epsilon), and the clip is 0.5; given values stay. "
+            "model: the head that comes with the model, and everything starts together.",
+            "choices": ["model", "pooled"],
+        },
+    )
     pooling: list[str] | None = field(
         default=None,
         metadata={
