@@ -67,10 +67,10 @@ def test_advice_travels_between_processes():
 
 
 def test_advice_is_quick():
-    begun = time.process_time()
     for exponent in range(3, 9):
+        begun = time.process_time()
         advise(TrainingJob(num_units=10**exponent, target_epsilon=7.77))
-    assert time.process_time() - begun < 30  # 5 s each
+        assert time.process_time() - begun < 5, exponent
 
 
 @pytest.mark.parametrize(
