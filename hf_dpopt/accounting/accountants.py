@@ -149,10 +149,10 @@ def _pld(
         return None
     if events.gaussian_precision(composition) is not None:
         return None  # `gaussian_epsilon` is exact
-    guess = _guess(composition, delta, adjacency)
+    guess = guess_epsilon(composition, delta, adjacency)
     if guess > MAX_PLD_EPSILON:
         return math.inf
-    floor = _smallest_grid(composition)
+    floor = smallest_grid(composition)
     while True:
         grid = max(floor, grid_interval(guess, events.num_compositions(composition), relative_error))
         result = compose(composition, adjacency, grid)(delta)
@@ -319,14 +319,14 @@ def grid_interval(epsilon: float, num_compositions: int, relative_error: float) 
     return min(epsilon * math.sqrt(relative_error / factor), epsilon / 200)
 
 
-def _smallest_grid(composition: Composition) -> float:
+def smallest_grid(composition: Composition) -> float:
     """The interval at which the loss of one step takes at most `MAX_GRID_POINTS` values."""
     noise = min(events.noise_of(leaf) for leaf, _ in composition)
     widest = 40 / noise + 4 / noise**2  # both tails at 10 stddev; truncated batches count as half the noise, swapped
     return widest / MAX_GRID_POINTS
 
 
-def _guess(composition: Composition, delta: float, adjacency: str) -> float:
+def guess_epsilon(composition: Composition, delta: float, adjacency: str) -> float:
     """Rough size of epsilon, to choose the grid; never reported."""
     poisson = events.as_poisson(events.split_truncation(composition)[0])
     rough = events.scale_noise(poisson, 1 / SENSITIVITY_FACTOR[adjacency])

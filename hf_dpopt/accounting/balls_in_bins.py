@@ -177,16 +177,25 @@ def balls_in_bins_epsilon(
 @functools.lru_cache(maxsize=1024)
 def computed_epsilon(composition: tuple[tuple[DpEvent, int], ...], delta: float) -> float:
     """Sampling-free bound on the epsilon of chains of balls in bins and plain Gaussian mechanisms."""
+    rings, gaussian = rings_of(composition)
+    known = [  # 1 / noise_multiplier^2 of chains whose bins are known
+        count * without_amplification(leaf).noise_multiplier ** -2
+        for leaf, count in composition
+        if isinstance(leaf, BallsInBinsDpEvent)
+    ]
+    exact = exact_gaussian_epsilon(math.fsum([*known, gaussian]) ** -0.5, delta)
+    exact = exact * (1 + 1e-9) + 1e-11 if exact > 0 else 0.0  # the root finder stops on either side
+    return min(exact, random_allocation.epsilon(rings, delta, gaussian=gaussian))
+
+
+def rings_of(composition: tuple[tuple[DpEvent, int], ...]) -> tuple[list[Ring], float]:
+    """Rings of the chains of balls in bins, and the sum of 1 / noise_multiplier^2 of plain Gaussian mechanisms."""
     rings: list[Ring] = []
-    gaussian: list[float] = []  # 1 / noise_multiplier^2 of plain Gaussian mechanisms,
-    known: list[float] = []  # and of chains whose bins are known
+    gaussian: list[float] = []
     for leaf, count in composition:
         if isinstance(leaf, BallsInBinsDpEvent):
             rings.append(dataclasses.replace(leaf.ring, chains=count))
-            known.append(count * without_amplification(leaf).noise_multiplier ** -2)
         else:
             assert isinstance(leaf, GaussianDpEvent)
             gaussian.append(count * leaf.noise_multiplier**-2)
-    exact = exact_gaussian_epsilon(math.fsum(known + gaussian) ** -0.5, delta)
-    exact = exact * (1 + 1e-9) + 1e-11 if exact > 0 else 0.0  # the root finder stops on either side
-    return min(exact, random_allocation.epsilon(rings, delta, gaussian=math.fsum(gaussian)))
+    return rings, math.fsum(gaussian)

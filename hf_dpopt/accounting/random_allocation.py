@@ -276,17 +276,26 @@ def epsilon(rings: Sequence[Ring], delta: float, *, gaussian: float = 0.0) -> fl
         delta: delta of the guarantee, in (0, 1).
         gaussian: sum of ``1 / noise_multiplier^2`` over plain Gaussian mechanisms that ran as well.
     """
+    if not gaussian and not any(ring.variance for ring in rings) and delta >= MIN_DELTA:
+        return 0.0
+    law = law_of(rings, delta, gaussian=gaussian)
+    return math.inf if law is None else _epsilon(law, delta)
+
+
+def law_of(rings: Sequence[Ring], delta: float, *, gaussian: float = 0.0) -> Law | None:
+    """Law of the likelihood ratio of several mechanisms together, whose tree is good for `delta`.
+
+    Its deltas are upper bounds at every epsilon; None where nothing is protected. Arguments as for `epsilon`.
+    """
     rings = [ring for ring in rings if ring.variance]
     total = math.fsum([gaussian, *(ring.variance * ring.chains for ring in rings)])
     if total > MAX_VARIANCE or delta < MIN_DELTA:
-        return math.inf
-    if not total:
-        return 0.0
+        return None
     tail, step = TAIL * delta, _step(total, FINE)
     law = lognormal(gaussian, step, tail)
     for ring in rings:
         law = trim(product(law, _ratio_law(ring, best_tree(ring, delta), tail, step)), tail)
-    return _epsilon(law, delta)
+    return law
 
 
 def _epsilon(law: Law, delta: float) -> float:
