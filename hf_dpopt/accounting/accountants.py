@@ -237,7 +237,7 @@ def selection_epsilon(
     one_run = pld_epsilon(run, delta / count.mean, adjacency, relative_error)
     if one_run is None or math.isinf(one_run):
         return one_run
-    floor = _smallest_grid(run)
+    floor = smallest_grid(run)
     grid = max(floor, grid_interval(one_run, events.num_compositions(run), relative_error))
     accountant = _accountant_of(run, adjacency, grid)
     return profile_epsilon(count, delta, accountant.get_epsilon, accountant.get_delta)

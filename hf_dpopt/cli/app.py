@@ -110,7 +110,10 @@ def plan(
         bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
     ] = None,
     plots: Annotated[
-        Path | None, typer.Option(help="Folder for plots of the comparison (PNG and SVG).", callback=check_path)
+        Path | None,
+        typer.Option(
+            help="Folder for plots of the privacy profile, and of the comparison (PNG and SVG).", callback=check_path
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -189,6 +192,9 @@ def verify(
     ],
     strict: Annotated[bool, typer.Option(help="Take what could not be checked for a failure.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    mark_card: Annotated[
+        bool, typer.Option(help="If all is verified, say so in the metadata of the model card beside it.")
+    ] = False,
 ) -> None:
     """Check a run's claim by accountants of others. Needs no data, keys or torch.
 
@@ -197,7 +203,7 @@ def verify(
     """
     from hf_dpopt.cli.verification import show_verification
 
-    code = show_verification(path, is_strict=strict, as_json=as_json)
+    code = show_verification(path, is_strict=strict, as_json=as_json, marks_card=mark_card)
     if code:
         raise typer.Exit(code)
 

@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
+from hf_dpopt.accounting.meaning import FALSE_POSITIVES
 from hf_dpopt.cli.show import print_json, table_of
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.convex.plots import plot_head
+from hf_dpopt.report.meaning import percent
 from hf_dpopt.report.statement import round_up
 
 
@@ -66,6 +68,7 @@ def _facts(plan: HeadPlan) -> dict[str, str]:
             if by_last
             else "plain composition: no iterate has to be hidden"
         ),
+        **_attackers(plan),
         "noise multiplier": f"{plan.sgd.noise_multiplier:.6g}",
         "step size": f"{config.step_size:.6g} (at most {2 / (config.smoothness + 2 * config.l2):.6g})",
         "free steps": (
@@ -74,3 +77,11 @@ def _facts(plan: HeadPlan) -> dict[str, str]:
             else f"with this noise, all beyond {free:,} ({free * plan.sgd.sample_rate:,.0f} epochs)"
         ),
     }
+
+
+def _attackers(plan: HeadPlan) -> dict[str, str]:
+    if not plan.is_private:
+        return {}
+    wrong = " / ".join(percent(rate) for rate in FALSE_POSITIVES)
+    right = " / ".join(percent(float(plan.profile.true_positives(rate))) for rate in FALSE_POSITIVES)
+    return {f"attacker is right about, at most, when wrong about {wrong}": right}

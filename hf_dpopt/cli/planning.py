@@ -26,9 +26,13 @@ from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan, opening_noise
 from hf_dpopt.plan.users import UserPlans, plan_for_users
+from hf_dpopt.report.facts import spell_infinity
+from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.noise_plots import plot_comparison, pyplot
+from hf_dpopt.report.profile_plot import plot_profile
 from hf_dpopt.report.statement import round_up
 
 PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
@@ -120,11 +124,17 @@ def plan_run(
     beside = advice_beside(made, request, is_adaptive=training.optimizer == "adamw")
     if as_json:
         listed = {"mechanisms": [mechanism_facts(row, training.num_parameters) for row in rows]} if rows else {}
+        listed |= {"meaning": spell_infinity(meaning_of_plan(made))}
         print_json(made.public_dict() | listed | ({} if beside is None else {"outlook": beside.facts()}))
     else:
         _show(made, rows, training.num_parameters)
         for line in [] if beside is None else beside.lines():
             typer.echo(line)
+    if plots is not None and meaning_of_plan(made):
+        for path in plot_profile(
+            profile_of_plan(made), plots, epsilon=made.epsilon(), delta=made.delta, unit=_unit(made)
+        ):
+            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
     if plots is not None and rows:
         by_epsilon = {target: _compare(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
         for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
@@ -213,7 +223,12 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
         "sampling": made.describe_sampling(),
         "optimizer steps": made.num_steps,
         "accountant": made.public_dict()["accountant"],
+        **plan_rows(meaning_of_plan(made), _unit(made)),
     }
+
+
+def _unit(made: PrivacyPlan) -> str:
+    return "record" if made.unit == "example" else made.unit
 
 
 def _users_text(compared: UserPlans) -> str:

@@ -13,7 +13,9 @@ from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
 from hf_dpopt.huggingface.training_text import training_records
+from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import RESUME_KEYS
+from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
@@ -95,6 +97,8 @@ class ReleaseGuard:
             num_trainable=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             versions=collect_versions(),
             released_files=self._released or self._released_before(),
+            meaning=meaning_of_plan(plan, self.charged()),
+            unvetted=unvetted_stages(plan),
         )
 
     def _replace_one(self) -> float | None:

@@ -17,7 +17,7 @@ from hf_dpopt.common.kinds import check_kind
 
 REPORT_VERSION = 4
 READABLE = (2, 3, 4)  # older versions lack some of the fields that have a default here
-LATER_FIELDS = {"unit_declared", "printed_rows", "steps_lost", "released_files"}
+LATER_FIELDS = {"unit_declared", "printed_rows", "steps_lost", "released_files", "meaning", "unvetted"}
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
@@ -64,6 +64,10 @@ class RunFacts:
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
         released_files: name -> SHA-256 of the weights and configurations that were saved to the output folder.
+        meaning: what the privacy profile means, as `hf_dpopt.plan.meaning.meaning_of_plan` gives it; empty in older
+            reports and without a promise.
+        unvetted: stages between a record and the noise that are no part of the package, as "kind name"; their
+            proofs are those of their authors.
     """
 
     plan: dict[str, Any]
@@ -91,6 +95,8 @@ class RunFacts:
     num_trainable: int
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
     released_files: dict[str, str] = dataclasses.field(default_factory=dict)
+    meaning: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unvetted: tuple[str, ...] = ()
 
     @property
     def not_private_reasons(self) -> tuple[str, ...]:
@@ -122,7 +128,7 @@ class RunFacts:
         content = {"report_version": REPORT_VERSION, "private": not self.not_private_reasons} | dataclasses.asdict(
             self
         )
-        return json.dumps(_spell_infinity(content), indent=2, sort_keys=True, allow_nan=False) + "\n"
+        return json.dumps(spell_infinity(content), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> RunFacts:
@@ -153,7 +159,7 @@ class RunFacts:
         for name, hint in typing.get_type_hints(cls).items():
             if name in content:
                 _check_field(name, content[name], hint)
-        for name in ("non_private_outputs", "callbacks", "after_noise", "printed_rows"):
+        for name in ("non_private_outputs", "callbacks", "after_noise", "printed_rows", "unvetted"):
             content[name] = tuple(content.get(name, ()))
         return cls(**content)
 
@@ -183,9 +189,10 @@ def collect_versions() -> dict[str, str]:
     return versions
 
 
-def _spell_infinity(value: Any) -> Any:
+def spell_infinity(value: Any) -> Any:
+    """The value with the text "inf" in the place of every infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _spell_infinity(item) for key, item in value.items()}
+        return {key: spell_infinity(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_spell_infinity(item) for item in value]
+        return [spell_infinity(item) for item in value]
     return "inf" if value == math.inf else value

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from hf_dpopt.report.facts import RunFacts
-from hf_dpopt.report.statement import render_statement
+from hf_dpopt.report.meaning import attacker_sentence
+from hf_dpopt.report.statement import STAMP, plain, round_up, unit_of
 
 START = "<!-- hf_dpopt privacy statement: start (generated, edits are lost) -->"
 END = "<!-- hf_dpopt privacy statement: end -->"
+FOLDER, STATEMENT = "privacy", "statement.md"  # beside the card, and published with it
 NOT_RELEASED = "not released"
 NO_LOG = "No log"  # the Trainer's own word for a loss it never logged
 
 _SECTION = re.compile(r"\n*" + re.escape(START) + r".*?" + re.escape(END) + r"\n*", re.DOTALL)
+_FRONT = re.compile(r"---\n(?P<front>(?:.*\n)*?)---\n")
+_METADATA = re.compile(r"^differential_privacy:.*\n(?:[ \t]+.*\n)*", re.MULTILINE)
 # The section stands before these headings of the Trainer's card, else at the end.
 _BEFORE = ("## Training procedure", "### Framework versions")
 
@@ -24,23 +29,77 @@ _LINE = re.compile(r"^- (?:" + "|".join(_LINES) + r"): .*\n?", re.MULTILINE)
 
 
 def add_privacy_section(card_text: str, facts: RunFacts) -> str:
-    """The card with exactly one privacy section, before the training procedure if the card has one.
+    """The card with exactly one privacy section, before the training procedure if the card has one, and its metadata.
 
-    Calling it again, with the same or with newer facts, replaces the section: it never appears twice.
+    Calling it again, with the same or with newer facts, replaces both: they never appear twice.
 
     Args:
         card_text: a model card in Markdown, YAML front matter included; may be empty.
         facts: the facts of the run that the section states.
     """
-    # The statement's own headings move one level down: the card's title stays its only first-level heading.
-    statement = re.sub(r"^(#+ )", r"#\1", render_statement(facts), flags=re.MULTILINE).strip()
-    section = f"{START}\n{statement}\n{END}"
-    card = _SECTION.sub("\n\n", card_text)
+    section = f"{START}\n{_ten_lines(facts)}\n{END}"
+    card = _with_metadata(_SECTION.sub("\n\n", card_text), facts)
     for heading in _BEFORE:
         match = re.search(rf"^{re.escape(heading)}", card, flags=re.MULTILINE)
         if match:
             return f"{card[: match.start()].rstrip()}\n\n{section}\n\n{card[match.start() :]}".lstrip("\n")
     return f"{card.rstrip()}\n\n{section}\n".lstrip("\n")
+
+
+def mark_verified(card_text: str) -> str:
+    """The card whose metadata says that `hf-dpopt verify` succeeded; unchanged if it has none of ours."""
+    return re.sub(r"(?m)^(  verified: )false$", r"\1true", card_text, count=1)
+
+
+def _ten_lines(facts: RunFacts) -> str:
+    """Ten lines that a reader of the card has to know; the rest is in the statement beside it."""
+    if facts.not_private_reasons:
+        promise = f"**{STAMP}:** {'; '.join(facts.not_private_reasons)}. Epsilon is infinite."
+    else:
+        promise = (
+            f"**epsilon = {round_up(facts.epsilon)}, delta = {facts.delta:g}** for single {unit_of(facts.plan)}s "
+            f"(`{facts.plan['adjacency']}`)."
+        )
+    outputs = len(facts.non_private_outputs)
+    plan, says_more = facts.plan, facts.meaning and not facts.not_private_reasons
+    lines = [
+        attacker_sentence(facts.meaning, unit_of(plan)) if says_more else "",
+        f"{facts.steps_charged} of {facts.steps_planned} steps, `{plan['noise_mechanism']}` noise with multiplier "
+        f"{plan['noise_multiplier']:.4g}, sampler `{plan['sampler']['name']}`, clip {plan['clipping_norm']:g}.",
+        f"**{outputs} outputs left without noise**; the statement names them." if outputs else "",
+        f"**Not vetted**: {', '.join(f'`{plain(name)}`' for name in facts.unvetted)}." if facts.unvetted else "",
+        "Not covered: evaluation data, choices made by looking at the data, the base model's own training data, "
+        "prompts and predictions, other runs on the same people.",
+        f"The whole statement: [{FOLDER}/{STATEMENT}]({FOLDER}/{STATEMENT}). To check it: `hf-dpopt verify` on this "
+        "folder.",
+    ]
+    return "\n".join(["## Privacy", "", promise, "", *(f"- {line}" for line in lines if line)])
+
+
+def _with_metadata(card: str, facts: RunFacts) -> str:
+    """The card with `differential_privacy` in its front matter, which a hub can filter by."""
+    is_private = not facts.not_private_reasons
+    values = {
+        "epsilon": _yaml(float(round_up(facts.epsilon))) if is_private else "null",
+        "delta": _yaml(facts.delta),
+        "unit": json.dumps(facts.plan["privacy_unit"]),
+        "adjacency": facts.plan["adjacency"],
+        "accountant": json.dumps(plain(str(facts.plan["accountant"]))),
+        "verified": "false",  # `hf-dpopt verify --mark_card` says true
+    }
+    block = "".join(["differential_privacy:\n", *(f"  {name}: {value}\n" for name, value in values.items())])
+    found = _FRONT.match(card)
+    if found is None:
+        return f"---\n{block}---\n\n{card.lstrip()}"
+    front = _METADATA.sub("", found["front"])
+    return f"---\n{front}{block}---\n{card[found.end() :]}"
+
+
+def _yaml(value: float) -> str:
+    """A float that every version of YAML reads as one: `1e-05` is a text in some."""
+    mantissa, _, exponent = repr(float(value)).partition("e")
+    dotted = mantissa if "." in mantissa else f"{mantissa}.0"
+    return f"{dotted}e{exponent}" if exponent else dotted
 
 
 def strip_training_losses(card_text: str) -> str:

@@ -11,6 +11,7 @@ from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.randomness.cipher import source_of
 from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.meaning import meaning_section
 from hf_dpopt.report.tuned import dataset_rows, describe_tuning, invalidates, tuning_rows
 from hf_dpopt.sampling import SAMPLERS
 
@@ -147,9 +148,12 @@ def render_statement(facts: RunFacts) -> str:
         "# Privacy statement",
         _promise(facts),
         _numbers(facts),
+        ""
+        if facts.not_private_reasons
+        else meaning_section(facts.meaning, unit_of(facts.plan), facts.plan["adjacency"]),
         "## What is protected",
         f"{_protected(facts.plan)} {_visible(facts.plan)}",
-        _DECLARED.format(seen=_plain(facts.unit_declared)) if facts.unit_declared else "",
+        _DECLARED.format(seen=plain(facts.unit_declared)) if facts.unit_declared else "",
         "## What is covered",
         _COVERED,
         "## What is not released",
@@ -212,7 +216,7 @@ def _earlier(plan: dict[str, Any]) -> str:
     runs = plan.get("earlier_runs", ())
     if not runs:
         return ""
-    named = ", ".join(f"{sum(run['charged'])} steps (ledger `{_plain(run['ledger_digest'][:16])}`)" for run in runs)
+    named = ", ".join(f"{sum(run['charged'])} steps (ledger `{plain(run['ledger_digest'][:16])}`)" for run in runs)
     return (
         f"This includes what {len(runs)} earlier run{'s' * (len(runs) > 1)} on these records had released by then: "
         f"{named}; not what they charged later, nor what their own statements list as released without noise. "
@@ -235,6 +239,12 @@ def _planned_or_spent(facts: RunFacts) -> str:
     )
 
 
+def _meaning(facts: RunFacts) -> str:
+    if facts.not_private_reasons:
+        return ""
+    return meaning_section(facts.meaning, unit_of(facts.plan), facts.plan["adjacency"])
+
+
 def _numbers(facts: RunFacts) -> str:
     plan, target = facts.plan, facts.plan["target_epsilon"]
     sample_rate = plan["expected_batch_size"] / plan["num_examples"]
@@ -247,7 +257,7 @@ def _numbers(facts: RunFacts) -> str:
         "epsilon asked for (`target_epsilon`)": "none, the noise was given" if target is None else f"{target:g}",
         **tuning_rows(plan),
         **dataset_rows(plan),
-        f"epsilon if one {_singular(plan)} is swapped (`replace_one`)": (
+        f"epsilon if one {unit_of(plan)} is swapped (`replace_one`)": (
             "no analysis is known for this sampler" if swapped is None else round_up(swapped)
         ),
         "delta": f"{facts.delta:g}{_told_by_delta(facts)}",
@@ -271,7 +281,7 @@ def _recipe(plan: dict[str, Any]) -> dict[str, str]:
     chosen = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in plan.get("recipe", {}).items()}
     if not chosen:
         return {}
-    values = ", ".join(f"`{_plain(name)}` {_plain(value)}" for name, value in chosen.items())
+    values = ", ".join(f"`{plain(name)}` {plain(value)}" for name, value in chosen.items())
     return {"chosen by `recipe`, from n, epsilon, delta, passes and the size of the model": values}
 
 
@@ -297,7 +307,7 @@ def _weak_delta(facts: RunFacts) -> str:
     num_units = _num_units(facts.plan)
     if facts.delta < 1 / num_units:
         return ""
-    unit = _singular(facts.plan)
+    unit = unit_of(facts.plan)
     allowed = ", which was asked for with `allow_large_delta`" if facts.plan.get("allow_large_delta") else ""
     return (
         f" **Delta is not below 1/n = {1 / num_units:.3g}**{allowed}: a run that publishes one {unit} outright, "
@@ -324,12 +334,13 @@ def _visible(plan: dict[str, Any]) -> str:
     return of_units.replace("the number of records", f"the number of {_sampled_elements(plan)}")
 
 
-def _singular(plan: dict[str, Any]) -> str:
+def unit_of(plan: dict[str, Any]) -> str:
+    """Word for one unit of privacy."""
     return "record" if plan["privacy_unit"] == "example" else plan["privacy_unit"]
 
 
 def _plural(plan: dict[str, Any]) -> str:
-    return f"{_singular(plan)}s"
+    return f"{unit_of(plan)}s"
 
 
 def _sampled_elements(plan: dict[str, Any]) -> str:
@@ -349,7 +360,7 @@ def _noise(plan: dict[str, Any]) -> str:
         "by_phase": "; a stream for each kind of phase of the preconditioner",
     }
     return (
-        f"`{plan['noise_mechanism']}`: correlated over the steps (strategy `{_plain(strategy['name'])}`); standard "
+        f"`{plan['noise_mechanism']}`: correlated over the steps (strategy `{plain(strategy['name'])}`); standard "
         f"deviation of the draws / sensitivity of one step {plan['draw_stddev']:.6g}, made for {plan['noise_steps']} "
         f"steps{across.get(plan.get('noise_at_changes', ''), '')}"
     )
@@ -383,7 +394,7 @@ def _preconditioner(plan: dict[str, Any]) -> str:
         made = "it is made of the answer and public values alone"
     if preclip["name"] not in {spec.name for spec, _ in PRECLIPS.values()}:
         made = "the user declares that it is made of released and public values alone"
-    return f"`{_plain(preclip['name'])}` ({_plain(options)}): {what}; {made}"
+    return f"`{plain(preclip['name'])}` ({plain(options)}): {what}; {made}"
 
 
 def _correlation(plan: dict[str, Any]) -> str:
@@ -439,15 +450,31 @@ def _accounting(facts: RunFacts) -> str:
     )
     return (
         "Epsilon is computed from the mechanism that ran, for the planned number of steps, as the smallest upper "
-        f"bound that applies (here from the accountant `{_plain(plan['accountant'])}`). "
-        f"{sampler.describe(_singular(plan))} The "
+        f"bound that applies (here from the accountant `{plain(plan['accountant'])}`). "
+        f"{sampler.describe(unit_of(plan))} The "
         "coins of the sampling are secret. A step is charged in the ledger before it runs, and an empty batch is a "
         f"step too. {_correlation(plan)}Charges add up over resumed, branched, crashed and repeated runs; a run stops "
         f"before it exceeds `target_epsilon`.{_lost(facts)}\n\n"
-        f"The noise generator, `{_plain(facts.noise_generator)}` ({_stream(plan)}), is {kind}. "
+        f"{_unvetted(facts)}"
+        f"The noise generator, `{plain(facts.noise_generator)}` ({_stream(plan)}), is {kind}. "
         f"Keys used: {facts.chains}, from "
-        f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{_plain(facts.ledger_digest)}`."
+        f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{plain(facts.ledger_digest)}`."
     )
+
+
+def _unvetted(facts: RunFacts) -> str:
+    """Paragraph on stages of other authors; empty where all are part of the package."""
+    if not facts.unvetted:
+        return ""
+    return (
+        f"**Not vetted**: {_plain_list(facts.unvetted)}. This was registered by the user and is no part of "
+        "hf_dpopt, whose proofs (`docs/proofs`) and tests do not cover it. Epsilon holds if what it states of itself "
+        "is true.\n\n"
+    )
+
+
+def _plain_list(texts: Iterable[str]) -> str:
+    return ", ".join(_quoted(text) for text in texts)
 
 
 def _stream(plan: dict[str, Any]) -> str:
@@ -463,11 +490,11 @@ def _lost(facts: RunFacts) -> str:
 
 
 def _software(facts: RunFacts) -> str:
-    versions = ", ".join(f"{_plain(name)} {_plain(version)}" for name, version in sorted(facts.versions.items()))
+    versions = ", ".join(f"{plain(name)} {plain(version)}" for name, version in sorted(facts.versions.items()))
     return (
-        f"Model `{_plain(facts.model_class)}` on {facts.world_size} process(es). Self-check before the first step, "
+        f"Model `{plain(facts.model_class)}` on {facts.world_size} process(es). Self-check before the first step, "
         "which compares clipped sums with gradients of single records: "
-        f"{_plain(facts.self_check)}. Versions: {versions}."
+        f"{plain(facts.self_check)}. Versions: {versions}."
     )
 
 
@@ -479,10 +506,10 @@ def _bullets(items: Iterable[str]) -> str:
     return "\n".join(f"- {item}" for item in items)
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The user's text on one line, unable to open an HTML comment (they mark the section of a model card) or code."""
     return " ".join(text.replace("`", "'").replace("<", "(").replace(">", ")").replace("|", "/").split())
 
 
 def _quoted(text: str) -> str:
-    return f"`{_plain(text)}`"
+    return f"`{plain(text)}`"

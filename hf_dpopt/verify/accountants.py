@@ -153,6 +153,13 @@ def _grid(epsilon: float, steps: int) -> float:
     return min(epsilon * math.sqrt(GRID_ERROR / ((4 + 0.12 * epsilon) * steps)), epsilon / 200)
 
 
+def grid_of(leaves: Leaves, epsilon: float) -> float:
+    """Interval of the privacy loss for steps whose epsilon is about that, finer than what a rate needs."""
+    noise = min(_noise(leaf) for leaf, _ in leaves)
+    steps = sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in leaves)
+    return max((40 / noise + 4 / noise**2) / MOST_POINTS, 2 * _grid(epsilon, steps))
+
+
 def _guess(leaves: Leaves, delta: float, adjacency: str) -> float:
     """Rough size of epsilon, for the first grid alone."""
     factor = MOVES[adjacency]

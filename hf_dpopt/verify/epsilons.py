@@ -69,7 +69,7 @@ def or_failure(what: str, look: Callable[[], list[Check]]) -> list[Check]:
 
 def _of(report: Report, what: str, claimed: float, chains: tuple[int, ...]) -> list[Check]:
     adjacency = report.mechanism.adjacency
-    leaves = _leaves(report, chains)
+    leaves = leaves_of(report, chains)
     if BINS in (report.mechanism.sampler, *(run.sampler for run in report.earlier)):
         return _of_bins(report, what, claimed, chains, leaves)
     return check_epsilon(what, claimed, leaves, report.delta, adjacency)
@@ -83,10 +83,11 @@ def _of_swapped(report: Report, chains: tuple[int, ...]) -> list[Check]:
             raise Contradiction(f"{mechanism.sampler} has no proof under replace_one, and {claimed:.6g} is claimed")
     if not math.isfinite(claimed):
         return []
-    return check_epsilon("a swapped record", claimed, _leaves(report, chains), report.delta, "replace_one")
+    return check_epsilon("a swapped record", claimed, leaves_of(report, chains), report.delta, "replace_one")
 
 
-def _leaves(report: Report, chains: tuple[int, ...]) -> Leaves:
+def leaves_of(report: Report, chains: tuple[int, ...]) -> Leaves:
+    """Mechanisms of a run whose chains have so many steps, and of the earlier runs, and how often each ran."""
     found = report.mechanism.leaves(chains)
     for run in report.earlier:
         found = found + run.leaves(tuple(int(steps) for steps in run.fields.numbers("charged")))

@@ -11,8 +11,9 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.verify import claims, files, head
 from hf_dpopt.verify.chain import LedgerFile, read_ledger
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.epsilons import check_epsilons
+from hf_dpopt.verify.epsilons import check_epsilons, leaves_of
 from hf_dpopt.verify.outcome import FAILED, OK, Check, Contradiction, Outcome, Unknown, attempt
+from hf_dpopt.verify.profile import check_attackers
 from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
 FOLDER, REPORT, HEAD, LEDGER, STATEMENT = "privacy", "report.json", "head.json", "ledger.jsonl", "statement.md"
@@ -88,6 +89,10 @@ def _verify_run(fields: Fields, ledger: LedgerFile | None, folder: Path, output_
     }
     checks += [attempt(name, partial(look, report)) for name, look in alone.items()]
     checks += check_epsilons(report, ledger.charged if ledger is not None else None)
+    if fields.content.get("meaning"):  # reports of earlier releases say nothing of attackers
+        charged = ledger.charged if ledger is not None else ()
+        chains = charged if sum(charged) > report.planned_steps else (report.planned_steps,)
+        checks.append(attempt("attackers", lambda: check_attackers(report, leaves_of(report, chains))))
     if report.plan.has("earlier_runs"):
         checks.append(attempt("earlier runs", partial(_of_earlier, report)))
     checks.append(attempt("released files", lambda: files.check_released(fields, output_dir)))

@@ -6,10 +6,11 @@ import re
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from transformers.modelcard import TrainingSummary, parse_log_history
 
 from hf_dpopt.report import add_privacy_section, strip_training_losses
-from hf_dpopt.report.model_card import NOT_RELEASED
+from hf_dpopt.report.model_card import END, NOT_RELEASED, START, mark_verified
 from tests.report.conftest import MakeFacts
 
 SECRET_LOSSES = (0.69314, 0.41421)
@@ -101,9 +102,10 @@ def test_the_section_appears_once_and_is_replaced(make_facts: MakeFacts) -> None
     once = add_privacy_section(card, make_facts())
     assert add_privacy_section(once, make_facts()) == once
     later = add_privacy_section(once, make_facts(steps_charged=17))
-    assert later.count("## Privacy statement") == 1 and "40 / 17" in later and "40 / 40" not in later
+    assert later.count("## Privacy\n") == 1 and "17 of 40 steps" in later and "40 of 40" not in later
+    assert later.count("differential_privacy:") == 1
     assert add_privacy_section(later, make_facts()) == once
-    before, after = once.index("## Privacy statement"), once.index("## Training procedure")
+    before, after = once.index("## Privacy\n"), once.index("## Training procedure")
     assert once.index("## Intended uses") < before < after
 
 
@@ -111,7 +113,7 @@ def test_nothing_else_of_the_card_changes(make_facts: MakeFacts) -> None:
     card = stock_card(LOG)
     with_section = add_privacy_section(card, make_facts())
     remaining = re.sub(r"<!-- hf_dpopt.*?start.*?-->.*?<!-- hf_dpopt.*?end -->\n\n", "", with_section, flags=re.DOTALL)
-    assert remaining == card
+    assert re.sub(r"differential_privacy:\n(  .*\n)+", "", remaining) == card
     front = with_section.split("---\n")[1]
     assert yaml.safe_load(front)["base_model"] == "roberta-base"
     assert len(re.findall("^# ", with_section, re.MULTILINE)) == 1, "the statement's title is no second title"
@@ -120,10 +122,38 @@ def test_nothing_else_of_the_card_changes(make_facts: MakeFacts) -> None:
 @pytest.mark.parametrize("card", ["", "# Mine\n\nText.", "---\ntags:\n- x\n---\n# Mine\n"])
 def test_any_card_can_take_the_section(make_facts: MakeFacts, card: str) -> None:
     once = add_privacy_section(card, make_facts())
-    assert once.startswith(card.rstrip()) and "## Privacy statement" in once
+    assert card.partition("---\n# ")[2].rstrip() in once and "## Privacy\n" in once
+    assert ("tags:\n- x\n" in once) == ("tags" in card)
     assert add_privacy_section(once, make_facts()) == once
 
 
 def test_an_unsafe_run_is_stamped_in_the_card(make_facts: MakeFacts) -> None:
-    section = add_privacy_section("", make_facts(unsafe=True)).split("\n", 1)[1]
-    assert section.startswith("**NOT PRIVATE:**")
+    card = add_privacy_section("", make_facts(unsafe=True))
+    assert "## Privacy\n\n**NOT PRIVATE:**" in card and "**epsilon =" not in card
+    assert ModelCard(card).data.to_dict()["differential_privacy"]["epsilon"] is None
+
+
+def test_the_metadata_can_be_filtered_by(make_facts: MakeFacts) -> None:
+    """They survive loading and saving by huggingface_hub, and numbers are numbers: `1e-05` is a text to PyYAML."""
+    facts = make_facts()
+    text = add_privacy_section(stock_card(LOG), facts)
+    loaded = ModelCard(text)
+    assert loaded.data.base_model == "roberta-base"
+    found = loaded.data.to_dict()["differential_privacy"]
+    assert found == {
+        "epsilon": pytest.approx(facts.epsilon, rel=1e-4), "delta": 1e-5, "unit": "example",
+        "adjacency": "add_or_remove_one", "accountant": facts.plan["accountant"], "verified": False,
+    }  # fmt: skip
+    assert found["epsilon"] >= facts.epsilon
+    assert ModelCard(str(loaded)).data.to_dict()["differential_privacy"] == found
+    marked = mark_verified(text)
+    assert ModelCard(marked).data.to_dict()["differential_privacy"] == {**found, "verified": True}
+    assert mark_verified(stock_card(LOG)) == stock_card(LOG)
+
+
+def test_the_section_is_short_and_leads_to_the_statement(make_facts: MakeFacts) -> None:
+    facts = make_facts(non_private_outputs=("training loss",), unvetted=("sampler mine",))
+    section = add_privacy_section("", facts).split(START)[1].split(END)[0].strip()
+    lines = section.splitlines()
+    assert len(lines) <= 10 and "(privacy/statement.md)" in section
+    assert "1 outputs left without noise" in section and "`sampler mine`" in section

@@ -1,0 +1,117 @@
+"""What epsilon means, as people and programs read it; and that a stage of another author is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_dpopt.accounting.profile import privacy_profile
+from hf_dpopt.convex.plan import HeadConfig, make_head_plan
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.vetting import unvetted_stages
+from hf_dpopt.report import RunFacts, read_report, render_statement, write_report
+from hf_dpopt.report.meaning import percent, plan_rows
+from hf_dpopt.report.profile_plot import plot_profile
+from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.verify.claims import Report
+from hf_dpopt.verify.epsilons import leaves_of
+from hf_dpopt.verify.outcome import Contradiction
+from hf_dpopt.verify.profile import check_attackers
+from hf_dpopt.verify.reading import Fields
+from tests.report.conftest import MakeFacts
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(0.001, "0.1 %"), (0.01, "1 %"), (0.10331, "10.4 %"), (0.99999, "100 %"), (1.0, "100 %")]
+)
+def test_rates_are_rounded_up(rate: float, text: str) -> None:
+    assert percent(rate) == text
+
+
+def test_the_statement_says_what_it_means(make_facts: MakeFacts, plan: PrivacyPlan, tmp_path: Path) -> None:
+    """Through the file that a reader gets; without a profile, or a promise, nothing is said."""
+    facts = make_facts(meaning=meaning_of_plan(plan))
+    write_report(tmp_path, facts)
+    text = (tmp_path / "privacy" / "statement.md").read_text()
+    assert text == render_statement(read_report(tmp_path))
+    one = profile_of_plan(plan).true_positives(0.01)
+    row = next(line for line in text.splitlines() if line.startswith("| 1 % |"))
+    shown = float(row.split("|")[2].strip(" %")) / 100
+    assert one <= shown < 1.01 * one + 1e-3
+    assert "finds at most" in text and "If one record is replaced by any other" in text
+    assert "## What epsilon means" not in render_statement(make_facts())
+    assert "## What epsilon means" not in render_statement(make_facts(meaning=facts.meaning, unsafe=True))
+
+
+def test_reports_without_it_are_read(make_facts: MakeFacts) -> None:
+    content = json.loads(make_facts().to_json())
+    del content["meaning"], content["unvetted"]
+    assert RunFacts.from_json(json.dumps(content)).meaning == {}
+
+
+def test_rows_of_the_plan(plan: PrivacyPlan) -> None:
+    rows = plan_rows(meaning_of_plan(plan), "record")
+    assert len(rows) == 4 and plan_rows({}, "record") == {}
+    (rates,) = [value for name, value in rows.items() if name.startswith("attacker")]
+    assert [float(rate.strip(" %")) for rate in rates.split("/")] == sorted(
+        float(rate.strip(" %")) for rate in rates.split("/")
+    )
+
+
+def test_the_plot(plan: PrivacyPlan, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    paths = plot_profile(profile_of_plan(plan), tmp_path, epsilon=plan.epsilon(), delta=plan.delta)
+    assert [path.name for path in paths] == ["profile.png", "profile.svg"]
+    assert all(path.stat().st_size > 10_000 for path in paths)
+
+
+@pytest.mark.parametrize("name", ["sampled", "fixed_order"])
+def test_verification_recomputes_the_attackers(make_facts: MakeFacts, name: str) -> None:
+    """Claims as computed pass; a rate that is 5 % lower is refused."""
+    options = {} if name == "sampled" else {"sampling": "fixed_order"}
+    config = PrivacyConfig(noise_multiplier=1.1, target_delta=1e-5, expected_batch_size=100, **options)
+    plan = make_plan(config, num_examples=5000, num_steps=40)
+    facts = dataclasses.replace(make_facts(), plan=plan.public_dict(), meaning=meaning_of_plan(plan))
+
+    def check(text: str) -> str:
+        report = Report(Fields(json.loads(text), "the report"))
+        return check_attackers(report, leaves_of(report, (40,)))
+
+    assert "at 0.01" in check(facts.to_json())
+    forged = json.loads(facts.to_json())
+    for row in forged["meaning"]["true_positives"]:
+        row["whole_profile"] *= 0.95
+    with pytest.raises(Contradiction, match="claimed to be the most"):
+        check(json.dumps(forged))
+
+
+def test_stages_of_others_are_named(make_facts: MakeFacts) -> None:
+    """A sampler that is defined here, outside of the package, is not vetted, and the statement says so."""
+    config = PrivacyConfig(noise_multiplier=1.1, target_delta=1e-5, expected_batch_size=100)
+    plan = make_plan(config, num_examples=5000, num_steps=40)
+    assert unvetted_stages(plan) == ()
+    base = SAMPLERS["poisson"]
+    mine = type("Mine", (base,), {"name": "mine", "__module__": __name__})
+    theirs = dataclasses.replace(plan, sampler=mine(num_examples=5000, expected_batch_size=100))
+    assert unvetted_stages(theirs) == ("sampler mine",)
+    text = render_statement(make_facts(unvetted=unvetted_stages(theirs)))
+    assert "**Not vetted**: `sampler mine`." in text and "Not vetted" not in render_statement(make_facts())
+
+
+def test_a_head_has_a_profile() -> None:
+    """Through the event that bounds its last iterate."""
+    config = HeadConfig(
+        head_radius=1.0, feature_norm=1.0, noise_multiplier=2.0, target_delta=1e-5, num_steps=100,
+        expected_batch_size=100,
+    )  # fmt: skip
+    plan = make_head_plan(config, num_examples=5000)
+    profile = plan.profile
+    assert profile.epsilon(plan.delta) == pytest.approx(plan.spent.epsilon, rel=1e-6)
+    more = privacy_profile(plan.event, plan.delta, "add_or_remove_one")
+    assert profile.true_positives(0.01) <= more.true_positives(0.01) * (1 + 1e-3) < 0.2
