@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -266,3 +267,16 @@ def test_numbers_are_rounded_up() -> None:
     found = meaning(profile, profile.then(profile), epsilon=5.0, delta=1e-5)
     for row in found["true_positives"]:
         assert row["whole_profile"] >= float(profile.true_positives(row["false_positives"]))
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "fixed_order"])
+def test_the_best_of_several_runs(sampling: str) -> None:
+    """A tuned run is stated for the whole tuning: above a single run, through the claimed pair, below the pair alone."""
+    config = PrivacyConfig(noise_multiplier=1.1, target_delta=1e-5, expected_batch_size=100, sampling=sampling)
+    single = make_plan(config, num_examples=5000, num_steps=40)
+    tuned = make_plan(dataclasses.replace(config, tuned_runs=10.0), num_examples=5000, num_steps=40)
+    profile = profile_of_plan(tuned)
+    assert profile.epsilon(tuned.delta) == pytest.approx(tuned.epsilon(), rel=1e-6)
+    assert (profile.true_positives(RATES) > profile_of_plan(single).true_positives(RATES)).all()
+    for rate in (1e-3, 1e-2, 0.1):
+        assert profile.true_positives(rate) <= pair_alone(tuned.epsilon(), tuned.delta, rate) * (1 + 1e-9)
