@@ -170,7 +170,7 @@ def plan(
         length,
         planning.Training(optimizer=optimizer, momentum=momentum, schedule=schedule, num_parameters=trained or 10**6),
         request=request,
-        compare=compare if compare is not None else not as_json,
+        compare=compare if compare is not None else not as_json or plots is not None,
         plots=plots,
         as_json=as_json,
     )

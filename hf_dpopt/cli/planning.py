@@ -118,7 +118,7 @@ def plan_run(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = make_plan(config, **sizes)  # type: ignore[arg-type]
-        rows = _compare(config, made, sizes, wanted=compare or plots is not None)
+        rows = _compare(config, made, sizes, wanted=compare)
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         sys.stderr.write(f"hf-dpopt: warning: {message}\n")
     beside = advice_beside(made, request, is_adaptive=training.optimizer == "adamw")

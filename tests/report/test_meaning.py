@@ -115,3 +115,16 @@ def test_a_head_has_a_profile() -> None:
     assert profile.epsilon(plan.delta) == pytest.approx(plan.spent.epsilon, rel=1e-6)
     more = privacy_profile(plan.event, plan.delta, "add_or_remove_one")
     assert profile.true_positives(0.01) <= more.true_positives(0.01) * (1 + 1e-3) < 0.2
+
+
+def test_the_numbers_of_the_page(repo: Path) -> None:
+    """Those of `docs/what_epsilon_means.md` are what its first command prints."""
+    config = PrivacyConfig(target_epsilon=8, target_delta=1e-5, expected_batch_size=1032)
+    meaning = meaning_of_plan(make_plan(config, num_examples=67349, num_steps=198))
+    page = (repo / "docs" / "what_epsilon_means.md").read_text()
+    for row in meaning["true_positives"]:
+        parts = (row["false_positives"], row["whole_profile"], row["pair_alone"])
+        assert f"| {' | '.join(percent(part) for part in parts)} |" in page
+    for size in (2, 3, 5):
+        assert percent(meaning["groups"][size - 1]["true_positives"]) in page
+    assert all(percent(rate).removesuffix(" %") in page for rate in meaning["replaced"]["true_positives"])
