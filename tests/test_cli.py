@@ -74,7 +74,9 @@ def test_plan_compares_all_mechanisms_at_the_budget(run: Run, tmp_path: Path) ->
     assert code == 0
     for name in ("gaussian", "banded", "blt", "nu_dpftrl", "anti_pgd", "honaker", "tree"):
         assert name in out
-    assert {"noise.png", "noise.svg", "profile.png", "profile.svg"} == {file.name for file in (tmp_path / "plots").iterdir()} and "wrote" in err
+    assert {"noise.png", "noise.svg", "profile.png", "profile.svg"} == {
+        file.name for file in (tmp_path / "plots").iterdir()
+    } and "wrote" in err
     rows = json.loads(run("plan", *asked, "--compare", "--json")[1])["mechanisms"]
     blt = next(row for row in rows if row["mechanism"] == "blt")
     alone = json.loads(run("plan", *asked, "--noise_mechanism", "blt", "--json")[1])
