@@ -33,6 +33,7 @@ ALLOWED = {
     "fixed_order": ("zero_out", "replace_one"),
 }
 INDEPENDENT_ONLY = ("poisson", "truncated_poisson", "capped_poisson")
+MOST_STEPS = 200_000  # of correlated noise: some seconds
 MOST_BINS = 400  # whose inner products are looked at one by one
 
 
@@ -111,7 +112,13 @@ class Mechanism:
     @property
     def made_for(self) -> int:
         """Steps that the noise was made for."""
-        return self.fields.count("noise_steps")
+        return self._computable(self.fields.count("noise_steps"))
+
+    def _computable(self, num_steps: int) -> int:
+        """The number of steps, if the matrix of so many can be looked at in seconds."""
+        if num_steps > MOST_STEPS and not self.strategy.is_independent:
+            raise Unknown(f"{num_steps} steps of {self.strategy.name} noise are too many to recompute here")
+        return num_steps
 
     def uses(self, num_steps: int) -> Uses:
         """Steps of one chain in which a record may take part, as far as they are tied together."""
@@ -123,6 +130,7 @@ class Mechanism:
         """Sensitivity that the noise multiplier is relative to, by our own formula."""
         if self.strategy.is_independent:
             return 1.0
+        self._computable(num_steps)
         if self.sampler == "cyclic_poisson":
             self.check_columns(num_steps)
         return by_formula(self.strategy, num_steps, self.uses(num_steps))

@@ -41,9 +41,11 @@ def strict_json(text: bytes | str) -> Any:
             no float or 64-bit integer holds.
     """
     try:
+        # the UTF-8 that RFC 8259 asks for: json guesses other encodings, which other readers do not
         return json.loads(
-            text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_small
-        )
+            text.decode() if isinstance(text, bytes) else text,
+            object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_finite, parse_int=_small,
+        )  # fmt: skip
     except Contradiction:
         raise
     except (ValueError, RecursionError) as error:

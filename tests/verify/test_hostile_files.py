@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,25 @@ def test_a_file_that_is_too_large_is_not_read(forge: Forge, monkeypatch: pytest.
     folder = forge("lora")
     monkeypatch.setattr(reading.read_regular, "__defaults__", (1000,))
     assert folder.failed() == {"report"} and "more than 1000 bytes" in folder.verify().checks[0].detail
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "utf-8-sig", "latin-1"])
+def test_json_is_utf_8(encoding: str, forge: Forge) -> None:
+    folder = forge("lora")
+    text = folder.report_path.read_text().replace('"plan"', '"\u00e9": 1, "plan"', 1)
+    folder.report_path.write_bytes(text.encode(encoding))
+    assert folder.failed() == {"report"}
+
+
+def test_more_steps_than_can_be_recomputed_are_not_waited_for(forge: Forge) -> None:
+    folder = forge("nu_dpftrl")
+    folder.edit_plan(lambda plan: plan.update(num_steps=10**9, noise_steps=10**9))
+    folder.edit_report(lambda report: report.update(steps_planned=10**9))
+    start = time.monotonic()
+    outcome = folder.verify()
+    assert time.monotonic() - start < 10
+    open_ = {check.name for check in outcome.checks if check.status == NOT_CHECKED}
+    assert {"sensitivity", "sensitivity at small scale", "sampler"} <= open_, [str(check) for check in outcome.checks]
 
 
 def test_what_is_quoted_does_not_steer_the_terminal(forge: Forge) -> None:
