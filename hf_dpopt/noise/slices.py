@@ -6,6 +6,7 @@ Shape legend: N = elements of all tensors of a step together, one after the othe
 from __future__ import annotations
 
 import bisect
+import hashlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -42,6 +43,11 @@ class Flattened:
     def num(self) -> int:
         """N."""
         return self._starts[-1]
+
+    def digest(self) -> int:
+        """A number of 56 bits that tells which tensor lies where in the vector."""
+        places = repr((self._numbers, self._starts)).encode()
+        return int.from_bytes(hashlib.sha256(places).digest()[:7], "big")
 
     def parts(self, first: int, end: int) -> list[Part]:
         """Views of elements ``first .. end - 1``, in their order."""
@@ -94,8 +100,8 @@ def add_in_slices(
     """Add ``stddev`` times the normals of a step to tensors, each rank to its slice, and give all of them to all.
 
     Formal guarantee: every rank leaves with the same bits, those of `NoiseSource.add_to` on one process where the
-    ranks draw alike; the elements that got noise are counted, on all ranks, before it returns. What a rank held
-    outside of its slice before is overwritten.
+    ranks draw alike; the elements that the ranks drew for are counted, and the ranks have the same tensors in the
+    same places, or it does not return. What a rank held outside of its slice before is overwritten.
 
     Args:
         source: draws any part of a tensor.
@@ -109,7 +115,8 @@ def add_in_slices(
         What this rank drew.
 
     Raises:
-        DPConfigError: if the slices of the ranks do not cover each element once: something would leave without noise.
+        DPConfigError: if the slices of the ranks do not cover each element once: something would leave without noise,
+            or two elements with the same.
     """
     whole = cut.whole
     slices = [whole.parts(first, end) for first, end in cut.bounds(ranks.rank, ranks.size)]
@@ -130,12 +137,14 @@ def _check_cover(cut: Cut, noised: Sequence[int], ranks: Ranks) -> None:
         noised: elements that got noise on this rank, of each bucket.
         ranks: the processes of the run.
     """
-    num, reached = cut.whole.num, 0
+    num, places, reached = cut.whole.num, cut.whole.digest(), 0
     bounds = cut.bounds(ranks.rank, ranks.size)
-    rows = [[num, *of_bucket, count] for of_bucket, count in zip(bounds, noised, strict=True)]
+    rows = [[places, *of_bucket, count] for of_bucket, count in zip(bounds, noised, strict=True)]
     everyone = [row for theirs in ranks.gather(torch.tensor(rows)) for row in theirs.tolist()]
-    for their_num, first, end, their_noised in sorted(everyone, key=lambda row: (row[1], row[2])):
-        if (their_num, first, their_noised) != (num, reached, end - first):
+    if any(row[0] != places for row in everyone):
+        raise DPConfigError(_uncovered("the ranks have other tensors in them, or the same in another order"))
+    for _, first, end, their_noised in sorted(everyone, key=lambda row: (row[1], row[2])):
+        if (first, their_noised) != (reached, end - first):
             break
         reached = end
     if reached != num:

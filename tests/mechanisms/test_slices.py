@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise import independent_noise, slices
 from hf_dpopt.noise.slices import Flattened, slice_of
 from hf_dpopt.randomness import ahead
@@ -105,13 +107,28 @@ def _work(size: int, folder: str) -> None:
     found["unlike"] = _released(SHAPES, OnDevice(KEY), ranks)
     cut = slices.slice_of
     slices.slice_of = lambda num, r, n: (cut(num, r, n)[0] + (r == 1 and rank == 1), cut(num, r, n)[1])
-    try:
-        _released(SHAPES, ChaCha20Gaussian(KEY), ranks)
-        found["gap"] = "released"
-    except DPConfigError as error:
-        found["gap"] = str(error)
+    found["gap"] = _said(lambda: _released(SHAPES, ChaCha20Gaussian(KEY), ranks))
+    slices.slice_of = cut
+    found["other order"] = _in_layout(["c", "a", "b"] if rank == 1 else ["a", "b", "c"], ranks)
+    shapes = {"a": (5 + (rank == 1),), "b": (5 - (rank == 1),)}
+    found["other sizes"] = _said(lambda: _released(shapes, ChaCha20Gaussian(KEY), ranks))
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def _in_layout(order: list[str], ranks: Any) -> str:
+    """What a rank says that has tensors of one size in an order of its own, in pieces."""
+    stream, sums = independent_noise(0.8).stream(ChaCha20Gaussian(KEY), 1.3), {name: torch.zeros(12) for name in "abc"}
+    stream.share_over(ranks, Layout.of(order, dict.fromkeys(order, 12)))
+    return _said(lambda: stream.add_(sums, 1))
+
+
+def _said(release: Callable[[], object]) -> str:
+    try:
+        release()
+        return "released"
+    except DPConfigError as error:
+        return str(error)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -144,3 +161,9 @@ class TestProcesses:
         """Before anything is released, also on the ranks whose own slice is whole."""
         for rank in found:
             assert "do not cover the sums" in rank["gap"] and "Nothing was released" in rank["gap"]
+
+    @pytest.mark.parametrize("case", ["other order", "other sizes"])
+    def test_the_ranks_mean_the_same_elements(self, found, case):
+        """Else each slice has noise, two of them have the same, and their difference has none."""
+        for rank in found:
+            assert "another order" in rank[case] and "Nothing was released" in rank[case]
