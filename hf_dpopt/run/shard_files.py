@@ -14,6 +14,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import is_sharded, local_of, rows_over_the_ranks, sharded_like
+from hf_dpopt.run.shard_index import reader_of, writer_to
 
 IN_SHARDS = "tensor in shards"  # a mark's key: number of the tensor in the folder
 
@@ -38,7 +39,7 @@ def write_shards(tree: Any, file: Path) -> Any:
     tensors: dict[str, torch.Tensor] = {}
     rest = _marked(tree, tensors)
     if tensors:
-        dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder_of(file)))
+        dcp.save(tensors, storage_writer=writer_to(folder_of(file)))
     return rest
 
 
@@ -51,7 +52,7 @@ def read_shards(rest: Any, file: Path, like: torch.Tensor) -> Any:
         like: any sharded parameter, for the ranks.
 
     Raises:
-        DPConfigError: if the folder of the shards is not there.
+        DPConfigError: if the folder of the shards is not there, or its index is more than that.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -63,9 +64,10 @@ def read_shards(rest: Any, file: Path, like: torch.Tensor) -> Any:
             "all machines see, or resume from a whole checkpoint."
         )
     if tensors:
+        reader = reader_of(folder_of(file))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder_of(file)))
+            dcp.load(tensors, storage_reader=reader)
     return tree
 
 
