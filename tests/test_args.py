@@ -48,6 +48,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "tuned_runs": ("10", 10.0),
     "privacy_ledger": ("people.jsonl", "people.jsonl"),
     "privacy_ledger_epsilon": ("16", 16.0),
+    "privacy_ledger_entry": ("tuning-1", "tuning-1"),
     "tuned_shape": ("0", 0.0),
     "preconditioner": ("dp2_yogi", "dp2_yogi"),
     "preconditioner_kwargs": ('{"factored": true}', {"factored": True}),

@@ -345,6 +345,40 @@ def plan_tuning(
 
 
 @app.command()
+def tune(
+    command: Annotated[
+        list[str],
+        typer.Argument(help="Behind --, the command that trains, evaluates, saves: -- python train.py .."),
+    ],
+    output_dir: Annotated[Path, typer.Option(help="Folder in which the best run is released.", callback=check_path)],
+    epsilon: Annotated[float, typer.Option(help="Budget of the whole tuning.")],
+    space: Annotated[str, typer.Option(help="Options to draw and their laws: JSON, or a file of it.")],
+    metric: Annotated[str, typer.Option(help="Score by which the best is chosen, as in eval_results.json.")],
+    runs: Annotated[float, typer.Option(help="Mean number of runs; the number itself is secret.")] = 10.0,
+    shape: Annotated[float, flag("tuned_shape", "--shape")] = 1.0,
+    minimize: Annotated[bool, typer.Option(help="The best score is the smallest.")] = False,
+    private_state_dir: Annotated[
+        Path | None, typer.Option(help="Folder for runs and keys, which nobody may look at.", callback=check_path)
+    ] = None,
+    privacy_ledger: Annotated[str | None, flag("privacy_ledger")] = None,
+    privacy_ledger_epsilon: Annotated[float | None, flag("privacy_ledger_epsilon")] = None,
+) -> None:
+    """Train a random number of private runs with random options, and release the best. Nothing of the others.
+
+    Exit code 1: no run gave a score, and nothing was released. A tuning that was interrupted goes on where it was.
+    """
+    from hf_dpopt.cli.tune import Asked, run_tuning
+
+    asked = Asked(
+        command=command, output_dir=output_dir, epsilon=epsilon, space=space, metric=metric, runs=runs, shape=shape,
+        minimize=minimize, private_state_dir=private_state_dir, privacy_ledger=privacy_ledger,
+        privacy_ledger_epsilon=privacy_ledger_epsilon,
+    )  # fmt: skip
+    if not run_tuning(asked):
+        raise typer.Exit(1)
+
+
+@app.command()
 def ledger(
     path: Annotated[Path, typer.Argument(help="A --privacy_ledger.", callback=check_path)],
     as_json: Annotated[bool, typer.Option("--json", help="Print what it says as JSON.")] = False,

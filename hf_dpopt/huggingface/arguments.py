@@ -13,7 +13,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from hf_dpopt.common.checks import check_count
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.huggingface.refusals.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
@@ -158,14 +158,19 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
     def dataset_budget(self) -> DatasetBudget | None:
         """The ledger of the dataset that the run is charged to; None for none."""
-        if self.privacy_ledger is not None:
-            return DatasetBudget(self.privacy_ledger, self.privacy_ledger_epsilon)
-        if self.privacy_ledger_epsilon is not None:
+        for name in ("privacy_ledger_epsilon", "privacy_ledger_entry"):
+            if self.privacy_ledger is None and (value := getattr(self, name)) is not None:
+                raise DPConfigError(
+                    f"{name}={shown(value)} is for a ledger. Add --privacy_ledger FILE, or leave it out."
+                )
+        if self.privacy_ledger_entry is not None and self.tuned_runs is None:
             raise DPConfigError(
-                f"privacy_ledger_epsilon={self.privacy_ledger_epsilon:g} is the budget of a ledger. Add "
-                "--privacy_ledger FILE, or leave it out."
+                f"privacy_ledger_entry={shown(self.privacy_ledger_entry)} is shared by the runs of a tuning, of which "
+                "one is released. Leave it out: every run that is released has an entry of its own."
             )
-        return None
+        if self.privacy_ledger is None:
+            return None
+        return DatasetBudget(self.privacy_ledger, self.privacy_ledger_epsilon, self.privacy_ledger_entry)
 
     def optimizer_name(self) -> str | None:
         """The optimizer of ours that runs, or None for one of transformers'; a filter turns AdamW into ours."""

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import BestRun, TrainOutput
 
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.clipping.capture import Capture
@@ -36,6 +36,7 @@ from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
 from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.room import check_is_whole, room_for_noise
+from hf_dpopt.huggingface.search import search
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
 from hf_dpopt.huggingface.self_check.sharded import self_check_of_shards
 from hf_dpopt.huggingface.shards import (
@@ -134,6 +135,8 @@ class DPTrainerMixin(_Trainer):
         log.show(args.process_index == 0)
         warn_if_alone(os.environ, args.world_size)
         given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
+        own = {"per_example_loss_func": per_example_loss_func, "public_dataset": public_dataset, "preclip": preclip}
+        self._made_of = {**given, **own, "postprocess": tuple(postprocess)}
         refusals.check_loss(
             type(self),
             (Trainer.compute_loss, Seq2SeqTrainer.compute_loss),
@@ -313,6 +316,8 @@ class DPTrainerMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         self._planned()
+        if resume_from_checkpoint == "True":  # as a command line gives it
+            resume_from_checkpoint = True
         refusals.check_resume(resume_from_checkpoint)
         refusals.check_accumulation(self.args)
         checkpoint, goes_on = self._checkpoints.choose(resume_from_checkpoint)
@@ -755,11 +760,35 @@ class DPTrainerMixin(_Trainer):
             self._held_out = before
             give_back(self.model)
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        raise DPConfigError(
-            "`hyperparameter_search` spends a budget per trial, and picking the best is a release of its own. Search "
-            "on public data, or train each setting as a run of its own and add up their epsilons."
-        )
+    def hyperparameter_search(  # type: ignore[override]
+        self,
+        hp_space: Any = None,
+        *,
+        metric: str = "eval_loss",
+        direction: str = "minimize",
+        **others: Any,
+    ) -> BestRun:
+        """Train a random number of runs with options drawn from a space, and release the best alone.
+
+        `target_epsilon` is for all of them; see docs/tuning.md. The best is in `output_dir` and in `self.model`.
+
+        Args:
+            hp_space: option -> values, or ``{"low": 1e-4, "high": 1e-1, "log": True}``.
+            metric: score, as `evaluate` names it.
+            direction: "minimize" or "maximize" it.
+            **others: what stock searches take (backend, n_trials, compute_objective ..): refused.
+        """
+        if others:
+            raise DPConfigError(
+                f"`hyperparameter_search` takes no {', '.join(sorted(others))} here: a backend such as optuna learns "
+                "from runs that are not released, and a number of runs that is known hides nothing. Pass hp_space, "
+                "metric and direction, and set tuned_runs."
+            )
+        return search(self, self._like, hp_space=hp_space, metric=metric, direction=direction)
+
+    def _like(self, model: nn.Module, args: Any) -> Any:
+        """Make a trainer as this one was made, of another model and other arguments."""
+        return type(self)(**{**self._made_of, "model": model, "args": args})
 
     def after_noise(self) -> tuple[str, ...]:
         """Descriptions of what is made of the released gradients, for the report; empty before training."""

@@ -189,6 +189,12 @@ class LedgerOptions:
         unset="that of the ledger",
         more="Its delta is the run's.",
     )
+    privacy_ledger_entry: str | None = option(
+        None,
+        "Name of the entry in the privacy_ledger that the runs of a tuning share: it is charged once for all of them.",
+        unset="an entry of its own",
+        more="With tuned_runs only; `hf-dpopt tune` sets it.",
+    )
 
 
 @dataclass

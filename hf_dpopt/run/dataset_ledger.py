@@ -185,7 +185,7 @@ def reserve(
             )
         _check_budget(ledger, budget)
         charge = ledger.check(reservation, entry)
-        entry = entry if entry in ledger.entries else secrets.token_hex(8)
+        entry = entry or secrets.token_hex(8)
         if entry not in ledger.entries or ledger.entries[entry].charge != charge:
             file.append(
                 {"kind": "charge", "entry": entry, "what": reservation.what, "num_units": reservation.num_units}
@@ -196,10 +196,11 @@ def reserve(
 
 @dataclasses.dataclass(frozen=True)
 class DatasetBudget:
-    """Ledger that a run is charged to: its path, and the budget of one that begins."""
+    """Ledger that a run is charged to: its path, the budget of one that begins, and an entry that runs share."""
 
     path: str | Path
     epsilon: float | None = None
+    entry: str | None = None
 
 
 def charge_run(
@@ -303,7 +304,13 @@ def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | Non
             f"This run is charged to the ledger {before['name']} of its dataset, and no privacy_ledger is named. Give "
             "its path, so that what is charged from now on is seen there."
         )
-    return {"entry": before.get("entry"), "name": before.get("name")}
+    shared = dataset.entry if dataset is not None else None
+    if before and shared not in (None, before["entry"]):
+        raise DPConfigError(
+            f"This run is charged to the entry {before['entry']} of its ledger, and {shared} is named now. Leave "
+            "privacy_ledger_entry out."
+        )
+    return {"entry": before.get("entry") or shared, "name": before.get("name")}
 
 
 def _check_budget(ledger: DatasetLedger, budget: float | None) -> None:

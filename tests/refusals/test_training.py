@@ -23,7 +23,7 @@ def test_accumulation_that_is_changed_after_the_trainer_was_made(between, argume
 
 def test_hyperparameter_search(arguments):
     trainer = DPTrainer(bert(), arguments(), train_dataset=records())
-    with pytest.raises(DPConfigError, match="budget per trial.*add up their epsilons"):
+    with pytest.raises(DPConfigError, match="budget per run.*tuned_runs=10.*add up their epsilons"):
         trainer.hyperparameter_search()
 
 

@@ -1,0 +1,1 @@
+"""Accounted tuning: a random number of private runs with random options, of which only the best is released."""
