@@ -100,7 +100,7 @@ def from_junit(report: Path) -> Record:
     """The record of a report of pytest's `--junitxml`; wall time where it has no processor time."""
     cases, fixtures = {}, defaultdict(float)
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        if case.find("skipped") is not None:
+        if case.find("skipped") is not None or case.find("error") is not None:
             continue
         properties = {
             one.get("name", ""): float(one.get("value", "")) for one in case.iter("property") if _is_ours(one)

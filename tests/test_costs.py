@@ -19,6 +19,7 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_costs.TestIt" name="test_y[a]@group" time="8" />
 <testcase classname="tests.test_costs.TestIt" name="test_y[b]@group" time="0.1" />
 <testcase classname="tests.test_costs" name="test_z" time="0.1"><skipped /></testcase>
+<testcase classname="tests.test_costs" name="test_w" time="0.1"><error /></testcase>
 </testsuite></testsuites>"""
 
 
@@ -43,8 +44,9 @@ def test_cases_far_from_the_others_have_a_record_of_their_own(record):
     assert record.functions()["tests/test_costs.py::TestIt::test_y"] == 8
 
 
-def test_what_was_skipped_has_no_cost(record):
+def test_what_was_skipped_or_never_ran_has_no_cost(record):
     assert record.of_case("tests/test_costs.py::test_z") is None
+    assert record.of_case("tests/test_costs.py::test_w") is None
 
 
 def test_fixtures_that_tests_share_are_recorded_apart(record):
