@@ -429,7 +429,7 @@ def test_flags_have_the_name_of_the_option_and_dashes_are_underscores(run: Run, 
 def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
     code, out, _ = run("--help")
     lines = out.partition("Commands:\n")[2].splitlines()
-    commands = ["plan", "report", "verify", "audit", "scan", "doctor", "plan-tuning", "ledger", "plan-head"]
+    commands = ["plan", "report", "verify", "audit", "scan", "doctor", "plan-tuning", "tune", "ledger", "plan-head"]
     assert code == 0 and [line.split()[0] for line in lines] == commands
     assert all(line.endswith(".") and not line.endswith("...") for line in lines)  # whole sentences
 

@@ -363,7 +363,7 @@ def tune(
     privacy_ledger: Annotated[str | None, flag("privacy_ledger")] = None,
     privacy_ledger_epsilon: Annotated[float | None, flag("privacy_ledger_epsilon")] = None,
 ) -> None:
-    """Train a random number of private runs with random options, and release the best. Nothing of the others.
+    """Train a random number of private runs, and release the best. Nothing of the others is released.
 
     Exit code 1: no run gave a score, and nothing was released. A tuning that was interrupted goes on where it was.
     """
