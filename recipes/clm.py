@@ -58,6 +58,7 @@ def main(argv: list[str]) -> None:
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
     running.set_up(training_args)
+    running.check_evaluates_exactly(training_args)
     tables = load_tables(model_args, data_args, training_args)
     kind = find_kind(tables, data_args)
     tokenizer, model = load_model(model_args)

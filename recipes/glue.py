@@ -89,13 +89,14 @@ def main(argv: list[str]) -> None:
         collate = default_data_collator
     metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
 
+    compute_metrics = compute_metrics_with(metric, is_regression=data.labels is None)
     trainer_class = Trainer if data_args.non_private else DPTrainer
     trainer = trainer_class(
         model=model,
         args=training_args,
         train_dataset=inputs["train"] if training_args.do_train else None,
         eval_dataset=next(iter(evaluation_splits(inputs).values()), None) if training_args.do_eval else None,
-        compute_metrics=compute_metrics_with(metric, is_regression=data.labels is None),
+        compute_metrics=None if running.has_private_evaluation(training_args) else compute_metrics,
         processing_class=tokenizer,
         data_collator=collate,
     )
@@ -172,7 +173,8 @@ def evaluate(trainer: Trainer, splits: dict[str, Any]) -> dict[str, float]:
         metrics = trainer.evaluate(eval_dataset=split)
         if name.endswith("_mismatched"):
             metrics = {f"{key}_mm": value for key, value in metrics.items()}
-        metrics["eval_samples" + ("_mm" if name.endswith("_mismatched") else "")] = len(split)
+        if not running.has_private_evaluation(trainer.args):
+            metrics["eval_samples" + ("_mm" if name.endswith("_mismatched") else "")] = len(split)
         trainer.log_metrics("eval", metrics)
         combined |= metrics
     trainer.save_metrics("eval", combined)
@@ -234,7 +236,8 @@ def summary(
     what = f"{model_args.model_name_or_path}{start} ({num_parameters:,} trained parameters) on {on}"
     lines = [("what was run", what)]
     validation = next(iter(evaluation_splits(splits).values()), None)
-    if results and validation is not None and data.labels is not None:
+    is_exact = not running.has_private_evaluation(trainer.args)
+    if results and validation is not None and data.labels is not None and is_exact:
         majority = np.bincount(validation["label"]).max() / len(validation)
         lines.append(("majority class", f"{majority:.1%} accuracy"))
     shown = [f"{k.removeprefix('eval_')} {v:.4f}" for k, v in results.items() if running.is_score(k)]

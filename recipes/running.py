@@ -38,6 +38,24 @@ def set_up_logging(training_args: DPTrainingArguments) -> None:
     transformers.utils.logging.set_verbosity(training_args.get_process_log_level())
 
 
+def has_private_evaluation(training_args: DPTrainingArguments) -> bool:
+    """Whether metrics are released with noise: then nothing else of the evaluation set may be printed."""
+    return training_args.eval_data_privacy == "private"
+
+
+def check_evaluates_exactly(training_args: DPTrainingArguments) -> None:
+    """Refuse a private evaluation set where the recipe computes exact metrics of its own.
+
+    Raises:
+        DPConfigError: naming the recipe that releases noisy ones.
+    """
+    if has_private_evaluation(training_args):
+        raise DPConfigError(
+            "eval_data_privacy='private' is not supported by this recipe, which prints exact perplexities. Use "
+            "recipes/glue.py or DPTrainer itself, evaluate on public data, or leave out --do_eval."
+        )
+
+
 def train(trainer: Trainer, training_args: DPTrainingArguments) -> None:
     """Training, and what of its numbers may be kept."""
     result = trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)

@@ -51,6 +51,7 @@ def main(argv: list[str]) -> None:
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
     running.set_up(training_args)
+    running.check_evaluates_exactly(training_args)
     tables = sources.load_used(model_args, data_args, training_args, kinds=TEXT_EXTENSIONS)
     tokenizer, model = load_model(model_args)
     if data_args.generate:

@@ -41,13 +41,21 @@ def test_the_clipped_sum_equals_that_of_one_process(folders):
         assert reference.relative_error(got, want) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["noise", "blt", "dp2", "adadps", "users", "local", "query"])
+@pytest.mark.parametrize("name", ["noise", "blt", "dp2", "adadps", "users", "local", "query", "metrics"])
 def test_noise_is_added_once(folders, name):
     one, two = folders
     _, alone = _load(one, name, 0)
     _, rank0 = _load(two, name, 0)
     for got, want in zip(rank0["grads"], alone["grads"], strict=True):
         assert reference.relative_error(got, want) < 1e-5  # the same key gives the same noise, not twice or half of it
+
+
+def test_numbers_of_the_units_are_summed_once_over_the_ranks(folders):
+    one, two = folders
+    (alone, _), (rank0, _), (rank1, _) = _load(one, "metrics", 0), _load(two, "metrics", 0), _load(two, "metrics", 1)
+    assert len(alone["numbers"]) >= 10  # a line each step; ranks may have had no unit
+    assert rank0["numbers"] == pytest.approx(alone["numbers"], rel=1e-3)
+    assert rank1["numbers"] == rank0["numbers"]
 
 
 @pytest.mark.parametrize("name", [

@@ -56,6 +56,7 @@ def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
         "planned": trainer.plan.epsilon(),
         "drawn": [trainer._run.draw(s).tolist() for s in range(1, 6)],
         "wrapped": type(trainer.model_wrapped).__name__,
+        "numbers": [v for log in trainer.state.log_history for k, v in log.items() if k.startswith("private_")],
     }
     (folder / f"{name}-{rank}.json").write_text(json.dumps(facts))
 
@@ -137,6 +138,10 @@ def main(folder: Path) -> None:
     run(
         folder, "query", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED, preconditioner="one_query", optim="sgd",
         noise_mechanism="nu_dpftrl",
+    )  # fmt: skip
+    run(
+        folder, "metrics", noise_multiplier=1.0, unsafe_fixed_noise_key=FIXED, log_private_metrics=0.3,
+        expected_batch_size=4,
     )  # fmt: skip
     users = {
         "privacy_unit": "user", "user_id_column": "author", "records_per_user": 20, "expected_batch_size": 5,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from hf_dpopt.clipping.contributions import Contribution, Dense, flat_by_record
+from hf_dpopt.clipping.measures import MEASURES, Measures
 from hf_dpopt.clipping.products import wide
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.sharding import any_sharded, is_sharded, local_of, sharded_like, sum_to_shard
@@ -94,6 +95,22 @@ class ClippedSum:
         self._final: dict[str, torch.Tensor] = {}
         self._take: Taker | None = None  # of what is final, while the last contributions come
         self._count = 0.0  # of units, +1/2 for one within the clip and -1/2 for one that was clipped
+        self._measures: Measures | None = None
+        self._measured: torch.Tensor | None = None
+
+    def take_measures(self, measures: Measures) -> None:
+        """Sum the numbers of the units beside the gradients, too; before the first unit is added."""
+        self._measures, self._measured = measures, measures.nothing()
+
+    def measure(self, losses_U: torch.Tensor, squares: Mapping[str, torch.Tensor]) -> None:
+        """Add the numbers of units, each of them once, where they are summed.
+
+        Args:
+            losses_U: their losses, (U,).
+            squares: group of parameters -> squared norms before the clip, (U,).
+        """
+        if self._measures is not None and self._measured is not None:
+            self._measured += self._measures.total_of(losses_U, squares)
 
     def count(self, is_clipped_U: torch.Tensor) -> None:
         """Count units that were not dropped and have a gradient: one without adds nothing to anything."""
@@ -215,4 +232,6 @@ class ClippedSum:
         if self.scale is not None and self.scale.count_weight:
             first = local_of(next(iter(sums.values())))
             sums[COUNT] = first.new_tensor([self.scale.count_weight * self._count])
+        if self._measured is not None:
+            sums[MEASURES] = self._measured.to(local_of(next(iter(sums.values()))))
         return ClippedSums(sums)

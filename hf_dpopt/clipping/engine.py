@@ -85,6 +85,7 @@ class ClippingEngine(abc.ABC):
         #: Whether a forward is a collective: weights of the model, trained or not, lie in shards.
         self.is_collective = any_sharded(model.parameters())
         self._leaves_out = False  # see `leaving_out`
+        self._weights_U: torch.Tensor | None = None  # of the losses of the units of a batch, in their sums
 
     @property
     def order_of_sums(self) -> list[str]:
@@ -128,7 +129,9 @@ class ClippingEngine(abc.ABC):
         keep_U = usable(squares)
         return torch.zeros_like(keep_U) if self._leaves_out else keep_U
 
-    def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+    def add_clipped(
+        self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor], losses_U: torch.Tensor | None = None
+    ) -> UnprivatizedStatistics:
         """Clip vectors that units have already computed, and add them to `sums`.
 
         For users who were summed in parts, or trained locally. Memory is that of the vectors.
@@ -136,6 +139,7 @@ class ClippingEngine(abc.ABC):
         Args:
             sums: made by `empty_sum`.
             gradients: name -> (U, *shape of the parameter), for every trainable parameter.
+            losses_U: losses of the units, where their numbers are summed as well.
         """
         assert gradients.keys() == self.parameters.keys(), gradients.keys() ^ self.parameters.keys()
         first = next(iter(gradients.values()))
@@ -151,7 +155,8 @@ class ClippingEngine(abc.ABC):
             for name, use in uses.items():
                 for part in scale.summed(name, use):
                     sums.add(name, part.select(keep_U), factors[self.clipping.group(name)][keep_U])
-            return self._statistics(sums, zeros_U, squares, factors, keep_U)
+            self._weights_U = None
+            return self._statistics(sums, zeros_U if losses_U is None else losses_U, squares, factors, keep_U)
 
     def gradient_of(self, parts: Iterable[LossFunction]) -> dict[str, torch.Tensor]:
         """Unclipped ``sum over the parts of grad sum_b loss_b``, by plain backwards.
@@ -188,6 +193,7 @@ class ClippingEngine(abc.ABC):
                 f"The loss has shape {tuple(losses_B.shape)}; expected one value per record, ({num_records},). "
                 "A loss that mixes records cannot be made private: return the per-record losses."
             )
+        self._weights_U = None if units is None else units.weights_U
         return losses_B if units is None else units.summed(losses_B)
 
     def _backward(self, losses_B: torch.Tensor, *, keep_graph: bool = False) -> None:
@@ -227,6 +233,8 @@ class ClippingEngine(abc.ABC):
         sums.count(is_clipped_B[keep_B & has_gradient_B])
         if self._leaves_out:
             return UnprivatizedStatistics()
+        weights_B = 1.0 if self._weights_U is None else self._weights_U.to(losses_B.device)
+        sums.measure(losses_B.detach() / weights_B, squares)
         return UnprivatizedStatistics(
             num_records=losses_B.numel(),
             loss_sum=float(losses_B.detach()[keep_B].sum()),

@@ -25,11 +25,15 @@ class Units:
 
     Args:
         sizes: rows of each unit, >= 1.
+        weights_U: what the losses of the rows of a unit were multiplied by, added up, (U,); None for 1.
+
+    Attributes:
+        weights_U: the same.
     """
 
-    def __init__(self, sizes: Sequence[int]):
+    def __init__(self, sizes: Sequence[int], weights_U: torch.Tensor | None = None):
         assert sizes and min(sizes) >= 1, sizes
-        self.sizes = tuple(sizes)
+        self.sizes, self.weights_U = tuple(sizes), weights_U
         self._largest = max(sizes)
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None  # query, key and value layers read the same input
 

@@ -69,6 +69,11 @@ def _on_subspace(args: Any, lora_r: int) -> Iterator[Refusal]:
         "Use --noise_mechanism gaussian.",
     )
     yield (
+        args.log_private_metrics is not None,
+        "`log_private_metrics` releases numbers in every step, and of a head only the final weights leave.",
+        "Leave it out, or finetune with DPTrainer.",
+    )
+    yield (
         args.clipping_quantile is not None,
         "`clipping_quantile` adapts a clip, and gradients are bounded by --feature_norm here.",
         "Leave it out.",
@@ -130,6 +135,11 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
         f"noise_mechanism={args.noise_mechanism!r}: later steps take correlated noise back, and what is left at the "
         "end hides less than the bound on the last iterate needs.",
         FINETUNE,
+    )
+    yield (
+        args.log_private_metrics is not None,
+        "`log_private_metrics` releases numbers in every step, and of a head only the final weights leave.",
+        "Leave it out, or finetune with DPTrainer.",
     )
     yield (
         args.preconditioner not in (None, "none", "identity") or args.clipping_quantile is not None,

@@ -23,6 +23,7 @@ from hf_dpopt.plan.options import (
     AfterNoiseOptions,
     DeprecatedOptions,
     EngineOptions,
+    EvaluationOptions,
     LedgerOptions,
     NoiseOptions,
     PreconditionerOptions,
@@ -43,6 +44,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     PreconditionerOptions,
     NoiseOptions,
     RecipeOptions,
+    EvaluationOptions,
     LedgerOptions,
     TuningOptions,
     PrivacyOptions,
@@ -68,6 +70,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         "noise_kwargs",
         "preconditioner_kwargs",
         "filter_kwargs",
+        "private_metrics_kwargs",
     ]
 
     optim: str = field(
@@ -120,7 +123,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
                 "leave user_id_column out."
             )
         values = {name: getattr(self, name) for name in names}
-        for name in ("noise_kwargs", "preconditioner_kwargs"):
+        for name in ("noise_kwargs", "preconditioner_kwargs", "private_metrics_kwargs"):
             values[name] = values[name] or {}
         values["local_training"] = self._local_training()
         if self.privacy_unit == "user" and self.records_per_user is None:

@@ -99,6 +99,7 @@ class ReleaseGuard:
             released_files=self._released or self._released_before(),
             meaning=meaning_of_plan(plan, self.charged()),
             unvetted=unvetted_stages(plan),
+            evaluations=trainer._private_evaluation.facts or self._evaluated_before(),
         )
 
     def _replace_one(self) -> float | None:
@@ -124,6 +125,13 @@ class ReleaseGuard:
         """Digests in the report that lies there; none if there is no report that can be read."""
         try:
             return read_report(self.trainer.args.output_dir).released_files
+        except DPConfigError:
+            return {}
+
+    def _evaluated_before(self) -> dict[str, Any]:
+        """Private evaluations in the report that lies there; none if there is no report that can be read."""
+        try:
+            return read_report(self.trainer.args.output_dir).evaluations
         except DPConfigError:
             return {}
 

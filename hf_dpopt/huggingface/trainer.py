@@ -32,6 +32,8 @@ from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
+from hf_dpopt.huggingface.private_evaluation import PrivateEvaluation, check_private_evaluation, refuse_exact
+from hf_dpopt.huggingface.private_metrics import announce_metrics, complete_metrics
 from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
 from hf_dpopt.huggingface.release import ReleaseGuard
@@ -151,6 +153,7 @@ class DPTrainerMixin(_Trainer):
         datasets = {name: given.get(name) for name in ("train_dataset", "eval_dataset")}
         refusals.check_datasets(**datasets, public_dataset=public_dataset)
         refusals.check_public(public_dataset)
+        check_private_evaluation(args, given)
         # Some trainers load the model or wrap it in an adapter themselves; it is checked when they are through.
         is_final = isinstance(model, nn.Module) and given.get("peft_config") is None
         if is_final:
@@ -165,10 +168,10 @@ class DPTrainerMixin(_Trainer):
         self.printed_rows = warn_of_printed_rows()
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
         asked = ("model", "peft_config", "optimizers", "optimizer_cls_and_kwargs")
+        self._per_example_loss_func = per_example_loss_func
         self._recipe, self._given = Recipe(), {"preclip": preclip, **{key: given.get(key) for key in asked}}
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, args.expected_batch_size or expected)
-        self._per_example_loss_func = per_example_loss_func
         self._run: PrivateRun | None = None
         self._self_check = "not run"
         self._preemption, self._begins_anew = Preemption(), True
@@ -184,6 +187,7 @@ class DPTrainerMixin(_Trainer):
             self._complete_recipe(args)
         self._check_records_are_kept()
         self._release = ReleaseGuard(self)
+        self._private_evaluation = PrivateEvaluation(self)
 
     # --- plan --------------------------------------------------------------------------------------------------------
 
@@ -200,6 +204,7 @@ class DPTrainerMixin(_Trainer):
         self._training_rows = TrainingRows(train_dataset)
         refusals.check_data(self._training_rows, given.get("eval_dataset"), given.get("data_collator"))
         self._check_unit(train_dataset, {**given, "args": args})
+        complete_metrics(args, given.get("model"), self._per_example_loss_func)
         config = args.privacy_config(expected)
         num_examples = len(train_dataset)
         if config.privacy_unit == "user":
@@ -487,6 +492,7 @@ class DPTrainerMixin(_Trainer):
             f"{sum(run.charged)} already charged"
         )
         announce(plan, self.args, {**self._given, "model": self.model}, self._recipe)
+        announce_metrics(run, max(1, int(self.state.logging_steps or 1)))
         if not plan.strategy.is_independent:
             logger.info(
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
@@ -631,6 +637,8 @@ class DPTrainerMixin(_Trainer):
         if self.plan is not None and self._run is not None:
             if self.args.log_unprivatized and "grad_norm" in logs:
                 self._print_unprivatized()
+            if "learning_rate" in logs:  # a line of training
+                logs |= self._run.metrics.read()
             logs["epsilon"] = self.plan.epsilon(tuple(self._run.charged), is_for_log=True)
         super().log(logs, start_time)
 
@@ -726,11 +734,34 @@ class DPTrainerMixin(_Trainer):
         self._release.check(Path(self.args.output_dir), is_thorough=True)
         super()._push_from_checkpoint(checkpoint_folder)
 
-    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> dict[str, float]:
         with self._only_on_held_out(eval_dataset):
-            return super().evaluate(eval_dataset, *args, **kwargs)
+            if self.args.eval_data_privacy == "private":
+                return self._evaluate_privately(eval_dataset, metric_key_prefix)
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+
+    def _evaluate_privately(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """Noisy metrics of a private set, or of several by their names, logged as the stock ones are."""
+        dataset = self.eval_dataset if dataset is None else dataset
+        if isinstance(dataset, str):
+            sets: Any = self.eval_dataset
+            dataset, prefix = sets[dataset], f"{prefix}_{dataset}"
+        if isinstance(dataset, dict):
+            each = [self._evaluate_privately(one, f"{prefix}_{name}") for name, one in dataset.items()]
+            return {name: value for metrics in each for name, value in metrics.items()}
+        metrics = self._private_evaluation.evaluate(dataset, prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_exact(self.args, "evaluation_loop")
+        return super().evaluation_loop(*args, **kwargs)
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        refuse_exact(self.args, "predict")
         with self._only_on_held_out(test_dataset):
             return super().predict(test_dataset, *args, **kwargs)
 

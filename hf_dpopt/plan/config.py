@@ -36,10 +36,16 @@ from hf_dpopt.plan.options import (
     documented,
     option,
 )
+from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.preclip import PRECLIPS, make_preclip
 from hf_dpopt.sampling import SAMPLERS
 
 AUTO = {"auto": None}
+_MAPPINGS = {  # option -> example
+    "noise_kwargs": '{"num_buffers": 3}',
+    "preconditioner_kwargs": '{"delay": 200}',
+    "private_metrics_kwargs": '{"loss_bound": 2}',
+}
 REGISTRIES: dict[str, Mapping[str, Any]] = {  # option -> names that are allowed, besides its choices
     "clipping": CLIPPINGS,
     "sampling": ChainMap(SAMPLERS, AUTO),
@@ -85,6 +91,8 @@ class PrivacyConfig:
     noise_rng: NoiseRng = copy_option("noise_rng")
     preconditioner: str = copy_option("preconditioner")
     preconditioner_kwargs: Mapping[str, Any] = copy_option("preconditioner_kwargs")
+    log_private_metrics: float | None = copy_option("log_private_metrics")
+    private_metrics_kwargs: Mapping[str, Any] = copy_option("private_metrics_kwargs")
     amplification_samples: int = copy_option("amplification_samples")
     unsafe_fixed_noise_key: str | None = copy_option("unsafe_fixed_noise_key")
 
@@ -170,12 +178,32 @@ class PrivacyConfig:
             if "choices" in field.metadata or field.name in REGISTRIES:
                 allowed = (*field.metadata.get("choices", ()), *REGISTRIES.get(field.name, ()))
                 check_choice(field.name, getattr(self, field.name), allowed)
-        for name, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"delay": 200}')):
+        for name, example in _MAPPINGS.items():
             object.__setattr__(self, name, _plain_options(name, getattr(self, name), example))
         make_preclip(self.preconditioner, self.preconditioner_kwargs)  # refuses what it does not know
         if self.noise_restart_every is not None:
             check_count("noise_restart_every", self.noise_restart_every)
         self._check_users()
+        self._check_private_metrics()
+
+    @property
+    def private_metrics(self) -> PrivateMetrics | None:
+        """Noisy numbers about the units of a step; None for none.
+
+        Raises:
+            DPConfigError: if no bound on a loss was declared.
+        """
+        return PrivateMetrics.of(self.log_private_metrics, self.private_metrics_kwargs)
+
+    def _check_private_metrics(self) -> None:
+        any_bound = {"loss_bound": 1.0} if self.log_private_metrics is not None else {}  # a trainer knows it later
+        checked = PrivateMetrics.of(self.log_private_metrics, {**any_bound, **self.private_metrics_kwargs})
+        if checked is not None and self.local_training is not None:
+            raise DPConfigError(
+                f"log_private_metrics={self.log_private_metrics} has no loss to sum where users train: they give how "
+                "far their weights moved, after several steps of their own. Leave log_private_metrics out, or the "
+                "local_ options."
+            )
 
     def _check_users(self) -> None:
         if self.local_training is not None:

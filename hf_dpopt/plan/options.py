@@ -144,10 +144,28 @@ class PrivacyOptions:
         "Every row is a whole record, though rows look like blocks or windows of text (one length, nothing padded; "
         "text shared by neighbours). The privacy statement repeats it.",
     )
+    log_private_metrics: float | None = option(
+        None,
+        "Share of every step's budget for noisy numbers in the log, such as 0.02: private_loss, "
+        "private_clip_fraction, private_norm_p50 and _p90 (in clipping norms). Epsilon stays; the noise of the "
+        "gradients grows by 1 / sqrt(1 - share).",
+        unset="no such numbers",
+        more="In (0, 1). They are released with the gradient as one vector: docs/private_metrics.md.",
+    )
+    private_metrics_kwargs: dict[str, Any] | str | None = option(
+        None,
+        'Their options as JSON: \'{"loss_bound": 2, "loss_share": 0.5, "norm_thresholds": [0.5, 1, 2]}\'. Losses of '
+        "single records above loss_bound count as that.",
+        unset="loss_bound 5 ln(labels) for classification, ln(vocabulary) for language models",
+        more="loss_bound is public: declare it, and do not look it up in the data. For other losses, and in a "
+        "`PrivacyConfig`, it has to be given.",
+    )
     eval_data_privacy: str = option(
         "undeclared",
-        "Whose data the evaluation set is; repeated in the privacy statement, evaluation data is not protected.",
-        choices=("undeclared", "public", "not_protected"),
+        "Whose data the evaluation set is; repeated in the privacy statement. Evaluation data is not protected, "
+        "unless it is private.",
+        more="private: metrics are released with noise, at a budget of its own (eval_target_epsilon).",
+        choices=("undeclared", "public", "not_protected", "private"),
     )
     data_dependent_preprocessing: str = option(
         "not declared",
@@ -194,6 +212,31 @@ class LedgerOptions:
         "Name of the entry in the privacy_ledger that the runs of a tuning share: it is charged once for all of them.",
         unset="an entry of its own",
         more="With tuned_runs only; `hf-dpopt tune` sets it.",
+    )
+
+
+@dataclass
+class EvaluationOptions:
+    """Private evaluation set: for `--eval_data_privacy private`, which releases loss, accuracy and F1 with noise."""
+
+    eval_target_epsilon: float | None = option(
+        None,
+        "Privacy budget of the people in the evaluation set, over all evaluations; the noise is calibrated to it.",
+        more="The set is another one than the training set: to somebody who is in both, the epsilons add up.",
+    )
+    eval_target_delta: float | None = option(
+        None, "Its delta.", unset="as for target_delta, n the number of evaluation records"
+    )
+    eval_times: int | None = option(
+        None,
+        "Evaluations that eval_target_epsilon is shared out over: the fewer, the less noise. More are refused.",
+        unset="those that eval_strategy asks for, and one at the end",
+        more="An evaluation of the same weights again costs nothing: it gives the same answer.",
+    )
+    eval_loss_bound: float | None = option(
+        None,
+        "Losses of single evaluation records above count as this; declared, not looked up in the data.",
+        unset="5 ln(labels) for classification, ln(vocabulary) for language models",
     )
 
 
@@ -404,6 +447,7 @@ GROUPS = (
     PrivacyOptions,
     TuningOptions,
     LedgerOptions,
+    EvaluationOptions,
     RecipeOptions,
     NoiseOptions,
     PreconditionerOptions,

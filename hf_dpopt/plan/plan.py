@@ -28,6 +28,7 @@ from hf_dpopt.plan.bounds import check_sizes
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.crossing import choose_noise_across
 from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed, with_opening
+from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.plan.resolve import stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
 from hf_dpopt.randomness.cipher import stream_of
@@ -42,7 +43,7 @@ RESUME_KEYS = (
     "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
     "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
     "noise_at_changes", "noise_strategy", "noise_rng", "is_private", "preclip", "users", "earlier_runs",
-    "opening_noise", "tuned",
+    "opening_noise", "tuned", "private_metrics",
 )  # fmt: skip
 
 
@@ -107,7 +108,15 @@ class PrivacyPlan:
     def sensitivity_ratio(self) -> float:
         """Sensitivity of all that a step sums / that of one clipped sum; unitless, >= 1."""
         per_clip = self.draw_stddev * SENSITIVITY_FACTOR[self.adjacency]
-        return self.preclip.sensitivity_ratio(per_clip, self.sampler.expected_batch_size)
+        ratio = self.preclip.sensitivity_ratio(per_clip, self.sampler.expected_batch_size)
+        if self.private_metrics is None:
+            return ratio
+        return self.private_metrics.sensitivity_ratio(ratio, self.preclip.num_queries)
+
+    @property
+    def private_metrics(self) -> PrivateMetrics | None:
+        """Noisy numbers that are released with the gradients of a step; None for none."""
+        return self.config.private_metrics
 
     @property
     def strategy(self) -> NoiseStrategy:
@@ -319,6 +328,7 @@ class PrivacyPlan:
             "preclip": self.preclip.parameters(),
             "num_queries": self.preclip.num_queries,
             **({} if self.preclip.opening is None else {"opening_noise": opening_noise(self.preclip)}),
+            **({} if self.private_metrics is None else {"private_metrics": self.private_metrics.parameters()}),
             "is_private": self.is_private,
             "noise_rng": self.noise_stream,  # earlier releases refuse to go on with one that they do not know
             "num_steps": self.num_steps,
@@ -425,7 +435,9 @@ def build_plan(
     mechanism = _make_mechanism(config, strategy, sampler, noise_multiplier, noise_steps)
     per_clip = noise_multiplier * mechanism.sensitivity() * SENSITIVITY_FACTOR[config.adjacency]
     # refuses a count that costs more than the budget
-    preclip.sensitivity_ratio(per_clip, sampler.expected_batch_size)
+    ratio = preclip.sensitivity_ratio(per_clip, sampler.expected_batch_size)
+    if config.private_metrics is not None:
+        config.private_metrics.sensitivity_ratio(ratio, preclip.num_queries)
     return PrivacyPlan(
         config=config,
         num_examples=int(num_examples),

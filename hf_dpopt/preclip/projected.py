@@ -108,7 +108,9 @@ class ProjectingEngine(ClippingEngine):
             sums.add(COORDINATES, Dense(u_Bk[keep_B]), factors[group][keep_B])
         return self._statistics(sums, losses_B, squares, factors, keep_B)
 
-    def add_clipped(self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor]) -> UnprivatizedStatistics:
+    def add_clipped(
+        self, sums: ClippedSum, gradients: Mapping[str, torch.Tensor], losses_U: torch.Tensor | None = None
+    ) -> UnprivatizedStatistics:
         assert gradients.keys() == self.parameters.keys(), gradients.keys() ^ self.parameters.keys()
         with torch.no_grad(), full_precision(next(iter(gradients.values())).device.type):
             parts = [coordinates(Dense(g_U), self.subspace.basis[name]) for name, g_U in gradients.items()]
@@ -117,7 +119,9 @@ class ProjectingEngine(ClippingEngine):
             factors, keep_U = self.clipping.factors(squares), usable(squares)
             for factors_U in factors.values():
                 sums.add(COORDINATES, Dense(u_Uk[keep_U]), factors_U[keep_U])
-        return self._statistics(sums, torch.zeros(len(u_Uk)), squares, factors, keep_U)
+        self._weights_U = None
+        losses_U = torch.zeros(len(u_Uk)) if losses_U is None else losses_U
+        return self._statistics(sums, losses_U, squares, factors, keep_U)
 
 
 def coordinates(use: Contribution, basis: torch.Tensor) -> torch.Tensor:

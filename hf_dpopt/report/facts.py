@@ -17,7 +17,7 @@ from hf_dpopt.common.kinds import check_kind
 
 REPORT_VERSION = 4
 READABLE = (2, 3, 4)  # older versions lack some of the fields that have a default here
-LATER_FIELDS = {"unit_declared", "printed_rows", "steps_lost", "released_files", "meaning", "unvetted"}
+LATER_FIELDS = {"unit_declared", "printed_rows", "steps_lost", "released_files", "evaluations", "meaning", "unvetted"}
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
@@ -68,6 +68,7 @@ class RunFacts:
             reports and without a promise.
         unvetted: stages between a record and the noise that are no part of the package, as "kind name"; their
             proofs are those of their authors.
+        evaluations: budget of the private evaluation set and what was charged; empty where there was none.
     """
 
     plan: dict[str, Any]
@@ -97,6 +98,7 @@ class RunFacts:
     released_files: dict[str, str] = dataclasses.field(default_factory=dict)
     meaning: dict[str, Any] = dataclasses.field(default_factory=dict)
     unvetted: tuple[str, ...] = ()
+    evaluations: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def not_private_reasons(self) -> tuple[str, ...]:
@@ -128,6 +130,8 @@ class RunFacts:
         content = {"report_version": REPORT_VERSION, "private": not self.not_private_reasons} | dataclasses.asdict(
             self
         )
+        if not self.evaluations:  # earlier releases do not know the field
+            content.pop("evaluations")
         return json.dumps(spell_infinity(content), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod

@@ -156,10 +156,12 @@ def render_statement(facts: RunFacts) -> str:
         _DECLARED.format(seen=plain(facts.unit_declared)) if facts.unit_declared else "",
         "## What is covered",
         _COVERED,
+        "## What protects the evaluation data" if facts.evaluations else "",
+        _evaluations(facts),
         "## What is not released",
         _NOT_RELEASED,
         "## What is not covered",
-        _bullets([*map(_braced, _printed(facts)), *_NOT_COVERED]).format(
+        _bullets([*map(_braced, _printed(facts)), *_not_covered(facts)]).format(
             evaluation=_declared(facts.eval_data_privacy),
             preprocessing=_declared(facts.data_dependent_preprocessing),
             earlier=", or later steps of the runs that are named above" if facts.plan.get("earlier_runs") else "",
@@ -265,6 +267,7 @@ def _numbers(facts: RunFacts) -> str:
         "noise mechanism": _noise(plan),
         "clipping norm C, clipping rule": f"{plan['clipping_norm']:g}, `{plan['clipping']}`",
         "preconditioner before the clip": _preconditioner(plan),
+        **_private_metrics(plan),
         "sampler": f"`{plan['sampler']['name']}`",
         f"{_sampled_elements(plan)} n, expected batch size, sampling rate q": (
             f"{plan['num_examples']}, {plan['expected_batch_size']}, {sample_rate:.6g}"
@@ -274,6 +277,21 @@ def _numbers(facts: RunFacts) -> str:
         **_recipe(plan),
     }
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())])
+
+
+def _private_metrics(plan: dict[str, Any]) -> dict[str, str]:
+    """Row of the noisy numbers that were released with the gradients; empty where there were none."""
+    metrics = plan.get("private_metrics")
+    if metrics is None:
+        return {}
+    units, share = _plural(plan), metrics["share"]
+    says = (
+        f"mean loss (of single {units}, cut to {metrics['loss_bound']:g}) and counts of {units} by the norm of their "
+        "gradient; released in every step with the gradient, noised as one vector, and included in epsilon. They take "
+        f"{share:g} of each step's budget (squared signal to noise): the noise of the gradient is "
+        f"about {1 / math.sqrt(1 - share) - 1:.2%} larger"
+    )
+    return {"noisy numbers in the log (`private_...`)": says}
 
 
 def _recipe(plan: dict[str, Any]) -> dict[str, str]:
@@ -301,6 +319,28 @@ def _told_by_delta(facts: RunFacts) -> str:
     first, last = sizes_with_default(num_units)
     what = f"every n from {first} to {last}" if first < last else f"n = {first} alone"
     return f", the default for {what} ({_plural(facts.plan)})"
+
+
+def _evaluations(facts: RunFacts) -> str:
+    """Paragraph about a private evaluation set; empty where there was none."""
+    made = facts.evaluations
+    if not made:
+        return ""
+    relation = _ADJACENCY[made["adjacency"]].format(unit="record")
+    return (
+        f"Metrics on the evaluation set were released with noise: **epsilon = {round_up(made['target_epsilon'])}, "
+        f"delta = {made['delta']:g}** for its single records, over all evaluations (neighbouring sets: {relation}). "
+        f"{made['num_charged']} were charged so far (epsilon {round_up(made['epsilon_spent'])}), each one Gaussian "
+        f"mechanism of noise multiplier {made['noise_multiplier']:.6g}; ledger `privacy/evaluations.jsonl`, digest "
+        f"`{plain(made['digest'])}`. The choice of a checkpoint, or of the moment to stop, by these metrics costs "
+        "nothing more. This is another dataset than the training set: to somebody who is in both, both epsilons and "
+        "both deltas add up. Files that are evaluated elsewhere, and predictions, are not covered."
+    )
+
+
+def _not_covered(facts: RunFacts) -> list[str]:
+    """Paragraphs on everything that the statement does not cover; a private evaluation set is spoken of elsewhere."""
+    return [text for text in _NOT_COVERED if not (facts.evaluations and text.startswith("The evaluation data:"))]
 
 
 def _weak_delta(facts: RunFacts) -> str:

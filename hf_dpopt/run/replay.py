@@ -46,7 +46,8 @@ def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Se
         for p in engine.parameters.values():
             p.grad = torch.zeros_like(p)
         return False
-    released = run.preclip.receive(_on_device_of(engine, released))
+    released = run.metrics.receive(_on_device_of(engine, released))
+    released = run.preclip.receive(released)
     for stage in chain:
         released = stage(released)
     write_gradients(engine.parameters, released)
@@ -70,7 +71,7 @@ def _answer_again(engine: ClippingEngine, run: PrivateRun, step: int) -> None:
 def _on_device_of(engine: ClippingEngine, released: Released) -> Released:
     def placed(name: str, value: torch.Tensor) -> torch.Tensor:
         p = engine.parameters.get(parameter_of(name))
-        return value.to(first.device) if p is None else cut_like(p, value)  # None: the count of `COUNT`
+        return value.to(first.device) if p is None else cut_like(p, value)  # None: counts and numbers
 
     first = next(iter(engine.parameters.values()))
     return Released({name: placed(name, value) for name, value in released.items()})

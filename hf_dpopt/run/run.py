@@ -13,6 +13,7 @@ import torch
 
 from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.clipping.clipped_sum import COUNT, ClippedSum
+from hf_dpopt.clipping.measures import MEASURES
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.collectives import current_ranks
@@ -44,6 +45,7 @@ from hf_dpopt.run.keys import (
     stays_on_its_chain,
 )
 from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.private_metrics import MetricsAtWork, NoMetrics
 from hf_dpopt.run.recovery import Journals, Recovery
 from hf_dpopt.run.seal import Seal, beginning
 from hf_dpopt.sampling.check import ParticipationCheck
@@ -100,6 +102,7 @@ class PrivateRun:
 
     Attributes:
         recovery: steps that were charged after the checkpoint and are taken again; None for none.
+        metrics: noisy numbers that are released with the gradients.
 
     Raises:
         DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint; for a
@@ -167,6 +170,17 @@ class PrivateRun:
             ParticipationCheck(plan.sampler, self.chain.sampling_key, self._start + 1)
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
             else None
+        )
+        spec = plan.private_metrics
+        self.metrics = (
+            NoMetrics()
+            if spec is None
+            else MetricsAtWork(
+                spec,
+                total=plan.sensitivity / SENSITIVITY_FACTOR[plan.adjacency],
+                clipping_norm=plan.clipper.clipping_norm,
+                has_one_norm=plan.config.clipping == "flat",
+            )
         )
         self.noise_generator = source.name
         self.noise_generator_class = type(drawn_from).__name__
@@ -489,7 +503,9 @@ class PrivateRun:
         # what one unit moves: a clipped sum for each query, and the counts beside them
         counts = [0.0 if scale is None else scale.count_weight / 2 for scale in scales]
         sums = [self.plan.clipper.clipping_norm] * len(scales)
-        moved = SENSITIVITY_FACTOR[self.plan.adjacency] * math.hypot(*sums, *counts)
+        measures = self.metrics.measures()
+        numbers = 0.0 if measures is None else measures.norm
+        moved = SENSITIVITY_FACTOR[self.plan.adjacency] * math.hypot(*sums, *counts, numbers)
         if self.plan.noise_multiplier > 0 and moved > self.plan.sensitivity * (1 + 1e-9):
             raise DPConfigError(
                 f"One unit moves the sums of a step by up to {moved:.6g}, and the noise was calibrated to "
@@ -512,8 +528,11 @@ class PrivateRun:
         order = engine.order_of_sums
         if self.ranks.size > 1 and not engine.is_collective and len(scales) == 1 and order:
             sizes = {name: engine.parameters[name].numel() for name in order}
-            counts = [COUNT] if scales[0] is not None and scales[0].count_weight else []
-            layout = Layout.of([*order, *counts], sizes | dict.fromkeys(counts, 1))
+            counts = {COUNT: 1} if scales[0] is not None and scales[0].count_weight else {}
+            measures = self.metrics.measures()
+            if measures is not None:
+                counts[MEASURES] = len(measures.nothing())
+            layout = Layout.of([*order, *counts], sizes | counts)
         first = next(iter(engine.parameters.values()))
         in_pieces = layout is not None and self.noise.takes_pieces(first.device)
         self.noise.share_over(self.ranks, layout if in_pieces else None)

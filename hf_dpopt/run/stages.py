@@ -60,6 +60,7 @@ class Stages:
         self.chain, self.after = tuple(map(as_postprocess, chain)), tuple(after)
         self._noise = _describe_noise(run)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
+        self._metrics = run.metrics
         for place, stage in enumerate(self.chain):
             stage.set_noise(run.noise_level(self.preclip, self.chain[:place]))
         if isinstance(optimizer, NoiseAwareOptimizer):
@@ -97,7 +98,7 @@ class Stages:
 
     @property
     def _has_state(self) -> bool:
-        kept = (self.preclip.state_dict(), self.chain, self.after)
+        kept = (self.preclip.state_dict(), self.chain, self.after, self._metrics.state_dict())
         return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
 
     def save(self, folder: str | Path, *, writes: bool = True, in_shards: bool = False) -> None:
@@ -151,14 +152,17 @@ class Stages:
                 f"{_join_names(mine)}. Resume with the options that the run began with."
             )
         self.preclip.load_state_dict(state["preclip"])
+        self._metrics.load_state_dict(state.get("private_metrics", {}))
         for stage, of_stage in zip(self.chain + self.after, state["stages"], strict=True):
             stage.load_state_dict(of_stage)
 
     def _state(self) -> dict[str, Any]:
+        metrics = self._metrics.state_dict()
         return {
             "made_of": self.made_of,
             "preclip": self.preclip.state_dict(),
             "stages": [stage.state_dict() for stage in self.chain + self.after],
+            **({"private_metrics": metrics} if metrics else {}),
         }
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.clipping.measures import Measures
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
@@ -67,11 +68,14 @@ def private_step(
     scales = run.begin(step, engine)
     # private from here
     batches = physical_batches if not engine.is_collective else in_step(engine, physical_batches, stand_in, run.ranks)
-    reduction = run.reduction(engine, scales)
-    sums, seen = clip_and_sum(engine, losses, batches, scales, sums_users=run.plan.sums_users, reduction=reduction)
+    reduction, measures = run.reduction(engine, scales), run.metrics.measures()
+    sums, seen = clip_and_sum(
+        engine, losses, batches, scales, sums_users=run.plan.sums_users, reduction=reduction, measures=measures
+    )
     joint = reduction.finish(sums)
     released = run.release(joint, step)
     # released from here
+    released = run.metrics.receive(released)
     released = run.preclip.receive(released)
     for stage in chain:
         released = stage(released)
@@ -87,6 +91,7 @@ def clip_and_sum(
     *,
     sums_users: bool,
     reduction: Reduction | None = None,
+    measures: Measures | None = None,
 ) -> tuple[ClippedSums, UnprivatizedStatistics]:
     """The clipped sums of this rank, one query for each scale, side by side; and what was seen. Both are secret.
 
@@ -97,9 +102,12 @@ def clip_and_sum(
         scales: scale of each query, or None for 1.
         sums_users: whether the plan clips whole users.
         reduction: takes what is final while the last batch is still at work, where it runs ahead.
+        measures: numbers of the units that are summed beside their gradients, or None.
     """
     clipped = [engine.empty_sum(scale) for scale in scales]
     take = reduction.ready if reduction is not None and reduction.runs_ahead else None
+    if measures is not None:
+        clipped[0].take_measures(measures)  # once, whatever the number of queries
     seen = UnprivatizedStatistics()
     for batch, is_last in (
         ((batch, False) for batch in physical_batches) if take is None else with_last(physical_batches)

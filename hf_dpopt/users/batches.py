@@ -6,6 +6,7 @@ Shape legend: B = rows, U = users.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -47,7 +48,8 @@ class UsersBatch(WholeUnits):
             losses_B = losses(self.batch)
             return losses_B * self.weights_B.to(losses_B)
 
-        return engine.add_clipped_sum(sums, weighted, len(self.weights_B), Units(self.sizes))
+        weights_U = Units(self.sizes).summed(self.weights_B)
+        return engine.add_clipped_sum(sums, weighted, len(self.weights_B), Units(self.sizes, weights_U))
 
     def apart(self) -> list[UserInParts]:
         """Split into one batch per user."""
@@ -80,9 +82,16 @@ class UserInParts(WholeUnits):
                 "shards its gradient cannot be summed in parts. Set records_per_user to at most "
                 "per_device_train_batch_size, or start plain data parallel."
             )
-        parts = [lambda batch=batch: losses(batch) * self.weight for batch in self.batches]
-        total = engine.gradient_of(parts)
-        return engine.add_clipped(sums, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
+        seen: list[torch.Tensor] = []
+
+        def weighted(batch: Mapping[str, Any]) -> torch.Tensor:
+            losses_B = losses(batch)
+            seen.append(losses_B.detach())
+            return losses_B * self.weight
+
+        total = engine.gradient_of([functools.partial(weighted, batch) for batch in self.batches])
+        gradients = {name: gradient.unsqueeze(0) for name, gradient in total.items()}
+        return engine.add_clipped(sums, gradients, torch.cat(seen).mean().view(1))
 
     def apart(self) -> list[UserInParts]:
         """Split into one batch per user: this one."""

@@ -276,11 +276,28 @@ def check_preconditioner(report: Report) -> str:
         if name == "one_query":
             return "one_query: its query is charged, once for every chain"
         return "none" if name is None else f"{name}: made of released and public values, so it costs nothing"
-    options = plan.inner("preclip")
+    return f"quantile: the count takes {_share_of_count(report):.3%} of each step's budget"
+
+
+def _share_of_count(report: Report) -> float:
+    """Share of each step's budget that the count of a quantile takes."""
+    options = report.plan.inner("preclip")
     share = report.mechanism.stddev / (2 * options.positive("count_noise") * report.mechanism.batch)
     if share >= 1:
         raise Contradiction("the noise of the count alone costs more than the budget (arXiv:1905.03871, Theorem 1)")
-    return f"quantile: the count takes {share**2:.3%} of each step's budget"
+    return share**2
+
+
+def check_private_metrics(report: Report) -> str:
+    """Numbers that are released with the gradients, and whether anything of a step's budget is left to those."""
+    plan = report.plan
+    metrics = plan.inner("private_metrics")
+    share, bound = metrics.positive("share"), metrics.positive("loss_bound")
+    by_quantile = plan.has("preclip") and plan.inner("preclip").text("name") == "quantile"
+    taken = share + (_share_of_count(report) if by_quantile else 0.0)
+    if taken >= 1:
+        raise Contradiction(f"the numbers and what is counted take {taken:.1%} of each step's budget")
+    return f"losses cut to {bound:g}, counts of norms: {share:.3%} of each step's budget, in the same release"
 
 
 def check_versions(report: Report) -> str:

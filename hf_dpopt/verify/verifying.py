@@ -85,6 +85,7 @@ def _verify_run(fields: Fields, ledger: LedgerFile | None, folder: Path, output_
         "sensitivity at small scale": claims.check_brute_force,
         "sensitivity": claims.check_sensitivity,
         "preconditioner": claims.check_preconditioner,
+        **({"private metrics": claims.check_private_metrics} if report.plan.has("private_metrics") else {}),
         "versions": claims.check_versions,
     }
     checks += [attempt(name, partial(look, report)) for name, look in alone.items()]

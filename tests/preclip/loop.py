@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
+from hf_dpopt.clipping.measures import MEASURES
 from hf_dpopt.preclip import Preclip
 
 NUM_RECORDS, EXPECTED, IN, OUT = 40, 12, 6, 3
@@ -65,7 +66,7 @@ class Loop:
         added = {name: sums[name].double() - before[name].double() for name in sums}
         queries = [[added[n] for n in names]]
         if len(sums) > len(names):
-            queries.append([added[f"{n} (query 2)"] for n in names])
+            queries.append([added[f"{n} (query 2)"] for n in names if n != MEASURES])
         self.noise.append(queries)
         self.sums.append(before)
 

@@ -1,0 +1,297 @@
+"""Evaluation on a private set: one noisy sum over its records, charged before a record is looked at.
+
+Shape legend: B = records.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_dpopt.common import collectives
+from hf_dpopt.common.checks import check_positive
+from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.log import logger
+from hf_dpopt.huggingface.loader import TrainingRecords
+from hf_dpopt.huggingface.private_metrics import usual_bound
+from hf_dpopt.huggingface.shards import is_in_shards
+from hf_dpopt.plan.evaluation import EvaluationBudget
+from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.records.collation import Collation
+from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
+from hf_dpopt.records.rows import is_environment, read_rows
+from hf_dpopt.records.scores import Scores
+from hf_dpopt.run.evaluations import Evaluations, charge, note_answer
+from hf_dpopt.run.replay import digest_of
+
+AT_ONCE = 1024  # records that are read together
+KEY_BYTES = 32
+
+
+class PrivateEvaluation:
+    """Evaluations of one trainer whose evaluation set is private.
+
+    Formal guarantee: an answer is one Gaussian mechanism on the sum of vectors of norm at most 1, one for each record
+    of the set, with noise from a fresh key of the operating system, which is kept nowhere. It was charged on the disk
+    before a record was read; all that were charged stay within ``eval_target_epsilon``. Nothing else of the set is
+    returned, logged or written.
+
+    Args:
+        trainer: a `DPTrainer` whose arguments say ``eval_data_privacy="private"``.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._told = False
+        self._seen: dict[str, list[Any]] = {}  # prefix -> sets that were evaluated under it
+        self._largest = 0  # records of a set
+        self.budget: EvaluationBudget | None = None
+
+    @property
+    def facts(self) -> dict[str, Any] | None:
+        """Public facts for the report; None before the first evaluation of this process."""
+        if self.budget is None:
+            return None
+        return Evaluations.read(self._trainer.args.output_dir).facts(self.budget)
+
+    def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """Noisy metrics of a set, by their names with a prefix, and the epsilon of all evaluations so far.
+
+        Args:
+            dataset: map-style, one record an index.
+            prefix: before the names, without its underscore.
+
+        Raises:
+            DPBudgetExceeded: before a record is looked at, if the budget is spent.
+            DPConfigError: for a set or a model that cannot be evaluated privately.
+        """
+        trainer, args = self._trainer, self._trainer.args
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise DPConfigError(
+                "eval_data_privacy='private' reads records by number, and the evaluation set is a stream. Load it as "
+                "a map-style dataset."
+            )
+        model = trainer.model
+        if is_in_shards(model):
+            raise DPConfigError(
+                "eval_data_privacy='private' has no evaluation of models in shards (FSDP2) yet. Evaluate the saved "
+                "model in a process of its own."
+            )
+        losses = RecordLosses(model, trainer._per_example_loss_func or "auto")
+        scores = scores_of(model, losses, args.eval_loss_bound)
+        self.budget = budget = self._budget(len(dataset))
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        query = {
+            "set": self._name_of(dataset, prefix),
+            "weights": digest_of(parameters or dict(model.named_parameters())),
+            "loss_bound": scores.loss_bound,
+            "num_labels": scores.num_labels,
+        }
+        ranks = collectives.current_ranks()
+        known = ranks.same(lambda: Evaluations.read(args.output_dir).answer(query))
+        if known is not None:
+            logger.info(f"These weights were evaluated before ({prefix}): the same answer, at no cost.")
+        else:
+            self._announce(budget, scores, len(dataset))
+            charged = ranks.same(lambda: charge(args.output_dir, budget, query))
+            mine = self._sum(model, losses, scores, dataset).tolist()
+            total = torch.tensor(ranks.every(lambda: mine), dtype=torch.float64).sum(dim=0)
+            known = ranks.same(lambda: self._release(total, scores, budget, len(dataset)))
+            ranks.same(lambda: note_answer(args.output_dir, charged, known))
+        spent = ranks.same(lambda: Evaluations.read(args.output_dir).epsilon(budget.delta, budget.adjacency))
+        return {f"{prefix}_{name}": value for name, value in {**known, "epsilon": spent}.items()}
+
+    def _name_of(self, dataset: Any, prefix: str) -> str:
+        """Name of a set in the ledger: another one under the same prefix has another number."""
+        sets = self._seen.setdefault(prefix, [])
+        place = next((i for i, one in enumerate(sets) if one is dataset), len(sets))
+        if place == len(sets):
+            sets.append(dataset)
+        return prefix if place == 0 else f"{prefix} ({place + 1})"
+
+    def _budget(self, size: int) -> EvaluationBudget:
+        args = self._trainer.args
+        adjacency = args.adjacency if self._trainer.plan is None else self._trainer.plan.adjacency
+        sets = self._trainer.eval_dataset
+        num_sets = len(sets) if isinstance(sets, dict) else 1
+        sizes = [len(one) for one in sets.values() if hasattr(one, "__len__")] if isinstance(sets, dict) else []
+        self._largest = max(self._largest, size, *sizes)
+        num_steps = self._trainer.plan.num_steps if self._trainer.plan is not None else 0
+        planned = args.eval_times
+        if planned is None:
+            planned = num_sets * planned_evaluations(args, num_steps)
+        return EvaluationBudget.of(args.eval_target_epsilon, args.eval_target_delta, adjacency, planned, self._largest)
+
+    def _announce(self, budget: EvaluationBudget, scores: Scores, size: int) -> None:
+        if self._told:
+            return
+        self._told = True
+        accuracy = f" (accuracy: about {scores.noise_of_accuracy(budget.noise_stddev, size):.2g})"
+        logger.info(
+            f"Private evaluation set: epsilon {budget.target_epsilon:g} at delta {budget.delta:g} for "
+            f"{budget.num_planned} evaluations, noise multiplier {budget.noise_multiplier:.4g}. Every metric has noise"
+            f"{accuracy if scores.num_labels else ''}: differences of that size say nothing."
+        )
+
+    def _sum(self, model: nn.Module, losses: RecordLosses, scores: Scores, dataset: Any) -> torch.Tensor:
+        """Sum over this rank's records, each once. Secret."""
+        trainer = self._trainer
+        rows: Any = dataset
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            rows = trainer._remove_unused_columns(dataset, description="evaluation")
+        collation, _ = TrainingRecords(rows, trainer.data_collator, None, None).collation(
+            model, losses, trainer._prepare_inputs
+        )
+        total, was_training = scores.nothing(), model.training
+        outputs: list[Any] = []
+        model.eval()
+        handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            with torch.no_grad(), trainer.compute_loss_context_manager():
+                mine = range(collectives.rank(), len(rows), collectives.world_size())
+                for first in range(0, len(mine), AT_ONCE):
+                    # one row of an index: several would move the sum by more than one record may
+                    read = [
+                        of_index[0] for of_index in read_rows(rows, list(mine[first : first + AT_ONCE])) if of_index
+                    ]
+                    for begin in range(0, len(read), trainer.args.per_device_eval_batch_size):
+                        some = read[begin : begin + trainer.args.per_device_eval_batch_size]
+                        total += _of_records(
+                            some, collation, functools.partial(_score, losses, scores, outputs), scores
+                        )
+        finally:
+            handle.remove()
+            model.train(was_training)
+        return total
+
+    def _release(self, total: torch.Tensor, scores: Scores, budget: EvaluationBudget, size: int) -> dict[str, float]:
+        """Metrics of the sum over all ranks with its noise: the only door."""
+        source = make_noise_source(self._trainer.args.noise_rng, os.urandom(KEY_BYTES))
+        noise = source.normal(total.shape, step=0, tensor=0).double()
+        released = total + noise * budget.noise_stddev
+        return scores.read(released, size if budget.knows_size else None)
+
+
+def _of_records(
+    records: list[Any], collation: Collation, score: Callable[[Any], torch.Tensor], scores: Scores
+) -> torch.Tensor:
+    """Sum of some records; one that cannot be collated or computed adds nothing, and says so to nobody."""
+    total = scores.nothing()
+    try:
+        for part in collation.parts(records):
+            total += score(part.batch)
+        return total
+    except BaseException as error:
+        if is_environment(error):
+            raise
+        if len(records) == 1:
+            return scores.nothing()
+    return torch.stack([_of_records([record], collation, score, scores) for record in records]).sum(dim=0)
+
+
+def _score(losses: RecordLosses, scores: Scores, outputs: list[Any], batch: Mapping[str, Any]) -> torch.Tensor:
+    outputs.clear()
+    losses_B = losses(batch)
+    if losses_B.shape != (num_records(batch),):
+        raise ValueError("not one loss for each record")
+    logits = outputs[-1].logits if scores.num_labels is not None else None
+    return scores.total_of(losses_B, logits, batch.get("labels"))
+
+
+def scores_of(model: nn.Module, losses: RecordLosses, loss_bound: float | None) -> Scores:
+    """Scores that a model has, with the declared bound on its loss or the usual one.
+
+    Raises:
+        DPConfigError: if there is neither.
+    """
+    usual = usual_bound(model) if losses.kind != "custom" else None
+    if loss_bound is None and usual is None:
+        raise DPConfigError(
+            "eval_data_privacy='private' needs a bound on the loss of a record, and this loss has no usual one. "
+            "Declare it: --eval_loss_bound 5; losses above count as that."
+        )
+    check_positive(eval_loss_bound=loss_bound)
+    is_classifier = losses.kind == "ForSequenceClassification" and (
+        problem_type(model, torch.zeros(1, dtype=torch.long)) == "single_label_classification"
+    )
+    bound = loss_bound if loss_bound is not None else usual
+    assert bound is not None
+    config: Any = getattr(model, "config", None)
+    return Scores(float(bound), config.num_labels if is_classifier else None)
+
+
+def planned_evaluations(args: Any, num_steps: int) -> int:
+    """Evaluations of a run by its schedule, and one at its end.
+
+    Args:
+        args: `eval_strategy`, `eval_steps` and `eval_on_start` are read.
+        num_steps: optimizer steps of the run; 0 for none.
+    """
+    strategy, planned = str(getattr(args.eval_strategy, "value", args.eval_strategy)), 0
+    if strategy == "steps" and num_steps:
+        every = args.eval_steps or args.logging_steps
+        every = math.ceil(num_steps * every) if every < 1 else every
+        planned = math.floor(num_steps / max(1, every))
+    elif strategy == "epoch" and num_steps:
+        planned = math.ceil(args.num_train_epochs)
+    return planned + bool(args.eval_on_start) + 1
+
+
+def check_private_evaluation(args: Any, given: Mapping[str, Any]) -> None:
+    """Refuse options that release more of a private evaluation set than its noisy metrics, or have no budget.
+
+    Raises:
+        DPConfigError: naming the option.
+    """
+    own = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")
+    if args.eval_data_privacy != "private":
+        for name in own:
+            if getattr(args, name) is not None:
+                raise DPConfigError(
+                    f"{name}={shown(getattr(args, name))} is for a private evaluation set, and it was declared "
+                    f"{args.eval_data_privacy!r}. Add --eval_data_privacy private, or leave it out."
+                )
+        return
+    if args.eval_target_epsilon is None:
+        raise DPConfigError(
+            "eval_data_privacy='private' has no budget for the people in the evaluation set. Add "
+            "--eval_target_epsilon 2, say; it is theirs, and does not touch target_epsilon."
+        )
+    if args.privacy_unit == "user":
+        raise DPConfigError(
+            "eval_data_privacy='private' protects single records of the evaluation set, and privacy_unit='user' asks "
+            "for whole users, who may have several. Evaluate on one record of each user, in a run with "
+            "privacy_unit='example', or on public data."
+        )
+    for what in ("compute_metrics", "preprocess_logits_for_metrics"):
+        if given.get(what) is not None:
+            raise DPConfigError(
+                f"`{what}` sees exact predictions of single records, and eval_data_privacy='private' releases noisy "
+                "sums alone: loss, accuracy, F1. Leave it out."
+            )
+    best = args.metric_for_best_model
+    names = {"loss", "accuracy", "f1"}
+    if (
+        best is not None
+        and not isinstance(given.get("eval_dataset"), dict)
+        and best.removeprefix("eval_") not in names
+    ):
+        raise DPConfigError(
+            f"metric_for_best_model={shown(best)} is no metric of a private evaluation set. Use one of: "
+            f"{', '.join(sorted(names))} (accuracy and f1 for classifiers, f1 for two labels)."
+        )
+
+
+def refuse_exact(args: Any, what: str) -> None:
+    """Refuse a way to exact values of an evaluation set that is private."""
+    if args.eval_data_privacy == "private":
+        raise DPConfigError(
+            f"`{what}` gives exact values of single records, and the evaluation set was declared private. Use "
+            "evaluate(); for a set that is not private, make a trainer with --eval_data_privacy public."
+        )

@@ -1,0 +1,196 @@
+"""Evaluation on a private set: exact without noise, the law of the noise, one record's influence, budget, selection."""
+
+from __future__ import annotations
+
+import json
+from unittest import mock
+
+import dp_accounting
+import pytest
+import scipy.stats
+import torch
+from transformers import EarlyStoppingCallback
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError
+from hf_dpopt.huggingface import private_evaluation
+from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
+from hf_dpopt.records.scores import Scores
+from hf_dpopt.run.evaluations import EVALUATIONS
+from hf_dpopt.verify import verify
+from tests import tiny
+
+ALPHA = 1e-6  # false-alarm probability of each random test
+OPTIONS = {"eval_data_privacy": "private", "eval_target_epsilon": 4.0, "eval_target_delta": 1e-3}
+
+
+def held_out(num: int = 30) -> list[dict]:
+    """Records that are not those of training."""
+    return [{**record, "input_ids": [3, *record["input_ids"]]} for record in tiny.records(num)]
+
+
+def make(folder, records=None, **changes):
+    return tiny.trainer(folder / "run", private_state_dir=str(folder / "keys"),
+                        eval_dataset=held_out() if records is None else records, **{**OPTIONS, **changes})  # fmt: skip
+
+
+class _Silent:
+    def normal(self, shape, **place):
+        return torch.zeros(shape)
+
+
+def _without_noise():
+    return mock.patch.object(private_evaluation, "make_noise_source", lambda *a: _Silent())
+
+
+def test_without_noise_metrics_are_the_exact_ones(tmp_path):
+    trainer = make(tmp_path, model=tiny.model(dropout=0.0))
+    with _without_noise():
+        found = trainer.evaluate()
+    batch = tiny.collate(held_out())
+    labels = batch.pop("labels")
+    logits = trainer.model.eval()(**batch).logits
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    predicted = logits.argmax(dim=-1)
+    true_positive = int(((predicted == 1) & (labels == 1)).sum())
+    wrong = int((predicted != labels).sum())
+    assert losses.max() < 3.466, "no loss is cut in this test"
+    assert found["eval_loss"] == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert found["eval_accuracy"] == pytest.approx((predicted == labels).double().mean().item())
+    assert found["eval_f1"] == pytest.approx(2 * true_positive / max(2 * true_positive + wrong, 1))
+
+
+@pytest.mark.parametrize("num_labels", [2, 3, None])
+def test_a_record_moves_the_sum_by_one_at_most_whatever_it_is(num_labels):
+    scores, generator = Scores(1.5, num_labels), torch.Generator().manual_seed(0)
+    losses = torch.tensor([0.0, 1.5, 99.0, torch.nan, torch.inf, -torch.inf, -3.0, 0.7])
+    logits = torch.randn(8, num_labels or 2, generator=generator)
+    logits[2:4] = torch.tensor([[torch.inf] * (num_labels or 2), [torch.nan] * (num_labels or 2)])
+    labels = torch.tensor([0, 1, 1, 0, 1, 0, 1, -100])
+    whole = scores.total_of(losses, logits, labels)
+    for i in range(8):
+        rest = [j for j in range(8) if j != i]
+        moved = whole - scores.total_of(losses[rest], logits[rest], labels[rest])
+        assert 0.1 < moved.norm() <= 1 + 1e-12
+
+
+def test_a_record_of_the_set_moves_the_sum_by_one_at_most(tmp_path, monkeypatch):
+    """Leave-one-out through the trainer, with a record on which the forward fails."""
+    records = [{**r, "input_ids": [min(t, 38) for t in r["input_ids"]]} for r in held_out(6)]
+    records[2]["input_ids"][0] = 39
+
+    def score(losses, scores, outputs, batch, whole=private_evaluation._score):
+        if (batch["input_ids"] == 39).any():
+            raise ValueError("a forward that fails")
+        return whole(losses, scores, outputs, batch)
+
+    monkeypatch.setattr(private_evaluation, "_score", score)
+    trainer, sums = make(tmp_path, records), []
+    model, losses = trainer.model, private_evaluation.RecordLosses(trainer.model, "auto")
+    scores = private_evaluation.scores_of(model, losses, None)
+    evaluation = private_evaluation.PrivateEvaluation(trainer)
+    for left_out in (None, *range(6)):
+        some = [record for i, record in enumerate(records) if i != left_out]
+        sums.append(evaluation._sum(model, losses, scores, some))
+    moves = [float((sums[0] - one).norm()) for one in sums[1:]]
+    assert max(moves) <= 1 + 1e-6 and moves[2] == 0 and min(moves[:2]) > 0.5
+
+
+def test_the_noise_is_that_of_the_budget(tmp_path):
+    trainer, seen = make(tmp_path), []
+    read = Scores.read
+    with mock.patch.object(
+        Scores, "read", lambda self, released, num: (seen.append(released), read(self, released, num))[1]
+    ):
+        budget = trainer._private_evaluation._budget(30)
+        scores, total = Scores(3.466, 2), torch.arange(5.0, dtype=torch.float64)
+        for _ in range(200):
+            trainer._private_evaluation._release(total, scores, budget, 30)
+    noise = (torch.stack(seen) - total) / budget.noise_stddev
+    low, high = (scipy.stats.chi2.ppf(p, noise.numel()) for p in (ALPHA / 2, 1 - ALPHA / 2))
+    assert low < float(noise.square().sum()) < high
+    assert len(set(noise.flatten().tolist())) == noise.numel(), "noise that was used twice"
+
+
+@pytest.mark.parametrize(
+    ("adjacency", "factor"), [("add_or_remove_one", 1.0), ("replace_one", 2.0), ("zero_out", 1.0)]
+)
+def test_epsilon_of_evaluations_is_that_of_one_gaussian_mechanism(adjacency, factor):
+    budget = EvaluationBudget.of(3.0, 1e-5, adjacency, 7, 100)
+    assert budget.noise_stddev == pytest.approx(factor * budget.noise_multiplier)
+    spent = epsilon_of([budget.noise_multiplier] * 7, 1e-5, adjacency)
+    exact = dp_accounting.get_epsilon_gaussian(budget.noise_stddev / factor / 7**0.5, 1e-5)
+    assert spent == pytest.approx(exact, rel=1e-3) and 2.98 < spent <= 3.0
+    assert spent >= exact - 1e-9, "never understated"
+
+
+def test_what_would_cost_too_much_is_refused_before_anything_is_summed(tmp_path):
+    records = held_out(8)
+    trainer = make(tmp_path, records, eval_times=2)
+    first = trainer.evaluate()
+    assert trainer.evaluate() == first, "the same weights have the same answer"
+    with torch.no_grad():
+        trainer.model.classifier.bias.add_(1.0)
+    second = trainer.evaluate()
+    assert second["eval_loss"] != first["eval_loss"]
+    assert first["eval_epsilon"] < second["eval_epsilon"] <= OPTIONS["eval_target_epsilon"]
+    with torch.no_grad():
+        trainer.model.classifier.bias.add_(1.0)
+    sums = mock.patch.object(private_evaluation.PrivateEvaluation, "_sum")
+    with sums as summed, pytest.raises(DPBudgetExceeded, match="eval_target_epsilon=4"):
+        trainer.evaluate()
+    assert not summed.called
+    again = make(tmp_path, records, eval_times=2)  # a process that begins later
+    with torch.no_grad():
+        again.model.classifier.bias.add_(5.0)
+    with pytest.raises(DPBudgetExceeded):
+        again.evaluate()
+
+
+def test_the_best_model_and_the_moment_to_stop_are_chosen_by_noisy_metrics(tmp_path):
+    trainer = make(tmp_path, callbacks=[EarlyStoppingCallback(early_stopping_patience=5)], eval_strategy="steps",
+                   eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+                   metric_for_best_model="eval_accuracy", greater_is_better=True)  # fmt: skip
+    trainer.train()
+    lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+    assert len(lines) == 3 and all(0 <= line["eval_accuracy"] <= 1 for line in lines)
+    best = max(line["eval_accuracy"] for line in lines)
+    assert trainer.state.best_metric == best
+    trainer.save_model()
+    report = json.loads((tmp_path / "run/privacy/report.json").read_text())
+    assert report["evaluations"]["num_charged"] == 3 and report["evaluations"]["num_planned"] == 4
+    statement = (tmp_path / "run/privacy/statement.md").read_text()
+    assert "Metrics on the evaluation set were released with noise: **epsilon = 4" in statement
+    assert "both epsilons and both deltas add up" in statement
+    assert all(check.status != "failed" for check in verify(tmp_path / "run").checks)
+
+
+def test_a_charge_that_was_changed_is_found(tmp_path):
+    make(tmp_path).evaluate()
+    path = tmp_path / "run" / EVALUATIONS
+    path.write_text(path.read_text().replace('"noise_multiplier":', '"noise_multiplier":1', 1))
+    with pytest.raises(DPConfigError, match="line 1, was changed"):
+        make(tmp_path).evaluate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"eval_target_epsilon": None}, "has no budget for the people in the evaluation set"),
+        ({"eval_target_epsilon": -1.0}, "-1"),
+        ({"eval_times": 0}, "eval_times"),
+        ({"eval_loss_bound": -1.0}, "eval_loss_bound"),
+        ({"eval_data_privacy": "public"}, "eval_target_epsilon=4.0 is for a private evaluation set"),
+        ({"compute_metrics": lambda found: {}}, "sees exact predictions"),
+        ({"metric_for_best_model": "eval_rouge"}, "no metric of a private evaluation set"),
+        ({"privacy_unit": "user", "user_id_column": "user"}, "one record of each user"),
+    ],
+)
+def test_what_would_release_more_is_refused(tmp_path, changes, match):
+    with pytest.raises(DPConfigError, match=match):
+        make(tmp_path, **changes).evaluate()
+
+
+def test_exact_ways_are_closed(tmp_path):
+    trainer = make(tmp_path)
+    with pytest.raises(DPConfigError, match="gives exact values of single records"):
+        trainer.predict(held_out())
