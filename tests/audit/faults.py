@@ -224,10 +224,10 @@ def _divided_by_what_came(patch: Patch) -> None:
     write, clip = steps.write_gradients, steps.clip_and_sum
     size: list[int] = []
 
-    def counted(engine: Any, losses: Any, batches: Any, scales: Any, *, sums_users: bool) -> Any:
+    def counted(engine: Any, losses: Any, batches: Any, scales: Any, **options: Any) -> Any:
         batches = list(batches)
         size[:] = [sum(len(batch["canary"]) for batch in batches)]
-        return clip(engine, losses, batches, scales, sums_users=sums_users)
+        return clip(engine, losses, batches, scales, **options)
 
     def changed(parameters: Any, released: Any) -> None:
         write(parameters, released)
