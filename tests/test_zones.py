@@ -17,8 +17,12 @@ DOOR = "    released = run.release(joint, step)\n"
 FILTER = "from hf_dpopt.postprocess.low_pass import LowPassFilter\n\n\ndef private_step("
 # what somebody may get wrong -> replacements in the source of the step, each of a text that is there once
 WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
-    "noise_forgotten": [(DOOR, ""), ("receive(released)", "receive(sums)")],
-    "noise_and_maps_forgotten": [(DOOR, ""), ("    released = run.preclip.receive(released)\n", "    released = sums\n")],
+    "noise_forgotten": [(DOOR, ""), ("metrics.receive(released)", "metrics.receive(sums)")],
+    "noise_and_maps_forgotten": [
+        (DOOR, ""),
+        ("    released = run.metrics.receive(released)\n", ""),
+        ("    released = run.preclip.receive(released)\n", "    released = sums\n"),
+    ],
     "sums_written": [("write_gradients(engine.parameters, released)", "write_gradients(engine.parameters, sums)")],
     "filter_before_the_noise": [
         ("def private_step(", FILTER),
@@ -33,7 +37,7 @@ WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
 
 LOOKED_INTO = (
     "common.types", "common.collectives", "common.reduction", "clipping", "clipping.engine", "clipping.contributions", "run.run",
-    "run.units", "run.opening", "preclip", "preclip.base", "preclip.queries", "postprocess", "postprocess.base",
+    "run.units", "run.opening", "run.private_metrics", "preclip", "preclip.base", "preclip.queries", "postprocess", "postprocess.base",
     "postprocess.low_pass",
 )  # fmt: skip
 
