@@ -230,7 +230,9 @@ def test_public_dict_is_json_and_names_what_a_resume_must_share():
     # What continues this run has the same law, whatever its length and budget; anything else has another.
     longer = plan_for(target_epsilon=9.0, num_steps=500, noise_of_record=plan.noise_multiplier).public_dict()
     assert {key: longer.get(key) for key in RESUME_KEYS} == {key: public.get(key) for key in RESUME_KEYS}
-    assert set(RESUME_KEYS) - set(public) == {"earlier_runs", "noise_at_changes", "opening_noise"}
+    assert set(RESUME_KEYS) - set(public) == {
+        "earlier_runs", "noise_at_changes", "opening_noise", "private_metrics", "tuned"
+    }  # fmt: skip
     for changes in (
         {"expected_batch_size": 1023},
         {"num_examples": NUM_EXAMPLES - 1},

@@ -18,7 +18,7 @@ import sys
 from tests import tiny
 trainer = tiny.trainer(sys.argv[1], max_steps=1)
 trainer.train()
-print("processes:", trainer.args.world_size)
+sys.stdout.write(f"processes: {trainer.args.world_size}\\n")  # one write: ranks share the pipe
 """
 
 

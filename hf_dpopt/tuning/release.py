@@ -20,7 +20,7 @@ LEFT_BEGINNINGS = ("checkpoint-", "_unfinished", "_torn", "events.out")
 
 
 @dataclasses.dataclass(frozen=True)
-class Released:
+class Winner:
     """Outcome of a tuning.
 
     Attributes:
@@ -37,7 +37,7 @@ class Released:
     run_epsilon: float
 
 
-def release(best: Best, output_dir: Path, *, metric: str) -> Released:
+def release(best: Best, output_dir: Path, *, metric: str) -> Winner:
     """Copy the best run to `output_dir`, with times of now, and say which options it had.
 
     Args:
@@ -48,7 +48,7 @@ def release(best: Best, output_dir: Path, *, metric: str) -> Released:
     facts = read_report(best.candidate.folder)
     output_dir.mkdir(parents=True, exist_ok=True)
     _copy(best.candidate.folder, output_dir)
-    found = Released(
+    found = Winner(
         options=dict(best.candidate.options),
         score=best.score,
         epsilon=facts.epsilon,

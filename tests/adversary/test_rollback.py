@@ -13,7 +13,8 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from hf_dpopt.run.ledger import GENESIS, Ledger, _seal
+from hf_dpopt.common.chained import GENESIS, seal_record
+from hf_dpopt.run.ledger import Ledger
 from tests import tiny
 
 ALPHA = 1e-6  # per case, whatever the seed
@@ -178,7 +179,7 @@ def resealed(lines: list[dict[str, Any]]) -> str:
     """The lines as a ledger of its own."""
     text, prev = "", GENESIS
     for line in lines:
-        prev, sealed = _seal({key: value for key, value in line.items() if key not in ("prev", "sha256")}, prev)
+        prev, sealed = seal_record({key: value for key, value in line.items() if key not in ("prev", "sha256")}, prev)
         text += sealed.decode() + "\n"
     return text
 

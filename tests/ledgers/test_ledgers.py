@@ -19,6 +19,7 @@ import hf_dpopt
 from hf_dpopt import DPConfigError
 from hf_dpopt.cli.app import app
 from hf_dpopt.common import version
+from hf_dpopt.common.chained import GENESIS, seal_record
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.report import read_report
 from hf_dpopt.run import ledger as ledgers
@@ -96,7 +97,7 @@ def test_it_is_resumed(kept: Path, request: pytest.FixtureRequest) -> None:
 
 
 def _header(path: Path, version: int) -> None:
-    _, line = ledgers._seal({"kind": "header", "version": version}, ledgers.GENESIS)
+    _, line = seal_record({"kind": "header", "version": version}, GENESIS)
     path.write_bytes(line + b"\n")
 
 

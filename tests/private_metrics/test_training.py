@@ -56,8 +56,8 @@ def _is_standard_normal(noise: torch.Tensor) -> None:
     total, count = float(noise.square().sum()), noise.numel()
     low, high = (scipy.stats.chi2.ppf(p, count) for p in (ALPHA / 2, 1 - ALPHA / 2))
     assert low < total < high, f"mean square {total / count:.3f} of {count} numbers"
-    distinct = noise.flatten().tolist()
-    assert len(set(distinct)) == count, "noise that was used twice"
+    distinct = set(map(tuple, noise.tolist()))  # single float32 values may be equal by chance
+    assert len(distinct) == len(noise), "noise that was used twice"
 
 
 def test_numbers_have_the_noise_that_was_planned(tmp_path):
