@@ -258,6 +258,12 @@ def check_private_evaluation(args: Any, given: Mapping[str, Any]) -> None:
                     f"{args.eval_data_privacy!r}. Add --eval_data_privacy private, or leave it out."
                 )
         return
+    if args.tuned_runs is not None:
+        raise DPConfigError(
+            f"eval_data_privacy='private' with tuned_runs={args.tuned_runs:g}: each run would spend "
+            "eval_target_epsilon, and what the choice between them costs the people in the evaluation set is not "
+            "accounted for. Choose by public data, or train one run."
+        )
     if args.eval_target_epsilon is None:
         raise DPConfigError(
             "eval_data_privacy='private' has no budget for the people in the evaluation set. Add "

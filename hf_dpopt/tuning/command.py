@@ -18,7 +18,7 @@ from hf_dpopt.tuning.space import REFUSED, SET_BY_TUNING, Space
 
 USAGE_ERROR = 2  # of a recipe that refuses its options
 RESULTS = "eval_results.json"  # as `Trainer.save_metrics("eval", ..)` writes it
-DECLARED = ("public", "not_protected", "private")
+DECLARED = ("public", "not_protected")  # of "private" data every run would spend the budget, and the choice more
 
 
 class Command:
@@ -73,7 +73,13 @@ class Command:
                 f"--metric {self.metric} is no score on evaluation data, whose names begin with eval_. The "
                 "training loss is exact and private: choosing by it would not be covered."
             )
-        if given.get("eval_data_privacy") not in DECLARED:
+        declared = given.get("eval_data_privacy")
+        if declared == "private":
+            raise DPConfigError(
+                "--eval_data_privacy private in the command: each run would spend eval_target_epsilon, and what the "
+                "choice costs the people in the evaluation set is not accounted for. Use public data for the score."
+            )
+        if declared not in DECLARED:
             raise DPConfigError(
                 "The score is computed on the evaluation data, and the command does not say whose they are. Add "
                 "--eval_data_privacy public, or not_protected: choosing then tells something of them."

@@ -183,6 +183,10 @@ def test_a_charge_that_was_changed_is_found(tmp_path):
         ({"compute_metrics": lambda found: {}}, "sees exact predictions"),
         ({"metric_for_best_model": "eval_rouge"}, "no metric of a private evaluation set"),
         ({"privacy_unit": "user", "user_id_column": "user"}, "one record of each user"),
+        (
+            {"tuned_runs": 10.0, "noise_multiplier": None, "target_epsilon": 8.0},
+            "with tuned_runs=10: each run would spend eval_target_epsilon",
+        ),
     ],
 )
 def test_what_would_release_more_is_refused(tmp_path, changes, match):

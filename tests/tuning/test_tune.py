@@ -89,6 +89,7 @@ def command(words=TOY, metric="eval_loss", **changes) -> Command:
         ([word for word in TOY if word not in ("--eval_data_privacy", "public")], "eval_loss", "whose they are"),
     ],
 )
+        ([*TOY, "--eval_data_privacy", "private"], "eval_loss", "choice costs the people in the evaluation set"),
 def test_commands_that_are_refused(words, metric, match):
     with pytest.raises(DPConfigError, match=match):
         command(words, metric)
