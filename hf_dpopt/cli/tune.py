@@ -11,8 +11,9 @@ import typer
 
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.bounds import check_budget
 from hf_dpopt.report.statement import round_up
-from hf_dpopt.run.dataset_ledger import DatasetBudget
+from hf_dpopt.run.dataset_ledger import DatasetBudget, DatasetLedger
 from hf_dpopt.tuning.command import Command, check_space
 from hf_dpopt.tuning.release import release
 from hf_dpopt.tuning.search import Tuning
@@ -51,6 +52,9 @@ def run_tuning(asked: Asked) -> bool:
     Nothing that is printed before the release depends on a run.
     """
     law, space = RunCount(mean=asked.runs, shape=asked.shape), Space.read(asked.space)
+    check_budget(asked.epsilon)
+    if asked.dataset is not None and Path(asked.dataset.path).exists():
+        DatasetLedger.read(asked.dataset.path)  # one that was damaged is refused before a run starts
     entry = "tuning-" + hashlib.sha256(os.fsencode(asked.output_dir.resolve())).hexdigest()[:16]
     command = Command(
         asked.command, law=law, target_epsilon=asked.epsilon, metric=asked.metric, dataset=asked.dataset, entry=entry

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.accounting.selection import RunCount
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.run.dataset_ledger import DatasetBudget
 from hf_dpopt.tuning.search import Candidate, RunFailed
 from hf_dpopt.tuning.space import REFUSED, SET_BY_TUNING, Space
@@ -33,7 +34,8 @@ class Command:
         entry: name of the tuning's entry in it.
 
     Raises:
-        DPConfigError: for a command with options that the tuning sets, or that says nothing of the evaluation data.
+        DPConfigError: for a command that is none, has options that the tuning sets, or says nothing of the evaluation
+            data.
     """
 
     def __init__(
@@ -61,6 +63,11 @@ class Command:
     def _check(self) -> None:
         if not self.words:
             raise DPConfigError("There is no command to tune. Add it behind --, such as: -- python recipes/glue.py ..")
+        if shutil.which(self.words[0]) is None:
+            raise DPConfigError(
+                f"The command begins with {shown(self.words[0])}, which is no program here. Use one, such as: "
+                "-- python recipes/glue.py .."
+            )
         given = _flags(self.words)
         for name in (*SET_BY_TUNING, *REFUSED):
             if name in given:
@@ -90,7 +97,7 @@ class Command:
 
         Raises:
             RunFailed: if it ended with an error, or wrote no score.
-            DPConfigError: if it was refused before it took a step.
+            DPConfigError: if it was refused, or ended, before it took a step.
         """
         options = {**candidate.options, **self._set}
         options |= {"output_dir": candidate.folder, "private_state_dir": candidate.keys}
@@ -108,6 +115,12 @@ class Command:
             raise DPConfigError(
                 f"The command was refused before it took a step: {_last_line(candidate.log)} Nothing was charged by "
                 "this run. Correct it and start again; with another command, in another output_dir."
+            )
+        if not candidate.has_begun:
+            raise DPConfigError(
+                f"The command ended with exit code {code}, and no private run began in the --output_dir that it was "
+                f"given. Nothing was charged by it. What it printed is in {candidate.log}, which is private. Correct "
+                "it and start again; with another command, in another output_dir."
             )
         if code != 0:
             raise RunFailed

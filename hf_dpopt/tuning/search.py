@@ -110,6 +110,8 @@ class Tuning:
         is_greater_better: bool = True,
     ):
         self.law, self.space, self.output_dir = law, space, Path(output_dir)
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise DPConfigError(f"output_dir={self.output_dir} is no folder. Choose another.")
         if (self.output_dir / LEDGER).exists():
             raise DPConfigError(
                 f"output_dir={self.output_dir} holds a run, and the best of a tuning is released there. Choose "

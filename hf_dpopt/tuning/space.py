@@ -74,7 +74,7 @@ class Space:
         if not isinstance(given, Mapping):
             text = str(given)
             try:
-                if not text.lstrip().startswith("{"):
+                if not text.lstrip().startswith(("{", "[")):
                     text = Path(text).read_text(encoding="utf-8")
                 content = json.loads(text)
             except (OSError, ValueError, RecursionError) as error:

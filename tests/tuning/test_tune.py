@@ -55,6 +55,7 @@ def test_options_are_drawn_from_their_laws():
     "given, match",
     [
         ("no such file", "no file of JSON"),
+        ("[1]", "has no options"),
         ("{}", "has no options"),
         ({"expected_batch_size": [64, 128]}, "decides what a run costs"),
         ({"noise_multiplier": [1.0]}, "has no place in one"),
@@ -82,14 +83,15 @@ def command(words=TOY, metric="eval_loss", **changes) -> Command:
     "words, metric, match",
     [
         ([], "eval_loss", "no command to tune"),
+        (["no-such-program", *TOY[1:]], "eval_loss", "is no program here"),
         ([*TOY, "--target_epsilon", "8"], "eval_loss", "--target_epsilon in the command"),
         ([*TOY, "--output-dir=x"], "eval_loss", "--output_dir in the command"),
         ([*TOY, "--push_to_hub", "True"], "eval_loss", "--push_to_hub in the command"),
         (TOY, "train_loss", "no score on evaluation data"),
         ([word for word in TOY if word not in ("--eval_data_privacy", "public")], "eval_loss", "whose they are"),
+        ([*TOY, "--eval_data_privacy", "private"], "eval_loss", "choice costs the people in the evaluation set"),
     ],
 )
-        ([*TOY, "--eval_data_privacy", "private"], "eval_loss", "choice costs the people in the evaluation set"),
 def test_commands_that_are_refused(words, metric, match):
     with pytest.raises(DPConfigError, match=match):
         command(words, metric)
@@ -300,6 +302,29 @@ def test_a_command_that_is_refused_says_why(tmp_path: Path):
     with pytest.raises(DPConfigError, match="refused before it took a step: error: this is wrong"):
         run_tuning(asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "pass"])
+def test_a_command_that_begins_no_private_run_ends_the_tuning(tmp_path: Path, program: str):
+    words = [sys.executable, "-c", f"print('what I print'); {program}", "--eval_data_privacy", "public"]
+    with pytest.raises(DPConfigError, match="no private run began") as refused:
+        run_tuning(asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
+    (log,) = (tmp_path / "private" / "tuning").glob("run-*.log")
+    assert log.read_text() == "what I print\n" and str(log) in str(refused.value)
+    assert "what I print" not in str(refused.value)
+
+
+def test_nothing_begins_with_what_no_run_can_use(tmp_path: Path):
+    (tmp_path / "file").write_text("no ledger\n")
+    for changes, match in [
+        ({"epsilon": -3.0}, "target_epsilon=-3 is outside"),
+        ({"epsilon": float("nan")}, "target_epsilon=nan"),
+        ({"output_dir": tmp_path / "file"}, "is no folder"),
+        ({"privacy_ledger": str(tmp_path / "file")}, "line 1"),
+    ]:
+        with pytest.raises(DPConfigError, match=match):
+            run_tuning(asked(tmp_path, **changes))
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
 # --- hyperparameter_search ---
