@@ -454,3 +454,26 @@ def test_tuning_is_planned_beforehand(run: Run) -> None:
 def test_a_tuning_that_is_none(run: Run, wrong: list[str]) -> None:
     code, _, err = run("plan-tuning", "-n", "4000", "--batch", "200", "--epsilon", "8", *wrong)
     assert code == 2 and len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "given, why",
+    [
+        (["audit", "--confidence", "95"], "--confidence=95 makes no bound"),
+        (["audit", "--plot", "attack.foo"], "names no image"),
+        (["audit", "--plot", "no/such/folder/attack.png"], "there is no folder"),
+        (["audit", "--scores", "scores.csv", "--delta", "1e-5", "--epsilon", "-8"], "no claim to compare with"),
+        (["audit", "--scores", "scores.csv", "--delta", "1e-5", "--epsilon", "nan"], "no claim to compare with"),
+        (["plan-tuning", "-n", "1000", "--epsilon", "8", "--batch", "0"], "expected_batch_size=0"),
+    ],
+)
+def test_what_no_audit_and_no_tuning_can_use_ends_in_one_line(run: Run, given: list[str], why: str) -> None:
+    code, out, err = run(*given)
+    assert code == 2 and not out and why in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["taken", "taken/below"])
+def test_plots_do_not_go_where_a_file_is(run: Run, tmp_path: Path, name: str) -> None:
+    (tmp_path / "taken").write_text("")
+    code, out, err = run("plan", *SST2, "--steps", "198", "--epsilon", "8", "--plots", tmp_path / name)
+    assert code == 2 and not out and "is no folder" in " ".join(err.split())

@@ -22,6 +22,7 @@ from hf_dpopt.cli.flags import (
     NoiseMultiplier,
     NumExamples,
     OutputDir,
+    check_folder,
     check_path,
     flag,
 )
@@ -112,7 +113,7 @@ def plan(
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for plots of the privacy profile, and of the comparison (PNG and SVG).", callback=check_path
+            help="Folder for plots of the privacy profile, and of the comparison (PNG and SVG).", callback=check_folder
         ),
     ] = None,
     as_json: AsJson = False,
@@ -225,14 +226,22 @@ def audit(
     privacy_unit: Annotated[str | None, flag("privacy_unit", says_default=False)] = None,
     like: Annotated[
         Path | None,
-        typer.Option(help="Take noise, sampling, clip and budget from the report of this run, and write beside it."),
+        typer.Option(
+            help="Take noise, sampling, clip and budget from the report of this run, and write beside it.",
+            callback=check_path,
+        ),
     ] = None,
     scores: Annotated[
         Path | None,
-        typer.Option(help="Bound epsilon from canaries of one's own: CSV with the columns score and included."),
+        typer.Option(
+            help="Bound epsilon from canaries of one's own: CSV with the columns score and included.",
+            callback=check_path,
+        ),
     ] = None,
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of the attack within the claim (PNG, SVG).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a plot of the attack within the claim (PNG, SVG).", callback=check_path)
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Attack a run of canaries in this installation. Prints lower bounds on epsilon, and tests of the noise.
@@ -240,9 +249,9 @@ def audit(
     Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
     no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
     """
-    from hf_dpopt.cli.auditing import settings_like, show_audit, show_scores
+    from hf_dpopt.cli.auditing import settings_like, show_audit, show_scores, significance_of
 
-    significance = 1 - confidence
+    significance = significance_of(confidence)
     if scores is not None:
         code = show_scores(scores, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
     else:
@@ -408,7 +417,7 @@ def plan_head(
     plots: Annotated[
         Path | None,
         typer.Option(
-            help="Folder for plots of both bounds on epsilon against the steps (PNG and SVG).", callback=check_path
+            help="Folder for plots of both bounds on epsilon against the steps (PNG and SVG).", callback=check_folder
         ),
     ] = None,
     as_json: AsJson = False,

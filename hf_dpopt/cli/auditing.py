@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.audits import INSTALLATION
 from hf_dpopt.report.report import add_audit, read_report
 
+IMAGES = (".png", ".svg")
 LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
 
 
@@ -49,8 +51,8 @@ def show_audit(
     like: Path | None = None,
 ) -> int:
     """Audit a setting, print what was found, and return the exit code: 1 if a test failed."""
-    if plot is not None and not plot.parent.is_dir():
-        raise DPConfigError(f"--plot {plot}: there is no folder {plot.parent}. Make it, or name another file.")
+    if plot is not None:
+        _check_plot(plot)
     done = audit(settings, num_canaries=num_canaries, num_steps=num_steps, significance=significance)
     if like is not None:
         current_ranks().same(lambda: _write_down(like, done))
@@ -63,6 +65,24 @@ def show_audit(
     else:
         _print(done, significance)
     return 0 if done.has_passed else 1
+
+
+def significance_of(confidence: float) -> float:
+    """Probability with which a bound may be too high.
+
+    Raises:
+        DPConfigError: for a confidence outside of (0, 1).
+    """
+    if not 0 < confidence < 1:
+        raise DPConfigError(f"--confidence={confidence:g} makes no bound. Use a number between 0 and 1, such as 0.95.")
+    return 1 - confidence
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix.lower() not in IMAGES:
+        raise DPConfigError(f"--plot {path} names no image. Use a file that ends in {' or '.join(IMAGES)}.")
+    if not path.parent.is_dir():
+        raise DPConfigError(f"--plot {path}: there is no folder {path.parent}. Make it, or name another file.")
 
 
 def _write_down(output_dir: Path, done: Audit) -> None:
@@ -95,6 +115,8 @@ def show_scores(path: Path, *, delta: float | None, epsilon: float | None, signi
     """Bound epsilon from scores of one's own canaries; return 1 if the claim is refuted."""
     if delta is None:
         raise DPConfigError("A bound is one at a delta. Give that of the claim: --delta 1e-5.")
+    if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
+        raise DPConfigError(f"--epsilon={epsilon:g} is no claim to compare with. Use a finite number > 0, such as 8.")
     found = bound_scores(path, delta=delta, significance=significance)
     return show_bounds(found, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
 

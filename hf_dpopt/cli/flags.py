@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +42,22 @@ def check_path(path: Path | None) -> Path | None:
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise typer.BadParameter(f"{shown(str(path))} cannot be looked at: {why}.") from None
+    return path
+
+
+def check_folder(path: Path | None) -> Path | None:
+    """Refuse what cannot be made or written to as a folder, before anything is computed.
+
+    Raises:
+        typer.BadParameter: for a file, a name below one, or a place without permission to write.
+    """
+    path = check_path(path)
+    if path is not None:
+        there = next(one for one in (path, *path.absolute().parents) if one.exists())
+        if not there.is_dir():
+            raise typer.BadParameter(f"{shown(str(there))} is no folder. Name one; it is made if it does not exist.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise typer.BadParameter(f"{shown(str(there))} cannot be written to. Name another folder.")
     return path
 
 

@@ -42,7 +42,7 @@ def show_tuning_plans(
         means, shapes: laws of the number of runs; None for a choice.
     """
     job = request.job()
-    batch = batch_size or advise(job).batch
+    batch = advise(job).batch if batch_size is None else batch_size
     passes = None if steps is not None else job.passes
     length = Length(num_examples=job.num_units, batch_size=batch, steps=steps, epochs=passes)
     config = PrivacyConfig(
