@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.meaning import attacker_sentence
@@ -68,12 +70,23 @@ def _ten_lines(facts: RunFacts) -> str:
         f"{plan['noise_multiplier']:.4g}, sampler `{plan['sampler']['name']}`, clip {plan['clipping_norm']:g}.",
         f"**{outputs} outputs left without noise**; the statement names them." if outputs else "",
         f"**Not vetted**: {', '.join(f'`{plain(name)}`' for name in facts.unvetted)}." if facts.unvetted else "",
-        "Not covered: evaluation data, choices made by looking at the data, the base model's own training data, "
-        "prompts and predictions, other runs on the same people.",
+        _evaluations(facts.evaluations),
+        f"Not covered: {'' if facts.evaluations else 'evaluation data, '}choices made by looking at the data, the base "
+        "model's own training data, prompts and predictions, other runs on the same people.",
         f"The whole statement: [{FOLDER}/{STATEMENT}]({FOLDER}/{STATEMENT}). To check it: `hf-dpopt verify` on this "
         "folder.",
     ]
     return "\n".join(["## Privacy", "", promise, "", *(f"- {line}" for line in lines if line)])
+
+
+def _evaluations(made: Mapping[str, Any]) -> str:
+    """What protects a private evaluation set; empty where there was none."""
+    if not made:
+        return ""
+    return (
+        f"Metrics on the evaluation set have noise: epsilon = {round_up(made['target_epsilon'])}, delta = "
+        f"{made['delta']:g} for its single records, a budget of their own."
+    )
 
 
 def _with_metadata(card: str, facts: RunFacts) -> str:

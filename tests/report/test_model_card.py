@@ -157,3 +157,9 @@ def test_the_section_is_short_and_leads_to_the_statement(make_facts: MakeFacts) 
     lines = section.splitlines()
     assert len(lines) <= 10 and "(privacy/statement.md)" in section
     assert "1 outputs left without noise" in section and "`sampler mine`" in section
+
+
+def test_a_private_evaluation_set_is_covered_by_a_budget_of_its_own(make_facts: MakeFacts) -> None:
+    assert "Not covered: evaluation data, choices" in add_privacy_section("", make_facts())
+    card = add_privacy_section("", make_facts(evaluations={"target_epsilon": 2.0, "delta": 2e-5}))
+    assert "evaluation set have noise: epsilon = 2, delta = 2e-05" in card and "Not covered: choices" in card
