@@ -54,7 +54,7 @@ demo: env  ## train a small private classifier from scratch, offline, in a few m
 check: lint  ## before a commit: lint, types, and a sample of the tests that are cheap; under two minutes
 	$(PYTEST) -q --tier fast $(PYTEST_ARGS)
 
-test: lint  ## before a merge: lint, types, the suite and every block of the README; under twelve minutes
+test: lint  ## before a merge: lint, types, the suite and every block of the README; 21 minutes of processor time
 	$(PYTEST) --tier suite $(PYTEST_ARGS)
 
 audit: env  ## plant 26 faults into the running code: each is found, and exact code passes; a few minutes
