@@ -71,8 +71,8 @@ def _ten_lines(facts: RunFacts) -> str:
         f"**{outputs} outputs left without noise**; the statement names them." if outputs else "",
         f"**Not vetted**: {', '.join(f'`{plain(name)}`' for name in facts.unvetted)}." if facts.unvetted else "",
         _evaluations(facts.evaluations),
-        f"Not covered: {'' if facts.evaluations else 'evaluation data, '}choices made by looking at the data, the base "
-        "model's own training data, prompts and predictions, other runs on the same people.",
+        f"Not covered: {'' if facts.evaluations else 'evaluation data, '}choices made by looking at the data, the "
+        "base model's own training data, prompts and predictions, other runs on the same people.",
         f"The whole statement: [{FOLDER}/{STATEMENT}]({FOLDER}/{STATEMENT}). To check it: `hf-dpopt verify` on this "
         "folder.",
     ]
@@ -80,7 +80,7 @@ def _ten_lines(facts: RunFacts) -> str:
 
 
 def _evaluations(made: Mapping[str, Any]) -> str:
-    """What protects a private evaluation set; empty where there was none."""
+    """Sentence about a private evaluation set; empty where there was none."""
     if not made:
         return ""
     return (
