@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.common import collectives
-from hf_dpopt.common.checks import check_positive
+from hf_dpopt.common.checks import check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.loader import TrainingRecords
@@ -269,6 +269,9 @@ def check_private_evaluation(args: Any, given: Mapping[str, Any]) -> None:
             "eval_data_privacy='private' has no budget for the people in the evaluation set. Add "
             "--eval_target_epsilon 2, say; it is theirs, and does not touch target_epsilon."
         )
+    if args.eval_times is not None:
+        check_count("eval_times", args.eval_times)
+    _check_delta(args.eval_target_delta, given.get("eval_dataset"))
     if args.privacy_unit == "user":
         raise DPConfigError(
             "eval_data_privacy='private' protects single records of the evaluation set, and privacy_unit='user' asks "
@@ -291,6 +294,17 @@ def check_private_evaluation(args: Any, given: Mapping[str, Any]) -> None:
         raise DPConfigError(
             f"metric_for_best_model={shown(best)} is no metric of a private evaluation set. Use one of: "
             f"{', '.join(sorted(names))} (accuracy and f1 for classifiers, f1 for two labels)."
+        )
+
+
+def _check_delta(delta: float | None, sets: Any) -> None:
+    """Refuse a delta above 1/n before a step is charged; a set that comes later is checked when it is evaluated."""
+    sizes = [len(one) for one in (sets.values() if isinstance(sets, dict) else [sets]) if hasattr(one, "__len__")]
+    largest = max([1, *sizes])
+    if delta is not None and not (0 < delta < 1 and delta * largest <= 1):
+        raise DPConfigError(
+            f"eval_target_delta={delta:g} is outside of 0 to 1/n = {1 / largest:.3g}, with n = {largest} records in "
+            "the evaluation set. Leave it out: the default is below."
         )
 
 

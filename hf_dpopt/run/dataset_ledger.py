@@ -141,9 +141,9 @@ class DatasetLedger:
             raise DPBudgetExceeded(
                 f"This run would bring epsilon of all runs in {self.path} to "
                 f"{self.filter.spent([*others, charge]):.4g} at delta {self.filter.delta:g}, above the budget of "
-                f"{self.filter.epsilon:g} for these people; {len(others)} runs have spent "
-                f"{self.filter.spent(others):.4g} of it. It was not started. Use a smaller --target_epsilon. The "
-                "budget of a ledger cannot be raised: it was promised."
+                f"{self.filter.epsilon:g} for these people; {self.filter.spent(others):.4g} of it were spent before "
+                f"({len(others)} charged). It was not started. Use a smaller --target_epsilon. The budget of a ledger "
+                "cannot be raised: it was promised."
             )
         return charge
 

@@ -178,6 +178,8 @@ def test_a_charge_that_was_changed_is_found(tmp_path):
         ({"eval_target_epsilon": None}, "has no budget for the people in the evaluation set"),
         ({"eval_target_epsilon": -1.0}, "-1"),
         ({"eval_times": 0}, "eval_times"),
+        ({"eval_target_delta": 3.0}, "eval_target_delta=3 is outside"),
+        ({"eval_target_delta": 0.5}, "eval_target_delta=0.5 is outside"),
         ({"eval_loss_bound": -1.0}, "eval_loss_bound"),
         ({"eval_data_privacy": "public"}, "eval_target_epsilon=4.0 is for a private evaluation set"),
         ({"compute_metrics": lambda found: {}}, "sees exact predictions"),
@@ -198,3 +200,9 @@ def test_exact_ways_are_closed(tmp_path):
     trainer = make(tmp_path)
     with pytest.raises(DPConfigError, match="gives exact values of single records"):
         trainer.predict(held_out())
+
+
+@pytest.mark.parametrize("changes", [{"eval_times": 0}, {"eval_target_delta": 3.0}])
+def test_a_budget_that_is_none_is_found_before_a_step(tmp_path, changes):
+    with pytest.raises(DPConfigError, match=next(iter(changes))):
+        make(tmp_path, **changes)
