@@ -118,6 +118,9 @@ def main(argv: list[str]) -> None:
     Raises:
         DPConfigError: for settings and files that are wrong.
     """
+    if argv[:1] in (["-h"], ["--help"]):
+        print(__doc__)  # what the two commands take: canaries.py make --help
+        return
     if not argv or argv[0] not in COMMANDS:
         raise DPConfigError(f"{argv[0] if argv else 'Nothing'!r} is no command. Use {' or '.join(COMMANDS)}.")
     if argv[0] == "make":
