@@ -169,3 +169,11 @@ def test_the_suite_keeps_its_budget(request):
     if selected is None or selected.tier == "all":
         pytest.skip("everything was asked for")
     assert selected.seconds <= tiers.SECONDS[selected.tier]
+
+
+@pytest.mark.xdist_group("together")
+def test_groups_of_tests_reach_the_workers(request):
+    """A pytest that hides them from pytest-xdist (9.2.0 does) spreads blocks of a page and shared ranks over workers."""
+    if not getattr(request.config.option, "loadgroup", False):
+        pytest.skip("no worker: without -n 2 --dist loadgroup")
+    assert request.node.nodeid.endswith("@together")
