@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
 from pathlib import Path
 
 import typer
@@ -55,10 +53,7 @@ def run_tuning(asked: Asked) -> bool:
     check_budget(asked.epsilon)
     if asked.dataset is not None and Path(asked.dataset.path).exists():
         DatasetLedger.read(asked.dataset.path)  # one that was damaged is refused before a run starts
-    entry = "tuning-" + hashlib.sha256(os.fsencode(asked.output_dir.resolve())).hexdigest()[:16]
-    command = Command(
-        asked.command, law=law, target_epsilon=asked.epsilon, metric=asked.metric, dataset=asked.dataset, entry=entry
-    )
+    command = Command(asked.command, law=law, target_epsilon=asked.epsilon, metric=asked.metric, dataset=asked.dataset)
     check_space(space, asked.command)
     tuning = Tuning(
         law=law,

@@ -65,9 +65,7 @@ def search(
     def train(candidate: Candidate) -> float:
         with _unseen(candidate.log):
             try:
-                run = make(
-                    copy.deepcopy(begin), _arguments_of(args, candidate, f"tuning-{tuning.place.parent.name[:16]}")
-                )
+                run = make(copy.deepcopy(begin), _arguments_of(args, candidate))
                 run.train(resume_from_checkpoint=candidate.has_begun)
                 run.save_model()
                 return float(run.evaluate()[metric])
@@ -84,7 +82,7 @@ def search(
         raise DPConfigError("No run of the tuning gave a score, and nothing is released; the budget is spent.")
     found = release(best, Path(args.output_dir), metric=metric)
     with _unseen(best.candidate.log):
-        done = make(begin, _arguments_of(args, best.candidate, ""))
+        done = make(begin, _arguments_of(args, best.candidate))
         done._load_from_checkpoint(str(best.candidate.folder), done.model)
         trainer.model.load_state_dict(done.model.state_dict())
     tuning.finish()
@@ -111,7 +109,7 @@ def _check(trainer: Any, hp_space: Any, metric: str, direction: str) -> None:
     if args.eval_data_privacy not in DECLARED:
         raise DPConfigError(
             "The score is computed on the evaluation data. Say whose they are: eval_data_privacy='public', or "
-            "'not_protected'."
+            "'not_protected'. What the best of several runs tells of a private set has no account."
         )
     if args.push_to_hub or args.log_unprivatized or args.world_size > 1:
         raise DPConfigError(
@@ -120,7 +118,7 @@ def _check(trainer: Any, hp_space: Any, metric: str, direction: str) -> None:
         )
 
 
-def _arguments_of(args: Any, candidate: Candidate, entry: str) -> Any:
+def _arguments_of(args: Any, candidate: Candidate) -> Any:
     """Arguments of a run: those of the trainer, its own options, and its places in the private folder."""
     made = copy.deepcopy(args)
     for name, value in candidate.options.items():
@@ -130,7 +128,7 @@ def _arguments_of(args: Any, candidate: Candidate, entry: str) -> Any:
     made.output_dir, made.private_state_dir = str(candidate.folder), str(candidate.keys)
     made.report_to, made.disable_tqdm, made.log_level = [], True, "error"
     if made.privacy_ledger is not None:
-        made.privacy_ledger, made.privacy_ledger_entry = os.path.abspath(made.privacy_ledger), entry or None
+        made.privacy_ledger, made.privacy_ledger_entry = os.path.abspath(made.privacy_ledger), candidate.entry
     return made
 
 

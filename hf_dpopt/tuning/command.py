@@ -31,7 +31,6 @@ class Command:
         target_epsilon: budget of the whole tuning.
         metric: score, as it stands in ``eval_results.json``.
         dataset: ledger of the people in the data; None for none.
-        entry: name of the tuning's entry in it.
 
     Raises:
         DPConfigError: for a command that is none, has options that the tuning sets, or says nothing of the evaluation
@@ -46,7 +45,6 @@ class Command:
         target_epsilon: float,
         metric: str,
         dataset: DatasetBudget | None = None,
-        entry: str = "",
     ):
         self.words, self.metric = list(words), metric
         self._set: dict[str, Any] = {
@@ -56,7 +54,7 @@ class Command:
         }
         self._set |= {"report_to": "none"}
         if dataset is not None:
-            self._set |= {"privacy_ledger": os.path.abspath(dataset.path), "privacy_ledger_entry": entry}
+            self._set |= {"privacy_ledger": os.path.abspath(dataset.path)}
             self._set |= {} if dataset.epsilon is None else {"privacy_ledger_epsilon": dataset.epsilon}
         self._check()
 
@@ -101,6 +99,8 @@ class Command:
         """
         options = {**candidate.options, **self._set}
         options |= {"output_dir": candidate.folder, "private_state_dir": candidate.keys}
+        if "privacy_ledger" in options:
+            options["privacy_ledger_entry"] = candidate.entry
         if candidate.has_begun:
             options["resume_from_checkpoint"] = True
         words = [*self.words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]

@@ -26,7 +26,7 @@ from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.tuning.space import Space
 
-VERSION = 1
+VERSION = 2
 FOLDER = "tuning"  # in the private folder of output_dir
 MOST_STARTS = 5  # of one run; one that is killed as often counts as failed
 # Entries of a run's plan that all runs share: they are what a run costs.
@@ -46,6 +46,7 @@ class Candidate:
     """A run of a tuning: a random name that tells nothing of its place, and its options.
 
     Attributes:
+        entry: name of the tuning in a ledger of the dataset, random: what is charged under one name counts once.
         folder: where it writes, in the private folder.
         keys: folder of its keys, beside it.
         log: file for whatever it prints.
@@ -54,6 +55,7 @@ class Candidate:
     name: str
     options: Mapping[str, Any]
     place: Path
+    entry: str
 
     @property
     def folder(self) -> Path:
@@ -134,7 +136,8 @@ class Tuning:
         with self._locked():
             header = self._begin()
             scores = self._scores()
-            candidates = [Candidate(one["name"], one["options"], self.place) for one in header["runs"]]
+            entry = header["entry"]
+            candidates = [Candidate(one["name"], one["options"], self.place, entry) for one in header["runs"]]
             for candidate in candidates:
                 if candidate.name not in scores:
                     scores[candidate.name] = self._train(train, candidate)
@@ -171,7 +174,8 @@ class Tuning:
                     {"name": secrets.token_hex(8), "options": self.space.draw(source)}
                     for _ in range(self.law.draw(source))
                 ]
-                file.append({"kind": "tuning", "version": VERSION, "runs": runs} | self._asked)
+                begun = {"kind": "tuning", "version": VERSION, "entry": f"tuning-{secrets.token_hex(8)}", "runs": runs}
+                file.append(begun | self._asked)
             header, *rest = file.records
         if any(one["kind"] == "released" for one in rest):
             raise DPConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.cli import tune
 from hf_dpopt.cli.tune import Asked, run_tuning
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPConfigError
@@ -20,6 +21,7 @@ from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.tuning import search
 from hf_dpopt.tuning.command import Command, check_space
+from hf_dpopt.tuning.release import Winner
 from hf_dpopt.tuning.search import Candidate, RunFailed, Tuning
 from hf_dpopt.tuning.space import Space
 from tests import tiny
@@ -294,6 +296,26 @@ def test_the_best_run_alone_is_released(tmp_path: Path, capfd, monkeypatch):
     for run in runs:
         assert run["name"].encode() not in everything and str(place).encode() not in everything
     assert "fail" not in console and "0.3" not in console and "for the whole tuning" in console
+
+
+def test_two_tunings_have_two_entries_in_the_ledger_of_the_people(tmp_path: Path, monkeypatch):
+    """Same output_dir, another private folder (a new container, say): one entry would be charged once for both."""
+    script = (
+        "import json, pathlib, sys; at = {a: b for a, b in zip(sys.argv, sys.argv[1:])}; "
+        "out = pathlib.Path(at['--output_dir']); out.mkdir(); "
+        "(out / 'eval_results.json').write_text('{\"eval_rate\": 1}'); "
+        "open(sys.argv[1], 'a').write(at['--privacy_ledger_entry'] + '\\n')"
+    )
+    said = tmp_path / "said"
+    words = [sys.executable, "-c", script, str(said), "--eval_data_privacy", "public"]
+    monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
+    monkeypatch.setattr(Candidate, "has_begun", property(lambda self: self.folder.exists()))
+    monkeypatch.setattr(Tuning, "_check_same_mechanism", lambda self, candidates: None)  # it reads their ledgers
+    monkeypatch.setattr(tune, "release", lambda *a, **k: Winner({}, 1.0, 8.0, 1e-5, 4.0))
+    for private in ("first", "second"):
+        assert run_tuning(asked(tmp_path, command=words, private_state_dir=tmp_path / private / "private"))
+    first, again, second, last = said.read_text().split()
+    assert first == again and second == last and first != second
 
 
 def test_a_command_that_is_refused_says_why(tmp_path: Path):
