@@ -24,7 +24,8 @@ class Measures:
     lies in, before the clip and in clipping norms; times norm_weight.
 
     Formal guarantee: the L2 norm of what one unit adds is at most `norm`, whatever its loss and its gradient are, no
-    number among them. It depends on that unit and on public or released values alone.
+    number among them. It depends on that unit and on public or released values alone. A unit without gradient, which
+    takes the place of another under ``zero_out``, adds nothing.
 
     Args:
         loss_weight: largest size of the coordinate of the loss, gradient units; > 0.
@@ -63,6 +64,8 @@ class Measures:
         losses_U = losses_U.nan_to_num(nan=self.loss_bound, posinf=self.loss_bound).clamp(0.0, self.loss_bound)
         of_losses = (losses_U - self.centre) / self.farthest
         norms_U = torch.stack([s.detach().double().cpu() for s in squares.values()]).sum(dim=0).sqrt()
+        counts_U = norms_U != 0  # what is no number counts
+        of_losses, norms_U = of_losses[counts_U], norms_U[counts_U]
         norms_U = norms_U.nan_to_num(nan=torch.inf, posinf=torch.inf) / self.clipping_norm
         intervals_U = torch.bucketize(norms_U, torch.tensor(self.thresholds, dtype=torch.float64))
         counts = torch.bincount(intervals_U, minlength=len(self.thresholds) + 1).double()

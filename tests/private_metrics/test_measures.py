@@ -42,6 +42,8 @@ def _one(measures, loss, norm):
     )
     ratio = norm / measures.clipping_norm if math.isfinite(norm) else math.inf
     place = sum(ratio > end for end in measures.thresholds)
+    if norm**2 == 0:  # without gradient
+        return [0.0] * (len(measures.thresholds) + 2)
     return [coordinate, *(measures.norm_weight * (i == place) for i in range(len(measures.thresholds) + 1))]
 
 
@@ -60,6 +62,22 @@ def test_units_add_what_is_written_out_and_never_more_than_the_norm(centre):
         alone = measures.total_of(losses[unit : unit + 1], {"all": squares[unit : unit + 1]})
         assert alone.isfinite().all() and alone.norm() <= measures.norm * (1 + 1e-12)
     assert measures.nothing().shape == total.shape
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_record_without_gradient_adds_nothing_to_the_numbers(engine):
+    """Under zero_out it stands in for another one, which then moves them by the norm and no further."""
+    model, batch, measures = tiny.model(dropout=0.0), tiny.collate(tiny.records(3)), _measures()
+    losses, made = RecordLosses(model), make_engine(model, _plan(clipping_norm=0.7).clipper, engine)
+    found = []
+    for rows in ([0, 1, 2], [0, 2]):
+        some, sums = {k: v[rows] for k, v in batch.items()}, made.empty_sum()
+        some["labels"] = torch.where(torch.tensor(rows) == 1, -100, some["labels"])
+        sums.take_measures(measures)
+        made.add_clipped_sum(sums, lambda some=some: losses(some), len(rows))
+        found.append(sums.result()[MEASURES])
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0].norm() > 0
 
 
 @pytest.mark.parametrize("units", [None, (2, 1, 3, 2)])
@@ -128,7 +146,7 @@ def test_the_loss_of_a_user_is_the_mean_of_its_rows_also_in_parts(weight):
         rows = [{k: v[r : r + 1] for k, v in user.batches[0].items()} for r in range(len(user.batches[0]["labels"]))]
         UserInParts(rows, user.weight).add_to(apart, made, losses)
     losses_B = losses(batch).detach()
-    expected = sum(_one(measures, float(some.mean()), 0.0)[0] for some in losses_B.split(sizes))
+    expected = sum(_one(measures, float(some.mean()), 1.0)[0] for some in losses_B.split(sizes))
     assert together.result()[MEASURES][0].item() == pytest.approx(expected, rel=1e-4)
     torch.testing.assert_close(together.result()[MEASURES], apart.result()[MEASURES], rtol=1e-4, atol=1e-5)
 
