@@ -144,6 +144,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, HeadT
         run_name="linear_probe", training_class=HeadTrainingArguments,
     )  # fmt: skip
     assert isinstance(training_args, HeadTrainingArguments)
+    running.check_evaluates_exactly(training_args)
     in_subspace = training_args.preconditioner == "subspace"
     taken = {"warm_start_epsilon": model_args.warm_start_epsilon}
     taken |= {} if in_subspace else {"public_file": data_args.public_file}

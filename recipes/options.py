@@ -217,6 +217,11 @@ def check(
         raise DPConfigError("lora_freeze_a is for adapters, and there are none. Add --lora_r 8, or leave it out.")
     if model_args.dropout > 1 or model_args.dropout != model_args.dropout:
         raise DPConfigError(f"dropout={model_args.dropout} is not a rate. Use 0 to 1, or -1 to keep the model's own.")
+    if training_args.eval_data_privacy == "private" and (data_args.non_private or training_args.do_predict):
+        raise DPConfigError(
+            "eval_data_privacy='private' releases noisy metrics alone; non_private and do_predict give exact values "
+            "of records. Leave what was set of them out, or evaluate on public data."
+        )
     if data_args.non_private:
         if (Path(training_args.output_dir) / "privacy").exists():
             raise DPConfigError(

@@ -51,7 +51,7 @@ def check_evaluates_exactly(training_args: DPTrainingArguments) -> None:
     """
     if has_private_evaluation(training_args):
         raise DPConfigError(
-            "eval_data_privacy='private' is not supported by this recipe, which prints exact perplexities. Use "
+            "eval_data_privacy='private' is not supported by this recipe, which prints exact metrics. Use "
             "recipes/glue.py or DPTrainer itself, evaluate on public data, or leave out --do_eval."
         )
 

@@ -86,17 +86,19 @@ class PrivateEvaluation:
         losses = RecordLosses(model, trainer._per_example_loss_func or "auto")
         scores = scores_of(model, losses, args.eval_loss_bound)
         self.budget = budget = self._budget(len(dataset))
-        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         query = {
             "set": self._name_of(dataset, prefix),
-            "weights": digest_of(parameters or dict(model.named_parameters())),
+            "weights": digest_of(dict(model.named_parameters())),  # frozen ones, too
             "loss_bound": scores.loss_bound,
             "num_labels": scores.num_labels,
         }
         ranks = collectives.current_ranks()
         known = ranks.same(lambda: Evaluations.read(args.output_dir).answer(query))
         if known is not None:
-            logger.info(f"These weights were evaluated before ({prefix}): the same answer, at no cost.")
+            logger.info(
+                f"These weights were evaluated before, on {query['set']!r}: the same answer, at no cost. If an "
+                "earlier process called another set so, give this one a metric_key_prefix of its own."
+            )
         else:
             self._announce(budget, scores, len(dataset))
             charged = ranks.same(lambda: charge(args.output_dir, budget, query))

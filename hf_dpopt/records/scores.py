@@ -55,6 +55,9 @@ class Scores:
             losses_B: what is no number counts as ``loss_bound``.
             logits_BL: outputs of a classifier.
             labels_B: its labels.
+
+        Raises:
+            ValueError: for other than one label and one row of outputs for each record: it would add several counts.
         """
         losses_B = losses_B.detach().double().cpu()
         losses_B = losses_B.nan_to_num(nan=self.loss_bound, posinf=self.loss_bound).clamp(0.0, self.loss_bound)
@@ -63,6 +66,8 @@ class Scores:
             cells_B = torch.zeros(len(losses_B), dtype=torch.long)
         else:
             labels_B, predictions_B = labels_B.detach().view(-1).cpu(), logits_BL.detach().cpu().argmax(dim=-1)
+            if not labels_B.shape == predictions_B.shape == losses_B.shape:
+                raise ValueError("not one label and one prediction for each record")
             cells_B = (labels_B == predictions_B).long()
             if self.num_labels == 2:
                 cells_B = 2 * labels_B.clamp(0, 1) + predictions_B.clamp(0, 1)

@@ -68,7 +68,18 @@ class Evaluations:
         return tuple(float(record["noise_multiplier"]) for record in self.records if record["type"] == CHARGE)
 
     def epsilon(self, delta: float, adjacency: str) -> float:
-        """Epsilon of all of them."""
+        """Epsilon of all of them.
+
+        Raises:
+            DPConfigError: if one was made under another adjacency, for which its noise says something else.
+        """
+        others = {record["adjacency"] for record in self.records if record["type"] == CHARGE} - {adjacency}
+        if others:
+            raise DPConfigError(
+                f"adjacency={adjacency!r} is not that of earlier evaluations, {', '.join(map(repr, sorted(others)))}: "
+                "their noise was made for another change of the evaluation set. Use the same adjacency, or another "
+                "output_dir."
+            )
         return epsilon_of(self.noise_multipliers, delta, adjacency)
 
     def answer(self, query: Mapping[str, Any]) -> dict[str, float] | None:
@@ -82,10 +93,13 @@ class Evaluations:
 
     def facts(self, budget: EvaluationBudget) -> dict[str, Any]:
         """Public facts for the report."""
+        spent = self.epsilon(budget.delta, budget.adjacency)
         return {
             **budget.parameters(),
+            "noise_multiplier": min(self.noise_multipliers, default=budget.noise_multiplier),
+            "target_epsilon": max(budget.target_epsilon, spent),  # earlier runs here may have had a larger one
             "num_charged": len(self.noise_multipliers),
-            "epsilon_spent": self.epsilon(budget.delta, budget.adjacency),
+            "epsilon_spent": spent,
             "digest": self.digest,
         }
 
@@ -100,11 +114,12 @@ def charge(output_dir: str | os.PathLike[str], budget: EvaluationBudget, query: 
 
     Raises:
         DPBudgetExceeded: if all evaluations would cost more than the budget. Nothing is charged then.
-        DPConfigError: if another process is charging, or the file was changed.
+        DPConfigError: if another process is charging, the file was changed, or is of another adjacency.
     """
     with _alone(Path(output_dir)):
         before = Evaluations.read(output_dir)
         noise = budget.noise_multiplier
+        before.epsilon(budget.delta, budget.adjacency)  # of one adjacency
         spent = epsilon_of([*before.noise_multipliers, noise], budget.delta, budget.adjacency)
         if spent > budget.target_epsilon * (1 + 1e-9):
             raise DPBudgetExceeded(
@@ -113,7 +128,8 @@ def charge(output_dir: str | os.PathLike[str], budget: EvaluationBudget, query: 
                 "Evaluate less often (--eval_steps), plan for more from the start (--eval_times), or raise "
                 "--eval_target_epsilon."
             )
-        return _append(output_dir, before.digest, {"type": CHARGE, "noise_multiplier": noise, "query": dict(query)})
+        charged = {"type": CHARGE, "noise_multiplier": noise, "adjacency": budget.adjacency, "query": dict(query)}
+        return _append(output_dir, before.digest, charged)
 
 
 def note_answer(output_dir: str | os.PathLike[str], charged: str, metrics: Mapping[str, float]) -> None:

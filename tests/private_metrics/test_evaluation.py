@@ -15,7 +15,7 @@ from hf_dpopt import DPBudgetExceeded, DPConfigError
 from hf_dpopt.huggingface import private_evaluation
 from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
 from hf_dpopt.records.scores import Scores
-from hf_dpopt.run.evaluations import EVALUATIONS
+from hf_dpopt.run.evaluations import EVALUATIONS, Evaluations, charge
 from hf_dpopt.verify import verify
 from tests import tiny
 
@@ -71,6 +71,13 @@ def test_a_record_moves_the_sum_by_one_at_most_whatever_it_is(num_labels):
         rest = [j for j in range(8) if j != i]
         moved = whole - scores.total_of(losses[rest], logits[rest], labels[rest])
         assert 0.1 < moved.norm() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5,)])
+def test_a_record_of_several_labels_does_not_count_several_times(shape):
+    """Multi-label targets of a model whose config names no problem: they arrive one record at a time."""
+    with pytest.raises(ValueError, match="not one label"):
+        Scores(1.5, 5).total_of(torch.tensor([0.7]), torch.arange(5.0).view(1, 5), torch.zeros(shape))
 
 
 def test_a_record_of_the_set_moves_the_sum_by_one_at_most(tmp_path, monkeypatch):
@@ -162,6 +169,34 @@ def test_the_best_model_and_the_moment_to_stop_are_chosen_by_noisy_metrics(tmp_p
     assert "Metrics on the evaluation set were released with noise: **epsilon = 4" in statement
     assert "both epsilons and both deltas add up" in statement
     assert all(check.status != "failed" for check in verify(tmp_path / "run").checks)
+
+
+def test_noise_for_one_adjacency_is_not_read_under_another(tmp_path):
+    """Under replace_one a record moves the sum twice as far: noise of an evaluation that was made before is too little."""
+    once = EvaluationBudget.of(2.0, 1e-5, "add_or_remove_one", 1, 100)
+    charge(tmp_path, once, {"set": "eval"})
+    assert Evaluations.read(tmp_path).facts(once)["epsilon_spent"] == pytest.approx(2, rel=1e-2)
+    other = EvaluationBudget.of(20.0, 1e-5, "replace_one", 1, 100)
+    for use in (lambda: charge(tmp_path, other, {}), lambda: Evaluations.read(tmp_path).facts(other)):
+        with pytest.raises(DPConfigError, match="add_or_remove_one"):
+            use()
+
+
+def test_a_smaller_target_later_does_not_understate_what_was_spent(tmp_path):
+    charge(tmp_path, EvaluationBudget.of(4.0, 1e-5, "zero_out", 1, 100), {"set": "eval"})
+    facts = Evaluations.read(tmp_path).facts(EvaluationBudget.of(1.0, 1e-5, "zero_out", 1, 100))
+    assert 3.9 < facts["epsilon_spent"] <= facts["target_epsilon"]
+    assert facts["noise_multiplier"] == EvaluationBudget.of(4.0, 1e-5, "zero_out", 1, 100).noise_multiplier
+
+
+def test_one_adapter_on_two_models_has_two_answers(tmp_path):
+    trainer = make(tmp_path, eval_times=2)
+    for name, p in trainer.model.named_parameters():
+        p.requires_grad = "classifier" in name
+    first = trainer.evaluate()
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight.add_(1.0)
+    assert trainer.evaluate()["eval_loss"] != first["eval_loss"]
 
 
 def test_a_charge_that_was_changed_is_found(tmp_path):

@@ -157,6 +157,10 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
         {"warm_start_epsilon": "1", "non_private": "true", "target_epsilon": None},
         "for private runs",
     ),
+    "exact values of a private evaluation set": (
+        {"eval_data_privacy": "private", "eval_target_epsilon": "2", "non_private": "true", "target_epsilon": None},
+        "releases noisy metrics alone",
+    ),
     "warm start beyond the budget": ({"warm_start_epsilon": "8"}, "no part of target_epsilon"),
     "layers alone": ({"pooling_layers": "1"}, "Add --pooling mean"),
     "layers": ({"pooling": "mean", "pooling_layers": "99"}, "layers go from 0"),

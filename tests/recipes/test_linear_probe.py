@@ -147,6 +147,7 @@ def test_a_killed_run_is_started_again_and_ends(files: Path, model_dir: str) -> 
         ({"save_steps": "5", "save_strategy": "steps"}, "Use --save_strategy no"),
         ({"eval_strategy": "steps"}, "Use --eval_strategy no"),
         ({"learning_rate": "1.1"}, "Use at most 1,"),
+        ({"eval_data_privacy": "private", "do_eval": "true"}, "prints exact metrics"),
         ({"do_predict": "true"}, "in a pipeline"),
         ({"resume_from_checkpoint": "out"}, "goes on when it is started again"),
         ({"non_private": "true"}, "--noise_multiplier 0"),
