@@ -51,7 +51,7 @@ def run_tuning(asked: Asked) -> bool:
     """
     law, space = RunCount(mean=asked.runs, shape=asked.shape), Space.read(asked.space)
     check_budget(asked.epsilon)
-    if asked.dataset is not None and Path(asked.dataset.path).exists():
+    if asked.dataset is not None and os.path.exists(path := asked.dataset.path) and os.path.getsize(path):
         DatasetLedger.read(asked.dataset.path)  # one that was damaged is refused before a run starts
     command = Command(asked.command, law=law, target_epsilon=asked.epsilon, metric=asked.metric, dataset=asked.dataset)
     check_space(space, asked.command)
