@@ -51,10 +51,10 @@ endif
 demo: env  ## train a small private classifier from scratch, offline, in a few minutes
 	$(OFFLINE) $(BIN)/python recipes/glue.py
 
-check: lint  ## before a commit: lint, types, and a sample of the tests that are cheap; under two minutes
+check: lint  ## before a commit: lint, types, and a sample of the tests that are cheap; two to three minutes
 	$(PYTEST) -q --tier fast $(PYTEST_ARGS)
 
-test: lint  ## before a merge: lint, types, the suite and every block of the README; 21 minutes of processor time
+test: lint  ## before a merge: lint, types, the suite and every block of the README; nine minutes on two free cores
 	$(PYTEST) --tier suite $(PYTEST_ARGS)
 
 audit: env  ## plant 26 faults into the running code: each is found, and exact code passes; a few minutes
