@@ -46,6 +46,12 @@ CASES = {
     },
     "adaptive": {"filter": "adaptive:3:2", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
     "adaptive, as printed": {"filter": "adaptive_as_printed:3:2", "optim": "dp_adamw"},
+    "spectral before sgd": {"filter": "spectral:0.5", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
+    "spectral in adamw": {"filter": "spectral", "filter_kwargs": {"dtype": "bfloat16"}},
+    "muon": {"optim": "dp_muon", "optim_args": "inner=adam_bc", "filter": "first_order_v1"},
+    "muon, less its bias": {
+        "optim": "dp_muon", "optim_args": "bias_correction=true", "noise_mechanism": "blt", "sampling": "fixed_order",
+    },
     "subspace, before the clip": {
         "preconditioner": "subspace", "public_dataset": PUBLIC, "optim": "sgd", "average_iterate": "tail",
         "preconditioner_kwargs": {"rank": 3, "num_public": 8, "refresh_every": 3, "adagrad": "released"},

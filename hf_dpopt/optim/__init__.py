@@ -12,6 +12,7 @@ from hf_dpopt.optim.adagrad import DPAdaGrad
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
 from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.galore import DPGaLore
+from hf_dpopt.optim.muon import DPMuon
 from hf_dpopt.optim.rmsprop import DPRMSProp
 from hf_dpopt.postprocess import Filter
 
@@ -21,6 +22,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "dp_rmsprop": DPRMSProp,
     "dp_adagrad": DPAdaGrad,
     "dp_galore": DPGaLore,
+    "dp_muon": DPMuon,
 }
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "DPAdamBC",
     "DPAdamW",
     "DPGaLore",
+    "DPMuon",
     "DPRMSProp",
     "Filter",
     "NoiseAwareOptimizer",
