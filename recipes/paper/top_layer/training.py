@@ -97,14 +97,15 @@ def _plan(run: Run, num_examples: int) -> PrivacyPlan:
 
 
 class TopLayer(nn.Module):
-    """The last layer of an encoder with adapters, the mean over tokens, and a linear head for two classes."""
+    """The last layer of an encoder, with adapters or trained itself, the mean over tokens, a head for two classes."""
 
-    def __init__(self, layer: nn.Module, seed: int):
+    def __init__(self, layer: nn.Module, seed: int, *, adapters: bool = True):
         super().__init__()
         torch.manual_seed(seed)
         self.layer = copy.deepcopy(layer)
-        config = LoraConfig(r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=TARGETS)
-        inject_adapter_in_model(config, self)
+        if adapters:
+            config = LoraConfig(r=RANK, lora_alpha=RANK, lora_dropout=0.0, target_modules=TARGETS)
+            inject_adapter_in_model(config, self)
         width = layer.get_submodule("output.dense").weight.size(0)  # type: ignore[operator]
         self.head = nn.Linear(width, 2)
         nn.init.normal_(self.head.weight, std=0.02)
