@@ -74,6 +74,7 @@ def main(argv: list[str]) -> None:
         head_run = warm_start(model, splits["train"], collate, training_args, model_args.warm_start_epsilon)
         before = training_args.earlier_runs or []
         training_args.earlier_runs = [*([before] if isinstance(before, str) else before), head_run]
+        training_args.trained_head = True
     model = choose_trained(model, model_args, "SEQ_CLS")
     if SPLIT in splits:
         learn_public(model, splits[SPLIT], collate, training_args, data_args)

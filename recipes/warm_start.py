@@ -190,6 +190,7 @@ def _arguments(
         target_epsilon=epsilon,
         earlier_runs=None,  # the run that follows counts them, and this one
         recipe="none",
+        trained_head=False,
         num_train_epochs=float(PASSES),
         max_steps=-1,
         per_device_train_batch_size=min(advice.batch, 4096),

@@ -1,4 +1,4 @@
-"""Thirty jobs and what is advised for them: `python -m tests.advice_table --write` writes tests/advice.json anew.
+"""Thirty jobs and more, and what is advised for them: `python -m tests.advice_table --write` writes tests/advice.json anew.
 
 A change of a rule changes rows of that file; they are read before they are committed.
 """
@@ -41,7 +41,21 @@ def jobs() -> list[TrainingJob]:
         )
     ]  # fmt: skip
     made += [TrainingJob(num_units=n, target_epsilon=8.0) for n in (1, 1_000, 1_000_000, 100_000_000)]
+    made += [
+        TrainingJob(
+            num_units=n, target_epsilon=epsilon, target_delta=1e-5, passes=passes, has_trained_head=True
+        )
+        for n, epsilon, passes in (
+            (67_349, 8.0, 0.75), (67_349, 8.0, 3.0), (67_349, 3.0, 0.75), (67_349, 1.0, 3.0), (3_668, 8.0, 8.0),
+        )
+    ]  # fmt: skip
     return made
+
+
+def facts(job: TrainingJob) -> dict[str, Any]:
+    """A job as plain values; of a trained head only where there is one."""
+    values = dataclasses.asdict(job)
+    return values if values.pop("has_trained_head") is False else {**values, "has_trained_head": True}
 
 
 def row(job: TrainingJob) -> dict[str, Any]:
@@ -49,7 +63,7 @@ def row(job: TrainingJob) -> dict[str, Any]:
     advice = advise(job)
     outlook = advice.outlook
     return {
-        "job": dataclasses.asdict(job),
+        "job": facts(job),
         "batch": advice.batch,
         "steps": outlook.num_steps,
         "learning_rate": advice.learning_rate,
@@ -68,7 +82,7 @@ def main() -> None:
         job = r["job"]
         print(
             f"{job['num_units']:11,} eps {job['target_epsilon']:<4g} passes {job['passes']:<4g} {job['kind']:5}"
-            f"{job['objective']:15} {job['model_size'] / 1e6:6.3g}M  B {r['batch']:5} T {r['steps']:6} "
+            f"{job['objective']:15} {job['model_size'] / 1e6:6.3g}M {'head ' * job.get('has_trained_head', False):5}B {r['batch']:5} T {r['steps']:6} "
             f"lr {r['learning_rate']:<8g} noise {r['noise_over_signal']:<7g} useful {r['useful_steps']:<7g} {r['verdict']}"
         )
 

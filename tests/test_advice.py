@@ -15,7 +15,7 @@ from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.accounting.rough import rough_epsilon, rough_noise_multiplier
 from hf_dpopt.plan.advice import LARGEST_BATCH, LONGEST, SHORTEST, TrainingJob, advise
 from hf_dpopt.plan.outlook import SIGNAL, Outlook, outlook_of, with_independent_noise
-from tests.advice_table import PATH, jobs, row
+from tests.advice_table import PATH, facts, jobs, row
 
 
 @pytest.mark.parametrize("frozen", json.loads(PATH.read_text()), ids=lambda r: "-".join(map(str, r["job"].values())))
@@ -25,7 +25,7 @@ def test_reviewed_advice(frozen):
 
 
 def test_every_job_was_reviewed():
-    assert [r["job"] for r in json.loads(PATH.read_text())] == [dataclasses.asdict(job) for job in jobs()]
+    assert [r["job"] for r in json.loads(PATH.read_text())] == [facts(job) for job in jobs()]
     assert len(jobs()) >= 30
 
 
@@ -87,6 +87,7 @@ def test_advice_is_quick():
         ({"kind": "qlora"}, "kind"),
         ({"objective": "regression"}, "objective"),
         ({"model_size": 0}, "model_size"),
+        ({"has_trained_head": "yes"}, "has_trained_head"),
     ],
 )
 def test_bad_input(changes, mend):
@@ -139,6 +140,40 @@ def test_useful_steps_are_half_where_noise_is_the_signal():
     assert dataclasses.replace(made, noise=5e-3, run_noise=5e-4).verdict == "hopeless"
     assert dataclasses.replace(made, reach=0.01, advised_reach=0.16).verdict == "hopeless"
     assert dataclasses.replace(made, reach=0.1, advised_reach=0.16).verdict == "good"
+
+
+def test_on_a_trained_head_the_noise_decides_and_not_the_number_of_steps():
+    """1 / useful = 1 / T + (noise over signal of the run)^2: the first part is no reason to call it weak."""
+    few = Outlook(num_steps=20, noise=2e-4, run_noise=2e-4 / 20**0.5, signal=5e-4)
+    assert 1 / few.useful_steps == pytest.approx(1 / 20 + 1 / few.most_useful_steps)
+    assert few.most_useful_steps == pytest.approx(1 / few.run_ratio**2)
+    assert few.verdict == "weak"
+    assert dataclasses.replace(few, has_trained_head=True).verdict == "on a trained head"
+    assert "(on a trained head)" in dataclasses.replace(few, has_trained_head=True).describe()
+    one = dataclasses.replace(few, num_steps=1, noise=5e-5, run_noise=5e-5)
+    assert one.verdict == "hopeless"
+    assert dataclasses.replace(one, has_trained_head=True).verdict == "on a trained head"
+
+
+@pytest.mark.parametrize(
+    "noise, num_steps, verdict",
+    [(5e-2, 20_000, "hopeless"), (2e-3, 300, "weak"), (5e-4, 100, "good"), (0.0, 5, "no noise")],
+)
+def test_a_trained_head_is_no_excuse_for_noise(noise, num_steps, verdict):
+    made = Outlook(num_steps=num_steps, noise=noise, run_noise=noise / num_steps**0.5, signal=5e-4)
+    assert made.verdict == dataclasses.replace(made, has_trained_head=True).verdict == verdict
+    if noise:  # nor for weights that do not move
+        assert dataclasses.replace(made, has_trained_head=True, reach=0.0, advised_reach=1.0).verdict == "hopeless"
+
+
+@pytest.mark.parametrize("job", [job for job in jobs() if not job.has_trained_head], ids=str)
+def test_a_trained_head_changes_the_verdict_and_the_clip_alone(job):
+    alone, on_head = advise(job), advise(dataclasses.replace(job, has_trained_head=True))
+    assert (alone.batch, alone.learning_rate) == (on_head.batch, on_head.learning_rate)
+    assert on_head.outlook == dataclasses.replace(alone.outlook, has_trained_head=True)
+    assert {**on_head.values, "clipping_norm": 1.0} == alone.values and on_head.values["clipping_norm"] == 0.5
+    order = ["hopeless", "weak", "on a trained head", "good"]
+    assert order.index(on_head.outlook.verdict) >= order.index(alone.outlook.verdict)
 
 
 def plan_of(**changes):

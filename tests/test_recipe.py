@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 
@@ -144,7 +145,7 @@ def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
 @pytest.mark.parametrize(
     "written",
     [None, [], {"learning_rate": "fast"}, {"learning_rate": -1.0}, {"learning_rate": float("nan")},
-     {"warmup_steps": None}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
+     {"warmup_steps": None}, {"trained_head": "yes"}, {"trained_head": False}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
     ids=str,
 )  # fmt: skip
 def test_a_recipe_that_no_run_wrote_is_refused(written):
@@ -193,6 +194,22 @@ def test_a_run_of_such_a_model_goes_on_with_its_recipe(tmp_path, monkeypatch):
     advice.advise.cache_clear()
 
 
+@pytest.mark.parametrize("recipe", ["auto", "none"])
+def test_a_trained_head_is_written_down_and_changes_nothing_else(tmp_path, recipe):
+    made = trainer(tmp_path / "a", **big(recipe=recipe, trained_head=True))
+    beside = trainer(tmp_path / "b", **big(recipe=recipe))
+    assert made.plan.recipe == {**beside.plan.recipe, "trained_head": True}
+    assert made.plan == dataclasses.replace(beside.plan, mechanism=made.plan.mechanism)
+    assert made.args.learning_rate == beside.args.learning_rate
+    made.train()
+    assert "declared by `trained_head`" in (tmp_path / "a" / "privacy" / "statement.md").read_text()
+    beside.train()
+    assert "trained_head" not in (tmp_path / "b" / "privacy" / "statement.md").read_text()
+    again = trainer(tmp_path / "a", **big(recipe=recipe))  # a run that goes on keeps it
+    assert again.plan.recipe == made.plan.recipe
+    assert trainer(tmp_path / "b", **big(recipe=recipe, trained_head=True)).plan.recipe == beside.plan.recipe
+
+
 def test_the_first_step_of_a_short_run_moves(tmp_path):
     """6 % of a few steps would be a single warm-up step, of rate 0."""
     made = trainer(tmp_path, **big())
@@ -234,6 +251,27 @@ def test_a_hopeless_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
     started(trainer(tmp_path, **big(recipe="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)))
     (line,) = [line for line in log() if "HOPELESS" in line]
     assert "it takes more records" in line and "--expected_batch_size" not in line
+
+
+@pytest.mark.parametrize(
+    "noise, verdict, words",
+    [(4e-4, "on a trained head", "carries the accuracy; these steps are few, and add to it"),
+     (8e-4, "weak", "may lose some of that"), (1e-2, "hopeless", "may lose some of that")],
+)  # fmt: skip
+def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verdict, words):
+    from hf_dpopt.huggingface import advice_log as module
+
+    monkeypatch.setattr(
+        module, "outlook_of",
+        lambda plan, kind, **kwargs: advice.Outlook(
+            num_steps=40, noise=noise, run_noise=noise / 40**0.5, signal=5e-4,
+            has_trained_head=kwargs["has_trained_head"],
+        ),
+    )  # fmt: skip
+    started(trainer(tmp_path, **big(trained_head=True)))
+    assert any(line.startswith("Outlook:") and f"({verdict})" in line for line in log())
+    (line,) = [line for line in log() if "The head was trained before" in line]
+    assert words in line and "linear head" not in line and ("HOPELESS" in line) == (verdict == "hopeless")
 
 
 def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):

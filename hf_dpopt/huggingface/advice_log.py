@@ -14,7 +14,7 @@ from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.huggingface.recipe import Recipe, Trained
+from hf_dpopt.huggingface.recipe import TRAINED_HEAD, Recipe, Trained
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
 from hf_dpopt.plan.advice import TrainingJob, advise
 from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of, with_independent_noise
@@ -47,10 +47,11 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, A
         outlook = _outlook(plan, args, given, recipe)
         logger.info(f"Outlook: {outlook.describe()}.")
         better = _better(outlook, recipe, plan, args, trained)
+        head = _of_the_head(outlook)
         if outlook.verdict == "hopeless":
-            logger.warning(f"{'!' * 20} THIS RUN IS HOPELESS {'!' * 20} {_why(outlook)} {better}")
-        elif outlook.verdict == "weak" or better:
-            logger.info(f"Advice: {better or 'no setting is better with so few records and passes.'}")
+            logger.warning(f"{'!' * 20} THIS RUN IS HOPELESS {'!' * 20} {_why(outlook)} {head}{better}")
+        elif outlook.verdict in ("weak", "on a trained head") or better:
+            logger.info(f"Advice: {head}{better or 'no setting is better with so few records and passes.'}")
         _warn_of_correlated_noise(plan, outlook, trained)
     except DPConfigError as error:  # of a run that is not made, for a comparison
         logger.info(f"No advice: {error}")
@@ -65,7 +66,25 @@ def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, A
         rate = recipe.job.learning_rate(recipe.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
         advised = rate * plan.num_steps / 2
     adaptive = is_adaptive(args, given)
-    return outlook_of(plan, trained.kind, is_adaptive=adaptive, reach=reach, advised_reach=advised)
+    return outlook_of(
+        plan,
+        trained.kind,
+        is_adaptive=adaptive,
+        has_trained_head=plan.recipe.get(TRAINED_HEAD, False),
+        reach=reach,
+        advised_reach=advised,
+    )
+
+
+def _of_the_head(outlook: Outlook) -> str:
+    """Say what is known of a run whose head was trained before; empty for others, and where nothing is wrong."""
+    if not outlook.has_trained_head or outlook.verdict == "good":
+        return ""
+    if outlook.verdict == "on a trained head":
+        return "The head was trained before and carries the accuracy; these steps are few, and add to it. "
+    if outlook.is_too_short:
+        return "The head was trained before, and the model stays as good as that. "
+    return "The head was trained before, and the model may lose some of that to such steps. "
 
 
 def _why(outlook: Outlook) -> str:
@@ -115,6 +134,8 @@ def more_passes(job: TrainingJob) -> str:
                 f"{more.learning_rate:g} it would be {most:.3g}."
             )
     rest = "it takes more records, a larger epsilon, or a linear head (recipes/linear_probe.py)."
+    if job.has_trained_head:
+        rest = "it takes more records or a larger epsilon."
     if most > 1.2 * known:
         return f"100 passes would be worth {most:.3g}; for more {rest}"
     return f"More passes do not help: {rest}"

@@ -28,6 +28,7 @@ from hf_dpopt.plan.tuning import share_of_a_run
 TUNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "dp_adamw")  # that the advised learning rates are for
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
 POISSON = ("auto", "truncated_poisson", "poisson")  # samplers that the advised batches are for
+TRAINED_HEAD = "trained_head"  # the option, and its entry in the recipe of a plan
 KEPT = "_chosen_by_recipe"  # attribute of arguments: option -> value that a recipe set
 
 
@@ -79,7 +80,8 @@ class Recipe:
 
     Attributes:
         chosen: options that were open -> values for them.
-        recorded: all that was ever chosen for the run, which the plan notes down.
+        recorded: all that was ever chosen for the run, and a trained head if one was declared, which the plan notes
+            down.
         job: what is trained, for how long; None where nothing is advised.
         advice: what is advised, with everything open.
     """
@@ -131,11 +133,11 @@ def choose_recipe(
             open_ = (*open_, "expected_batch_size")  # whatever is asked for now, the run has this batch
         return Recipe({name: before[name] for name in open_ if name in before}, before)
     if args.target_epsilon is None:
-        return Recipe()
+        return Recipe(recorded=_declared(args))
     try:
         return _advised(args, trained, num_units=num_units, batch=batch, batch_stays=batch_stays)
     except DPConfigError:  # of values out of range the plan knows more to say, and a budget may be beyond advice
-        return Recipe()
+        return Recipe(recorded=_declared(args))
 
 
 def complete_recipe(recipe: Recipe, args: DPTrainingArguments, given: Mapping[str, Any], plan: PrivacyPlan) -> Recipe:
@@ -173,6 +175,7 @@ def read_recipe(plan: Mapping[str, Any]) -> dict[str, Any]:
         "expected_batch_size": lambda value: type(value) is int and value >= 1,
         "learning_rate": lambda value: type(value) in (int, float) and 0 < value < math.inf,
         "warmup_steps": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
+        TRAINED_HEAD: lambda value: value is True,
     }
     if not isinstance(found, Mapping) or any(
         name not in is_right or not is_right[name](value) for name, value in found.items()
@@ -200,7 +203,11 @@ def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, bat
         rate = float(f"{linear / share * rate:.1e}")
     values["learning_rate"] = rate
     chosen = {name: values[name] for name in open_}
-    return Recipe(chosen, chosen, job, advice)
+    return Recipe(chosen, {**chosen, **_declared(args)}, job, advice)
+
+
+def _declared(args: DPTrainingArguments) -> dict[str, Any]:
+    return {TRAINED_HEAD: True} if args.trained_head else {}
 
 
 def _open_options(args: DPTrainingArguments, trained: Trained) -> tuple[str, ...]:
@@ -237,5 +244,6 @@ def _job(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: 
         passes=args.num_train_epochs if args.max_steps <= 0 else args.max_steps * batch / num_units,
         kind=trained.kind,
         objective=trained.objective,
+        has_trained_head=args.trained_head,
         **({} if trained.size is None else {"model_size": trained.size}),
     )

@@ -15,7 +15,8 @@ The rules, and where they are from:
   epsilon: Panda et al. 2022, arXiv:2212.04486).
 * **Clip**: 1, near the norm of a record's gradient at the start (1.1 to 2.7 were measured). A far smaller one, or
   automatic clipping (arXiv:2206.07136), brings less noise for the signal and makes every record count the same,
-  confidently right ones too: on SST-2 the accuracy was no worse and the loss up to twice as high.
+  confidently right ones too: on SST-2 the accuracy was no worse and the loss up to twice as high. 0.5 for weights
+  that are added to a trained head: the runs that began so had it (docs/results.md).
 * **Schedule**: linear to 0 after a warm-up of 6 %, where that is two steps (a single one would have the rate 0). The
   last weights are the result: with a rate that falls to 0 they are an average already.
 * **Noise**: independent for adaptive optimizers; correlated noise with SGD, whose map from gradients to weights it is
@@ -33,7 +34,7 @@ from collections.abc import Mapping
 from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.rough import rough_noise_multiplier
 from hf_dpopt.common.checks import check_choice, check_count, check_real
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook
 
 # Peak learning rates of AdamW at `REFERENCE_SIZE` weights and `REFERENCE_STEPS` steps: tuned by hand on SST-2 (MiniLM)
@@ -48,6 +49,7 @@ RATES: dict[tuple[Kind, Objective], float] = {
 }
 REFERENCE_SIZE = 22_000_000
 REFERENCE_STEPS = 132
+CLIP, CLIP_ON_HEAD = 1.0, 0.5
 WARMUP = 0.06
 LARGEST_BATCH = 8192  # published runs found no gain beyond
 LONGEST = 1200  # steps; beyond, only batches that would be larger still are cut
@@ -83,6 +85,8 @@ class TrainingJob:
         kind: "full", "lora" (any adapter) or "head" (a layer on a frozen model).
         objective: "classification" (and regression), or "generation" (a loss on tokens).
         model_size: weights of the model, frozen ones included; >= 1.
+        has_trained_head: whether the head was trained before, which the verdict and the clip take into account;
+            batch and learning rate stay.
     """
 
     num_units: int
@@ -92,6 +96,7 @@ class TrainingJob:
     kind: Kind = "lora"
     objective: Objective = "classification"
     model_size: int = REFERENCE_SIZE
+    has_trained_head: bool = False
 
     def __post_init__(self) -> None:
         check_count("num_units", self.num_units)
@@ -111,6 +116,8 @@ class TrainingJob:
                 )
         check_choice("kind", self.kind, tuple(SIGNAL))
         check_choice("objective", self.objective, ("classification", "generation"))
+        if not isinstance(self.has_trained_head, bool):
+            raise DPConfigError(f"has_trained_head={shown(self.has_trained_head)} is no answer. Use True or False.")
 
     def steps_of(self, batch: int) -> int:
         """Optimizer steps of the passes in batches of this size, counted as the Trainer does."""
@@ -121,7 +128,8 @@ class TrainingJob:
         steps = self.steps_of(batch)
         noise = (self.noise_multiplier(batch) if noise_multiplier is None else noise_multiplier) / batch
         return Outlook(
-            num_steps=steps, noise=noise, run_noise=noise / math.sqrt(steps), signal=SIGNAL[self.kind]
+            num_steps=steps, noise=noise, run_noise=noise / math.sqrt(steps), signal=SIGNAL[self.kind],
+            has_trained_head=self.has_trained_head,
         )  # fmt: skip
 
     def noise_multiplier(self, batch: int) -> float:
@@ -169,7 +177,7 @@ class Advice:
             "lr_scheduler_type": "linear",
             "warmup_steps": WARMUP if WARMUP * self.outlook.num_steps >= 2 else 0,
             "clipping": "flat",
-            "clipping_norm": 1.0,
+            "clipping_norm": CLIP_ON_HEAD if self.job.has_trained_head else CLIP,
             "optim": "adamw_torch",
             "noise_mechanism": "gaussian",
         }
@@ -226,6 +234,13 @@ def _size(job: TrainingJob) -> str:
     return "" if job.kind == "head" else f"{job.model_size / 1e6:.3g} million and "
 
 
+def _why_clip(job: TrainingJob) -> str:
+    """Say why the clip is as it is."""
+    if job.has_trained_head:
+        return "less noise for the signal than 1; the runs on a trained head had it, and a higher loss"
+    return "near the norm of a record's gradient; far below it the loss doubles, accuracy does not fall"
+
+
 def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> Mapping[str, str]:
     smaller = max(1, batch // 4)
     passes = "1 pass" if job.passes == 1 else f"{job.passes:g} passes"
@@ -244,7 +259,7 @@ def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> Map
         "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
         "warmup_steps": "the first steps of Adam know no second moment yet",
         "clipping": "one norm over all weights; by layer, every layer has noise of its own",
-        "clipping_norm": "near the norm of a record's gradient; far below it the loss doubles, accuracy does not fall",
+        "clipping_norm": _why_clip(job),
         "optim": "adaptive steps bear noise on coordinates without signal",
         "noise_mechanism": "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)",
     }

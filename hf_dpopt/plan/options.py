@@ -254,6 +254,13 @@ class RecipeOptions:
         "in the log, the ledger and the statement.",
         choices=("auto", "none"),
     )
+    trained_head: bool = option(
+        False,
+        "Declare that the head of the model was trained before: the outlook then judges the steps by what they add to "
+        "it. glue.py sets it where it trains the head first.",
+        more="On public records, or by a private run on these ones that earlier_runs names. It changes what the log "
+        "says and nothing else; it stands in the ledger and the statement, and a run that goes on keeps it.",
+    )
 
 
 @dataclass

@@ -8,6 +8,10 @@ The signal is the noise on the mean gradient, in clipping norms, with which a st
 With noise r times as large, ``T`` steps are worth ``T / (1 + r^2)``: the precision of the mean of T gradients, each
 with one part of spread of its own and r^2 parts of noise. That this orders runs as their accuracies do was measured
 (docs/results.md), not derived.
+
+``1 / useful = 1 / T + r^2 / T``: the first part is how few the steps are, the second how noisy their mean is. A head
+that was trained before carries the accuracy from the first step, so of such a run the second part alone decides: few
+steps add little to the head, noise can undo it.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from hf_dpopt.plan.plan import PrivacyPlan
 
 Kind = Literal["full", "lora", "head"]
 Objective = Literal["classification", "generation"]
-Verdict = Literal["good", "weak", "hopeless", "no noise"]
+Verdict = Literal["good", "on a trained head", "weak", "hopeless", "no noise"]
 
 # Noise on the mean, in clipping norms, at which the runs of docs/results.md still learnt about half as fast: LoRA on
 # SST-2 at 5.1e-4 (83.6 % of 88.3), full finetuning at 2e-4 (83.4 of 89.5) and at 4.9e-4 (77.1), GPT-2 on E2E at 5.4e-4
@@ -46,6 +50,7 @@ class Outlook:
         run_noise: stddev of the mean of the noise over all steps, likewise.
         signal: declared size of a coordinate of the mean clipped gradient.
         is_adaptive: whether the optimizer divides by a second moment, which noise fills that is taken back later.
+        has_trained_head: whether the head was trained before this run. Declared, not looked at.
         reach: sum of the learning rates; None where it says nothing (SGD, whose steps have the size of the gradient).
         advised_reach: the same with the learning rate that is advised.
     """
@@ -55,6 +60,7 @@ class Outlook:
     run_noise: float
     signal: float
     is_adaptive: bool = True
+    has_trained_head: bool = False
     reach: float | None = None
     advised_reach: float | None = None
 
@@ -76,9 +82,18 @@ class Outlook:
         left of it over the run, as in `compare_mechanisms`; for SGD it is the latter. For independent noise they are
         the same.
         """
+        return self.num_steps / (1 + self._ratio_that_counts**2)
+
+    @property
+    def most_useful_steps(self) -> float:
+        """Useful steps that the noise over the run leaves, if the steps were as many as one likes."""
+        ratio = self._ratio_that_counts
+        return math.inf if ratio == 0 else self.num_steps / ratio**2
+
+    @property
+    def _ratio_that_counts(self) -> float:
         left = self.run_noise * math.sqrt(self.num_steps)
-        counts = math.sqrt(left * self.noise) if self.is_adaptive else left
-        return self.num_steps / (1 + (counts / self.signal) ** 2)
+        return (math.sqrt(left * self.noise) if self.is_adaptive else left) / self.signal
 
     @property
     def is_too_short(self) -> bool:
@@ -92,9 +107,12 @@ class Outlook:
         """Judgement in a word."""
         if self.noise == 0:
             return "no noise"
-        if self.is_too_short or self.useful_steps < HOPELESS:
+        counts = self.most_useful_steps if self.has_trained_head else self.useful_steps
+        if self.is_too_short or counts < HOPELESS:
             return "hopeless"
-        return "weak" if self.useful_steps < WEAK else "good"
+        if self.useful_steps >= WEAK:
+            return "good"
+        return "weak" if counts < WEAK else "on a trained head"
 
     def describe(self) -> str:
         """One line for the log."""
@@ -109,6 +127,7 @@ def outlook_of(
     kind: Kind,
     *,
     is_adaptive: bool = True,
+    has_trained_head: bool = False,
     reach: float | None = None,
     advised_reach: float | None = None,
 ) -> Outlook:
@@ -126,6 +145,7 @@ def outlook_of(
         run_noise=run_noise,
         signal=SIGNAL[kind],
         is_adaptive=is_adaptive,
+        has_trained_head=has_trained_head,
         reach=reach,
         advised_reach=advised_reach,
     )

@@ -295,12 +295,17 @@ def _private_metrics(plan: dict[str, Any]) -> dict[str, str]:
 
 
 def _recipe(plan: dict[str, Any]) -> dict[str, str]:
-    """Row of the options that were chosen for the user; empty where none was."""
-    chosen = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in plan.get("recipe", {}).items()}
-    if not chosen:
-        return {}
-    values = ", ".join(f"`{plain(name)}` {plain(value)}" for name, value in chosen.items())
-    return {"chosen by `recipe`, from n, epsilon, delta, passes and the size of the model": values}
+    """Rows of the options that were chosen for the user, and of a trained head; empty where there is neither."""
+    recipe = dict(plan.get("recipe", {}))
+    declared = recipe.pop("trained_head", False)
+    rows = {}
+    if recipe:
+        chosen = {name: f"{v:g}" if isinstance(v, float) else str(v) for name, v in recipe.items()}
+        values = ", ".join(f"`{plain(name)}` {plain(value)}" for name, value in chosen.items())
+        rows["chosen by `recipe`, from n, epsilon, delta, passes and the size of the model"] = values
+    if declared:
+        rows["declared by `trained_head`"] = "the head was trained before this run"
+    return rows
 
 
 def _num_units(plan: dict[str, Any]) -> int:
