@@ -5,9 +5,10 @@ The flags are those of Hugging Face's `run_glue.py` and of `DPTrainingArguments`
 too, with two names changed: `DPTrainer` and `DPTrainingArguments`.
 
     accelerate launch recipes/glue.py                     # no arguments: the embedded job, offline, a few minutes
-    accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8
+    accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 \
+        --lora_r 8 --start pooled
     accelerate launch recipes/glue.py --model_name_or_path <dir> --train_file train.tsv --validation_file dev.tsv \
-        --target_epsilon 8
+        --target_epsilon 8 --lora_r 8 --start pooled
 
 A wrong setting or file ends the run with one line and exit status 2, before anything is written; HF_DPOPT_DEBUG=1
 shows the traceback. Beside this file: `glue_options.py` (flags), `glue_sources.py` and `glue_data.py` (records),
@@ -47,7 +48,7 @@ from recipes.glue_model import is_own, is_pooled, load_model, save_merged
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
 from recipes.models import choose_trained
-from recipes.pooled_start import fill_start
+from recipes.pooled_start import fill_start, mention_start
 from recipes.prompts import fill
 from recipes.public_first import SPLIT, learn_public
 from recipes.warm_start import warm_start
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> None:
 
     data = load_data(model_args, data_args, training_args)
     tokenizer, model = load_model(model_args, data)
+    mention_start(model_args, data_args, training_args, model.config, data)
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     collate = default_data_collator if data_args.pad_to_max_length else DataCollatorWithPadding(tokenizer)
     if model_args.warm_start_epsilon is not None and training_args.do_train:
@@ -255,9 +257,10 @@ def summary(
 NEXT_STEPS = """
   The task: is this line of Python's standard library code, a comment or documentation? Every sentence or line is one
   record. Each run spends its own budget on the same records; epsilons of several runs add up. The real thing:
-    accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8
+    accelerate launch recipes/glue.py --model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 \\
+        --lora_r 8 --start pooled
     accelerate launch recipes/glue.py --model_name_or_path <dir> --train_file train.tsv --validation_file dev.tsv \\
-        --target_epsilon 8"""
+        --target_epsilon 8 --lora_r 8 --start pooled"""
 
 
 def run(argv: list[str]) -> int:

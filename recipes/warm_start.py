@@ -176,6 +176,11 @@ def _arguments(
             f"warm_start_epsilon={epsilon:g} is no part of target_epsilon={args.target_epsilon}. Use about an eighth "
             "of it."
         )
+    if args.tuned_runs is not None:
+        raise DPConfigError(
+            f"tuned_runs={args.tuned_runs:g} has no analysis for a run in two parts. Leave it or warm_start_epsilon "
+            "out."
+        )
     if args.privacy_unit == "user":
         raise DPConfigError("A warm start is for records, and privacy_unit is 'user'. Leave warm_start_epsilon out.")
     job = TrainingJob(

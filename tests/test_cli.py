@@ -133,14 +133,40 @@ def test_without_a_batch_plan_advises(run: Run) -> None:
     facts = json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json")[1])
     advised = advise(TrainingJob(num_units=67_349, target_epsilon=8.0))
     assert facts["options"]["expected_batch_size"] == advised.batch and facts["verdict"] == "good"
+    assert "--start pooled" in out and "84.6 % in 0.75 passes" in facts["reasons"]["start"]
     assert [row["passes"] for row in facts["more_passes"]] == [3, 9, 30]
+
+
+@pytest.mark.parametrize(
+    "flags, is_pooled",
+    [
+        (["--task", "sst2"], True),
+        (["--model", "gpt2"], True),
+        (["--task", "stsb"], False),
+        (["--model", "google/t5-small", "--weights", "60M"], False),
+        (["--objective", "generation"], False),
+        (["--finetuning", "full"], False),
+        (["--finetuning", "head"], False),
+    ],
+    ids=str,
+)
+def test_the_head_comes_first_where_that_was_measured(run: Run, flags: list[str], is_pooled: bool) -> None:
+    """At passes so few that the run without it would be weak."""
+    asked = ["plan", "-n", "67349", "--epsilon", "8", "--delta", "1e-5", "--passes", "0.75", "--json", *flags]
+    facts = json.loads(run(*asked)[1])
+    assert ("--start pooled" in facts["command"], facts["start"] == "pooled", "start" in facts["reasons"]) == (
+        (is_pooled,) * 3
+    )
+    assert facts["options"]["clipping_norm"] == (0.5 if is_pooled else 1.0)
+    if "head" not in flags:
+        assert facts["verdict"] == ("on a trained head" if is_pooled else "weak")
 
 
 @pytest.mark.parametrize(
     "flags, words",
     [
         (["--model", "roberta-base", "--task", "sst2", "--finetuning", "full"], "--task_name sst2 --prompt auto"),
-        (["--model", "roberta-large", "--task", "mnli"], "--model_name_or_path roberta-large"),
+        (["--model", "roberta-large", "--task", "mnli"], "--task_name mnli \\\n    --start pooled --lora_r 8"),
         (["--model", "gpt2", "--task", "e2e", "--passes", "10"], "--prompt_column mr --target_column ref --generate"),
         (["--finetuning", "head", "--task", "qnli"], "--freeze encoder"),
     ],
@@ -149,6 +175,7 @@ def test_the_command_that_advice_prints_is_one_that_the_recipe_takes(
     run: Run, flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from recipes import clm_options, glue_options
+    from recipes.pooled_start import fill_start
 
     monkeypatch.chdir(tmp_path)
     facts = json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json", *flags)[1])
@@ -156,7 +183,11 @@ def test_the_command_that_advice_prints_is_one_that_the_recipe_takes(
     _, _, script, *printed = shlex.split(facts["command"].replace("\\\n", " "))
     printed = [word.replace("MODEL", "roberta-base") for word in printed]
     parse = clm_options.parse if script.endswith("clm.py") else glue_options.parse
-    _, _, args = parse(printed)
+    given = parse(printed)
+    args = given[2]
+    if script.endswith("glue.py"):
+        fill_start(*given)
+    assert args.clipping_norm == facts["options"]["clipping_norm"]
     assert args.expected_batch_size == facts["options"]["expected_batch_size"]
     assert args.learning_rate == facts["options"]["learning_rate"] and args.target_epsilon == 8
 

@@ -193,6 +193,19 @@ def test_bad_input_is_one_line_and_status_2(
     assert sorted(files.iterdir()) == before, "something was written"
 
 
+@pytest.mark.parametrize("lora_r", ["2", None], ids=["adapters", "full"])
+def test_a_head_that_was_trained_first_is_known_to_the_run(
+    model_dir: str, files: Path, lora_r: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert glue.run(arguments(model_dir, start="pooled", lora_r=lora_r, skip_self_check="true")) == 0
+    plan = json.loads((files / "out/privacy/report.json").read_text())["plan"]
+    assert plan["recipe"]["trained_head"] is True and len(plan["earlier_runs"]) == 1
+    head = json.loads((files / "out/warm_start/privacy/report.json").read_text())["plan"]
+    assert "recipe" not in head and plan["epsilon"] <= 8
+    assert "trained first with epsilon 2 of the budget" in caplog.text and "would train" not in caplog.text
+
+
 def test_the_traceback_is_there_for_those_who_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_DPOPT_DEBUG", "1")
     with pytest.raises(DPConfigError, match="Add --model_name_or_path"):
@@ -201,7 +214,7 @@ def test_the_traceback_is_there_for_those_who_want_it(monkeypatch: pytest.Monkey
 
 def test_without_the_hub_there_is_one_line(capsys: pytest.CaptureFixture[str], files: Path) -> None:
     """HF_HUB_OFFLINE=1 in these tests; the command is the one of the README."""
-    command = "--model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8"
+    command = "--model_name_or_path roberta-base --task_name sst2 --target_epsilon 8 --lora_r 8 --start pooled"
     assert glue.run(command.split()) == 2
     error = capsys.readouterr().err
     assert "The hub cannot be reached" in error and "--train_file train.tsv" in error and "Traceback" not in error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import types
 
 import pytest
@@ -11,7 +12,8 @@ from hf_dpopt import DPConfigError
 from recipes import glue
 from recipes.glue_options import parse
 from recipes.pooled_model import PooledConfig
-from recipes.pooled_start import fill_pooling, fill_start
+from recipes.pooled_start import fill_pooling, fill_start, mention_start
+from recipes.prompt_model import PromptConfig
 
 FLAGS = {"--model_name_or_path": "some/model", "--task_name": "sst2", "--target_epsilon": "8", "--lora_r": "8",
          "--start": "pooled", "--use_cpu": "true", "--report_to": "none"}  # fmt: skip
@@ -89,11 +91,47 @@ def test_a_head_that_was_saved_with_the_model_is_kept():
         ({"pooling": "model"}, "--pooling model"),
         ({"privacy_unit": "user", "user_id_column": "author"}, "--privacy_unit user"),
         ({"target_epsilon": None, "noise_multiplier": "1"}, "Add --target_epsilon"),
+        ({"tuned_runs": "4"}, "--tuned_runs"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, words):
     with pytest.raises(DPConfigError, match=f"start='pooled' .*{words}"):
         parsed(**changes)
+
+
+BERT = types.SimpleNamespace(model_type="bert", is_encoder_decoder=False)
+SCORES = types.SimpleNamespace(labels=None)
+
+
+@pytest.mark.parametrize(
+    "changes, config, data, is_said",
+    [
+        ({}, BERT, LABELLED, True),
+        ({"start": "pooled"}, BERT, LABELLED, False),
+        ({"lora_r": None}, BERT, LABELLED, False),
+        ({"warm_start_epsilon": "1"}, BERT, LABELLED, False),
+        ({"prompt": "auto"}, BERT, LABELLED, False),
+        ({"public_file": "a.tsv"}, BERT, LABELLED, False),
+        ({"non_private": "true", "target_epsilon": None}, BERT, LABELLED, False),
+        ({"target_epsilon": None, "noise_multiplier": "1"}, BERT, LABELLED, False),
+        ({"privacy_unit": "user", "user_id_column": "author"}, BERT, LABELLED, False),
+        ({"tuned_runs": "4"}, BERT, LABELLED, False),
+        ({"do_eval": "true"}, BERT, LABELLED, False),
+        ({}, BERT, SCORES, False),
+        ({}, types.SimpleNamespace(model_type="t5", is_encoder_decoder=True), LABELLED, False),
+        ({}, types.SimpleNamespace(model_type=PooledConfig.model_type), LABELLED, False),
+        ({}, types.SimpleNamespace(model_type=PromptConfig.model_type), LABELLED, False),
+    ],
+    ids=str,
+)
+def test_the_log_names_it_where_it_fits_and_was_not_asked_for(caplog, changes, config, data, is_said):
+    caplog.set_level(logging.INFO)
+    given = parse(
+        [part for name, value in (FLAGS | {"--start": None} | {f"--{n}": v for n, v in changes.items()}).items()
+         if value is not None for part in (name, *value.split())]
+    )  # fmt: skip
+    mention_start(*given, config, data)
+    assert [r.getMessage().startswith("Start: --start pooled would train") for r in caplog.records] == [True] * is_said
 
 
 def test_scores_have_no_such_head():

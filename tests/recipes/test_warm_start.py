@@ -174,6 +174,7 @@ def test_a_warm_start_that_was_stopped_says_how_to_go_on(tmp_path, monkeypatch):
         ({}, -1.0, "no part of target_epsilon"),
         ({"target_epsilon": None, "noise_multiplier": 1.0}, 1.0, "no part of target_epsilon"),
         ({"privacy_unit": "user", "user_id_column": "who"}, 1.0, "for records"),
+        ({"tuned_runs": 4.0}, 1.0, "no analysis for a run in two parts"),
     ],
 )
 def test_bad_parts_are_refused_before_anything_is_written(tmp_path, changes, epsilon, words):
