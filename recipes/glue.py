@@ -40,6 +40,7 @@ from transformers import (
 )
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.huggingface.private_evaluation import planned_evaluations
 from recipes import processes, running
 from recipes.frozen import can_train_on_features, feature_splits
 from recipes.glue_data import ClassificationData
@@ -103,6 +104,7 @@ def main(argv: list[str]) -> None:
         processing_class=tokenizer,
         data_collator=collate,
     )
+    plan_private_evaluations(trainer, inputs)
     if training_args.do_train:
         running.train(trainer, training_args)
     results = evaluate(trainer, inputs) if training_args.do_eval else {}
@@ -167,6 +169,16 @@ def tokenize(
 def evaluation_splits(splits: dict[str, Any]) -> dict[str, Any]:
     """The validation split; mnli has two."""
     return {name: split for name, split in splits.items() if name.startswith("validation")}
+
+
+def plan_private_evaluations(trainer: Trainer, splits: dict[str, Any]) -> None:
+    """Share the budget of a private evaluation over all validation splits: the trainer knows one, and mnli has two."""
+    args, more = trainer.args, len(evaluation_splits(splits)) - 1
+    if not running.has_private_evaluation(args) or not args.do_eval or more < 1 or args.eval_times is not None:
+        return
+    num_steps = trainer.plan.num_steps if trainer.plan is not None else 0
+    args.eval_times = planned_evaluations(args, num_steps) + more
+    logger.info(f"eval_times={args.eval_times}: there are {more + 1} private validation sets.")
 
 
 def evaluate(trainer: Trainer, splits: dict[str, Any]) -> dict[str, float]:

@@ -372,6 +372,31 @@ def test_mnli_from_the_hub(
     assert json.loads((files / "out" / "privacy" / "report.json").read_text())["eval_data_privacy"] == "public"
 
 
+def test_a_private_evaluation_has_a_share_for_both_sets_of_mnli(
+    model_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def split(prefix: str, size: int) -> Dataset:
+        rows = {"premise": [f"{prefix} {text}" for text in TEXTS[:size]], "hypothesis": TEXTS[:size]}
+        return Dataset.from_dict({**rows, "label": [i % 3 for i in range(size)]})
+
+    made = DatasetDict(
+        train=split("truly", 30), validation_matched=split("so", 9), validation_mismatched=split("no", 6)
+    )
+    monkeypatch.setattr(sources, "load_dataset", lambda *args, **kwargs: made)
+    flags = arguments(
+        model_dir, task_name="mnli", train_file=None, validation_file=None, ignore_mismatched_sizes="true",
+        eval_data_privacy="private", eval_target_epsilon="2", eval_strategy="steps", eval_steps="1", save_strategy="no",
+    )  # fmt: skip
+    assert glue.run(flags) == 0, capsys.readouterr().err
+    results = json.loads((files / "out" / "all_results.json").read_text())
+    assert {"eval_accuracy", "eval_accuracy_mm"} <= set(results)
+    charged = [json.loads(line) for line in (files / "out/privacy/evaluations.jsonl").read_text().splitlines()]
+    assert sum(one["type"] == "charge" for one in charged) == 3, (
+        "two steps, the last of which is the end; the other set"
+    )
+    assert 1 < results["eval_epsilon"] <= 2
+
+
 def test_non_private_says_so(model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert glue.run(arguments(model_dir, non_private="true", target_epsilon=None)) == 0
     assert "NONE (--non_private)" in capsys.readouterr().out
