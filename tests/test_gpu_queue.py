@@ -16,6 +16,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from recipes import glue_options
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 WRITES = "import json; json.dump(dict(steps=[], n=1), open('{output}', 'w'))"
 FIELDS = {
@@ -196,6 +198,9 @@ def test_each_item_can_be_run(queue, repo):
         assert words[0] == sys.executable
         scripts = [word for word in words if word.endswith(".py") and "/" in word]
         assert scripts and all((repo / script).exists() or script in item.files for script in scripts), item.name
+        if words[1] == "recipes/glue.py":
+            asked = ["some/model" if words[i - 1] == "--model_name_or_path" else word for i, word in enumerate(words)]
+            assert glue_options.parse(asked[2:])[2].target_epsilon in (8, 3, 1), item.name
         if words[1] == "benchmarks/gpu.py":
             parsed = gpu.parser().parse_args(words[2:])
             assert (parsed.shapes, parsed.repetitions, parsed.device) == (["roberta-256x4"], 1, "cpu")
