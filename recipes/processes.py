@@ -40,6 +40,7 @@ def start_requested(argv: list[str]) -> None:
         "torch.distributed.run",
         "--standalone",
         f"--nproc_per_node={number}",
+        "--",  # or torchrun takes --start of glue.py for an abbreviation of its own --start-method
         sys.argv[0],
     ]
     os.execv(sys.executable, [*command, *argv])
