@@ -164,6 +164,18 @@ def _percent(accuracies: list[float]) -> list[float]:
     return [100 * one for one in accuracies]
 
 
+def joint_moments() -> Iterator[Effect]:
+    """Adam with a private second moment, released beside the gradient, against Adams that have none."""
+    tasks = {"sst2": "SST-2 phrases, words", "imdb": "film reviews, words", "ag_news": "news leads, words"}
+    for row in load("joint_moments.json")["rows"]:
+        if row["method"] == "JME":
+            for base, key in (("DP-AdamW", "over_dp_adamw"), ("DP-AdamBC", "over_dp_adam_bc")):
+                yield Effect(
+                    method="JME", against=base, kind="linear", task=tasks[row["task"]], epsilon=row["epsilon"],
+                    gain=row[key][0], half=row[key][1], seeds=5, is_paired=True, source="joint_moments.json",
+                )  # fmt: skip
+
+
 def subspaces() -> Iterator[Effect]:
     """Public subspaces, beside training on public records first."""
     rows = {(row["row"], row["epsilon"]): _percent(row["accuracies"]) for row in load("subspace_task.json")["rows"]}
@@ -203,6 +215,7 @@ SECTIONS = {
     "A query before the first step, and correlated noise": one_query,
     "Scales from the gradients: DP^2, one query, public records": delayed,
     "Low-pass filters": low_pass,
+    "A second moment released beside the gradient (JME)": joint_moments,
     "Public subspaces": subspaces,
     "The last-iterate bound": last_iterate,
 }

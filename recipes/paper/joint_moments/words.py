@@ -2,7 +2,8 @@
 
 Three tasks whose coordinates differ much in scale: phrases of SST-2, film reviews and news leads, as words. Every
 cell has the best learning rate, clip, floor and, where squares are released, scale of a climb in all of them, on
-records and seeds that are not reported; then paired seeds (same batches, fresh noise) on test records.
+records and seeds that are not reported; then paired seeds (same batches, fresh noise) on test records. "momentum" is
+AdamW with a floor that leaves nothing of its second moment, which is also where the floor of the others may lead.
 
     python -m recipes.paper.joint_moments.words --sst2 FOLDER_WITH_train.tsv --imdb FOLDER --ag_news FOLDER \\
         --output_dir docs/reproductions
