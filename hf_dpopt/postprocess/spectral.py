@@ -50,6 +50,8 @@ class SpectralDenoising(Filter):
     Post-processing: epsilon does not change. The level of what comes out is not one number, so optimizers that
     subtract the noise behind it in the chain are refused.
 
+    Measured: it won against tuned DP-AdamW in no cell of docs/reproductions.md, and lost in most.
+
     Departures: the paper could be read in excerpts only; the shrinkage is that of Gavish and Donoho, derived from
     their model, `strength` is its "partial" restoration as we read it, and the average is ours.
 

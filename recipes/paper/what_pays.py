@@ -210,12 +210,33 @@ def last_iterate() -> Iterator[Effect]:
         )  # fmt: skip
 
 
+MATRIX_TASKS = {
+    "topics": ("full", "AG News, hidden layer on features of MiniLM"),
+    "phrases": ("full", "SST-2, hidden layer on features of MiniLM"),
+    "lora": ("lora", "SST-2, LoRA in the top layer of MiniLM, 10,000 phrases"),
+    "full": ("full", "SST-2, the whole top layer of MiniLM, 10,000 phrases"),
+}
+
+
+def matrices() -> Iterator[Effect]:
+    """Optimizers that look at whole matrices, against AdamW; no options, for the advisor names what may pay."""
+    for row in load("matrix_optimizers.json")["rows"]:
+        if "over_dp_adamw" in row:
+            kind, task = MATRIX_TASKS[row["task"]]
+            yield Effect(
+                method=row["method"], against="DP-AdamW", kind=kind, task=task, epsilon=row["epsilon"],  # type: ignore[arg-type]
+                gain=row["over_dp_adamw"], half=row["half_of_95_interval"], seeds=len(row["test"]), is_paired=True,
+                source="matrix_optimizers.json",
+            )  # fmt: skip
+
+
 SECTIONS = {
     "Correlated noise with SGD": correlated,
     "A query before the first step, and correlated noise": one_query,
     "Scales from the gradients: DP^2, one query, public records": delayed,
     "Low-pass filters": low_pass,
     "A second moment released beside the gradient (JME)": joint_moments,
+    "Whole matrices: DP-Muon and spectral denoising": matrices,
     "Public subspaces": subspaces,
     "The last-iterate bound": last_iterate,
 }

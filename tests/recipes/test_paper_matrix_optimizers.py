@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from recipes.paper.matrix_optimizers import compare, task, training
+from recipes.paper.matrix_optimizers import alignment, compare, task, training
 from recipes.paper.matrix_optimizers.training import METHODS, TUNING_SEED, Run
 from recipes.paper.runs import KeptRuns
 from recipes.paper.top_layer.task import States, Task
@@ -99,3 +99,26 @@ def test_the_table_has_the_complete_cells_with_paired_differences(tmp_path, monk
     assert [row["method"] for row in rows] == ["DP-AdamW", "DP-Muon"]  # the other one has no reported seeds
     assert rows[1]["over_dp_adamw"] == pytest.approx(0.8) and rows[1]["verdict"] == "win"
     assert "+0.80 +- 0.56 win" in capsys.readouterr().out
+
+
+def test_alignment_knows_the_gradient_before_the_noise(tasks):
+    """A signal of rank one far above the noise: denoised, it is nearer than released; without noise, it is the same."""
+    signal = torch.outer(torch.randn(30), torch.randn(50))
+    for stddev in (1e-6, 0.5):
+        watch = alignment.Watch(("w",))
+        for step in range(1, 4):
+            watch(step, {"w": signal}, {"w": signal + stddev * torch.randn(30, 50)}, stddev**2)
+        seen = {name: np.mean(values) for name, values in watch.found["w"].items()}
+        if stddev < 0.5:
+            assert [seen[x] for x in ("released", "denoised", "average, denoised")] == pytest.approx([1] * 3, abs=1e-4)
+        else:
+            assert seen["released"] < seen["average"] and seen["released"] + 0.05 < seen["denoised"]
+            assert seen["above the edge"] == pytest.approx(1, abs=0.4)
+            assert seen["signal to noise"] == pytest.approx(float(signal.norm()) / (0.5 * 1500**0.5), rel=1e-3)
+
+
+def test_alignment_of_a_run(tasks, monkeypatch):
+    monkeypatch.setattr(training, "DELTA", 1e-3)
+    hidden, head = alignment.measure(tasks, "topics", 300.0, num_steps=3, batch=20)
+    assert (hidden["matrix"], head["matrix"]) == ("hidden.weight", "head.weight")
+    assert all(-1 <= row[name] <= 1 for row in (hidden, head) for name in ("released", "denoised", "turned"))

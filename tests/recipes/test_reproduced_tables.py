@@ -114,6 +114,27 @@ def test_filters_in_the_top_layer(optimizer, name):
     assert cells[name, "sentences"] == signed(*interval(np.array(filtered["sentences"]) - without["sentences"]))
 
 
+def test_optimizers_for_matrices():
+    rows, cells = load("matrix_optimizers")["rows"], table("## Whole matrices: DP-Muon and spectral denoising")
+    assert sum(cell != "open" for cell in cells.values()) == len(rows)
+    for row in rows:
+        key = (row["method"], f"{row['task']}, epsilon {row['epsilon']:g}")
+        gain = f" ({signed(row['over_dp_adamw'], row['half_of_95_interval'])})" if "verdict" in row else ""
+        assert plain(cells[key].replace("(-0.0", "(0.0").replace("(+0.0", "(0.0")) == f"{row['mean']:.1f}{gain}", key
+
+
+def test_how_near_denoised_matrices_come():
+    rows, cells = (
+        load("matrix_alignment")["rows"],
+        table("## Whole matrices: DP-Muon and spectral denoising", 1),
+    )
+    for row in rows:
+        key = f"{row['task']}, {row['epsilon']:g}, {row['matrix'].split('.')[0]}"
+        for name in ("released", "denoised", "average", "average, denoised", "turned", "turned, less its bias"):
+            assert cells[key, name] == f"{row[name]:.2f}", (key, name)
+        assert cells[key, "above the edge"] == f"{row['above the edge']:.1f}"
+
+
 STACKEXCHANGE = {
     "DP2-RMSProp": "DP^2-RMSProp",
     "one query": "one query (ours)",

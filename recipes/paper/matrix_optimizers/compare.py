@@ -72,33 +72,41 @@ def with_differences(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def table(runs: KeptRuns, num_seeds: int) -> list[dict[str, Any]]:
-    """The cells of which all runs are there."""
+    """The cells of which all runs are there, where there is something to compare."""
     rows = []
     for task, epsilon, method in itertools.product(TASKS, sorted(EPSILONS), METHODS):
         try:
             rows.append(cell(runs, task, method, epsilon, num_seeds))
         except Missing:
             continue
-    return with_differences(rows)
+    rows = with_differences(rows)
+    compared = {(row["task"], row["epsilon"]) for row in rows if "verdict" in row}
+    return [row for row in rows if (row["task"], row["epsilon"]) in compared]
 
 
 def _none(run: Run) -> dict[str, Any]:
     raise Missing(run)
 
 
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """With the options of every command."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--sst2", type=Path, help="folder with train.tsv of GLUE's SST-2")
+    made.add_argument("--ag_news", type=Path, help="folder with train.tsv and test.tsv of AG News")
+    made.add_argument("--model", help="folder of a pretrained BERT")
+    made.add_argument("--states", type=Path, default=Path("matrix_states.pt"), help="file that keeps the states")
+    made.add_argument("--output_dir", type=Path, required=True, help="folder for JSONL and JSON")
+    made.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
+    return made
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sst2", type=Path, help="folder with train.tsv of GLUE's SST-2")
-    parser.add_argument("--ag_news", type=Path, help="folder with train.tsv and test.tsv of AG News")
-    parser.add_argument("--model", help="folder of a pretrained BERT")
-    parser.add_argument("--states", type=Path, default=Path("matrix_states.pt"), help="file that keeps the states")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder for JSONL and JSON")
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS))
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--num_seeds", type=int, default=NUM_SEEDS)
-    parser.add_argument("--only_table", action="store_true", help="make the table of the runs that are there")
-    given = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    made.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    made.add_argument("--num_seeds", type=int, default=NUM_SEEDS)
+    made.add_argument("--only_table", action="store_true", help="make the table of the runs that are there")
+    given = made.parse_args()
     path = given.output_dir / "matrix_optimizers.jsonl"
     if not given.only_table:
         tasks = kept_tasks(given.sst2, given.ag_news, given.model, given.states)
