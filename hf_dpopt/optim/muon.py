@@ -22,6 +22,7 @@ from hf_dpopt.postprocess.spectral import left_singular
 Inner = Literal["adamw", "adam_bc"]
 POLYNOMIALS = {1: (1.5, -0.5, 0.0), 2: (1.875, -1.25, 0.375)}  # of x, by degree: 1 / sqrt(x) around x = 1
 MAX_ITERATIONS = 30
+MAX_CORRECTED = 10  # at 15 the corrected step of 384 x 384 entries of noise is 38 times the plain one, at 10 it is 3.9
 
 
 class DPMuon(DPAdamBC):
@@ -61,7 +62,7 @@ class DPMuon(DPAdamBC):
         bias_correction: takes the leading bias off; not with a filter, whose noise has no level of its own. It costs
             an eigendecomposition of the shorter side in the place of the iterations.
         scale: root mean square of an entry of a full step over lr, >= 0.
-        iterations: steps of Newton-Schulz, 1 to 30.
+        iterations: steps of Newton-Schulz, 1 to 30; to 10 with `bias_correction`.
         degree: that of the polynomial p, 1 or 2.
         min_side: a matrix has a shorter side of so much at least, >= 1.
         max_side: and a longer side of so much at most.
@@ -128,6 +129,11 @@ class DPMuon(DPAdamBC):
             check_count(name, group[name])
         if group["iterations"] > MAX_ITERATIONS:
             raise DPConfigError(f"iterations={group['iterations']} is above {MAX_ITERATIONS}. Use 5.")
+        if group["bias_correction"] and group["iterations"] > MAX_CORRECTED:
+            raise DPConfigError(
+                f"iterations={group['iterations']} with bias_correction=True is above {MAX_CORRECTED}: the correction "
+                "of so steep a map is larger than the step. Use 5."
+            )
         if group["degree"] not in POLYNOMIALS:
             raise DPConfigError(
                 f"degree={group['degree']!r} is unknown. Use one of: {', '.join(map(str, POLYNOMIALS))}."
@@ -199,15 +205,18 @@ def newton_schulz(matrix: torch.Tensor, *, iterations: int, degree: int) -> torc
     """The matrix with its singular values drawn towards 1; zero stays zero."""
     short = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     c0, c1, c2 = POLYNOMIALS[degree]
-    x = short / _norm(short)
+    unit = short * _scale(short)
+    x = unit / torch.linalg.matrix_norm(unit).clamp(min=torch.finfo(short.dtype).tiny)
     for _ in range(iterations):
         gram = x @ x.mT
         x = c0 * x + torch.addmm(gram, gram, gram, beta=c1, alpha=c2) @ x
     return x if short is matrix else x.mT
 
 
-def _norm(matrix: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.matrix_norm(matrix).clamp(min=torch.finfo(matrix.dtype).tiny)
+def _scale(matrix: torch.Tensor) -> torch.Tensor:
+    """Power of two that makes the largest entry about 1: squares of what remains of old gradients would be 0."""
+    exponent = torch.frexp(matrix.abs().amax()).exponent.clamp(-125, 125)
+    return torch.ldexp(matrix.new_ones(()), -exponent)
 
 
 def without_bias(matrix: torch.Tensor, variance: float, *, iterations: int, degree: int) -> torch.Tensor:
@@ -220,6 +229,8 @@ def without_bias(matrix: torch.Tensor, variance: float, *, iterations: int, degr
     """
     short = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     m, n = short.shape
+    scale = _scale(short)
+    short, variance = short * scale, variance * float(scale) ** 2
     norm = float(torch.linalg.matrix_norm(short))
     if norm == 0:
         return torch.zeros_like(matrix)
@@ -229,7 +240,7 @@ def without_bias(matrix: torch.Tensor, variance: float, *, iterations: int, degr
     laplacian_m = (n - m - 1) * slope_m + 2 * h_mm.diagonal() + 2 * h_mm.sum(dim=1)
     gains_m = (p_m - variance / norm**2 * laplacian_m) / norm
     turned = (vectors_mm * gains_m.to(vectors_mm.dtype)) @ (vectors_mm.mT @ short)
-    return turned if short is matrix else turned.mT
+    return turned if matrix.shape[0] <= matrix.shape[1] else turned.mT
 
 
 def _differences(

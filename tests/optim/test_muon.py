@@ -60,6 +60,21 @@ def test_nothing_stays_nothing(turn):
     assert torch.equal(turn(torch.zeros(3, 4), iterations=5, degree=2), torch.zeros(3, 4))
 
 
+@pytest.mark.parametrize("scale", [1e-40, 1e-25, 1e20, 1e37])
+@pytest.mark.parametrize("turn", [newton_schulz, lambda m, **kw: without_bias(m, 0.0, **kw)])
+def test_the_map_has_no_scale(turn, scale):
+    matrix = torch.tensor([[1.0, -1.0, 2.0], [0.5, 1.0, 1.0]])
+    expected = newton_schulz(matrix, iterations=5, degree=2)
+    torch.testing.assert_close(turn(matrix * scale, iterations=5, degree=2), expected, rtol=0, atol=1e-4)
+
+
+def test_the_correction_has_no_scale():
+    matrix = torch.randn(5, 8).double()
+    expected = without_bias(matrix, 0.1, iterations=5, degree=2)
+    got = without_bias(matrix * 1e-30, 0.1 * 1e-60, iterations=5, degree=2)
+    torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_without_noise_there_is_no_bias():
     matrix = torch.randn(6, 9)
     plain = newton_schulz(matrix, iterations=5, degree=2)
@@ -178,6 +193,7 @@ def test_the_variance_of_momentum_is_that_of_the_sum_of_correlated_noise():
         ({"momentum": 1.0}, r"momentum=1.0 is out of range. Use a number in \[0, 1\)"),
         ({"iterations": 0}, "iterations=0 is not a positive count"),
         ({"iterations": 31}, "iterations=31 is above 30. Use 5."),
+        ({"iterations": 11, "bias_correction": True}, "iterations=11 with bias_correction=True is above 10"),
         ({"degree": 3}, "degree=3 is unknown. Use one of: 1, 2"),
         ({"inner": "sgd"}, "inner='sgd' is unknown. Use one of: adamw, adam_bc"),
         ({"scale": -1.0}, "scale=-1.0 is out of range"),
