@@ -213,5 +213,9 @@ def left_singular(short: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     From the Gram matrix of the shorter side, far cheaper than an SVD. What is made of them must not depend on values
     that are small against the largest one: those are rounding.
     """
-    squares, vectors = torch.linalg.eigh(short @ short.mT)
+    gram = short @ short.mT
+    try:
+        squares, vectors = torch.linalg.eigh(gram)
+    except torch.linalg.LinAlgError:  # float32 may not converge; a resumed run would come to the same matrix
+        squares, vectors = (x.to(gram.dtype) for x in torch.linalg.eigh(gram.double()))
     return squares.clamp(min=0), vectors

@@ -45,6 +45,19 @@ def test_it_is_what_a_full_svd_gives(shape, values):
     assert np.linalg.matrix_rank(got, tol=1e-6) == min(2, min(shape))
 
 
+def test_what_float32_cannot_decompose_float64_does(monkeypatch):
+    matrix, eigh = torch.randn(5, 8), torch.linalg.eigh
+    expected = denoise(matrix, 0.01)
+
+    def fails(x):
+        if x.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("failed to converge")
+        return eigh(x)
+
+    monkeypatch.setattr(torch.linalg, "eigh", fails)
+    torch.testing.assert_close(denoise(matrix, 0.01), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_of_noise_alone_nothing_is_left_to_speak_of():
     """At level ALPHA the largest singular value is below ``sqrt(m) + sqrt(n) + sqrt(2 log(1 / ALPHA))`` (Davidson and
     Szarek), and so is what the formula leaves of each: far less than the noise. Mostly nothing is left at all."""
