@@ -13,6 +13,8 @@ from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArgume
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
+from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.postprocess.spectral import SpectralDenoising
 from hf_dpopt.preclip import Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.run.stages import RELEASED_STATE
 from tests import tiny
@@ -213,6 +215,37 @@ def test_a_checkpoint_with_other_stages_is_refused(tmp_path):
 
 
 REFUSED = [
+    (
+        {"postprocess": [SpectralDenoising(), SpectralDenoising()], "optim": "sgd"},
+        "SpectralDenoising corrects .*first",
+    ),
+    ({"postprocess": [LowPassFilter.preset("momentum"), SpectralDenoising()], "optim": "sgd"}, "corrects .*first"),
+    (
+        {"postprocess": [SpectralDenoising()], "filter": "adaptive:3", "optim": "sgd"},
+        "SpectralDenoising corrects .*first",
+    ),
+    ({"postprocess": [SpectralDenoising()], "filter": "spectral", "optim": "dp_adamw"}, "corrects .*first"),
+    (
+        {"postprocess": [SpectralDenoising()], "optim": "dp_muon", "optim_args": "bias_correction=true"},
+        "know the noise",
+    ),
+    (
+        {
+            "preconditioner": "dp2_rmsprop",
+            "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"},
+            "postprocess": [SpectralDenoising()],
+            "optim": "sgd",
+        },
+        "SpectralDenoising corrects for one level",
+    ),
+    (
+        {
+            "optimizer_cls_and_kwargs": (DPAdamW, {"lr": 0.1, "filter": SpectralDenoising()}),
+            "optim": "adamw_torch",
+            "max_grad_norm": 1.0,
+        },
+        "max_grad_norm at 0",
+    ),
     ({"preconditioner": "dp2"}, "Use one of"),
     ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 0}}, "delay"),
     ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 8}}, "no step of 8"),

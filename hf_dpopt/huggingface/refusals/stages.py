@@ -15,7 +15,7 @@ from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
 from hf_dpopt.plan.options import FILTER_DTYPES, OPTIONS
-from hf_dpopt.postprocess import IndependentNoise, as_postprocess
+from hf_dpopt.postprocess import Filter, IndependentNoise, Postprocess, as_postprocess
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Preclip, make_preclip
 
@@ -42,8 +42,35 @@ class _Asked:
         return isinstance(self.optimizer, NoiseAwareOptimizer) and self.optimizer.subtracts_noise
 
     @property
-    def is_adaptive(self) -> bool:
-        return self.filter is not None and self.filter.needs_noise_level
+    def inner(self) -> Filter | None:
+        """The filter inside of the optimizer."""
+        return self.optimizer.filter if isinstance(self.optimizer, NoiseAwareOptimizer) else None
+
+    @property
+    def chain(self) -> list[Postprocess]:
+        """Maps of the released gradient before the optimizer, in their order."""
+        first = [] if self.filter is None or self.inner is not None else [self.filter]
+        return [as_postprocess(stage) for stage in (*first, *self.postprocess)]
+
+    @property
+    def adaptive(self) -> list[str]:
+        """Filters that correct for the noise."""
+        stages = [*self.chain, *([] if self.inner is None else [self.inner])]
+        return [stage.label for stage in stages if _needs_level(stage)]
+
+    @property
+    def told_nothing(self) -> list[str]:
+        """Filters that correct for the noise, behind a map that leaves it with no one level."""
+        found, is_known = [], True
+        for stage in (*self.chain, *([] if self.inner is None else [self.inner])):
+            if _needs_level(stage) and not is_known:
+                found.append(stage.label)
+            is_known = is_known and stage.gain is not None
+        return found
+
+
+def _needs_level(stage: Postprocess | None) -> bool:
+    return isinstance(stage, Filter) and stage.needs_noise_level
 
 
 def check_stages(
@@ -187,9 +214,9 @@ def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
     """Refusals of optimizers and filters that correct for the noise without knowing its level."""
     args, preclip, optimizer = asked.args, asked.preclip, type(asked.optimizer).__name__
     yield (
-        not preclip.keeps_one_noise_level and (asked.corrects or asked.is_adaptive),
+        not preclip.keeps_one_noise_level and (asked.corrects or bool(asked.adaptive)),
         "The noise that this preconditioner leaves differs from coordinate to coordinate, and "
-        f"{optimizer if asked.corrects else args.filter} corrects for one level.",
+        f"{optimizer if asked.corrects else asked.adaptive[0] if asked.adaptive else ''} corrects for one level.",
         "Use --optim adamw_torch, dp_adamw or sgd, and a fixed filter.",
     )
     silent = [stage.label for stage in map(as_postprocess, asked.postprocess) if stage.gain is None]
@@ -199,7 +226,13 @@ def _on_noise_level(asked: _Asked) -> Iterator[Refusal]:
         "Give a map that multiplies all coordinates by one number the attribute gain; for others use adamw_torch.",
     )
     yield (
-        bool(args.max_grad_norm) and (asked.corrects or (asked.is_adaptive and asked.optimizer is not None)),
+        bool(asked.told_nothing),
+        f"{', '.join(asked.told_nothing)} corrects for the noise, and a map before it changes the noisy gradient: its "
+        "noise has no one level there.",
+        "Put the filter that corrects first, and leave one out if there are two.",
+    )
+    yield (
+        bool(args.max_grad_norm) and (asked.corrects or _needs_level(asked.inner)),
         f"max_grad_norm={args.max_grad_norm} rescales the noisy gradient, and {optimizer} would subtract the variance "
         "of a noise that is not there.",
         "Leave max_grad_norm at 0 (the clip of privacy is clipping_norm), or use --optim adamw_torch.",
