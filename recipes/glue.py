@@ -176,8 +176,7 @@ def plan_private_evaluations(trainer: Trainer, splits: dict[str, Any]) -> None:
     args, more = trainer.args, len(evaluation_splits(splits)) - 1
     if not running.has_private_evaluation(args) or not args.do_eval or more < 1 or args.eval_times is not None:
         return
-    num_steps = trainer.plan.num_steps if trainer.plan is not None else 0
-    args.eval_times = planned_evaluations(args, num_steps) + more
+    args.eval_times = planned_evaluations(args, trainer.plan) + more
     logger.info(f"eval_times={args.eval_times}: there are {more + 1} private validation sets.")
 
 

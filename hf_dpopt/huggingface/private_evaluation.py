@@ -22,6 +22,7 @@ from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.private_metrics import usual_bound
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.plan.evaluation import EvaluationBudget
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
@@ -124,10 +125,9 @@ class PrivateEvaluation:
         num_sets = len(sets) if isinstance(sets, dict) else 1
         sizes = [len(one) for one in sets.values() if hasattr(one, "__len__")] if isinstance(sets, dict) else []
         self._largest = max(self._largest, size, *sizes)
-        num_steps = self._trainer.plan.num_steps if self._trainer.plan is not None else 0
         planned = args.eval_times
         if planned is None:
-            planned = num_sets * planned_evaluations(args, num_steps)
+            planned = num_sets * planned_evaluations(args, self._trainer.plan)
         return EvaluationBudget.of(args.eval_target_epsilon, args.eval_target_delta, adjacency, planned, self._largest)
 
     def _announce(self, budget: EvaluationBudget, scores: Scores, size: int) -> None:
@@ -228,20 +228,20 @@ def scores_of(model: nn.Module, losses: RecordLosses, loss_bound: float | None) 
     return Scores(float(bound), config.num_labels if is_classifier else None)
 
 
-def planned_evaluations(args: Any, num_steps: int) -> int:
+def planned_evaluations(args: Any, plan: PrivacyPlan | None) -> int:
     """Evaluations of a run by its schedule, and one at its end.
 
     Args:
         args: `eval_strategy`, `eval_steps` and `eval_on_start` are read.
-        num_steps: optimizer steps of the run; 0 for none.
+        plan: of the run; None if nothing is trained.
     """
     strategy, planned = str(getattr(args.eval_strategy, "value", args.eval_strategy)), 0
-    if strategy == "steps" and num_steps:
+    if strategy == "steps" and plan is not None:
         every = args.eval_steps or args.logging_steps
-        every = math.ceil(num_steps * every) if every < 1 else every
-        planned = math.floor(num_steps / max(1, every))
-    elif strategy == "epoch" and num_steps:
-        planned = math.ceil(args.num_train_epochs)
+        every = math.ceil(plan.num_steps * every) if every < 1 else every
+        planned = math.floor(plan.num_steps / max(1, every))
+    elif strategy == "epoch" and plan is not None:  # `max_steps` may be more or fewer epochs than `num_train_epochs`
+        planned = math.ceil(plan.num_steps / plan.sampler.steps_per_epoch)
     return planned + bool(args.eval_on_start) + 1
 
 

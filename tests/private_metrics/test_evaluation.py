@@ -153,6 +153,19 @@ def test_what_would_cost_too_much_is_refused_before_anything_is_summed(tmp_path)
         again.evaluate()
 
 
+@pytest.mark.parametrize(
+    "length", [{"max_steps": 20}, {"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 2.5}], ids=str
+)
+def test_evaluations_after_epochs_are_as_many_as_were_planned(tmp_path, length):
+    trainer = make(tmp_path, eval_strategy="epoch", save_strategy="no", **length)
+    trainer.train()
+    trainer.evaluate()
+    charged = Evaluations.read(trainer.args.output_dir)
+    # the one at the end has the weights of the last epoch, whose answer is known
+    assert trainer._private_evaluation.budget.num_planned == len(charged.noise_multipliers) + 1
+    assert charged.epsilon(1e-3, trainer.plan.adjacency) <= 4.0
+
+
 def test_the_best_model_and_the_moment_to_stop_are_chosen_by_noisy_metrics(tmp_path):
     trainer = make(tmp_path, callbacks=[EarlyStoppingCallback(early_stopping_patience=5)], eval_strategy="steps",
                    eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
