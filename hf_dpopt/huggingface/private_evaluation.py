@@ -233,7 +233,7 @@ def planned_evaluations(args: Any, plan: PrivacyPlan | None) -> int:
 
     Args:
         args: `eval_strategy`, `eval_steps` and `eval_on_start` are read.
-        plan: of the run; None if nothing is trained.
+        plan: what the run was planned as; None if nothing is trained.
     """
     strategy, planned = str(getattr(args.eval_strategy, "value", args.eval_strategy)), 0
     if strategy == "steps" and plan is not None:
