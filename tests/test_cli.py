@@ -133,7 +133,7 @@ def test_without_a_batch_plan_advises(run: Run) -> None:
     facts = json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json")[1])
     advised = advise(TrainingJob(num_units=67_349, target_epsilon=8.0))
     assert facts["options"]["expected_batch_size"] == advised.batch and facts["verdict"] == "good"
-    assert "--start pooled" in out and "84.6 % in 0.75 passes" in facts["reasons"]["start"]
+    assert "--start pooled" in out and "84.6 % in 0.75 passes and 86.1 % in 9" in facts["reasons"]["start"]
     assert [row["passes"] for row in facts["more_passes"]] == [3, 9, 30]
 
 
