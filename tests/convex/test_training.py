@@ -43,6 +43,12 @@ def run(folder, asked, features=None, labels=None, num=N):
     return made, weights
 
 
+@pytest.fixture(scope="module", autouse=True)
+def planned_before():
+    """The epsilon of the usual run, which is remembered: seconds that belong to no single test."""
+    make_head_plan(config(), num_examples=N)
+
+
 @pytest.fixture
 def keys(monkeypatch):
     """The chains of finished runs, which forget their keys."""
