@@ -6,6 +6,7 @@
 #            make env TORCH='torch==2.13.0 --index-url <index of CPU wheels>'   or   TORCH=./torch-2.13.0+cpu-...whl
 #   EXTRAS   optional dependencies of pyproject.toml
 #   WORKERS  test processes; each of them uses one thread
+#   MARKS    which tests `make test` runs, by their marks; CI gives 'not nightly'
 #   GPU_ARGS options of benchmarks/gpu_queue.py, e.g. make gpu GPU_ARGS='--minutes 9 --data FOLDER'
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,6 +17,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 EXTRAS ?= recipes,test
 WORKERS ?= 2
+MARKS ?= not slow and not nightly
 PYTEST_ARGS ?=
 GPU_ARGS ?=
 
@@ -23,12 +25,16 @@ comma := ,
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(subst $(comma),-,$(EXTRAS))
 PINS := $(VENV)/constraints.txt
+# The tests of `make check`: the contracts of all registered parts, and refusals, are what a change breaks first, and they
+# cost 20 seconds of each core. All fast tests would cost ten minutes.
+CHECKED := tests/contract tests/proofs tests/records tests/refusals tests/sampling \
+    tests/test_args.py tests/test_budget.py tests/test_clipping.py tests/test_run.py
 # Only local files are read while our code runs: nothing a run does may depend on, or tell, a server.
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Compiled files are kept, also where the environment says otherwise: they are a third of the start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help env demo check test audit nightly costs frozen lint format bench gpu clean
+.PHONY: help env demo check test audit nightly frozen lint format bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -51,21 +57,19 @@ endif
 demo: env  ## train a small private classifier from scratch, offline, in a few minutes
 	$(OFFLINE) $(BIN)/python recipes/glue.py
 
-check: lint  ## before a commit: lint, types, and a sample of the tests that are cheap; two to three minutes
-	$(PYTEST) -q --tier fast $(PYTEST_ARGS)
+check: lint  ## before a commit: lint, types, and the fast tests of contracts, refusals, records and sampling; two minutes
+	$(PYTEST) -q -m "not slow and not nightly" $(CHECKED) $(PYTEST_ARGS)
 
-test: lint  ## before a merge: lint, types, the suite and every block of the README; nine minutes on two free cores
-	$(PYTEST) --tier suite $(PYTEST_ARGS)
+test: lint  ## before a merge: lint, types, the fast tests and every block of the README; ten minutes on two free cores
+	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
 audit: env  ## plant 26 faults into the running code: each is found, and exact code passes; a few minutes
 	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.audit.guard
 
-nightly: lint  ## lint, types, and everything that `make test` spreads over a week
+nightly: lint  ## all tests, those marked nightly too, and a kill storm of 200 kills; an hour
 	$(PYTEST) $(PYTEST_ARGS)
-
-costs: env  ## run everything and record what each test costs, by which the tiers are chosen (tests/tiers.py)
-	$(PYTEST) -q --junitxml=build/junit.xml || echo 'Not all passed. What failed is recorded, too.'
-	$(BIN)/python -m tests.costs --anew build/junit.xml
+	mkdir -p build && rm -f build/kill_storm.json
+	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.kill_storm --out build/kill_storm.json
 
 frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
 	$(OFFLINE) $(BIN)/python -m tests.frozen

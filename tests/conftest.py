@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import gc
 import importlib
 import os
+import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from tests import measuring, tiers
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -33,44 +30,17 @@ os.environ["HF_DPOPT_PRIVATE_DIR"] = _PRIVATE_DIR.name
 os.environ["HF_DPOPT_CACHE_DIR"] = str(Path(_PRIVATE_DIR.name) / "tunings")
 
 
-SELECTED = pytest.StashKey[tiers.Selected]()
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="what runs, see tests/tiers.py")
-    parser.addoption(
-        "--day", type=int, help="choose as on that day (an ordinal, as the summary prints it); now: today"
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    if config.option.day is None:  # once, for all workers: the tests may begin before midnight
-        config.option.day = datetime.date.today().toordinal()
-    config.pluginmanager.register(measuring.Measuring(), "measuring")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (tier := config.getoption("--tier")) != "all":
-        left_out, config.stash[SELECTED] = tiers.select(items, tier, config.option.day)
-        config.hook.pytest_deselected(items=left_out)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput") and SELECTED in session.config.stash:
-        session.config.workeroutput["selected"] = dataclasses.asdict(session.config.stash[SELECTED])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
-    if "selected" in getattr(node, "workeroutput", {}):
-        node.config.stash[SELECTED] = tiers.Selected(**node.workeroutput["selected"])
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if SELECTED in config.stash:
-        terminalreporter.write_line(str(config.stash[SELECTED]))
-    reports = [report for some in terminalreporter.stats.values() for report in some]
-    terminalreporter.write_line(f"{measuring.total(reports):.0f} seconds of processor time")
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all but n cases of a test with `slow_but(n)` as slow: the first stays fast, and n - 1 drawn by the test's name."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow_but"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for name, (first, *others) in cases.items():
+        num_slow = len(others) + 1 - first.get_closest_marker("slow_but").args[0]
+        for item in random.Random(name).sample(others, max(num_slow, 0)):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session", autouse=True)

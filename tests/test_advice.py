@@ -18,6 +18,7 @@ from hf_dpopt.plan.outlook import SIGNAL, Outlook, outlook_of, with_independent_
 from tests.advice_table import PATH, facts, jobs, row
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("frozen", json.loads(PATH.read_text()), ids=lambda r: "-".join(map(str, r["job"].values())))
 def test_reviewed_advice(frozen):
     """Rows of tests/advice.json, which `python -m tests.advice_table --write` writes for review."""
@@ -29,6 +30,7 @@ def test_every_job_was_reviewed():
     assert len(jobs()) >= 30
 
 
+@pytest.mark.slow_but(5)
 @pytest.mark.parametrize("job", jobs(), ids=str)
 def test_no_more_records_than_can_be_paid(job):
     advice = advise(job)
@@ -38,6 +40,7 @@ def test_no_more_records_than_can_be_paid(job):
     assert 1e-5 < advice.learning_rate < 0.2
 
 
+@pytest.mark.slow_but(7)
 @pytest.mark.parametrize("job", [j for j in jobs() if j.num_units >= 1000], ids=str)
 def test_no_other_batch_is_much_better(job):
     """By trying all powers of two, which the search never looked at, in as many steps as it may take."""
@@ -46,6 +49,7 @@ def test_no_other_batch_is_much_better(job):
     assert advise(job).outlook.useful_steps >= 0.93 * max(job.outlook(size).useful_steps for size in sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["target_epsilon", "passes"])
 def test_more_of_everything_is_no_worse(name):
     useful = [
@@ -98,6 +102,7 @@ def test_bad_input(changes, mend):
 # --- rough noise ---
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "n, batch, steps, epsilon, delta",
     [(67_349, 1032, 198, 8.0, 1e-5), (67_349, 1032, 198, 1.0, 1e-5), (3_668, 1_000, 12, 8.0, 1e-5),
@@ -166,6 +171,7 @@ def test_a_trained_head_is_no_excuse_for_noise(noise, num_steps, verdict):
         assert dataclasses.replace(made, has_trained_head=True, reach=0.0, advised_reach=1.0).verdict == "hopeless"
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("job", [job for job in jobs() if not job.has_trained_head], ids=str)
 def test_a_trained_head_changes_the_verdict_and_the_clip_alone(job):
     alone, on_head = advise(job), advise(dataclasses.replace(job, has_trained_head=True))
@@ -190,6 +196,7 @@ def test_outlook_of_a_plan_is_its_noise_over_its_batch():
     assert outlook_of(other, "lora").noise == pytest.approx(2 * other.noise_multiplier / 200)
 
 
+@pytest.mark.slow
 def test_outlook_of_correlated_noise_tells_steps_from_the_run():
     made = outlook_of(plan_of(noise_mechanism="blt"), "lora")
     beside = with_independent_noise(plan_of(noise_mechanism="blt"), "lora")
@@ -198,6 +205,7 @@ def test_outlook_of_correlated_noise_tells_steps_from_the_run():
     assert for_sgd.useful_steps > made.useful_steps, "AdamW feels the noise of single steps"
 
 
+@pytest.mark.slow
 def test_the_useful_steps_of_the_documentation_are_those_of_the_rule():
     """Each row of the table in docs/choosing.md: kind, steps, batch, epsilon and what the steps are worth."""
     text = (Path(__file__).parents[1] / "docs" / "choosing.md").read_text()

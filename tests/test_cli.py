@@ -67,6 +67,7 @@ def test_plan_takes_the_relation_and_the_sampler(run: Run) -> None:
     assert content["epsilon"] == pytest.approx(13.20, abs=0.01)  # any order, zero-out
 
 
+@pytest.mark.slow
 def test_plan_compares_all_mechanisms_at_the_budget(run: Run, tmp_path: Path) -> None:
     """As the documentation writes it; the numbers of a row are those of a plan with that mechanism."""
     asked = ["--num_examples", "4000", "--batch", "200", "--epochs", "2", "--epsilon", "8"]
@@ -92,6 +93,7 @@ def test_plan_compares_all_mechanisms_at_the_budget(run: Run, tmp_path: Path) ->
     assert "ahead below" not in out, "nothing is known of an adaptive optimizer"
 
 
+@pytest.mark.slow
 def test_plan_with_auto_takes_the_first_row(run: Run) -> None:
     asked = ["-n", "4000", "-b", "200", "--epochs", "2", "--epsilon", "8", "--json", "--compare", "--optimizer", "sgd"]
     content = json.loads(run("plan", *asked, "--noise_mechanism", "auto")[1])
@@ -137,6 +139,7 @@ def test_without_a_batch_plan_advises(run: Run) -> None:
     assert [row["passes"] for row in facts["more_passes"]] == [3, 9, 30]
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "flags, is_pooled",
     [
@@ -205,6 +208,7 @@ def test_a_model_of_unknown_size_is_told(run: Run) -> None:
     assert code == 0 and "'my models/llama'" in out and "Add --weights" in err
 
 
+@pytest.mark.slow
 def test_a_plan_in_json_has_its_outlook(run: Run) -> None:
     asked = ["plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--no-compare", "--json"]
     outlook = json.loads(run(*asked)[1])["outlook"]
@@ -251,6 +255,7 @@ def test_advice_that_cannot_be_given(run: Run, flags: list[str], mend: str) -> N
     assert code == 2 and out == "" and mend in " ".join(err.split())
 
 
+@pytest.mark.slow
 def test_a_delta_above_one_over_n_needs_a_flag_and_a_weak_one_is_a_warning(run: Run) -> None:
     flags = ["plan", "-n", "100", "-b", "10", "--steps", "5", "--noise-multiplier", "2", "--delta"]
     code, out, err = run(*flags, "0.5")
@@ -377,6 +382,7 @@ def test_scan_takes_another_private_directory(run: Run, output_dir: Path, tmp_pa
 HEAD = ["plan-head", "-n", "67349", "-b", "1024", "--head_radius", "0.1", "--feature_norm", "1", "--delta", "1e-5"]
 
 
+@pytest.mark.slow
 def test_plan_head_says_noise_bound_and_free_steps(run: Run) -> None:
     code, out, _ = run(*HEAD, "--steps", "100000", "--epsilon", "2", "--json")
     found = json.loads(out)
@@ -388,6 +394,7 @@ def test_plan_head_says_noise_bound_and_free_steps(run: Run) -> None:
     assert code == 0 and "plain composition" in out
 
 
+@pytest.mark.slow
 def test_plan_head_says_how_far_the_bound_is_from_what_losses_reach(run: Run, tmp_path: Path) -> None:
     given = [*HEAD, "--steps", "20000", "--noise_multiplier", "4"]
     found = json.loads(run(*given, "--json")[1])
@@ -404,6 +411,7 @@ def test_plan_head_says_how_far_the_bound_is_from_what_losses_reach(run: Run, tm
     assert "<!-- upper / lower bound -->" in text and "<!-- steps beyond are free -->" in text
 
 
+@pytest.mark.slow
 def test_plan_head_says_when_noise_fills_the_ball(run: Run) -> None:
     given = [*HEAD, "--steps", "10000", "--noise_multiplier", "3", "--num_weights", "770"]
     _, out, _ = run(*given, "--json")
@@ -426,6 +434,7 @@ def test_a_wrong_head_is_one_line(run: Run, given: list[str], mend: str) -> None
     assert code == 2 and not out and mend in err and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_report_prints_the_statement_of_a_head(run: Run, tmp_path: Path) -> None:
     config = HeadConfig(
         head_radius=1.0, feature_norm=1.0, expected_batch_size=5, num_steps=3, noise_multiplier=1.0, has_bias=False

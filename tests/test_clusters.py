@@ -20,7 +20,7 @@ from tests import tiny
 from tests.test_packaging import instructions
 from tests.two_nodes import unshare
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def _blocks(repo: Path) -> dict[str, str]:

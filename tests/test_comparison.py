@@ -22,6 +22,8 @@ from hf_dpopt.plan.compare import (
 )
 from tests.mechanisms.test_families import VARIANTS, mechanism_of
 
+pytestmark = pytest.mark.slow
+
 N = 24
 
 

@@ -50,7 +50,7 @@ def cell(mechanism: str, preclip: str, filtering: str, optimizer: str) -> tuple[
 
 
 def every_cell(test):
-    """The product as four factors: a tier may have a covering array of it."""
+    """Parametrise a test by the product of the four factors."""
     factors = {"mechanism": MECHANISMS, "preclip": PRECLIPS, "filtering": FILTERS, "optimizer": OPTIMIZERS}
     for name, values in factors.items():
         test = pytest.mark.parametrize(name, list(values))(test)
@@ -133,6 +133,7 @@ def _predicted(cell: tuple[str, str, str, str], run: _Run) -> np.ndarray:
     return np.square(rows).sum(axis=1) * (run.plan.draw_stddev * run.plan.sensitivity / 4) ** 2
 
 
+@pytest.mark.slow_but(12)
 @every_cell
 def test_the_noise_is_as_loud_as_said(tmp_path, cell):
     run = _Run(tmp_path / "run", cell)
@@ -146,6 +147,7 @@ def test_the_noise_is_as_loud_as_said(tmp_path, cell):
     assert run.run.charged == [NUM_STEPS] and run.model.weight.isfinite().all()
 
 
+@pytest.mark.slow_but(8)
 @every_cell
 def test_a_run_trains_and_resumes(tmp_path, cell):
     run, stop = _Run(tmp_path / "run", cell), STOPS[CELLS.index(cell) % len(STOPS)]

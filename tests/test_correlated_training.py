@@ -63,6 +63,7 @@ def run_and_die_everywhere(tmp_path, **options):
     return whole
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", CASES)
 def test_one_field_switches_everything_that_must_change_with_it(tmp_path, name):
     run = trainer(tmp_path, save_strategy="no", **CASES[name])
@@ -80,6 +81,7 @@ def test_one_field_switches_everything_that_must_change_with_it(tmp_path, name):
         assert spent.epsilon == pytest.approx(alone, rel=1e-6)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", ["blt", "nu_dpftrl, exact", "banded", "honaker", "dense"])
 @pytest.mark.parametrize("kept", [True, False], ids=["buffers kept", "buffers lost"])
 def test_a_linear_resume_at_every_step_is_bit_equal(tmp_path, name, kept, monkeypatch):
@@ -104,6 +106,7 @@ def test_a_linear_resume_at_every_step_is_bit_equal(tmp_path, name, kept, monkey
         assert len(Ledger.read(folder / "out/privacy/ledger.jsonl").chains) == 1
 
 
+@pytest.mark.slow
 def test_what_auto_chose_is_kept_by_a_resume(tmp_path, monkeypatch):
     """Even if the comparison would end differently today: the noise is that of the ledger."""
     whole = run_and_die_everywhere(
@@ -123,6 +126,7 @@ def _sgd(model):
     return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", ["blt", "honaker", "dense"])
 def test_a_branch_has_noise_of_its_own_and_adds_its_cost(tmp_path, name):
     """rho of the branch on top of that of the run, by hand: 1 / (2 sigma^2) with the sensitivity of each chain."""
@@ -175,6 +179,7 @@ def test_a_longer_run_that_was_interrupted_continues_its_own_noise(tmp_path):
     assert all(torch.equal(p, want[n]) for n, p in tiny.weights(at_eight).items())
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "changes, field",
     [
@@ -237,6 +242,7 @@ def test_a_finished_run_that_goes_on_is_asked_for_the_cost_of_two_chains(tmp_pat
     assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_explicit_wishes_beside_auto_are_not_overruled_by_the_ledger(tmp_path):
     trainer(tmp_path, **CASES["auto"]).train()
     for wish in ({"sampling": "poisson"}, {"adjacency": "replace_one"}):
@@ -251,6 +257,7 @@ def test_a_run_that_has_not_begun_has_spent_nothing(tmp_path, name):
     assert trainer(tmp_path, **CASES[name]).privacy_spent().epsilon == 0.0
 
 
+@pytest.mark.slow
 def test_a_branch_on_balls_in_bins_asks_for_epsilon_once_and_not_in_every_step(tmp_path, monkeypatch):
     """A second of computation each; the start has found all steps of the plan affordable."""
     options = {"noise_mechanism": "nu_dpftrl", "sampling": "balls_in_bins", "noise_multiplier": None}

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import glue_options
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 WRITES = "import json; json.dump(dict(steps=[], n=1), open('{output}', 'w'))"
 FIELDS = {

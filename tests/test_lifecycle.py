@@ -69,6 +69,7 @@ def _in_child(run) -> int:
     return pid
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 @pytest.mark.timeout(600)  # twenty starts of a process; a busy machine needs its time
 def test_killed_at_twenty_random_points(tmp_path):
@@ -121,6 +122,7 @@ class _Snapshot(TrainerCallback):
             shutil.copytree(self.folder, self.to)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_linear_resume_is_bit_equal(tmp_path, dropout):
     (tmp_path / "whole").mkdir()
@@ -150,6 +152,7 @@ def test_resuming_from_an_older_checkpoint_branches_and_adds_up(tmp_path):
     assert json.loads((tmp_path / "out/privacy/report.json").read_text())["chains"] == 2
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "changes, field",
     [

@@ -176,8 +176,8 @@ def test_make_test_is_lint_types_and_pytest(repo: Path, tmp_path: Path) -> None:
     plan = make(repo, "-n", "test", f"VENV={tmp_path}/venv")
     order = [plan.index(word) for word in ("ruff check", "ruff format --check", "bin/mypy", "-m pytest")]
     assert order == sorted(order)
-    assert "OMP_NUM_THREADS=1" in plan and "--dist loadgroup" in plan and "--tier suite" in plan
-    assert "--tier" not in make(repo, "-n", "nightly", f"VENV={tmp_path}/venv")
+    assert "OMP_NUM_THREADS=1" in plan and "--dist loadgroup" in plan and '-m "not slow and not nightly"' in plan
+    assert "not slow" not in make(repo, "-n", "nightly", f"VENV={tmp_path}/venv")
 
 
 def test_ci_runs_make_test_in_its_own_environment(repo: Path) -> None:
@@ -185,7 +185,7 @@ def test_ci_runs_make_test_in_its_own_environment(repo: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()
-    assert "set -euo pipefail" in text and "make test VENV=" in text
+    assert "set -euo pipefail" in text and "make test MARKS='not nightly' VENV=" in text
 
 
 def test_hooks_fetch_nothing(repo: Path) -> None:

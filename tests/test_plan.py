@@ -91,6 +91,7 @@ def test_calibration_spends_the_budget_and_not_more(target, noise):
     assert plan.epsilon(NUM_STEPS) == plan.epsilon()
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("sampling", SAMPLERS)
 @pytest.mark.parametrize("adjacency", ["add_or_remove_one", "zero_out", "replace_one"])
 def test_every_pair_calibrates_or_is_refused(sampling, adjacency):
@@ -153,6 +154,7 @@ def test_chains_of_a_fixed_order_add_up():
     assert plan.epsilon((65, 133)) > plan.epsilon()
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("arguments", [{}, {"sampling": "fixed_order", "adjacency": "replace_one"}])
 def test_max_steps_within(arguments):
     plan = plan_for(target_epsilon=8.0, **arguments)

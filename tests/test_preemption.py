@@ -62,6 +62,7 @@ def _check(trainer, left, want, lost):
     assert not (left / "out/_journal").exists()  # nothing is left to go on with
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize(
     "point, step",
     [*((point, 5) for point in OF_A_STEP), ("in a save", 6), ("after a save", 6), ("in a save", NUM_STEPS),
@@ -74,6 +75,7 @@ def test_a_kill_anywhere_costs_at_most_one_update(tmp_path, references, point, s
     _check(_finish(left, "gaussian"), left, references("gaussian", lost), lost)
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("setting", [name for name in preempted.SETTINGS if name != "gaussian"])
 def test_every_kind_of_run_goes_on_twice(tmp_path, references, setting):
     """Killed before its first checkpoint, and again with a step charged and not written down."""

@@ -41,6 +41,7 @@ def test_one_process_of_several_is_told(environment, num_processes, warns, caplo
 
 
 # `--cpu` alone starts one process (accelerate 1.15, no MPI hostfile); without a GPU --multi_gpu starts gloo processes
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     ("options", "num", "warns"),
     [

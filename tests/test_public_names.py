@@ -46,6 +46,7 @@ def test_an_import_is_light(repo: Path, module: str) -> None:
     assert seconds < 1.0, "a bare interpreter takes 0.02 s of CPU, and an import of torch alone more than 1"
 
 
+@pytest.mark.slow
 def test_accounting_needs_no_torch(repo: Path) -> None:
     """scipy is what dp_accounting computes with; beyond that library, our own modules take a tenth of a second."""
     found, seconds = imported(repo, "hf_dpopt.accounting")
@@ -73,6 +74,7 @@ def test_the_type_checker_sees_the_same_names(repo: Path) -> None:
     assert seen == hf_dpopt._ORIGIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["huggingface.trainer", "convex", "plan.plan", "clipping", "experimental.goe"])
 def test_a_part_may_be_imported_first(repo: Path, first: str) -> None:
     """No circle of imports hides behind the order in which the names above are imported."""
@@ -85,6 +87,7 @@ def test_a_part_may_be_imported_first(repo: Path, first: str) -> None:
 MOVED = [(module, name) for module, names in former.TAUGHT.items() for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), MOVED)
 def test_a_path_that_was_taught_works_and_warns(repo: Path, module: str, name: str) -> None:
     now = former.TAUGHT[module][name]
@@ -158,6 +161,7 @@ COMMANDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_start_is_quiet(repo: Path, command: str) -> None:
     pytest.importorskip("bitsandbytes", reason="what is imported along is silent already")
@@ -166,6 +170,7 @@ def test_a_start_is_quiet(repo: Path, command: str) -> None:
     assert not result.stderr
 
 
+@pytest.mark.slow
 def test_the_processor_of_the_test_above_does_complain(repo: Path) -> None:
     pytest.importorskip("bitsandbytes", reason="nobody complains without it")
     result = python(repo, f"{ANOTHER_PROCESSOR}\nimport bitsandbytes\nprint('imported')")

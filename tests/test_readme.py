@@ -85,7 +85,9 @@ def parameters() -> list:
     """One parameter per block; the blocks of one page share a worker, which runs them in order."""
     return [
         pytest.param(
-            block, id=f"{page.name}:{block.line}", marks=[pytest.mark.xdist_group(page.name), pytest.mark.in_order]
+            block,
+            id=f"{page.name}:{block.line}",
+            marks=[pytest.mark.xdist_group(page.name), *([] if page == README else [pytest.mark.slow])],
         )
         for page in pages()
         for block in runnable(page)

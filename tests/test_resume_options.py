@@ -24,6 +24,7 @@ def _collated(rows):
     return batch | {"labels": torch.tensor([row["label"] for row in rows])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_an_evaluation_that_names_the_kind_of_labels_refuses_no_resume(tmp_path, first):
     """The forward of transformers writes `problem_type` into the config when labels are given; ours gives none."""

@@ -36,6 +36,7 @@ def handlers():
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 @pytest.mark.parametrize("save_strategy", ["no", "steps"])
 def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, save_strategy):

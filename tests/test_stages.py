@@ -75,6 +75,7 @@ def trainer(folder, **changes):
     return base_trainer(folder, **changes)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", CASES)
 def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
     whole = run_and_die_everywhere(tmp_path, **CASES[name])
@@ -88,6 +89,7 @@ def test_a_resume_at_every_step_is_bit_equal(tmp_path, name):
         assert resumed.privacy_spent() == whole.privacy_spent()
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("name", CASES)
 def test_accounting_is_that_of_the_same_run_without_these_stages(tmp_path, name):
     stages = ("preconditioner", "preconditioner_kwargs", "filter", "optim", "optim_args", "public_dataset",
@@ -134,6 +136,7 @@ def test_log_statement_and_ledger_name_the_preconditioner(tmp_path, caplog):
     assert plan["preclip"]["name"] == "dp2" and plan["preclip"]["delay"] == 2
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", ["dp2", "dp2, factored", "dp2, two queries"])
 def test_physical_batches_change_nothing(tmp_path, name):
     """The same key and records in batches of 1, 3 and 64: equal up to rounding, in both phases."""

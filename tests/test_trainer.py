@@ -52,6 +52,7 @@ def test_without_noise_a_step_is_the_clipped_sum_of_the_drawn_records(tmp_path):
         assert reference.relative_error(got, want) < 1e-5
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("physical", [1, 3, 64])
 def test_physical_batch_size_changes_nothing(tmp_path, physical):
     def run(size: int) -> dict:
@@ -66,6 +67,7 @@ def test_physical_batch_size_changes_nothing(tmp_path, physical):
     assert reference.relative_error(got, want) < 1e-5
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_the_clipping_engine_changes_nothing(tmp_path, checkpointing, caplog):
     """Dropout is on: both backwards of the two-pass engine must see the masks of the one forward."""
@@ -110,6 +112,7 @@ def test_what_clipping_does_and_what_it_has_no_rule_for_is_logged(tmp_path, capl
             assert "second forward" in found[0] and "requires_grad_(False)" in found[0]
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't allocate memory")]
 )
@@ -151,6 +154,7 @@ class _Adversary:
         return self.records[i]
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("adversary", ["LONG", "HUGE", "NAN"])
 def test_leave_one_out_through_the_trainer(tmp_path, monkeypatch, adversary, clipping):

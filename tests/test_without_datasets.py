@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import sys
 sys.modules["datasets"] = sys.modules["pyarrow"] = None  # from here on they cannot be imported
@@ -21,6 +23,7 @@ assert sys.modules["datasets"] is None and sys.modules["pyarrow"] is None
 """
 
 
+@pytest.mark.slow
 def test_training_without_datasets_and_pyarrow(tmp_path: Path, repo: Path):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, cwd=repo, timeout=600

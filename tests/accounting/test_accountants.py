@@ -130,6 +130,7 @@ def test_discretisation_error_is_as_promised_and_on_the_safe_side(noise, rate, s
         assert reference * (1 - 1e-6) <= coarse <= reference * (1 + 2 * relative_error)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 def test_more_noise_fewer_steps_or_a_lower_rate_never_cost_more(adjacency):
     def eps(noise=0.8, rate=0.02, steps=100, delta=1e-5):
@@ -147,6 +148,7 @@ def test_more_noise_fewer_steps_or_a_lower_rate_never_cost_more(adjacency):
 # --- truncated batches ---
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("cap", [None, 1248])
 @pytest.mark.parametrize(
     "adjacency, value", [("add_or_remove_one", 3.877), ("zero_out", 3.877), ("replace_one", 4.389)]
@@ -161,6 +163,7 @@ def test_a_cap_seven_deviations_up_is_free(cap, adjacency, value):
     assert ours == pytest.approx(exact_analysis.get_epsilon(DELTA), rel=1e-3)
 
 
+@pytest.mark.slow_but(8)
 @pytest.mark.parametrize("adjacency", ADJACENCIES)
 @pytest.mark.parametrize("noise", [0.5, 1.5])
 @pytest.mark.parametrize("num_others, rate, cap", [(4, 0.5, 2), (4, 0.5, 3), (3, 0.9, 3), (1, 0.95, 1)])

@@ -108,6 +108,7 @@ def test_a_known_bin_is_the_fixed_order():
 # --- verification ---
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "stddev, epsilon, num_steps, num_bins", [(3.0, 1.0, 64, 16), (1.0, 3.0, 5, 5), (40.0, 0.0, 64, 16)]
 )
@@ -199,6 +200,7 @@ def test_verified_epsilon_is_kept_and_near_the_truth():
 # --- calibration, and what the accountants ask ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["auto", "sampling_free", "monte_carlo"])
 def test_calibration_reaches_the_target(method):
     found = calibrate_balls_in_bins(

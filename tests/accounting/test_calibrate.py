@@ -31,6 +31,7 @@ def test_known_noise_multipliers(target, noise):
     assert calibrate_noise_multiplier(dpsgd(), target) == pytest.approx(noise, rel=3e-3)
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("target", [0.05, 0.5, 1.0, 8.0, 50.0])
 @pytest.mark.parametrize("rate, steps", [(0.0152, 198), (0.3, 7), (0.001, 20_000)])
 def test_spends_nearly_all_of_the_budget_and_never_more(target, rate, steps):

@@ -96,6 +96,7 @@ def test_an_edited_certificate_is_refused(certified, edit):
         make_plan(CONFIG, **SIZES, recorded=recorded)
 
 
+@pytest.mark.slow
 def test_a_budget_buys_less_noise(certified):
     asked = dataclasses.replace(CONFIG, noise_multiplier=None, target_epsilon=1.0)
     plan = make_plan(asked, **SIZES)

@@ -20,6 +20,7 @@ def _no_cache(monkeypatch):
     monkeypatch.setenv("HF_DPOPT_CACHE_DIR", os.devnull)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epsilon", BEST)
 def test_the_best_number_of_bands(epsilon):
     num_bands, noise_multiplier, error = BEST[epsilon]

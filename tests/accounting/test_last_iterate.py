@@ -22,6 +22,8 @@ from hf_dpopt.accounting.last_iterate import (
 from hf_dpopt.common.errors import DPConfigError
 from tests.reference import random_walk
 
+pytestmark = pytest.mark.slow
+
 DELTA = 1e-5
 
 

@@ -13,6 +13,8 @@ from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import LOG_RELATIVE_ERROR
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = {
     "poisson": {"sampling": "poisson"},
     "truncated": {"sampling": "truncated_poisson"},

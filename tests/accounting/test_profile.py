@@ -209,6 +209,7 @@ PLANS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", PLANS)
 def test_every_kind_of_run_has_a_profile(name: str) -> None:
     """Its epsilon at several deltas is that of the accountants, and it passes through the claimed pair."""

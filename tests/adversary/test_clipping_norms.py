@@ -49,6 +49,7 @@ MODES: dict[str, dict[str, Any]] = {
 ALLOWED = {"a quantile": (1 - (1 / (2 * 1.0 * 4)) ** 2) ** -0.5}
 
 
+@pytest.mark.slow_but(10)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mode", MODES)
 def test_at_the_smallest_norm_a_record_is_held_to_it(tmp_path, mode, size):

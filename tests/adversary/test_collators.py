@@ -156,6 +156,7 @@ def _own(tokenizer: Any) -> Any:
     )
 
 
+@pytest.mark.slow_but(6)
 @pytest.mark.parametrize("place", ["data_collator", "processing_class", "function"])
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("agrees", [True, False], ids=["same id", "other id"])

@@ -98,6 +98,7 @@ def test_a_malformed_record_of_a_list_is_told_before_training(kind, tmp_path):
     assert_refused(_with("own"), rows(MALFORMED[kind]), tmp_path, r"[Tt]raining record.*(Correct|Cut)")
 
 
+@pytest.mark.slow_but(8)
 @pytest.mark.parametrize("collator", COLLATORS)
 @pytest.mark.parametrize("kind", [*MALFORMED, "empty"])
 def test_a_malformed_record_of_a_step_adds_nothing(kind, collator, tmp_path):

@@ -87,6 +87,7 @@ def assert_noise_is_independent(made: DPTrainer, one: torch.Tensor, other: torch
     assert energy > least, f"sd of the difference {(energy / one.numel()) ** 0.5:.4f} of that of independent noise"
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("how", ["rolled back", "copied"])
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 def test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged(tmp_path, mechanism, how):

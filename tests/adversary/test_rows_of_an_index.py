@@ -63,6 +63,7 @@ DATASETS = {
 }
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("kind", DATASETS)
 def test_a_record_of_several_rows_moves_the_sum_by_one_clip(kind, tmp_path):
     assert_kept(trainer, DATASETS[kind](), 3, tmp_path)
@@ -73,6 +74,7 @@ def test_the_first_record_too(kind, tmp_path):
     assert_kept(trainer, DATASETS[kind](), 0, tmp_path)
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("kind", ["transform", "torch"])
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_the_rows_of_a_record_are_averaged_and_clipped_once(kind, size, tmp_path):

@@ -28,6 +28,7 @@ IN_THE_SUITE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_an_exact_run_passes(name):
     found = audit(SETTINGS[name])

@@ -32,6 +32,7 @@ def _one_release(mu: float, num: int, seed: int) -> tuple[np.ndarray, np.ndarray
     return mu * (mu * coins + generator.standard_normal(num)) - mu**2 / 2, coins
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("mu", [0.0, 0.5, 1.0, 3.0])
 def test_bounds_are_too_high_as_often_as_they_may(mu):
     """200 runs: 5 % are 10, and more than 21 have a probability of 1e-3."""

@@ -103,6 +103,7 @@ def test_optimizer(examples, check):
     check("dp_sign_sgd")
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(
     "options",
     [

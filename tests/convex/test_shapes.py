@@ -41,6 +41,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_plain, _in_subspace], ids=["plain", "in a subspace"])
 @pytest.mark.parametrize("bad", BAD)
 def test_other_shapes_are_refused(tmp_path, make, bad):

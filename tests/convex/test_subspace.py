@@ -259,6 +259,7 @@ def test_epsilon_is_that_of_all_gaussian_releases():
     assert math.isinf(off.epsilon()) and not off.is_private and off.public_dict()["epsilon"] is None
 
 
+@pytest.mark.slow
 def test_poisson_batches_cost_what_their_composition_costs():
     """The number that the head by projected SGD has for all its iterates together."""
     changes = dict(expected_batch_size=30, num_steps=50, noise_multiplier=1.0)

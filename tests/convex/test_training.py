@@ -130,6 +130,7 @@ def test_the_gradient_is_that_of_autograd():
 # --- the run ---
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("changes", [{}, {"l2": 0.1}, {"decay": 0.5}, {"has_bias": False}, {"noise_multiplier": 0.0}])
 def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
     asked = config(head_radius=0.5, **changes)
@@ -150,6 +151,7 @@ def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
     torch.testing.assert_close(weights.double(), slow, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_noise_has_the_stated_law(tmp_path):
     """Features of nothing but noise, a ball out of reach: final weights are a sum of normals. Power: 5 % of stddev."""
     asked = config(head_radius=1e9, num_steps=5, noise_multiplier=0.7, has_bias=False)
@@ -375,6 +377,7 @@ def test_the_accountant_is_told_of_the_domain_the_rate_and_the_steps_that_run():
     assert (sgd.num_steps, sgd.step_size, sgd.decay, sgd.l2, sgd.noise_multiplier) == (40, 0.3, 0.25, 0.1, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"l2": 0.1}, {"decay": 0.5}, {"decay": 0.5, "l2": 0.1}])
 def test_noise_alone_carries_the_weights_as_far_as_stated(changes):
     """Without gradients and without a ball: the mean of 200 walks of 7 coordinates."""
@@ -388,6 +391,7 @@ def test_noise_alone_carries_the_weights_as_far_as_stated(changes):
     assert plan.noise_over_radius(7) == pytest.approx(stated / 1.5)
 
 
+@pytest.mark.slow
 def test_the_noise_is_calibrated_and_steps_beyond_the_plateau_are_free():
     asked = config(noise_multiplier=None, target_epsilon=2.0, head_radius=0.01, num_steps=10**4)
     few, many = (

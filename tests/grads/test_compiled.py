@@ -11,6 +11,7 @@ from tests.grads.models import FAMILIES, batch_for
 from tests.reference.clipping import clipped_sum, relative_error
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("engine", ["book_keeping", "two_pass"])
 @pytest.mark.parametrize("finetuning", ["full", "with_lora"])
 def test_compiled_parts_give_the_same_sum(finetuning, engine):

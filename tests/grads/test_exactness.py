@@ -20,6 +20,7 @@ def _median_norm(model, batch) -> float:
     return norms[len(norms) // 2]
 
 
+@pytest.mark.slow_but(84)
 @pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", MODELS)
@@ -34,6 +35,7 @@ def test_clipped_sum_equals_a_loop_over_records(name, dtype, clipping):
     assert reference.relative_error(got, want) <= (1e-10 if dtype == torch.float64 else rounding)
 
 
+@pytest.mark.slow_but(22)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_passes_give_what_one_gives(name):
     model = MODELS[name]().double()
@@ -44,6 +46,7 @@ def test_two_passes_give_what_one_gives(name):
     assert reference.relative_error(got, want) <= 1e-12
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("finetuning", ["full", "lora"])
 def test_a_real_pretrained_encoder_is_exact(minilm_path, finetuning, dtype):

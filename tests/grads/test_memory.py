@@ -38,6 +38,7 @@ def step_of(model, batch, engine):
     return private
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("num_tokens", [32, 96])  # norms of the head by Gram matrices, and materialised
 @pytest.mark.parametrize("finetuning", ["full", "lora"])
 @pytest.mark.parametrize("name", ["book_keeping", "two_pass"])

@@ -136,6 +136,7 @@ def test_a_user_one_of_whose_records_has_more_choices(tmp_path):
     assert 1e-3 < ratio <= 1 + harness.SLACK
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("label", [3, -1, -100, [3]])
 def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypatch):
     """On a GPU it would end the process in the step that drew the record."""

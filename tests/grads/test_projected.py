@@ -58,6 +58,7 @@ def _median_norm(model, batch, subspace) -> float:
     return sorted(norms)[len(norms) // 2]
 
 
+@pytest.mark.slow_but(19)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_sum_equals_a_loop_over_records(name):
     model = MODELS[name]().double()

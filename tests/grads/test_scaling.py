@@ -79,6 +79,7 @@ def _median(model, batch, divisors) -> float:
     )[NUM_RECORDS // 2]  # fmt: skip
 
 
+@pytest.mark.slow_but(56)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
@@ -103,6 +104,7 @@ def test_per_layer_clipping_in_the_coordinates_of_the_scale(name, kind):
     assert reference.relative_error(_engine_sum(model, batch, scale, clipping, "book_keeping"), want) <= 1e-10
 
 
+@pytest.mark.slow_but(7)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])

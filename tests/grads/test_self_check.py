@@ -48,6 +48,7 @@ def assert_untouched(model: nn.Module, before: dict[str, torch.Tensor]) -> None:
 # --- what is right passes --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but(28)
 @pytest.mark.parametrize("name", MODELS)
 def test_passes_and_is_cheap(name):
     model = MODELS[name]().train()

@@ -50,6 +50,7 @@ def _median(users) -> float:
     return sorted(reference.norm(user).item() for user in users)[len(users) // 2]
 
 
+@pytest.mark.slow_but(84)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", MODELS)

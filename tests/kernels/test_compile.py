@@ -59,6 +59,7 @@ print(json.dumps(shared))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(450)
 def test_they_compile_and_fit(repo, tmp_path):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([str(repo), *sys.path])}  # fmt: skip

@@ -52,6 +52,7 @@ def test_words_are_those_of_rfc_8439(vector):
     assert _words(key, tensor, high * COUNTER + counter, 1).hex() == expected
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize("block", [0, COUNTER - 64, 5 * COUNTER + 77])
 @pytest.mark.parametrize("tensor", [0, 3, 2**32 + 9, 2**62 + 1])
 def test_words_are_those_of_the_library(tensor, block):
@@ -64,6 +65,7 @@ def test_words_are_those_of_the_library(tensor, block):
 RANGES = [(0, 1), (0, 8), (3, 2), (5, 4000), (8 * kernel.BLOCKS - 1, 2), (EDGE - 1003, 3000), (2**62 + 5, 99)]
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("first, num", RANGES)
 def test_normals_are_those_of_the_cpu(first, num):
     """To one unit in the last place of float32, or 1e-14 near zero."""
@@ -94,6 +96,7 @@ def on_the_kernel(monkeypatch):
 STRATEGIES = {"banded": BandedToeplitz((1.0, 0.4, 0.2)), "drawn again": NuDPFTRL(0.1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*STRATEGIES, "independent"])
 def test_a_run_goes_on_on_another_device(name, monkeypatch):
     """Steps on the CPU, then with the kernel, then on the CPU: the noise of a run on one device."""

@@ -70,6 +70,7 @@ def test_a_statement_that_was_edited_is_still_found(kept: Path, monkeypatch: pyt
     assert result.exit_code == 1 and "edited" in result.output
 
 
+@pytest.mark.slow_but(1)
 def test_it_is_resumed(kept: Path, request: pytest.FixtureRequest) -> None:
     facts, name = read_report(kept / "out"), request.node.callspec.id.split("/")[-1]
     if facts.versions["transformers"] != transformers.__version__:

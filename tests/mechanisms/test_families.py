@@ -57,6 +57,7 @@ def _zeros() -> dict[str, torch.Tensor]:
     return {name: torch.zeros(shape) for name, shape in shapes.items()} | {"strided": torch.zeros(40, 30).mT[::2]}
 
 
+@pytest.mark.slow_but(12)
 def test_every_coordinate_of_every_tensor_is_noised_in_every_step(mechanism, kind):
     """Of 1e5 coordinates: in later steps two draws cancel exactly, in float32, with probability 4e-8 each."""
     stream, previous = _stream(mechanism, kind), _zeros()
@@ -94,6 +95,7 @@ def test_noise_stddev_is_the_stated_one(mechanism):
     assert _stream(mechanism).draw_stddev == pytest.approx(MULTIPLIER * mechanism.sensitivity() * SENSITIVITY)
 
 
+@pytest.mark.slow_but(12)
 def test_noise_is_added_to_what_is_there(mechanism, kind):
     """The release minus the sum is the noise that an empty batch would have got, whatever the order of the dict."""
     key = os.urandom(32)
@@ -112,6 +114,7 @@ def test_sums_that_are_not_float32_are_refused(mechanism, dtype):
         _stream(mechanism).add_({"w": torch.zeros(3, dtype=dtype)}, 1)
 
 
+@pytest.mark.slow_but(10)
 @pytest.mark.parametrize("again", [2, 1])
 def test_a_step_is_noised_once(mechanism, again):
     stream = _stream(mechanism)

@@ -117,6 +117,7 @@ def test_every_node_has_a_draw_of_its_own(name):
     assert len(set(rows)) == len(rows)
 
 
+@pytest.mark.slow_but(10)
 @pytest.mark.parametrize("name, backend", CASES)
 def test_resumes_at_every_step_bit_for_bit(name, backend):
     whole = _run(_stream(name, backend), range(N))
@@ -131,6 +132,7 @@ def test_resumes_at_every_step_bit_for_bit(name, backend):
         assert torch.equal(_run(second, range(stopped, N)), whole[stopped:])
 
 
+@pytest.mark.slow_but(8)
 @pytest.mark.parametrize("name, backend", CASES)
 def test_resumes_at_every_step_from_the_key_alone(name, backend):
     """The state is lost, or that of another moment: what is needed is drawn again."""
@@ -147,6 +149,7 @@ def test_resumes_at_every_step_from_the_key_alone(name, backend):
     assert torch.equal(_run(kept, range(2, N)), whole[2:])
 
 
+@pytest.mark.slow_but(19)
 @pytest.mark.parametrize("name, backend", CASES)
 def test_a_tensor_does_not_depend_on_its_neighbours_or_the_first_step(name, backend):
     whole = _run(_stream(name, backend), range(N))

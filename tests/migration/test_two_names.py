@@ -22,6 +22,7 @@ def _run(script: str, argv: list[str], *, private: bool):
     return module.main(argv)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["glue_style.py", "clm_style.py"])
 def test_a_stock_script_runs_after_the_two_name_change(tmp_path, script):
     common = [

@@ -38,7 +38,7 @@ def main() -> None:
         "--survivors", action="store_true", help="with --resume: also run those that survived and may be killed"
     )
     parser.add_argument("--at_most", type=int, help="mutants to run now")
-    parser.add_argument("--first", type=float, default=20.0, help="recorded seconds of traced tests for a mutant")
+    parser.add_argument("--first", type=float, default=20.0, help="seconds of traced tests for a mutant")
     parser.add_argument("--second", type=float, default=60.0, help="of the other tests, for one that survived those")
     parser.add_argument("--work", type=Path, default=REPO / "build" / "mutants", help="folder of lines and logs")
     parser.add_argument("--table", action="store_true", help="print the section of docs/reliability.md, run nothing")

@@ -18,7 +18,7 @@ from tests.mutants.verdicts import VERDICTS, key_of
 Row = dict[str, Any]
 PACKAGES = ("hf_dpopt", "cosmic-ray", "torch", "transformers", "pytest")
 OPEN = ("survived", "not covered")
-NUM_FILES = 24  # of tests for one mutant: each is imported anew, which is not in its recorded seconds
+NUM_FILES = 24  # of tests for one mutant: each is imported anew, which is not in its seconds
 WALL = 40.0  # seconds of waiting for one of the budget: on a machine with others, most of it is theirs
 
 

@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-LONGEST_TEST = 20.0  # seconds of CPU that a test may take whatever is recorded of it
-SLOWER = 6.0  # times its record
+LONGEST_TEST = 20.0  # seconds of CPU that any test may take
+SLOWER = 6.0  # times what it is taken for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Order:
 
     Attributes:
         tests: functions, as ``file::name``, in the order in which they run.
-        costs: recorded seconds of each; others count as cheap.
+        costs: seconds that a case of each is taken for; others count as cheap.
         cases: of a parametrisation that run, at most; None for all.
-        seconds: recorded seconds that all may take together; the rest is not run.
+        seconds: limit of the sum of `costs`; the rest is not run.
         file, source: the file that is mutated, relative to the repository, and its text; None for no mutant.
         words: cases whose parameters have one of them run first.
         traced: folders and files of which the executed lines are recorded; empty for none.

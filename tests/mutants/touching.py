@@ -1,7 +1,7 @@
-"""Tests that touch a line: by a recorded pass of the cheap ones, and by what files of tests import for the dear ones.
+"""Tests that touch a line: by a recorded pass of the fast ones, and by what files of tests import for the slow ones.
 
-A pass of the whole suite under a tracer takes longer than a run of the command, so only tests up to `MAPPED` seconds
-are traced. The others are tried last, those first whose file names the module, or has a cheap test that executes it.
+A pass of the whole suite under a tracer takes longer than a run of the command, so tests marked as slow are not traced.
+They are tried last, those first whose file names the module, or has a fast test that executes it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import json
 import re
 from pathlib import Path
 
-from tests import costs
 from tests.mutants import child
 from tests.mutants.places import AREAS, Outline
 
-MAPPED = 0.35  # seconds of CPU, by tests/costs.json
+FAST, SLOW = 0.35, 10.0  # seconds of CPU that a case is taken for, by its mark
 CASES = 2  # of a parametrisation, while lines are recorded
 NOT_HERE = ("two_process", "test_packaging", "test_readme", "kernels/test_on_a_gpu", "adversary/test_planted")
 OTHER_PROCESS = ("subprocess", "sys.executable", "tests.mutants", "pytester")
@@ -28,15 +27,17 @@ Lines = dict[str, dict[str, list[int]]]  # test function -> file -> lines
 
 
 def all_tests(repo: Path) -> dict[str, float]:
-    """Test functions that run in one process, and their recorded seconds."""
+    """Test functions that run in one process, and `FAST` or `SLOW` by their marks."""
     found = {}
-    for test, cost in costs.recorded().functions().items():
-        file, _, name = test.partition("::")
-        if any(part in file for part in NOT_HERE) or not (repo / file).exists():
+    for path in sorted((repo / "tests").rglob("test_*.py")):
+        file = path.relative_to(repo).as_posix()
+        if any(part in file for part in NOT_HERE):
             continue
-        source = _functions(repo / file).get(name)
-        if source is not None and not any(word in source for word in OTHER_PROCESS):
-            found[test] = cost
+        all_slow = re.search(r"^pytestmark = .*pytest\.mark\.slow\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+        for name, source in _functions(path).items():
+            if name.startswith("test_") and not any(word in source for word in (*OTHER_PROCESS, "mark.nightly")):
+                is_slow = all_slow or re.search(r"^@pytest\.mark\.slow$", source, re.MULTILINE)
+                found[f"{file}::{name}"] = SLOW if is_slow else FAST
     return found
 
 
@@ -45,24 +46,24 @@ def _functions(file: Path) -> dict[str, str]:
     source = file.read_text(encoding="utf-8")
     lines = source.splitlines()
     return {
-        node.name: "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        node.name: "\n".join(lines[min(n.lineno for n in (node, *node.decorator_list)) - 1 : node.end_lineno])
         for node in ast.parse(source).body
         if isinstance(node, ast.FunctionDef)
     }
 
 
 def record(repo: Path, file: Path, *, log: Path) -> Lines:
-    """Lines that the cheap tests execute, recorded once, without a mutant; kept in a file.
+    """Lines that the fast tests execute, recorded once, without a mutant; kept in a file.
 
     A function that is red here, in a forked process, is left out: it would be red with every mutant.
     """
     if file.exists():
         return json.loads(file.read_text(encoding="utf-8"))
     tests = all_tests(repo)
-    cheap = tuple(sorted(test for test, cost in tests.items() if cost <= MAPPED))
+    fast = tuple(sorted(test for test, cost in tests.items() if cost <= FAST))
     traced = tuple(name for names in AREAS.values() for name in names)
-    order = child.Order(cheap, tests, cases=CASES, traced=traced, goes_on=True)
-    outcome = child.run(order, log, wall_seconds=7200.0)
+    order = child.Order(fast, tests, cases=CASES, traced=traced, goes_on=True)
+    outcome = child.run(order, log, wall_seconds=14400.0)
     green = set(outcome.passed)
     lines = {test: files for test, files in outcome.lines.items() if test in green}
     lines |= {test: {} for test in green - set(lines)}
@@ -105,7 +106,7 @@ def named_tests(repo: Path, text: str) -> list[str]:
 
 
 def first_tests(lines: Lines, tests: dict[str, float], place: Place) -> list[str]:
-    """Cheap tests that execute a line of a statement, the nearest first.
+    """Fast tests that execute a line of a statement, the nearest first.
 
     Lines of the top of a module, and of classes, are executed by imports: then the nearest of all.
     """
@@ -122,7 +123,7 @@ def further_tests(lines: Lines, tests: dict[str, float], place: Place) -> list[s
     files = {test.partition("::")[0] for test, seen in lines.items() if wanted & set(seen.get(place.file, ()))}
 
     def rank(test: str) -> tuple[int, float, str]:
-        is_beside = test.partition("::")[0] in files  # a cheap test of that file executes the lines
+        is_beside = test.partition("::")[0] in files  # a fast test of that file executes the lines
         return min(place.distance(test), 1 if is_beside else 3), tests[test], test
 
     return sorted((test for test in tests if test not in lines), key=rank)

@@ -74,6 +74,7 @@ def test_the_registry_is_covered():
     assert all(case.split(",")[0] in OPTIMIZERS and CASES[case][0] is OPTIMIZERS[case.split(",")[0]] for case in CASES)
 
 
+@pytest.mark.slow_but(19)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case, stored", COMBINATIONS)
 def test_it_resumes_bit_for_bit_at_every_step(case, stored, dtype):

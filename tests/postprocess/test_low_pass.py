@@ -92,6 +92,7 @@ def saved_and_loaded(state):
 # --- the recursion ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but(24)
 @pytest.mark.parametrize("name", FILTERS)
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 3e-6)])
 def test_equals_lfilter_over_lfilter_of_ones(name, dtype, tolerance):

@@ -78,6 +78,7 @@ def test_signal_to_noise():
     assert signal_to_noise(LowPassFilter.preset("second_order"), frequencies, fast, 1.0) < 0.01
 
 
+@pytest.mark.slow
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
     recorded = torch.randn(300, 5)

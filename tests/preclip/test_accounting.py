@@ -239,6 +239,7 @@ def test_one_record_moves_the_sums_of_a_step_by_the_plans_sensitivity_at_most(tm
     assert max(moved) >= 0.9 * bound, "no record reaches the bound, so the test sees nothing"
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("strategy", ["gaussian", "nu_dpftrl", "blt", "banded", "honaker", "tree", "dense"])
 @pytest.mark.parametrize("restart", [None, 4])
 def test_the_level_of_the_noise_is_that_of_the_matrices(tmp_path, strategy, restart):
@@ -322,6 +323,7 @@ def test_a_level_that_differs_between_coordinates_is_not_given(tmp_path):
         level.variance()
 
 
+@pytest.mark.slow
 def test_auto_compares_mechanisms_whose_noise_crosses_the_changes_of_the_preconditioner():
     config = PrivacyConfig(
         target_epsilon=4.0, expected_batch_size=50, noise_mechanism="auto", preconditioner="dp2_rmsprop",

@@ -48,6 +48,7 @@ def brute_force(distance: np.ndarray, s: int, noise: float, rng: np.random.Gener
     return float(np.nanmin(losses))
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(("power", "noise", "is_long"), [(0.0, 0.05, True), (0.75, 0.05, False)])
 def test_the_advised_delay_is_as_good_as_the_best_by_brute_force(power, noise, is_long):
     """One quadratic wants the longest delay, one a short or middle one: the advice has to tell them apart."""

@@ -48,6 +48,7 @@ def _compare(
             assert (g.double() - w).abs().max() <= tolerance * w.abs().max()
 
 
+@pytest.mark.slow_but(8)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("factored", [False, True], ids=["full", "factored"])
 @pytest.mark.parametrize("rule", ["rmsprop", "adagrad", "yogi"])
@@ -101,6 +102,7 @@ def test_algorithm_2_refreshes_from_the_first_step_on():
     assert divisors == pytest.approx([1.0, first + 0.5, first + 0.5, 1.0, then + 0.5])
 
 
+@pytest.mark.slow
 def test_algorithm_2_is_for_independent_noise():
     """Its updates come from two streams of noise in turn, so what one step added, the next does not take back."""
     asked = dict(noise_mechanism="nu_dpftrl", noise_kwargs={"nu": 0.1}, sampling="fixed_order")

@@ -101,6 +101,7 @@ def _run(tmp_path, noise_multiplier, num_steps, **options):
     return clips, model
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("quantile", [0.2, 0.5, 0.9])
 def test_it_ends_at_the_quantile(tmp_path, quantile):
     clips, _ = _run(tmp_path, 0.5, 200, quantile=quantile, learning_rate=0.2)
@@ -116,6 +117,7 @@ def test_the_share_has_the_noise_that_was_asked_for(tmp_path):
     assert low < np.var(shares, ddof=1) / (0.08**2 + sampling**2) < high * 1.02
 
 
+@pytest.mark.slow
 def test_it_resumes_where_it_was(tmp_path):
     from tests.test_correlated_training import run_and_die_everywhere, trainer
 
@@ -131,6 +133,7 @@ def test_it_resumes_where_it_was(tmp_path):
         assert resumed._stages.preclip.ratio == whole._stages.preclip.ratio
 
 
+@pytest.mark.slow
 def test_users_are_counted_through_the_trainer(tmp_path):
     trainer = tiny.trainer(
         tmp_path / "out", model=tiny.model(dropout=0.0), clipping_quantile=0.5, privacy_unit="user", records_per_user=3,
@@ -187,6 +190,7 @@ def test_a_rate_that_is_far_too_large_ends_at_the_bounds():
         assert clipping.ratio == pytest.approx(end)
 
 
+@pytest.mark.slow
 def test_users_who_diverge_locally_are_not_counted(tmp_path):
     """As short moves they would pull the clipping norm down."""
     trainer = tiny.trainer(

@@ -67,6 +67,7 @@ def _crosses(name: str, way: str) -> bool:
 # --- what the engine does --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize(("name", "way"), [c for c in itertools.product(ADAPTIVE, WAYS) if _crosses(*c)])
 def test_a_record_moves_what_is_noised_by_no_more_than_the_plan_says(tmp_path, name, way):
     """Leave one out, over the scales that the run came upon: ``||C (G - G')|| <= sensitivity``, in units of the clip.
@@ -103,6 +104,7 @@ def test_a_record_moves_what_is_noised_by_no_more_than_the_plan_says(tmp_path, n
     assert worst > 0.3 * bound  # or nothing was tested
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(("name", "way"), [c for c in itertools.product(ADAPTIVE, WAYS) if _crosses(*c)])
 def test_whitened_the_noise_that_was_added_is_independent_at_one_level(tmp_path, name, way):
     """``C`` times what was added gives the draws back: normal, of the planned stddev, in every step and every scale."""
@@ -315,6 +317,7 @@ SAMPLED = {
 }
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("rule", ["largest", "sign", "shrinks"])
 @pytest.mark.parametrize("case", SAMPLED)
 def test_no_adaptive_record_loses_more_than_the_event_says(case, rule):

@@ -176,6 +176,7 @@ def _lines(trainer):
     ]
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("point", ["after the noise", "after the optimizer"])
 def test_a_killed_run_goes_on_to_the_same_lines(tmp_path, point):
     """The released numbers are taken from the journal: the same values, and no noise that was seen with others."""

@@ -88,6 +88,7 @@ def test_adversarial_neighbours_reach_it(t, p):
     assert 0.9999 * bound < _moved(x, e) <= bound * (1 + 1e-9)
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("k, t, p", [(2, 3, 1), (3, 4, 2), (4, 4, 4)])
 def test_optimised_neighbours_do_not_exceed_it(k, t, p, seed):

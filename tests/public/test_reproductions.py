@@ -77,6 +77,7 @@ def _corpus(folder):
         (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("name", list(task.ROWS))
 def test_every_row_of_the_task_runs_and_keeps_its_budget(name, tmp_path, monkeypatch):
     monkeypatch.setattr(task, "NUM_STEPS", 3)

@@ -166,6 +166,7 @@ def test_what_is_wrong_is_told_in_a_line(
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_without_privacy_is_bounded_from_below_and_a_private_one_keeps_its_claim(
     gpt2: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

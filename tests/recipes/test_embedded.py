@@ -17,6 +17,8 @@ from recipes.embedded import corpus as corpus_module
 from recipes.embedded.build import MAX_TOKENS, build, make_tokenizer
 from recipes.embedded.corpus import LABELS, Corpus, read_corpus, split_sentences
 
+pytestmark = pytest.mark.slow
+
 MODULE = '''"""A module about things that matter."""
 URL = f"http://{host}#not a comment here"  # a trailing comment about the address
 # The first line of a note

@@ -15,6 +15,8 @@ from recipes.frozen import FeatureRows, can_train_on_features
 from tests.recipes import test_glue
 from tests.recipes.test_glue import arguments
 
+pytestmark = pytest.mark.slow
+
 files, model_dir = test_glue.files, test_glue.model_dir  # fixtures
 HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "recipe": "none", "seed": "3"}
 

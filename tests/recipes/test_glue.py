@@ -193,6 +193,7 @@ def test_bad_input_is_one_line_and_status_2(
     assert sorted(files.iterdir()) == before, "something was written"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora_r", ["2", None], ids=["adapters", "full"])
 def test_a_head_that_was_trained_first_is_known_to_the_run(
     model_dir: str, files: Path, lora_r: str | None, caplog: pytest.LogCaptureFixture
@@ -416,6 +417,7 @@ def test_public_records_are_learnt_first_and_the_statement_says_so(model_dir: st
     assert "| 40, 8, 0.2 |" in statement, "public records are no part of n"
 
 
+@pytest.mark.slow
 def test_a_warm_start_is_paid_for_by_the_same_budget(model_dir: str, files: Path) -> None:
     flags = {"warm_start_epsilon": "1", "recipe": "none", "dropout": "0", "report_to": "none"}
     assert glue.run(arguments(model_dir, **flags)) == 0

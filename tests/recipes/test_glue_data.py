@@ -161,6 +161,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("folder", REAL)
 @pytest.mark.parametrize("with_task", [True, False])
 def test_real_glue_files(shared_data: Path, folder: str, with_task: bool) -> None:

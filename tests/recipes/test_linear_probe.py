@@ -17,6 +17,8 @@ from transformers import RobertaConfig, RobertaForSequenceClassification, pipeli
 from recipes import linear_probe
 from recipes.embedded.build import make_tokenizer
 
+pytestmark = pytest.mark.slow
+
 TEXTS = [f"{good} film number {i}" for i, good in enumerate(["a fine", "no good"] * 60)]
 LABELS = [str(1 - i % 2) for i in range(120)]
 

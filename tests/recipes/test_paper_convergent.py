@@ -17,6 +17,8 @@ from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon
 from recipes.paper.convergent import figure1, low_rank, utility
 from recipes.paper.convergent.sgd import FAR, iterates
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_figure_is_that_of_the_bounds(repo: Path) -> None:
     """The numbers that are kept are computed again, at the ends; bounds are ordered as they have to be."""

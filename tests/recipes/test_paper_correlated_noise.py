@@ -21,6 +21,8 @@ from hf_dpopt.noise.fourier import fourier_covariances
 from hf_dpopt.plan.compare import predicted_errors
 from recipes.paper.correlated_noise import exact, figure1, figure2, figure3, phi, table2, table3, training
 
+pytestmark = pytest.mark.slow
+
 
 def energy(coefs: np.ndarray, curvature: float, eta: float) -> float:
     """Sum of squares of what one draw does to all later iterates on a quadratic: V without its gamma, the slow way."""

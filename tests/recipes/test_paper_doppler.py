@@ -18,6 +18,8 @@ from recipes import glue_options
 from recipes.paper import runs
 from recipes.paper.doppler import filters, finetuning, from_scratch, spectra, task, training
 
+pytestmark = pytest.mark.slow
+
 SMALL = task.Size(buckets=32, width=8, heads=2, layers=1, max_words=4)
 TOPICS = {"World": "war", "Sports": "ball", "Business": "stock", "Sci/Tech": "chip"}
 

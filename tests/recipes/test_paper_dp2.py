@@ -20,6 +20,8 @@ from recipes.glue_options import parse
 from recipes.paper.dp2 import ag_news, data, explain, imdb, lora, training
 from recipes.paper.dp2.training import Method, Runs, Setting
 
+pytestmark = pytest.mark.slow
+
 KEY = "5a" * 32
 GOOD, BAD, OTHER = ("fine", "lovely", "great"), ("dull", "awful", "poor"), ("the", "film", "of", "a")
 

@@ -15,6 +15,8 @@ from hf_dpopt.preclip import DelayedPreconditioner, OneQuery
 from recipes.paper.dp2 import stackexchange as task
 from recipes.paper.runs import KeptRuns
 
+pytestmark = pytest.mark.slow
+
 NUM = 300
 
 

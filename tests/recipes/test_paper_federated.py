@@ -18,6 +18,8 @@ from hf_dpopt.noise import momentum_workload
 from recipes.paper.federated import next_word, task, training
 from recipes.stackoverflow_data import END, IGNORED, PAD, UNKNOWN, Collator
 
+pytestmark = pytest.mark.slow
+
 SMALL = task.Size(vocabulary=30, width=32, layers=1, max_words=6)
 WORDS = "the cat sat on a mat and ran to see old dog".split()
 

@@ -14,6 +14,8 @@ from recipes.paper.linear import TwoClasses, with_bias
 from recipes.paper.one_query import words
 from recipes.paper.runs import KeptRuns
 
+pytestmark = pytest.mark.slow
+
 NUM, WORDS = 60, 7
 
 

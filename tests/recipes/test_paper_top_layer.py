@@ -17,6 +17,8 @@ from recipes.paper.one_query.words import scale_of
 from recipes.paper.top_layer import low_pass, one_query, options, scales, task, training
 from recipes.paper.top_layer.training import Queries, Releases, Run, TopLayer
 
+pytestmark = pytest.mark.slow
+
 WIDTH, NUM = 8, 60
 
 

@@ -82,6 +82,7 @@ def expected_losses(folder: Path) -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = arguments(t5_dir, do_train="true", do_eval="true", generate="true", max_new_tokens="6", num_beams="2")
     assert seq2seq.run(flags) == 0

@@ -31,6 +31,8 @@ from recipes.stackoverflow_data import (
 from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
 from recipes.tables import Table
 
+pytestmark = pytest.mark.slow
+
 ROWS = [
     {"user": f"u{i % 6}", "tokens": text, "tags": tags, "score": i * 300}
     for i, (text, tags) in enumerate(

@@ -15,6 +15,8 @@ from recipes.frozen import FeatureRows
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
 from recipes.warm_start import HeadForSequenceClassification, warm_start
 
+pytestmark = pytest.mark.slow
+
 N = 400
 
 

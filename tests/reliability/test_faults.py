@@ -34,6 +34,7 @@ def _copy(stopped: Folders, root: Path) -> Folders:
     return Folders(root)
 
 
+@pytest.mark.slow_but(13)
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
 def test_a_fault(fault: Fault, stopped: Folders, undisturbed: Seen, tmp_path: Path) -> None:
     folders = _copy(stopped, tmp_path / "run")

@@ -104,6 +104,7 @@ def test_stages_of_others_are_named(make_facts: MakeFacts) -> None:
     assert "**Not vetted**: `sampler mine`." in text and "Not vetted" not in render_statement(make_facts())
 
 
+@pytest.mark.slow
 def test_a_head_has_a_profile() -> None:
     """Through the event that bounds its last iterate."""
     config = HeadConfig(

@@ -107,6 +107,7 @@ print(before, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_memory_does_not_grow_with_the_records(repo, name):
     """At 10^8 records, of which an array of words alone has 800 MB; the check of participations counts in it."""

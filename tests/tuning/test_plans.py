@@ -30,6 +30,7 @@ def config(**changes):
     return PrivacyConfig(**{"target_epsilon": 8.0, "target_delta": 1e-5, "expected_batch_size": 200, **changes})
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("shape", [0.0, 1.0, math.inf])
 def test_the_budget_is_that_of_all_runs(shape):
     made = make_plan(config(tuned_runs=10.0, tuned_shape=shape), **SIZES)
@@ -86,6 +87,7 @@ def test_advice_is_for_the_share_of_a_run():
 # --- what others read ---
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, math.inf])
 @pytest.mark.parametrize("sampling", ["truncated_poisson", "fixed_order"])
 def test_verify_recomputes_it(shape, sampling):

@@ -265,6 +265,7 @@ def asked(tmp_path: Path, **changes: Any) -> Asked:
     return Asked(**options | changes)
 
 
+@pytest.mark.slow
 def test_the_best_run_alone_is_released(tmp_path: Path, capfd, monkeypatch):
     """Two runs, of which one fails: neither folder, files nor console tell that there were two."""
     monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
@@ -360,6 +361,7 @@ def searching(tmp_path: Path, **changes: Any):
     return tiny.trainer(tmp_path / "out", eval_dataset=tiny.records(16), **options | changes)
 
 
+@pytest.mark.slow
 def test_a_search_releases_the_best_of_its_runs(tmp_path: Path, capfd, monkeypatch):
     monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
     trainer = searching(tmp_path)

@@ -81,6 +81,7 @@ def test_local_steps_are_as_many_as_asked_for_and_every_epoch_has_every_record(o
     assert all(len(set(seen[i : i + 7])) == len(seen[i : i + 7]) for i in range(0, len(seen), 7))
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("at_once", [1, 3, 4])
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
 def test_users_move_the_weights_as_plain_sgd_does(training, at_once):
@@ -208,6 +209,7 @@ def test_weights_come_back_when_a_local_step_fails():
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
 
 
+@pytest.mark.slow
 def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(tmp_path):
     def run(folder, **changes):
         seen = Gradients()
@@ -248,6 +250,7 @@ def test_bad_arguments_are_refused(tmp_path, case):
     assert not (tmp_path / "out" / "privacy").exists()
 
 
+@pytest.mark.slow
 def test_the_statement_says_that_users_train_locally(tmp_path):
     trainer = _trainer(tmp_path / "out", noise_multiplier=1.0, local_learning_rate=0.1)
     trainer.train()

@@ -12,6 +12,8 @@ from hf_dpopt.cli.app import app
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.users import UserPlans, plan_for_users
 
+pytestmark = pytest.mark.slow
+
 
 def _plans(epsilon=2.0, **changes):
     config = PrivacyConfig(target_epsilon=epsilon, target_delta=1e-5, expected_batch_size=1)

@@ -40,6 +40,7 @@ def _delta(epsilon: float, noise: float, q: float, limit: int) -> float:
     return max(both)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize(("noise", "q", "limit"), [(1.5, 0.1, 4), (4.0, 0.02, 16), (2.0, 0.5, 2)])
 def test_epsilon_of_a_step_is_that_of_the_mixture(noise, q, limit):
     sampler = CappedPoissonSampler(num_examples=1000, expected_batch_size=int(1000 * q), records_per_user=limit)
@@ -48,6 +49,7 @@ def test_epsilon_of_a_step_is_that_of_the_mixture(noise, q, limit):
     assert _delta(found * 0.995 - 1e-3, noise, q, limit) > 1e-4
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("adjacency", ["add_or_remove_one", "zero_out"])
 def test_a_user_costs_more_than_a_record_and_less_than_a_group(adjacency):
     def epsilon(limit: int, noise: float = 20.0) -> float:
@@ -73,6 +75,7 @@ def test_no_proof_for_swapped_users():
         make_plan(config, num_examples=100, num_steps=5)
 
 
+@pytest.mark.slow
 def test_a_budget_is_kept():
     config = PrivacyConfig(
         target_epsilon=4.0, target_delta=1e-5, expected_batch_size=50, privacy_unit="user", records_per_user=4,
@@ -102,6 +105,7 @@ def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
         assert reference.relative_error(got, want) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_statement_says_that_records_are_sampled(tmp_path):
     trainer = _trainer(tmp_path / "out", sampling="capped_poisson", noise_multiplier=5.0)
     trainer.train()

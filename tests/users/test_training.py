@@ -70,6 +70,7 @@ def _want(trainer, step: int, weighting: str) -> dict:
     return total
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("physical", [1, 2, 4, 64])
 @pytest.mark.parametrize("weighting", ["constant", "mean"])
 def test_without_noise_a_step_is_the_sum_of_clipped_users(tmp_path, weighting, physical):
@@ -102,6 +103,7 @@ def test_physical_batches_hold_whole_users_and_so_many_records_at_most(size):
         assert max(b.sizes) * len(b.sizes) <= 1.25 * sum(b.sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_records", "physical"), [(HEAVY, 4), (2378, 64)])
 def test_a_heavy_user_is_one_user(tmp_path, num_records, physical):
     """All records take part, over 12 physical batches or 38, and move the step by the clipping norm at most."""
@@ -174,6 +176,7 @@ RESUMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, name):
     """The same users, the same choice of their records, the same dropout: bit for bit, from every checkpoint."""
@@ -234,6 +237,7 @@ def test_a_run_is_not_continued_under_another_unit(tmp_path):
         again.train(resume_from_checkpoint=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["auto", "capped_poisson"])
 def test_how_many_records_there_are_is_in_no_file(tmp_path, caplog, sampling):
     """Users, or their places, are counted where the stock trainer counts samples: one user with many would show."""
@@ -262,6 +266,7 @@ class _StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step == self.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["user", "example"])
 def test_records_in_another_order_are_found_at_a_resume(tmp_path, unit):
     """Who takes part when is decided by numbers: in another order people would take part oftener and sooner."""
@@ -330,6 +335,7 @@ def test_bad_ids_are_refused(tmp_path, case, as_dataset):
     assert not (tmp_path / "out" / "privacy").exists()
 
 
+@pytest.mark.slow
 def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_path):
     trainer = _trainer(tmp_path / "out", noise_multiplier=1.0)
     trainer.train()

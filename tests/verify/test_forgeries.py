@@ -131,6 +131,7 @@ def test_the_committed_forgery_fails() -> None:
     assert "FAILED" in CliRunner().invoke(app, ["verify", str(FORGED)]).output
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_a_lower_epsilon_fails_for_every_mechanism(name: str, forge: Forge) -> None:
     folder = forge(name)
@@ -159,6 +160,7 @@ def test_a_claim_above_the_truth_is_true(forge: Forge) -> None:
     assert not folder.failed()
 
 
+@pytest.mark.slow_but(4)
 @pytest.mark.parametrize(
     ("name", "changes", "expected"),
     [
@@ -294,6 +296,7 @@ def test_a_cost_of_the_steps_charged_that_was_left_out_fails(forge: Forge) -> No
     assert SPENT in folder.failed() and PLAN not in folder.failed()
 
 
+@pytest.mark.slow_but(22)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, '"8"', "null", "true", "-1",
                                    "[8]", "{}"])  # fmt: skip
 @pytest.mark.parametrize("entry", ["epsilon", "delta", "num_examples", "num_steps", "draw_stddev", "noise_steps"])
@@ -315,7 +318,7 @@ def test_a_name_that_occurs_twice_fails(forge: Forge) -> None:
     assert folder.failed() == {"report"}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("name", ["independent", "blt_in_bins", "tree", "users", "head"])
 def test_no_garbage_raises(name: str, forge: Forge, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands in any entry, the outcome is a check that failed, and no exception."""
@@ -366,6 +369,7 @@ def test_a_statement_that_promises_something_else_fails(forge: Forge) -> None:
 # --- the head ---
 
 
+@pytest.mark.slow_but(5)
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -42,6 +42,7 @@ def test_the_page_has_a_row_for_every_report() -> None:
 # --- true claims ---
 
 
+@pytest.mark.slow_but(3)
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_true_claims_are_verified(name: str) -> None:
     outcome = verify(runs.REPORTS / name)
@@ -53,6 +54,7 @@ def test_true_claims_are_verified(name: str) -> None:
     assert left <= {"released files", *([f"{PLAN}, exact Gaussian"] if "bins" in name else [])}, outcome.checks
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("path", KEPT, ids=[f"{path.parent.name}/{path.name}" for path in KEPT])
 def test_reports_of_earlier_releases_are_verified(path: Path) -> None:
     outcome = verify(path / "out")

@@ -132,6 +132,7 @@ def test_best_damped_anti_pgd(n, position, k):
     assert found.mean_loss(n, participation) == pytest.approx(loss, rel=1e-4)
 
 
+@pytest.mark.slow_but(1)
 @pytest.mark.parametrize("n, position, k", _cases(BLT))
 def test_buffers(n, position, k):
     participation = Participation(k, SEPARATION[n][k])
@@ -167,6 +168,7 @@ def test_as_many_bands_as_the_separation(n, position, k):
     assert got == pytest.approx(AS_MANY_BANDS_AS_THE_SEPARATION[n][position], rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "n, participation, want",
     [

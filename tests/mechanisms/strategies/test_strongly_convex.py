@@ -47,6 +47,7 @@ def quadratic(strategy, curvature: float, L: float, eta: float = ETA, n: int = 2
     return L / 2 * np.sum(strategy.strategy_coefs(n) ** 2) * np.sum(impulse**2)
 
 
+@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_quadratic_has_its_exact_gain(name, symmetric):
@@ -67,6 +68,7 @@ def test_independent_noise_has_the_closed_form_on_a_quadratic():
     assert quadratic(IdentityStrategy(), 0.1, 1.0) == pytest.approx(ETA / (2 * 0.1 * (2 - ETA * 0.1)), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_correlated_noise_is_better_and_the_optimised_best_and_the_gap_grows(symmetric):
     bounds = []
