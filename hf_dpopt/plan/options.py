@@ -341,9 +341,8 @@ class AfterNoiseOptions:
         None,
         "Low-pass filter of the noisy gradients: a preset (momentum, first_order_v1, second_order ..), "
         "butterworth:ORDER:CUTOFF, chebyshev:ORDER:CUTOFF:RIPPLE, 'b=0.1;a=-0.9', adaptive:TAPS[:EVERY], which is "
-        "estimated anew every so many steps, adaptive_as_printed:TAPS[:EVERY], the same without the check of its "
-        "weights, or spectral[:AVERAGE], which removes the noise from the spectrum of matrices. In Adam it takes the "
-        "place of the first moment.",
+        "estimated anew every so many steps, or adaptive_as_printed:TAPS[:EVERY], the same without the check of its "
+        "weights. In Adam it takes the place of the first moment.",
         unset="none",
     )
     filter_kwargs: dict[str, Any] | str | None = option(

@@ -208,8 +208,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "preconditioner": "dp2_rmsprop", "dp2_delay": 2, "optim": "dp_adam_bc", "filter": "first_order_v1",
     },
     "GaLore": {"optim": "dp_galore", "optim_args": "rank=4"},
-    "Muon": {"optim": "dp_muon", "optim_args": "bias_correction=true"},
-    "spectral, SGD": {"optim": "sgd", "filter": "spectral:0.5"},
 }  # fmt: skip
 
 

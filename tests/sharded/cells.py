@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.sharding import local_of, whole_of
-from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, DPMuon
+from hf_dpopt.optim import DPAdamBC, DPGaLore
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.records.losses import RecordLosses
@@ -108,7 +108,7 @@ class Cell:
         make: makes the model, the same on every rank.
         engine: clipping engine.
         collate: makes a batch of rows.
-        optimizer: "adamw", "adam_bc", "filtered", "spectral", "galore" or "muon".
+        optimizer: "adamw", "adam_bc", "filtered" or "galore".
         filters: a low-pass filter after the noise.
         users: rows of a record belong to a user, of 3 rows each.
         batch: expected records of a logical batch.
@@ -155,8 +155,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "filter": dict(filters=True),
     "filter_in_adam": dict(optimizer="filtered"),
     "galore": dict(optimizer="galore"),
-    "muon": dict(optimizer="muon"),
-    "spectral_in_adam": dict(optimizer="spectral"),
     "users": dict(users=True),
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -203,10 +201,6 @@ def optimizer_of(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
             return DPAdamBC(trained, lr=1e-2, filter=low_pass())
         case "galore":
             return DPGaLore(trained, lr=1e-2, rank=4, refresh_every=2)
-        case "muon":
-            return DPMuon(trained, lr=1e-2, bias_correction=True)
-        case "spectral":
-            return DPAdamW(trained, lr=1e-2, eps=1e-4, filter=LowPassFilter.parse("spectral", IndependentNoise()))
     return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
 
 
