@@ -431,14 +431,6 @@ class EngineOptions:
 
 
 @dataclass
-class DeprecatedOptions:
-    """Old names: they work for one more release, with a warning that says the new way."""
-
-    dp2_delay: int | None = option(None, "Use --preconditioner_kwargs '{\"delay\": 200}'.")
-    filter_dtype: str | None = option(None, 'Use --filter_kwargs \'{"dtype": "bfloat16"}\'.', choices=FILTER_DTYPES)
-
-
-@dataclass
 class HeadOptions:
     """Convex head: in `HeadTrainingArguments` and `hf-dpopt plan-head` only."""
 
@@ -465,9 +457,6 @@ GROUPS = (
 OPTIONS: dict[str, dataclasses.Field] = {
     field.name: field for group in (*GROUPS, HeadOptions) for field in dataclasses.fields(group)
 }
-INSTEAD = {"dp2_delay": ("preconditioner_kwargs", "delay"), "filter_dtype": ("filter_kwargs", "dtype")}
-"""Deprecated option -> the option of which it repeats a key, and the key."""
-
 
 # --- for those who take single options -------------------------------------------------------------------------------
 

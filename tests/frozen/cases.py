@@ -205,7 +205,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "per layer": {"clipping": "per_layer"},
     "users": {"privacy_unit": "user", "user_id_column": "author", "records_per_user": 2, "expected_batch_size": 4},
     "DP2, filtered": {
-        "preconditioner": "dp2_rmsprop", "dp2_delay": 2, "optim": "dp_adam_bc", "filter": "first_order_v1",
+        "preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 2}, "optim": "dp_adam_bc", "filter": "first_order_v1",
     },
     "GaLore": {"optim": "dp_galore", "optim_args": "rank=4"},
 }  # fmt: skip
