@@ -330,7 +330,7 @@ class PrivacyPlan:
             **({} if self.preclip.opening is None else {"opening_noise": opening_noise(self.preclip)}),
             **({} if self.private_metrics is None else {"private_metrics": self.private_metrics.parameters()}),
             "is_private": self.is_private,
-            "noise_rng": self.noise_stream,  # earlier releases refuse to go on with one that they do not know
+            "noise_rng": self.noise_stream,
             "num_steps": self.num_steps,
             "target_epsilon": self.config.target_epsilon,
             "epsilon": self.epsilon() if math.isfinite(self.epsilon()) else "inf",  # JSON has no infinity

@@ -235,7 +235,7 @@ class PrivateRun:
                 # a checkpoint of another chain tells nothing of the records of this one
                 charge = self.ledger.charge_digest(chain.chain_id, resume_step or 0)
                 goes_on = charge is not None and mark is not None and self.ledger.is_not_before(mark, charge)
-                is_told = goes_on and data_digest is not None  # earlier releases signed nothing
+                is_told = goes_on and data_digest is not None
                 same = self._seal.is_signed(data_mark.encode(), "data", data_digest) if is_told else None
                 self.state.check_data(chain, data_mark, is_proven=same)
             self._journal = journals.take_up(chain, recovery, reached or 0, mark, self._initial_weights)
@@ -274,7 +274,7 @@ class PrivateRun:
             public[TRAINING] = dict(training)
         if charged_to is not None:
             public[DATASET] = dict(charged_to)
-        # trained anew, a run may be another one; earlier releases did not write this down
+        # trained anew, a run may be another one; a loop of one's own need not say its options
         compared = is_resumed and training is not None and before is not None and TRAINING in before
         self.ledger.record_plan(public, must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)
 
@@ -758,8 +758,8 @@ def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, An
     plan = Ledger.read(path).plan
     if plan is not None and "noise_strategy" not in plan:
         raise DPConfigError(
-            f"{path} was written by an earlier release, which did not say how the noise was correlated. Continue that "
-            "run with the release that began it, or choose another output_dir."
+            f"output_dir={output_dir}: {path} records a run of another kind, without a noise strategy. Choose another "
+            "output_dir."
         )
     if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
         raise DPConfigError(
