@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_dpopt.common import former, log
+from hf_dpopt.common import log
 from hf_dpopt.common.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -104,5 +104,4 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-former.install_modules()
 log.hush_imports()

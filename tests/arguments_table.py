@@ -39,14 +39,6 @@ CHANGED = """
 | `per_device_train_batch_size` | the physical batch: it changes memory and speed, never the result. The logical batch is `expected_batch_size` |
 | `max_grad_norm` | clips the noisy mean gradient, and is 0 (off) by default. The clip that privacy needs is `clipping_norm` |
 """
-DEPRECATED = """
-## Old names
-
-They work for one more release, with a warning.
-
-| old | new |
-|---|---|
-"""
 CODE = re.compile(r"`[^`]*`|--\w+(?: '[^']*')?|(?<!\w)'[^']*'|\w+:[A-Z][A-Z:\[\]]+|\b[a-z]\w*_[\w*]*")
 
 
@@ -54,7 +46,6 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD, CHANGED.format(optimizers=", ".join(f"`{name}`" for name in OPTIMIZERS))]
     parts += [_section(group) for group in (*options.GROUPS, options.HeadOptions)]
-    parts.append(DEPRECATED + "".join(f"| `{old}` | {_old(old)} |\n" for old in options.INSTEAD))
     return "".join(parts)
 
 
@@ -94,11 +85,6 @@ def _default(field: dataclasses.Field) -> str:
     if isinstance(field.default, bool):
         return "no"
     return f"`{field.default}`" if isinstance(field.default, str) else f"{field.default}"
-
-
-def _old(name: str) -> str:
-    says = {field.name: field.metadata["help"] for field in dataclasses.fields(options.DeprecatedOptions)}[name]
-    return _code(says.removeprefix("Use ").rstrip("."))
 
 
 def _code(text: str) -> str:

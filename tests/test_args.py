@@ -10,7 +10,6 @@ import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments, PrivacyConfig
-from hf_dpopt.plan import options
 
 KEY = "ab" * 32
 CLASSES = [DPTrainingArguments, DPSeq2SeqTrainingArguments]
@@ -80,7 +79,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
 
 def own_fields() -> set[str]:
     inherited = {f.name for f in dataclasses.fields(TrainingArguments)} - {"max_grad_norm"}
-    return {f.name for f in dataclasses.fields(DPTrainingArguments)} - inherited - options.INSTEAD.keys()
+    return {f.name for f in dataclasses.fields(DPTrainingArguments)} - inherited
 
 
 @pytest.fixture

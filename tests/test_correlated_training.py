@@ -284,12 +284,12 @@ def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):
     assert again.strategy == narrow and again.sampler == first.plan.sampler and again.sampler.num_groups == 3
 
 
-def test_the_ledger_of_an_earlier_release_is_refused_in_words(tmp_path):
+def test_the_ledger_of_a_run_of_another_kind_is_refused_in_words(tmp_path):
     first = trainer(tmp_path, **CASES["blt"])
     plan = {key: value for key, value in first.plan.public_dict().items() if not key.startswith("noise_str")}
     with Ledger.open(tmp_path / "out/privacy/ledger.jsonl") as ledger:
         ledger.record_plan(plan, must_match=())
-    with pytest.raises(DPConfigError, match="earlier release.*another output_dir"):
+    with pytest.raises(DPConfigError, match="of another kind.*another output_dir"):
         trainer(tmp_path, **CASES["blt"])
 
 

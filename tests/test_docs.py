@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 import hf_dpopt
-from hf_dpopt.common import former
 from tests import api_page, kill_storm
 
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
@@ -81,12 +80,8 @@ def test_every_path_that_a_page_names_exists(repo: Path) -> None:
 
 
 def test_every_module_that_a_page_names_is_there(repo: Path) -> None:
-    gone = {f"{module}.{name}" for module, names in former.TAUGHT.items() for name in names}
     for page in pages(repo):
         for name in re.findall(r"`(hf_dpopt\.[A-Za-z_.]*\w)`", page.read_text()):
-            if name in gone:
-                assert page.name == "CHANGELOG.md", f"{page.name} teaches {name}, which has moved"
-                continue
             assert _resolves(name), f"{page.name} names {name}"
 
 
@@ -155,8 +150,6 @@ def test_the_changelog_has_this_version(repo: Path) -> None:
     assert versions[0] == "Unreleased" and hf_dpopt.__version__ in versions[1]
     kinds = {"Privacy", "Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
     assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= kinds
-    for module, names in former.TAUGHT.items():
-        assert all(f"`{module}.{name}`" in text for name in names)
 
 
 def test_contributors_are_told_of_every_check(repo: Path) -> None:

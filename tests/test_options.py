@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from typing import get_args
 
@@ -60,7 +59,7 @@ def test_training_arguments_are_made_of_the_groups(cls):
 def test_nothing_is_described_outside_of_the_groups():
     ours = {f.name for f in dataclasses.fields(DPTrainingArguments)}
     theirs = {f.name for f in dataclasses.fields(TrainingArguments)}
-    grouped = {f.name for group in (*options.GROUPS, options.DeprecatedOptions) for f in dataclasses.fields(group)}
+    grouped = {f.name for group in options.GROUPS for f in dataclasses.fields(group)}
     assert ours - theirs == grouped - {"max_grad_norm"}
 
 
@@ -160,58 +159,3 @@ def test_help_is_printed_without_torch(repo: Path):
     done = subprocess.run([sys.executable, "-c", HELP, repo / "hf_dpopt"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "plan-head" in done.stdout and "nu_dpftrl" in done.stdout
-
-
-# --- old names -------------------------------------------------------------------------------------------------------
-
-OLD = {
-    "dp2_delay": ("7", "preconditioner_kwargs", {"delay": 7}),
-    "filter_dtype": ("bfloat16", "filter_kwargs", {"dtype": "bfloat16"}),
-}
-
-
-@pytest.fixture
-def parse(tmp_path):
-    def run(*flags: str) -> DPTrainingArguments:
-        line = ["--output_dir", str(tmp_path / "out"), "--use_cpu", "True", "--report_to", "none", *flags]
-        return HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(line)[0]
-
-    return run
-
-
-def test_the_table_above_has_every_old_name():
-    assert OLD.keys() == options.INSTEAD.keys() == {f.name for f in dataclasses.fields(options.DeprecatedOptions)}
-
-
-@pytest.mark.parametrize("name", OLD)
-def test_an_old_name_warns_and_means_the_new_one(parse, name):
-    text, new, value = OLD[name]
-    with pytest.warns(FutureWarning, match=f"{name} goes in the next release. Use --{new} '{{"):
-        args = parse(f"--{name}", text)
-    assert getattr(args, new) == value and getattr(args, name) is None
-
-
-def test_an_old_name_is_added_to_what_is_given(parse):
-    with pytest.warns(FutureWarning):
-        args = parse("--dp2_delay", "7", "--preconditioner_kwargs", '{"factored": true}', "--preconditioner", "dp2_yogi",
-                     "--noise_multiplier", "1")  # fmt: skip
-    assert args.privacy_config(8).preconditioner_kwargs == {"factored": True, "delay": 7}
-
-
-def test_an_old_name_that_is_set_later_counts_too(parse):
-    args = parse("--preconditioner", "dp2_yogi", "--noise_multiplier", "1")
-    args.dp2_delay = 5
-    with pytest.warns(FutureWarning):
-        assert args.privacy_config(8).preconditioner_kwargs == {"delay": 5}
-
-
-def test_both_names_at_once_are_refused(parse):
-    with pytest.raises(DPConfigError, match="dp2_delay=7 is the delay of preconditioner_kwargs.*Leave dp2_delay out"):
-        parse("--dp2_delay", "7", "--preconditioner_kwargs", '{"delay": 7}')
-
-
-def test_without_old_names_there_is_no_warning(parse):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        args = parse("--filter_kwargs", '{"dtype": "bfloat16"}')
-        dataclasses.replace(args, preconditioner_kwargs={"delay": 5})

@@ -281,8 +281,8 @@ def test_a_kept_state_is_read_once_and_only_where_it_is_needed(tmp_path, output_
     assert kept["num_done"] == 5 and torch.equal(kept["draws"]["b"][0], noise["draws"]["b"][0])
 
 
-def test_the_name_of_the_default_directory_is_that_of_earlier_releases(tmp_path, monkeypatch):
-    """A run that one of them began finds its keys again: the name is a digest of the path, and does not change."""
+def test_the_name_of_the_default_directory_does_not_change(tmp_path, monkeypatch):
+    """A run finds its keys again: the name is a digest of the path."""
     monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path))
     assert default_private_dir("/no/such/run") == tmp_path / "dda8a84244252573463ace56e202a88f"
 

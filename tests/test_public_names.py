@@ -5,16 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import os
-import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 
 import hf_dpopt
-from hf_dpopt.common import former
 
 HEAVY = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "datasets", "scipy", "matplotlib")
 
@@ -80,46 +77,6 @@ def test_a_part_may_be_imported_first(repo: Path, first: str) -> None:
     """No circle of imports hides behind the order in which the names above are imported."""
     result = python(repo, f"import hf_dpopt.{first}")
     assert result.returncode == 0, result.stderr
-
-
-# --- paths of release 0.1.0 ---
-
-MOVED = [(module, name) for module, names in former.TAUGHT.items() for name in names]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("module", "name"), MOVED)
-def test_a_path_that_was_taught_works_and_warns(repo: Path, module: str, name: str) -> None:
-    now = former.TAUGHT[module][name]
-    code = f"""
-import warnings
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    from {module} import {name} as old
-from {now} import {name} as new
-assert old is new
-(warning,) = [w for w in caught if w.category is FutureWarning]
-assert "Fix: from {now} import {name}" in str(warning.message) and warning.filename == "<string>", warning
-"""
-    result = python(repo, code)
-    assert result.returncode == 0, result.stderr
-
-
-def test_other_old_paths_are_gone() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for path in ("hf_dpopt.grads.engine", "hf_dpopt.gradients", "hf_dpopt.mechanisms"):
-            with pytest.raises(ModuleNotFoundError):
-                __import__(path)
-        with pytest.raises(ImportError):
-            from hf_dpopt.grads import explain  # noqa: F401
-
-
-def test_paths_go_when_they_were_said_to() -> None:
-    def numbers(version: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", version)[:2]]
-
-    assert numbers(hf_dpopt.__version__) < numbers(former.UNTIL), "remove hf_dpopt/common/former.py"
 
 
 # --- the command line ---

@@ -88,7 +88,7 @@ def test_a_ledger_that_does_not_say_how_the_noise_was_correlated_is_not_continue
     ledger = Ledger.open(tmp_path / LEDGER)
     ledger.record_plan({"noise_multiplier": 1.0}, must_match=())
     ledger.close()
-    with pytest.raises(DPConfigError, match="earlier release.*choose another output_dir"):
+    with pytest.raises(DPConfigError, match="of another kind.*Choose another output_dir"):
         recorded_plan(tmp_path, keeps_budget=keeps_budget)
 
 

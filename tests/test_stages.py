@@ -13,8 +13,9 @@ from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArgume
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
+from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.postprocess.spectral import SpectralDenoising
 from hf_dpopt.preclip import Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.run.stages import RELEASED_STATE
 from tests import tiny
@@ -48,12 +49,6 @@ CASES = {
     },
     "adaptive": {"filter": "adaptive:3:2", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
     "adaptive, as printed": {"filter": "adaptive_as_printed:3:2", "optim": "dp_adamw"},
-    "spectral before sgd": {"filter": "spectral:0.5", "optim": "sgd", "noise_mechanism": "blt", "sampling": "fixed_order"},
-    "spectral in adamw": {"filter": "spectral", "filter_kwargs": {"dtype": "bfloat16"}},
-    "muon": {"optim": "dp_muon", "optim_args": "inner=adam_bc", "filter": "first_order_v1"},
-    "muon, less its bias": {
-        "optim": "dp_muon", "optim_args": "bias_correction=true", "noise_mechanism": "blt", "sampling": "fixed_order",
-    },
     "subspace, before the clip": {
         "preconditioner": "subspace", "public_dataset": PUBLIC, "optim": "sgd", "average_iterate": "tail",
         "preconditioner_kwargs": {"rank": 3, "num_public": 8, "refresh_every": 3, "adagrad": "released"},
@@ -217,33 +212,38 @@ def test_a_checkpoint_with_other_stages_is_refused(tmp_path):
             resumed.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
 
 
+def adaptive() -> AdaptiveFIR:
+    """Return a filter that corrects for the noise level."""
+    return AdaptiveFIR(3, IndependentNoise())
+
+
 REFUSED = [
     (
-        {"postprocess": [SpectralDenoising(), SpectralDenoising()], "optim": "sgd"},
-        "SpectralDenoising corrects .*first",
+        {"postprocess": [adaptive(), adaptive()], "optim": "sgd"},
+        "AdaptiveFIR corrects .*first",
     ),
-    ({"postprocess": [LowPassFilter.preset("momentum"), SpectralDenoising()], "optim": "sgd"}, "corrects .*first"),
+    ({"postprocess": [LowPassFilter.preset("momentum"), adaptive()], "optim": "sgd"}, "corrects .*first"),
     (
-        {"postprocess": [SpectralDenoising()], "filter": "adaptive:3", "optim": "sgd"},
-        "SpectralDenoising corrects .*first",
+        {"postprocess": [adaptive()], "filter": "adaptive:3", "optim": "sgd"},
+        "AdaptiveFIR corrects .*first",
     ),
-    ({"postprocess": [SpectralDenoising()], "filter": "spectral", "optim": "dp_adamw"}, "corrects .*first"),
+    ({"postprocess": [adaptive()], "filter": "adaptive:3", "optim": "dp_adamw"}, "corrects .*first"),
     (
-        {"postprocess": [SpectralDenoising()], "optim": "dp_muon", "optim_args": "bias_correction=true"},
+        {"postprocess": [adaptive()], "optim": "dp_adam_bc"},
         "know the noise",
     ),
     (
         {
             "preconditioner": "dp2_rmsprop",
             "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"},
-            "postprocess": [SpectralDenoising()],
+            "postprocess": [adaptive()],
             "optim": "sgd",
         },
-        "SpectralDenoising corrects for one level",
+        "AdaptiveFIR corrects for one level",
     ),
     (
         {
-            "optimizer_cls_and_kwargs": (DPAdamW, {"lr": 0.1, "filter": SpectralDenoising()}),
+            "optimizer_cls_and_kwargs": (DPAdamW, {"lr": 0.1, "filter": adaptive()}),
             "optim": "adamw_torch",
             "max_grad_norm": 1.0,
         },

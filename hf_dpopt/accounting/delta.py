@@ -82,7 +82,7 @@ def resolve_delta(
         return default_delta(num_units)
     worthless = 1 / num_units
     if delta < worthless:
-        return _within_bound(delta, recorded)
+        return _within_bound(delta)
     what = (
         f"delta={delta:g} is {'above' if delta > worthless else 'exactly'} 1/n = {worthless:.3g} for n = {num_units} "
         f"{unit}s: a run that publishes one {unit} outright, chosen at random, would keep such a promise"
@@ -94,12 +94,12 @@ def resolve_delta(
             "privacy statement then says."
         )
     warnings.warn(f"{what}. {fix}.", PrivacyWarning, stacklevel=3)
-    return _within_bound(delta, recorded)
+    return _within_bound(delta)
 
 
-def _within_bound(delta: float, recorded: float | None) -> float:
-    """Return the delta; refuse what is too large to calibrate noise to, unless a run goes on with it."""
-    if delta > LARGEST_DELTA and delta != recorded:
+def _within_bound(delta: float) -> float:
+    """Return the delta; refuse what is too large to calibrate noise to."""
+    if delta > LARGEST_DELTA:
         raise DPConfigError(
             f"target_delta={delta:g} is above {LARGEST_DELTA:g}: the guarantee would fail more often than it holds, "
             "and noise cannot be calibrated to it. Use at most 1 / number of records, or leave it out."

@@ -17,8 +17,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.randomness.cipher import derive_key
 from hf_dpopt.run.keys import Chain
 
-_MAGIC = b"hf_dpopt head 1\n"  # behind what torch wrote, which reads over it; files of earlier releases end before it
-_SIGNATURE_BYTES = 32
+_SIGNATURE_BYTES = 32  # behind what torch wrote, which reads over them
 
 
 class HeadState:
@@ -47,7 +46,7 @@ class HeadState:
         """
         file = io.BytesIO()
         torch.save({"step": step, **state}, file)
-        content = file.getvalue() + _MAGIC
+        content = file.getvalue()
         write_durably(self.path, content + self._signature(content), mode=0o600)
 
     def load(self, num_steps: int) -> dict[str, Any] | None:
@@ -78,9 +77,8 @@ class HeadState:
         """The state in the file; None, and a warning, if it is not what was saved."""
         content = read_whole(self.path)
         body, signature = content[:-_SIGNATURE_BYTES], content[-_SIGNATURE_BYTES:]
-        is_signed = body.endswith(_MAGIC)
-        if not is_signed or hmac.compare_digest(self._signature(body), signature):
-            kept = _loaded(content)
+        if hmac.compare_digest(self._signature(body), signature):
+            kept = _loaded(body)
             if kept is not None and 0 <= kept["step"] <= num_steps:
                 return kept
         logger.warning(

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +15,8 @@ from hf_dpopt.huggingface.refusals.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.options import (
-    INSTEAD,
     RECORDS_PER_USER,
     AfterNoiseOptions,
-    DeprecatedOptions,
     EngineOptions,
     EvaluationOptions,
     LedgerOptions,
@@ -37,7 +32,6 @@ from hf_dpopt.run.dataset_ledger import DatasetBudget
 
 @dataclass
 class DPTrainingArguments(  # a dataclass lists the fields of its last base first
-    DeprecatedOptions,
     EngineOptions,
     UserOptions,
     AfterNoiseOptions,
@@ -92,24 +86,9 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         self.optim = asked if asked in OPTIMIZERS else self.optim
         if isinstance(self.filter, str) and self.filter.strip().lower() == "none":
             self.filter = None
-        self._take_over_deprecated()
-
-    def _take_over_deprecated(self) -> None:
-        """Put the values of deprecated options where they belong, with a warning, and unset them."""
-        for old, (new, key) in INSTEAD.items():
-            value, given = getattr(self, old), getattr(self, new) or {}
-            if value is None or not isinstance(given, Mapping):  # what is no mapping is refused with the stages
-                continue
-            if key in given:
-                raise DPConfigError(f"{old}={value!r} is the {key} of {new}, which is given, too. Leave {old} out.")
-            example = json.dumps({key: value})
-            warnings.warn(f"{old} goes in the next release. Use --{new} '{example}'.", FutureWarning, stacklevel=4)
-            setattr(self, new, {**given, key: value})
-            setattr(self, old, None)
 
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
         """The privacy side of these arguments, checked."""
-        self._take_over_deprecated()
         names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size", "local_training"}
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise DPConfigError(

@@ -25,8 +25,7 @@ from hf_dpopt.records.collation import Collation
 TOKENS_AT_ONCE = (
     2048  # of a batch: 4,000 sentences of SST-2 take 17 s of a core in place of 21; 1024 and 4096 are level
 )
-_MARK, _DIGEST = b"hf_dpopt sha256\n", 32  # behind the array in its file, with the digest of what comes before
-_END = len(_MARK) + _DIGEST
+_DIGEST = 32  # bytes of the SHA-256 behind the array in its file
 
 
 def compute_features(
@@ -156,7 +155,7 @@ def _keep(path: Path, features: torch.Tensor) -> None:
     file = io.BytesIO()
     np.save(file, features.numpy())
     content = file.getvalue()
-    write_durably(path, content + _MARK + hashlib.sha256(content).digest(), mode=0o600)
+    write_durably(path, content + hashlib.sha256(content).digest(), mode=0o600)
 
 
 def _load_kept(path: Path, num_records: int) -> torch.Tensor | None:
@@ -164,9 +163,7 @@ def _load_kept(path: Path, num_records: int) -> torch.Tensor | None:
     if not path.exists():
         return None
     content = read_whole(path)
-    body, mark, digest = content[:-_END], content[-_END:-_DIGEST], content[-_DIGEST:]
-    if mark != _MARK:  # an earlier release wrote it
-        body, digest = content, hashlib.sha256(content).digest()
+    body, digest = content[:-_DIGEST], content[-_DIGEST:]
     try:
         features = np.load(io.BytesIO(body), allow_pickle=False)
         is_whole = hashlib.sha256(body).digest() == digest

@@ -17,7 +17,6 @@ from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage, decay_over
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
-from hf_dpopt.postprocess.spectral import SpectralDenoising
 from hf_dpopt.public.gradients import PublicGradients
 
 Public = Callable[[int], PublicGradients | None]  # from a seed
@@ -64,7 +63,7 @@ def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> 
     plan.preclip.start(engine.parameters, clipping_norm=norm, noise=noise, public=public(0)).engine(engine)
 
 
-def low_pass_of(args: Any) -> LowPassFilter | AdaptiveFIR | SpectralDenoising | None:
+def low_pass_of(args: Any) -> LowPassFilter | AdaptiveFIR | None:
     """The filter that is asked for, with a noise level that says nothing: stages tell it that of the run."""
     if args.filter is None:
         return None

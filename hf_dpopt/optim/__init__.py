@@ -12,7 +12,6 @@ from hf_dpopt.optim.adagrad import DPAdaGrad
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
 from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.galore import DPGaLore
-from hf_dpopt.optim.muon import DPMuon
 from hf_dpopt.optim.rmsprop import DPRMSProp
 from hf_dpopt.postprocess import Filter
 
@@ -22,7 +21,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "dp_rmsprop": DPRMSProp,
     "dp_adagrad": DPAdaGrad,
     "dp_galore": DPGaLore,
-    "dp_muon": DPMuon,
 }
 
 __all__ = [
@@ -31,7 +29,6 @@ __all__ = [
     "DPAdamBC",
     "DPAdamW",
     "DPGaLore",
-    "DPMuon",
     "DPRMSProp",
     "Filter",
     "NoiseAwareOptimizer",

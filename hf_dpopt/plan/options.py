@@ -341,9 +341,8 @@ class AfterNoiseOptions:
         None,
         "Low-pass filter of the noisy gradients: a preset (momentum, first_order_v1, second_order ..), "
         "butterworth:ORDER:CUTOFF, chebyshev:ORDER:CUTOFF:RIPPLE, 'b=0.1;a=-0.9', adaptive:TAPS[:EVERY], which is "
-        "estimated anew every so many steps, adaptive_as_printed:TAPS[:EVERY], the same without the check of its "
-        "weights, or spectral[:AVERAGE], which removes the noise from the spectrum of matrices. In Adam it takes the "
-        "place of the first moment.",
+        "estimated anew every so many steps, or adaptive_as_printed:TAPS[:EVERY], the same without the check of its "
+        "weights. In Adam it takes the place of the first moment.",
         unset="none",
     )
     filter_kwargs: dict[str, Any] | str | None = option(
@@ -432,14 +431,6 @@ class EngineOptions:
 
 
 @dataclass
-class DeprecatedOptions:
-    """Old names: they work for one more release, with a warning that says the new way."""
-
-    dp2_delay: int | None = option(None, "Use --preconditioner_kwargs '{\"delay\": 200}'.")
-    filter_dtype: str | None = option(None, 'Use --filter_kwargs \'{"dtype": "bfloat16"}\'.', choices=FILTER_DTYPES)
-
-
-@dataclass
 class HeadOptions:
     """Convex head: in `HeadTrainingArguments` and `hf-dpopt plan-head` only."""
 
@@ -466,9 +457,6 @@ GROUPS = (
 OPTIONS: dict[str, dataclasses.Field] = {
     field.name: field for group in (*GROUPS, HeadOptions) for field in dataclasses.fields(group)
 }
-INSTEAD = {"dp2_delay": ("preconditioner_kwargs", "delay"), "filter_dtype": ("filter_kwargs", "dtype")}
-"""Deprecated option -> the option of which it repeats a key, and the key."""
-
 
 # --- for those who take single options -------------------------------------------------------------------------------
 

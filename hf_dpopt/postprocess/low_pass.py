@@ -27,7 +27,6 @@ from hf_dpopt.postprocess.buffers import (
 )
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import Recursion, check_start_up
-from hf_dpopt.postprocess.spectral import SpectralDenoising
 
 # Zhang et al. (2024), arXiv:2408.13460: name -> (b, a without its leading 1)
 PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
@@ -45,13 +44,12 @@ PRESETS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 DESIGNS: dict[str, tuple[type, ...]] = {
     "butterworth": (int, float), "chebyshev": (int, float, float), "adaptive": (int, int),
-    "adaptive_as_printed": (int, int), "spectral": (float,),
+    "adaptive_as_printed": (int, int),
 }  # fmt: skip
 MAX_ORDER = 20  # beyond, the polynomials of a design are noise in float64
 SMALLEST_RIPPLE, LARGEST_RIPPLE = 1e-6, 100.0  # in decibels
 MAX_TEXT = 4000  # characters of coefficients
 ADAPTIVE = ("adaptive", "adaptive_as_printed")
-NEEDS_NOISE = (*ADAPTIVE, "spectral")
 CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
 
 
@@ -141,17 +139,15 @@ class LowPassFilter(Filter):
     @staticmethod
     def parse(
         text: str, noise: NoiseLevel | None = None, *, dtype: torch.dtype | None = None
-    ) -> LowPassFilter | AdaptiveFIR | SpectralDenoising:
+    ) -> LowPassFilter | AdaptiveFIR:
         """The filter that a command line names.
 
         Args:
             text: a name in `PRESETS`, ``butterworth:ORDER:CUTOFF``, ``chebyshev:ORDER:CUTOFF:RIPPLE``,
                 ``b=1/11,1/11;a=-9/11`` (numbers or fractions; ``;a=`` may be left out), ``adaptive:TAPS:EVERY``
-                (the steps between two estimates may be left out: 10), ``adaptive_as_printed:TAPS:EVERY``, the same
-                without the check of the weights (`AdaptiveFIR`), or ``spectral:AVERAGE`` (0.9 may be left out), which
-                is no low-pass filter of coordinates but removes the noise from the spectrum of matrices
-                (`SpectralDenoising`).
-            noise: noise level of the released gradient; an adaptive or spectral filter needs it.
+                (the steps between two estimates may be left out: 10), or ``adaptive_as_printed:TAPS:EVERY``, the
+                same without the check of the weights (`AdaptiveFIR`).
+            noise: noise level of the released gradient; an adaptive filter needs it.
             dtype: type of the buffers.
 
         Raises:
@@ -164,8 +160,6 @@ class LowPassFilter(Filter):
         try:
             if name in ADAPTIVE and len(values) == 1:
                 values.append("10")
-            if name == "spectral" and not values:
-                values.append("0.9")
             if name in DESIGNS:
                 numbers = [kind(value) for kind, value in zip(DESIGNS[name], values, strict=True)]
             else:
@@ -176,22 +170,19 @@ class LowPassFilter(Filter):
                 "chebyshev:ORDER:CUTOFF:RIPPLE, with the cutoff as a fraction of the Nyquist frequency and the ripple "
                 "in decibels (butterworth:2:0.1, chebyshev:2:0.1:0.5); adaptive:TAPS:EVERY, estimated anew every so "
                 "many steps (adaptive:8:10), or adaptive_as_printed:TAPS:EVERY, whose weights are not checked; "
-                "spectral:AVERAGE, which removes the noise from the spectrum of matrices (spectral:0.9); or your own "
-                "coefficients, 'b=0.1;a=-0.9', with a without its leading 1."
+                "or your own coefficients, 'b=0.1;a=-0.9', with a without its leading 1."
             ) from None
         if name == "butterworth":
             return LowPassFilter.butterworth(*numbers, dtype=dtype)
         if name == "chebyshev":
             return LowPassFilter.chebyshev(*numbers, dtype=dtype)
-        if name not in NEEDS_NOISE:
+        if name not in ADAPTIVE:
             return LowPassFilter(b=b, a=a, dtype=dtype)
         if noise is None:
             raise DPConfigError(
                 f"{text!r} needs the noise level of the released gradient: parse(text, noise=...). Without one, use a "
                 "filter with fixed coefficients."
             )
-        if name == "spectral":
-            return SpectralDenoising(noise, average=numbers[0], dtype=dtype)
         as_printed = name == "adaptive_as_printed"
         return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype, as_printed=as_printed)
 

@@ -22,27 +22,6 @@ class NoiseLevel(Protocol):
         """Variance of the mean of that coordinate over the latest `num_steps` releases."""
 
 
-NO_MEMORY = 1e-2  # weights below which covariances with earlier releases are left out
-
-
-def variance_of_momentum(level: NoiseLevel, before: float, decay: float, num_steps: int) -> float:
-    """Variance of the noise in a coordinate of ``m_t = decay m_{t-1} + g_t``, gradient units squared.
-
-    Args:
-        level: noise of the latest release g_t; its covariances with earlier ones count.
-        before: variance of m_{t-1}, 0 before the first step.
-        decay: weight of m_{t-1}, in [0, 1).
-        num_steps: releases in m_t, the latest included; >= 1.
-    """
-    variance, weight = decay**2 * before + level.variance(), decay
-    for lag in range(1, num_steps):
-        if weight < NO_MEMORY:
-            break
-        variance += 2 * weight * level.covariance(lag)
-        weight *= decay
-    return max(variance, 0.0)
-
-
 @dataclasses.dataclass(frozen=True)
 class IndependentNoise:
     """Noise of one stddev in every step, independent over the steps.

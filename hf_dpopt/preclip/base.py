@@ -155,15 +155,6 @@ class Preclip(abc.ABC):
     `sensitivity_ratio` has no default: a preconditioner that left it out would be accounted for as another one.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuse a class that says in the words of earlier releases when its scale changes: nobody would ask it."""
-        super().__init_subclass__(**kwargs)
-        if "changes_every" in cls.__dict__:
-            raise TypeError(
-                f"{cls.__qualname__}.changes_every is not asked any more: give changes(clipping_norm), which returns "
-                "ScaleChanges((steps,), (1.0,)), or None where the scale stays."
-            )
-
     name: ClassVar[str]
     needs_public_records: ClassVar[bool] = False  # it learns from public_dataset
 

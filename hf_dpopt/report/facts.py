@@ -15,9 +15,7 @@ from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.kinds import check_kind
 
-REPORT_VERSION = 4
-READABLE = (2, 3, 4)  # older versions lack some of the fields that have a default here
-LATER_FIELDS = {"unit_declared", "printed_rows", "steps_lost", "released_files", "evaluations", "meaning", "unvetted"}
+REPORT_VERSION = 1
 
 # Everything that computes, draws, accounts or stores something the statement speaks of.
 _DISTRIBUTIONS = (
@@ -64,8 +62,8 @@ class RunFacts:
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
         released_files: name -> SHA-256 of the weights and configurations that were saved to the output folder.
-        meaning: what the privacy profile means, as `hf_dpopt.plan.meaning.meaning_of_plan` gives it; empty in older
-            reports and without a promise.
+        meaning: what the privacy profile means, as `hf_dpopt.plan.meaning.meaning_of_plan` gives it; empty
+            without a promise.
         unvetted: stages between a record and the noise that are no part of the package, as "kind name"; their
             proofs are those of their authors.
         evaluations: budget of the private evaluation set and what was charged; empty where there was none.
@@ -130,8 +128,6 @@ class RunFacts:
         content = {"report_version": REPORT_VERSION, "private": not self.not_private_reasons} | dataclasses.asdict(
             self
         )
-        if not self.evaluations:  # earlier releases do not know the field
-            content.pop("evaluations")
         return json.dumps(spell_infinity(content), indent=2, sort_keys=True, allow_nan=False) + "\n"
 
     @classmethod
@@ -148,23 +144,17 @@ class RunFacts:
         except (ValueError, KeyError, AttributeError, TypeError):
             raise DPConfigError("This is no report of hf_dpopt. Give the output_dir of a private run.") from None
         known = {field.name for field in dataclasses.fields(cls)}
-        if isinstance(version, int) and version > REPORT_VERSION:
+        if version != REPORT_VERSION or set(content) != known:
             raise DPConfigError(
-                f"The report has format {version}, and this release reads {READABLE}. Use the release of hf_dpopt "
-                f"that wrote it, {_writer(content)}, or a newer one."
-            )
-        if version not in READABLE or not known - LATER_FIELDS <= set(content) <= known:
-            raise DPConfigError(
-                f"The report has format {version!r} or unknown fields; this release reads formats {READABLE}. "
-                f"Use the release of hf_dpopt that wrote it: {_writer(content)}."
+                f"The report has format {version!r}, or other fields than format {REPORT_VERSION}, which this release "
+                f"reads. Use the release of hf_dpopt that wrote it, {_writer(content)}, or a newer one."
             )
         for name in ("epsilon_spent", "epsilon_replace_one"):
             content[name] = math.inf if content[name] == "inf" else content[name]
         for name, hint in typing.get_type_hints(cls).items():
-            if name in content:
-                _check_field(name, content[name], hint)
+            _check_field(name, content[name], hint)
         for name in ("non_private_outputs", "callbacks", "after_noise", "printed_rows", "unvetted"):
-            content[name] = tuple(content.get(name, ()))
+            content[name] = tuple(content[name])
         return cls(**content)
 
 

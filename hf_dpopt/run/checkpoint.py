@@ -110,7 +110,7 @@ def examine(folder: Path, ledger: Ledger | None, seal: Seal | None, *, needed: I
     try:
         mark = parse_json((folder / MARK).read_bytes())
         digest = mark["ledger_digest"]
-        listed = {str(name): dict(entry) for name, entry in mark.get("files", {}).items()}
+        listed = {str(name): dict(entry) for name, entry in mark["files"].items()}
     except FileNotFoundError:
         mark, digest, listed = None, None, {}
     except (ValueError, KeyError, TypeError, AttributeError, OSError):
@@ -120,7 +120,7 @@ def examine(folder: Path, ledger: Ledger | None, seal: Seal | None, *, needed: I
         forged, unknown = _signature(mark, ledger, seal)
         reasons += forged
         cautions += unknown
-    reasons += _differences(folder, listed, needed, is_listed=mark is not None and "files" in mark)
+    reasons += _differences(folder, listed, needed, is_listed=mark is not None)
     return Checkpoint(folder, tuple(reasons), tuple(cautions), mark)
 
 
@@ -140,9 +140,7 @@ def _signature(mark: dict[str, Any], ledger: Ledger | None, seal: Seal | None) -
         return ([] if is_signed else [f"its {MARK} was edited: the signature does not fit"]), []
     if seal is not None and ledger is not None and seal.covers(ledger, mark["ledger_digest"]):
         return [f"its {MARK} was replaced: it has no signature of this run"], []
-    if "seal" in mark:
-        return [], ["the private folder that has the key of its signature is not here"]
-    return [], ["an earlier release wrote it, without digests of its files"]
+    return [], ["the private folder that has the key of its signature is not here"]
 
 
 def _differences(

@@ -49,8 +49,8 @@ def read_noise(path: Path, root: bytes, *, num_steps: int | None = None) -> dict
         return None
     if not _is_signed(path, root):
         logger.warning(
-            f"{path} is damaged, or of an earlier release: the noise that it kept is drawn again from the key, which "
-            "takes time and changes nothing."
+            f"{path} is damaged: the noise that it kept is drawn again from the key, which takes time and changes "
+            "nothing."
         )
         return None
     return torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # a rank's device is its own affair

@@ -134,7 +134,7 @@ class KeyMemory:
         return [self._read(path)[0] for path in sorted(folder.glob("*.mark"))]
 
     def mark(self, chain_id: str) -> Mark | None:
-        """The mark of a chain; None if it has none, as those of earlier releases.
+        """The mark of a chain; None if it has none.
 
         Raises:
             DPConfigError: if it is damaged.

@@ -26,13 +26,8 @@ from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held, open_plain
 from hf_dpopt.common.log import warn_once
 
-VERSION = 1  # of the format; a file of an older one is read and gone on with, one of a newer one is refused
+VERSION = 1  # of the format; a file of another one is refused
 LEDGER = Path("privacy") / "ledger.jsonl"  # in the output_dir of a run
-
-# What earlier releases wrote for a value that is now spelt otherwise: by the entry of the plan.
-_FORMER_VALUES = {
-    "training.loss": dict.fromkeys(("single_label_classification", "multi_label_classification"), "by the labels"),
-}
 
 _FIX = (
     "A ledger that was changed no longer proves what was spent. Put the original file back. If it is lost, so is the "
@@ -457,17 +452,15 @@ def _check_header(header: dict[str, Any], where: str) -> None:
         raise DPConfigError(f"{where} expected the header of a ledger, found {header!r}. {_FIX}")
     if version > VERSION:
         raise DPConfigError(
-            f"{where} the ledger has format {version}, and this release of hf_dpopt knows format {VERSION} and older "
-            "ones: what it charges would be misread. Use the release that wrote it, or a newer release."
+            f"{where} the ledger has format {version}, and this release of hf_dpopt knows format {VERSION}: "
+            "what it charges would be misread. Use the release that wrote it, or a newer release."
         )
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any], names: Iterable[str], inside: str = "") -> Iterator[str]:
-    """Differences between two plans, in mappings entry by entry. A field that the older one lacks counts as None."""
+    """Differences between two plans, in mappings entry by entry. A missing field counts as None."""
     for name in names:
-        former = _FORMER_VALUES.get(f"{inside}{name}", {})
         then, now = old.get(name), new.get(name)
-        then = former.get(then, then) if isinstance(then, str) else then
         if isinstance(then, dict) and isinstance(now, dict):
             yield from _differences(then, now, sorted({*then, *now}), f"{inside}{name}.")
         elif canonical({"": then}) != canonical({"": now}) or (inside and (name in old) != (name in new)):

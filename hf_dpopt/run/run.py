@@ -26,7 +26,7 @@ from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
-from hf_dpopt.randomness.cipher import make_noise_source, stream_of
+from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.sharded import ShardedSource
 from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
@@ -144,10 +144,9 @@ class PrivateRun:
         opened = self.ranks.same(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
-        self.plan = plan = _drawn_from(plan, opened[5])
-        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key, plan.noise_stream)
+        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
         source = self._of_shards(drawn_from)
-        self._start, noise_state, self.recovery = opened[2:5]
+        self._start, noise_state, self.recovery = opened[2:]
         done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self._start
         self._taken = done  # steps of this chain that the model has taken
         try:
@@ -204,16 +203,14 @@ class PrivateRun:
         checkpoint: str | Path | None,
         data_mark: str | None,
         training: Mapping[str, Any] | None,
-    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None, str]:
-        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, the steps
-        that are taken again, and the stream that its noise is drawn from."""
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None]:
+        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, and
+        the steps that are taken again."""
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
         self.state = PrivateState(directory, forbidden=self.output_dir)
         self.ledger = Ledger.open(self.output_dir / LEDGER)
         self._memory, began = self.state.memory(self.ledger), beginning(self.ledger)
         try:
-            if self.ledger.plan is not None:
-                self.plan = _drawn_from(self.plan, stream_of(self.plan.config.noise_rng, self.ledger.plan))
             check_resumable(self.ledger, resume_step)
             mark, data_digest = self._check_checkpoint(resume_step, checkpoint)
             self._memory.lock()
@@ -235,7 +232,7 @@ class PrivateRun:
                 # a checkpoint of another chain tells nothing of the records of this one
                 charge = self.ledger.charge_digest(chain.chain_id, resume_step or 0)
                 goes_on = charge is not None and mark is not None and self.ledger.is_not_before(mark, charge)
-                is_told = goes_on and data_digest is not None  # earlier releases signed nothing
+                is_told = goes_on and data_digest is not None
                 same = self._seal.is_signed(data_mark.encode(), "data", data_digest) if is_told else None
                 self.state.check_data(chain, data_mark, is_proven=same)
             self._journal = journals.take_up(chain, recovery, reached or 0, mark, self._initial_weights)
@@ -249,7 +246,7 @@ class PrivateRun:
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
         noise = self.state.load_noise(chain, charged[-1]) if charged[-1] and not self._is_sharded else None
-        return chain, charged, start, noise, recovery, self.plan.noise_stream
+        return chain, charged, start, noise, recovery
 
     @property
     def first_step(self) -> int:
@@ -274,7 +271,7 @@ class PrivateRun:
             public[TRAINING] = dict(training)
         if charged_to is not None:
             public[DATASET] = dict(charged_to)
-        # trained anew, a run may be another one; earlier releases did not write this down
+        # trained anew, a run may be another one; a loop of one's own need not say its options
         compared = is_resumed and training is not None and before is not None and TRAINING in before
         self.ledger.record_plan(public, must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)
 
@@ -618,9 +615,7 @@ class PrivateRun:
             )
         self._is_asking = False
         units = opening.sensitivity(self.plan.clipper.clipping_norm) * SENSITIVITY_FACTOR[self.plan.adjacency]
-        source = make_noise_source(
-            self.plan.config.noise_rng, opening_key(self.chain.noise_key), self.plan.noise_stream
-        )
+        source = make_noise_source(self.plan.config.noise_rng, opening_key(self.chain.noise_key))
         for tensor, name in enumerate(sorted(sums)):
             total = sums[name]
             if self.plan.noise_multiplier > 0:
@@ -725,11 +720,6 @@ class PrivateRun:
         self.ledger, self._is_closed = None, True
 
 
-def _drawn_from(plan: PrivacyPlan, stream: str) -> PrivacyPlan:
-    """The plan with noise from the stream that its run began with: that of an earlier release, perhaps."""
-    return plan if plan.noise_stream == stream else dataclasses.replace(plan, noise_stream=stream)
-
-
 def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
     """The statement in numbers after the charged steps of each chain."""
     return PrivacySpent(
@@ -758,8 +748,8 @@ def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, An
     plan = Ledger.read(path).plan
     if plan is not None and "noise_strategy" not in plan:
         raise DPConfigError(
-            f"{path} was written by an earlier release, which did not say how the noise was correlated. Continue that "
-            "run with the release that began it, or choose another output_dir."
+            f"output_dir={output_dir}: {path} records a run of another kind, without a noise strategy. Choose another "
+            "output_dir."
         )
     if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
         raise DPConfigError(

@@ -105,7 +105,7 @@ class UserIndex:
             about |= {name: _sha256(place / name) for name in ARRAYS}
             (place / ABOUT).write_text(json.dumps(about), encoding="utf-8")
             made = folder / digest
-            remove(made)  # a damaged one, or that of an earlier release
+            remove(made)  # a damaged one
             made.mkdir(mode=0o700)
             for name in (*ARRAYS, ABOUT):  # the last one says that all are there
                 shutil.move(place / name, made / name)
@@ -174,7 +174,7 @@ class UserIndex:
 
 
 def _is_whole(directory: Path, digest: str) -> bool:
-    """Whether an index that was kept is there, and what was written; that of an earlier release has no digests.
+    """Whether an index that was kept is there, and what was written.
 
     Rows of another user would be clipped as one's own, so one that cannot be told to be whole is made again.
     """
@@ -182,11 +182,11 @@ def _is_whole(directory: Path, digest: str) -> bool:
         return False
     try:
         about = parse_json((directory / ABOUT).read_bytes())
-        if about["digest"] == digest and all(about.get(name) == _sha256(directory / name) for name in ARRAYS):
+        if about["digest"] == digest and all(about[name] == _sha256(directory / name) for name in ARRAYS):
             return True
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass
-    logger.warning(f"{directory} is damaged, or of an earlier release: the index of users is made again.")
+    logger.warning(f"{directory} is damaged: the index of users is made again.")
     return False
 
 

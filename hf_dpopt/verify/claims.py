@@ -14,9 +14,9 @@ from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields
 from hf_dpopt.verify.sensitivity import brute_force
 
-FORMATS = (2, 3, 4)
+FORMAT = 1
 UNITS = ("example", "block", "user")
-STREAMS = {"chacha20/1": True, "secure": True, "fast": False}  # name -> whether it is a cipher
+STREAMS = {"chacha20/1": True, "fast": False}  # name -> whether it is a cipher
 PRECLIPS = (None, "dp2", "adadps", "one_query", "quantile", "subspace", "scale")
 SAME = 1e-6  # relative, of sensitivities that were computed in two ways
 # What a plan may say otherwise than the one before it, on the same mechanism; or than the report, which another
@@ -89,8 +89,8 @@ class Report:
 def check_form(report: Report) -> str:
     """The entries that the claim rests on, and that they are numbers."""
     form = report.fields.count("report_version")
-    if form not in FORMATS:
-        raise Contradiction(f"format {form} is not one of {FORMATS}: the release that wrote it is newer")
+    if form != FORMAT:
+        raise Contradiction(f"format {form} is not {FORMAT}: the release that wrote it is newer")
     claimed = report.epsilons
     for name in ("steps_charged", "steps_planned", "chains"):
         report.fields.count(name, 0)
@@ -159,7 +159,7 @@ def check_plan(report: Report, ledger: LedgerFile) -> str:
     for number, plan in enumerate(ledger.plans, start=1):
         is_last = number == len(ledger.plans)
         free = {*NOT_MECHANISM, *(() if is_last else MAY_GROW)}
-        names = {*own, *plan} if is_last else {*own} & {*plan}  # an earlier release wrote fewer
+        names = {*own, *plan} if is_last else {*own} & {*plan}  # a later call may have added some
         differing = [name for name in sorted(names - free) if _text(own.get(name)) != _text(plan.get(name))]
         if differing:
             name = differing[0]

@@ -90,7 +90,7 @@ def _verify_run(fields: Fields, ledger: LedgerFile | None, folder: Path, output_
     }
     checks += [attempt(name, partial(look, report)) for name, look in alone.items()]
     checks += check_epsilons(report, ledger.charged if ledger is not None else None)
-    if fields.content.get("meaning"):  # reports of earlier releases say nothing of attackers
+    if fields.content.get("meaning"):
         charged = ledger.charged if ledger is not None else ()
         chains = charged if sum(charged) > report.planned_steps else (report.planned_steps,)
         checks.append(attempt("attackers", lambda: check_attackers(report, leaves_of(report, chains))))

@@ -164,18 +164,6 @@ def _percent(accuracies: list[float]) -> list[float]:
     return [100 * one for one in accuracies]
 
 
-def joint_moments() -> Iterator[Effect]:
-    """Adam with a private second moment, released beside the gradient, against Adams that have none."""
-    tasks = {"sst2": "SST-2 phrases, words", "imdb": "film reviews, words", "ag_news": "news leads, words"}
-    for row in load("joint_moments.json")["rows"]:
-        if row["method"] == "JME":
-            for base, key in (("DP-AdamW", "over_dp_adamw"), ("DP-AdamBC", "over_dp_adam_bc")):
-                yield Effect(
-                    method="JME", against=base, kind="linear", task=tasks[row["task"]], epsilon=row["epsilon"],
-                    gain=row[key][0], half=row[key][1], seeds=5, is_paired=True, source="joint_moments.json",
-                )  # fmt: skip
-
-
 def subspaces() -> Iterator[Effect]:
     """Public subspaces, beside training on public records first."""
     rows = {(row["row"], row["epsilon"]): _percent(row["accuracies"]) for row in load("subspace_task.json")["rows"]}
@@ -210,33 +198,11 @@ def last_iterate() -> Iterator[Effect]:
         )  # fmt: skip
 
 
-MATRIX_TASKS = {
-    "topics": ("full", "AG News, hidden layer on features of MiniLM"),
-    "phrases": ("full", "SST-2, hidden layer on features of MiniLM"),
-    "lora": ("lora", "SST-2, LoRA in the top layer of MiniLM, 10,000 phrases"),
-    "full": ("full", "SST-2, the whole top layer of MiniLM, 10,000 phrases"),
-}
-
-
-def matrices() -> Iterator[Effect]:
-    """Optimizers that look at whole matrices, against AdamW; no options, for the advisor names what may pay."""
-    for row in load("matrix_optimizers.json")["rows"]:
-        if "over_dp_adamw" in row:
-            kind, task = MATRIX_TASKS[row["task"]]
-            yield Effect(
-                method=row["method"], against="DP-AdamW", kind=kind, task=task, epsilon=row["epsilon"],  # type: ignore[arg-type]
-                gain=row["over_dp_adamw"], half=row["half_of_95_interval"], seeds=len(row["test"]), is_paired=True,
-                source="matrix_optimizers.json",
-            )  # fmt: skip
-
-
 SECTIONS = {
     "Correlated noise with SGD": correlated,
     "A query before the first step, and correlated noise": one_query,
     "Scales from the gradients: DP^2, one query, public records": delayed,
     "Low-pass filters": low_pass,
-    "A second moment released beside the gradient (JME)": joint_moments,
-    "Whole matrices: DP-Muon and spectral denoising": matrices,
     "Public subspaces": subspaces,
     "The last-iterate bound": last_iterate,
 }
@@ -248,6 +214,20 @@ lie on one side of 0; everything else is "not seen", which is no proof of nothin
 of those without an effect is on one side by chance. Made by `python -m recipes.paper.what_pays --write` from the files
 named; [reproductions.md](reproductions.md) has the settings, commands and reasons. The advisor (`hf-dpopt plan`) tells
 what stands here for the options that it could have named.
+"""
+
+
+REMOVED = """
+## Measured and removed
+
+Methods without a consistent gain over tuned baselines, which are not in the package. The commit has the code, the
+command and the runs: five paired seeds in each cell.
+
+| method | paper | against | cells | pays | costs | not seen | commit |
+|---|---|---|---|---|---|---|---|
+| joint moment estimation (JME), words | arXiv:2502.06597 | DP-AdamW, DP-AdamBC | 18 | 1 | 0 | 17 | 8432830 |
+| DP-Muon, without and with bias correction | arXiv:2605.12994 | DP-AdamW | 15 | 2 | 1 | 12 | b69cae3 |
+| spectral denoising, before Adam and as its first moment | arXiv:2510.01137 | DP-AdamW | 13 | 0 | 10 | 3 | b69cae3 |
 """
 
 
@@ -269,7 +249,7 @@ def page() -> str:
             sources += [one.source] if one.source not in sources else []
         links = ", ".join(f"[{name}](reproductions/{name})" for name in sources)
         parts.append(f"\nFrom {links}; in brackets the seeds.\n")
-    return "".join(parts)
+    return "".join([*parts, REMOVED])
 
 
 def for_the_advisor() -> str:

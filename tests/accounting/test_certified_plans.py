@@ -65,7 +65,7 @@ def test_a_resumed_run_keeps_it_and_draws_no_sample(certified, monkeypatch):
     assert smaller.certificate is None
 
 
-def test_a_run_of_an_earlier_release_goes_on_with_the_computed_bound(certified, computed):
+def test_a_run_without_a_certificate_goes_on_with_the_computed_bound(certified, computed):
     recorded = json.loads(json.dumps(certified.public_dict()))
     del recorded["certificate"]
     assert make_plan(CONFIG, **SIZES, recorded=recorded).epsilon() == computed.epsilon()

@@ -200,7 +200,7 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         0,
     ): (
         "matters",
-        "Keys of a run that an earlier release began would not be found: `test_private_state.py::test_the_name_of_the_default_directory_is_that_of_earlier_releases`",
+        "Keys of a run that goes on would not be found: `test_private_state.py::test_the_name_of_the_default_directory_does_not_change`",
     ),
     (
         "hf_dpopt/sampling/balls_in_bins.py",
@@ -310,7 +310,7 @@ VERDICTS: dict[Key, tuple[str, str]] = {
         0,
     ): (
         "matters",
-        "Seen by the frozen outputs, which cost more than the budget; a resumed run of an earlier release would change its groups: `test_cyclic_poisson.py::test_groups_of_a_key_are_those_of_earlier_releases`",
+        "Seen by the frozen outputs, which cost more than the budget; a resumed run would change its groups: `test_cyclic_poisson.py::test_groups_of_a_key_do_not_change`",
     ),
     (
         "hf_dpopt/noise/finite_time.py",

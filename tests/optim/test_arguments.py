@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
-from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPMuon, DPRMSProp
+from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPRMSProp
 
 ADAM = {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6}
 
@@ -37,12 +37,6 @@ def fields(optim_args=None):
             "rank=8,scale=1,inner=adam_bc,reset_on_refresh=true",
             DPGaLore,
             {**ADAM, "rank": 8, "scale": 1.0, "inner": "adam_bc", "reset_on_refresh": True},
-        ),
-        (
-            "dp_muon",
-            "bias_correction=true,momentum=0.9,iterations=4",
-            DPMuon,
-            {**ADAM, "bias_correction": True, "momentum": 0.9, "iterations": 4},
         ),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPMuon, DPRMSProp, NoiseAwareOptimizer
+from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPRMSProp, NoiseAwareOptimizer
 from tests.optim.test_adam import LRS, NUM_STEPS, VARIANCES
 from tests.reference.optim import ExponentialAverage, StepNoise
 
@@ -26,9 +26,6 @@ CASES = {
     "dp_galore": (DPGaLore, {"rank": 3, "refresh_every": 5}),
     "dp_galore, adam_bc": (DPGaLore, {"rank": 3, "refresh_every": 5, "inner": "adam_bc"}),
     "dp_galore, reset": (DPGaLore, {"rank": 3, "refresh_every": 5, "inner": "adam_bc", "reset_on_refresh": True}),
-    "dp_muon": (DPMuon, {}),
-    "dp_muon, bias": (DPMuon, {"bias_correction": True}),
-    "dp_muon, adam_bc": (DPMuon, {"inner": "adam_bc"}),
 }
 FILTERS = {"no filter": None, "filter": torch.float32, "bf16 filter": torch.bfloat16}
 COMBINATIONS = [
@@ -151,7 +148,7 @@ def test_what_subtracts_the_noise_asks_for_it(case):
     assert all(torch.equal(w, torch.ones_like(w)) for w in weights) and not optimizer.state
 
 
-@pytest.mark.parametrize("case", ["dp_adamw", "dp_rmsprop", "dp_adagrad", "dp_galore", "dp_muon"])
+@pytest.mark.parametrize("case", ["dp_adamw", "dp_rmsprop", "dp_adagrad", "dp_galore"])
 def test_what_leaves_the_noise_in_does_not_ask_for_it(case):
     weights, optimizer = fresh(case, "no filter")
     optimizer.noise = None

@@ -542,13 +542,6 @@ def test_a_strategy_that_says_it_is_orthogonal_is_looked_at():
         sampler.check_strategy(Comb())
 
 
-def test_the_words_of_earlier_releases_are_refused():
-    with pytest.raises(TypeError, match="give changes"):
-
-        class Old(DelayedPreconditioner):
-            changes_every = 3
-
-
 def test_where_nothing_changes_nothing_is_crossed():
     with pytest.raises(DPConfigError, match="no scale changes in this run"):
         plan(STEPS, noise_at_changes="carry_on", **NU)

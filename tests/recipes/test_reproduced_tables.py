@@ -114,27 +114,6 @@ def test_filters_in_the_top_layer(optimizer, name):
     assert cells[name, "sentences"] == signed(*interval(np.array(filtered["sentences"]) - without["sentences"]))
 
 
-def test_optimizers_for_matrices():
-    rows, cells = load("matrix_optimizers")["rows"], table("## Whole matrices: DP-Muon and spectral denoising")
-    assert sum(cell != "open" for cell in cells.values()) == len(rows)
-    for row in rows:
-        key = (row["method"], f"{row['task']}, epsilon {row['epsilon']:g}")
-        gain = f" ({signed(row['over_dp_adamw'], row['half_of_95_interval'])})" if "verdict" in row else ""
-        assert plain(cells[key].replace("(-0.0", "(0.0").replace("(+0.0", "(0.0")) == f"{row['mean']:.1f}{gain}", key
-
-
-def test_how_near_denoised_matrices_come():
-    rows, cells = (
-        load("matrix_alignment")["rows"],
-        table("## Whole matrices: DP-Muon and spectral denoising", 1),
-    )
-    for row in rows:
-        key = f"{row['task']}, {row['epsilon']:g}, {row['matrix'].split('.')[0]}"
-        for name in ("released", "denoised", "average", "average, denoised", "turned", "turned, less its bias"):
-            assert cells[key, name] == f"{row[name]:.2f}", (key, name)
-        assert cells[key, "above the edge"] == f"{row['above the edge']:.1f}"
-
-
 STACKEXCHANGE = {
     "DP2-RMSProp": "DP^2-RMSProp",
     "one query": "one query (ours)",
@@ -172,61 +151,6 @@ def small_bias(heading: str) -> dict[str, dict[str, str]]:
         epsilon: dict(zip(("DP-SGD", "DP-Adam", "DP^2-RMSProp", "one query"), row, strict=True))
         for _, epsilon, *row in lines
     }
-
-
-JOINT = "## A second moment released beside the gradient (arXiv:2502.06597)"
-BASES = {"DP-AdamW": "over_dp_adamw", "DP-AdamBC": "over_dp_adam_bc", "momentum": "over_momentum"}
-WORDS = {**TASKS, "ag_news": "news"}
-
-
-def test_joint_moments_on_words():
-    rows, cells = load("joint_moments")["rows"], table(JOINT, 1)
-    kept = joint_runs()
-    found = {name: {"pays": 0, "not seen": 0, "costs": 0} for name in BASES}
-    checked = 0
-    for row in rows:
-        where, key = f"{WORDS[row['task']]}, epsilon {row['epsilon']:g}", (row["task"], row["method"], row["epsilon"])
-        assert cells[where, row["method"]] == f"{row['accuracy']:.1f}"
-        assert row["accuracy"] == pytest.approx(np.mean(kept(row)))
-        checked += 1
-        if row["method"] != "JME":
-            continue
-        for name, gain in BASES.items():
-            (base,) = (one for one in rows if (one["task"], one["method"], one["epsilon"]) == (key[0], name, key[2]))
-            mean, half = interval(kept(row) - kept(base))
-            assert row[gain] == pytest.approx([mean, half])
-            assert plain(cells[where, f"over {name}"]) == signed(mean, half)
-            found[name]["pays" if mean > half else "costs" if mean < -half else "not seen"] += 1
-            checked += 1
-    assert checked == len(cells)
-    counts = table(JOINT, 2)
-    for name, (wins, ties, losses) in ((name, tuple(one.values())) for name, one in found.items()):
-        assert [counts[name, column] for column in ("wins", "ties", "losses")] == [str(wins), str(ties), str(losses)]
-
-
-def joint_runs():
-    """From a row of the joint moments to the test accuracies of its runs, in percent, out of the file of runs."""
-    lines = (DOCS / "reproductions" / "joint_moments.jsonl").read_text(encoding="utf-8").splitlines()
-    known = {json.dumps(line["run"], sort_keys=True): line["test"] for line in map(json.loads, lines)}
-
-    def kept(row: dict) -> np.ndarray:
-        run = {name: row[name] for name in ("task", "method", "epsilon", "rate", "clip", "floor", "scale")}
-        return np.array([100 * known[json.dumps({**run, "seed": seed}, sort_keys=True)] for seed in range(5)])
-
-    return kept
-
-
-def test_what_a_private_second_moment_can_know():
-    tasks, cells = load("joint_moments_limits")["tasks"], table(JOINT)
-    names = {**WORDS, "lora": "LoRA and head", "lora, adapters alone": "LoRA alone"}
-    assert len(tasks) == len(names) and len(cells) == 6 * len(tasks)
-    for task, one in tasks.items():
-        assert cells[names[task], "coordinates"] == f"{one['coordinates']:,}"
-        assert cells[names[task], "z"] == f"{one['noise_multiplier']:.2f}"
-        assert cells[names[task], "on paper"] == f"{one['on_paper']:.2f}"
-        assert cells[names[task], "above the noise"] == f"{100 * one['above']:.2g} %"
-        assert cells[names[task], "of the squares"] == f"{100 * one['of_energy']:.2g} %"
-        assert cells[names[task], "rho B / z"] == f"{one['ratio']:.3g}"
 
 
 def test_a_changed_cell_is_seen(monkeypatch):

@@ -1,9 +1,8 @@
-"""Slow randomness: one AES block and one pair of normals at a time, with the textbook formulas."""
+"""Slow randomness: one AES block at a time."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -26,19 +25,3 @@ def words(key: bytes, counter: int, num: int) -> list[int]:
         stream += encryptor.update(counter.to_bytes(16, "big"))
         counter += 1
     return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(num)]
-
-
-def box_muller(word_u: int, word_v: int) -> tuple[float, float]:
-    """One pair of normals from the top 53 bits of two words."""
-    u, v = (word_u >> 11) / 2**53, (word_v >> 11) / 2**53
-    radius = math.sqrt(-2 * math.log(1 - u))
-    return radius * math.cos(2 * math.pi * v), radius * math.sin(2 * math.pi * v)
-
-
-def normal(key: bytes, step: int, tensor: int, element: int) -> float:
-    """Element ``element`` of the flattened tensor, as `SecureGaussian` defines it."""
-    step_key = subkey(subkey(key, "secure gaussian"), "step", str(step))
-    chunk, position = divmod(element, 2**14)
-    pair = position % 2**13
-    word_u, word_v = words(step_key, (tensor << 96) + (chunk << 32) + pair, 2)  # a pair is one block
-    return box_muller(word_u, word_v)[position // 2**13]

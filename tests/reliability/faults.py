@@ -138,12 +138,6 @@ def entry_of(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
 
-def _as_of_an_earlier_release(folders: Folders) -> None:
-    for path in folders.out.glob("checkpoint-*/privacy_ledger.json"):
-        path.write_text(json.dumps({"ledger_digest": json.loads(path.read_text())["ledger_digest"]}))
-    next(folders.keys.rglob("seal")).unlink()
-
-
 def _half_saved(folders: Folders) -> None:
     shutil.copytree(folders.last, folders.out / UNFINISHED / "checkpoint-6")
     (folders.out / UNFINISHED / "checkpoint-6" / "optimizer.pt").unlink()
@@ -246,19 +240,17 @@ FAULTS = (
           lambda f: (f.last / "privacy_ledger.json").unlink(), "older", "it has no privacy_ledger.json"),
     Fault("torn mark", "`privacy_ledger.json` cut to half",
           lambda f: os.truncate(f.last / "privacy_ledger.json", 100), "older", "privacy_ledger.json is damaged"),
-    Fault("mark without digests", "digests and signature taken out of `privacy_ledger.json`, as if of an earlier release",
+    Fault("mark without digests", "digests and signature taken out of `privacy_ledger.json`",
           lambda f: edit(f.last / "privacy_ledger.json", lambda m: [m.pop(k) for k in ("files", "key", "seal")]),
-          "refused", "it has no signature of this run", LAST),
+          "refused", "its privacy_ledger.json is damaged", LAST),
     Fault("all torn", "every `model.safetensors` deleted",
           lambda f: [p.unlink() for p in f.out.glob("checkpoint-*/model.safetensors")], "refused",
           "no whole checkpoint in .*checkpoint-4: it has no model.safetensors.*checkpoint-2"),
     Fault("no such checkpoint", "a checkpoint named that is not there",
           lambda f: None, "refused", "there is no such folder.*The last whole one is .*checkpoint-4", "checkpoint-5"),
-    Fault("half a folder", "a `checkpoint-6` with a `config.json` alone, as earlier releases left when they were killed",
+    Fault("half a folder", "a `checkpoint-6` with a `config.json` alone",
           lambda f: shutil.copytree(f.last, f.out / "checkpoint-6", ignore=lambda d, names: {*names} - {"config.json"}),
           "same", "checkpoint-6 is skipped: .*or only in part"),
-    Fault("earlier release", "checkpoints that an earlier release wrote, without digests",
-          _as_of_an_earlier_release, "same", "cannot be checked .* an earlier release wrote it"),
     # --- what a kill leaves ---
     Fault("half a save", "killed in the middle of a save", _half_saved, "same", "removed checkpoint-6"),
     Fault("save not renamed", "killed before the last step of a save, the renaming",

@@ -76,7 +76,6 @@ FIXED = {
     "temporary files": ("settled .*report.json", "from checkpoint-4, under its key", 0),
     "link at the lock": ("removed .*ledger.jsonl.lock, which led to another file", "lock            free", 0),
     "hard link at the lock": ("removed .*ledger.jsonl.lock, which led to another file", "lock            free", 0),
-    "earlier release": ("", "checkpoint-4    complete, its files not checked: an earlier release", 0),
     "flipped seal": ("", "keys          ! .*seal is damaged", 1),
     "keys gone": ("", "keys            no private folder at", 0),
     "ledger deleted": ("", "ledger        ! there is none at .* what was spent is unknown", 1),

@@ -15,7 +15,7 @@ from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.vetting import unvetted_stages
-from hf_dpopt.report import RunFacts, read_report, render_statement, write_report
+from hf_dpopt.report import read_report, render_statement, write_report
 from hf_dpopt.report.meaning import percent, plan_rows
 from hf_dpopt.report.profile_plot import plot_profile
 from hf_dpopt.sampling import SAMPLERS
@@ -47,12 +47,6 @@ def test_the_statement_says_what_it_means(make_facts: MakeFacts, plan: PrivacyPl
     assert "finds at most" in text and "If one record is replaced by any other" in text
     assert "## What epsilon means" not in render_statement(make_facts())
     assert "## What epsilon means" not in render_statement(make_facts(meaning=facts.meaning, unsafe=True))
-
-
-def test_reports_without_it_are_read(make_facts: MakeFacts) -> None:
-    content = json.loads(make_facts().to_json())
-    del content["meaning"], content["unvetted"]
-    assert RunFacts.from_json(json.dumps(content)).meaning == {}
 
 
 def test_rows_of_the_plan(plan: PrivacyPlan) -> None:

@@ -30,7 +30,7 @@ def test_a_record_waits_for_its_group():
     assert sampler.participation(64) == Participation(8, 8)
 
 
-def test_groups_of_a_key_are_those_of_earlier_releases():
+def test_groups_of_a_key_do_not_change():
     """A resumed run goes on with the groups that its first part had, or a record would come back too soon."""
     everyone = CyclicPoissonSampler(num_examples=16, expected_batch_size=4, num_groups=4)
     batches = [everyone.draw(KEY, step).tolist() for step in range(4)]

@@ -1,4 +1,4 @@
-"""Draws from very many records: the batches of earlier releases bit for bit, without an array as long as the data."""
+"""Draws from very many records: frozen batches, bit for bit, without an array as long as the data."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.sharding import local_of, whole_of
-from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, DPMuon
+from hf_dpopt.optim import DPAdamBC, DPGaLore
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.records.losses import RecordLosses
@@ -108,7 +108,7 @@ class Cell:
         make: makes the model, the same on every rank.
         engine: clipping engine.
         collate: makes a batch of rows.
-        optimizer: "adamw", "adam_bc", "filtered", "spectral", "galore" or "muon".
+        optimizer: "adamw", "adam_bc", "filtered" or "galore".
         filters: a low-pass filter after the noise.
         users: rows of a record belong to a user, of 3 rows each.
         batch: expected records of a logical batch.
@@ -155,8 +155,6 @@ STAGES: dict[str, dict[str, Any]] = {
     "filter": dict(filters=True),
     "filter_in_adam": dict(optimizer="filtered"),
     "galore": dict(optimizer="galore"),
-    "muon": dict(optimizer="muon"),
-    "spectral_in_adam": dict(optimizer="spectral"),
     "users": dict(users=True),
 }
 OTHERS: dict[str, dict[str, Any]] = {
@@ -165,7 +163,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "float64": dict(dtype=torch.float64, options=dict(noise_multiplier=0.0)),
     "dp2_and_blt": dict(options={**DP2, **NOISE["blt"]}),
     "quantile_and_banded": dict(options={"preconditioner": "quantile", **NOISE["banded"]}),
-    "aes": dict(),
+    "fast": dict(options=dict(noise_rng="fast")),
     "per_layer": dict(options=dict(clipping="per_layer")),
 }
 
@@ -203,10 +201,6 @@ def optimizer_of(cell: Cell, model: nn.Module) -> torch.optim.Optimizer:
             return DPAdamBC(trained, lr=1e-2, filter=low_pass())
         case "galore":
             return DPGaLore(trained, lr=1e-2, rank=4, refresh_every=2)
-        case "muon":
-            return DPMuon(trained, lr=1e-2, bias_correction=True)
-        case "spectral":
-            return DPAdamW(trained, lr=1e-2, eps=1e-4, filter=LowPassFilter.parse("spectral", IndependentNoise()))
     return torch.optim.AdamW(trained, lr=1e-2, eps=1e-4)
 
 
@@ -231,12 +225,8 @@ def train(name: str, cell: Cell, out: Path) -> dict[str, Any]:
     options |= cell.options
     if cell.users:
         options |= dict(privacy_unit="user", records_per_user=2)
-    if name == "aes":
-        options |= dict(noise_rng="secure")
     records = tiny.records()
     plan = make_plan(PrivacyConfig(**options), num_examples=len(records), num_steps=STEPS)
-    if name == "aes":
-        plan = dataclasses.replace(plan, noise_stream="secure")
     engine = make_engine(model, plan.clipper, cell.engine)
     run = PrivateRun(
         plan, output_dir=out / name, private_state_dir=out / f"{name}-k", parameters=engine.parameters

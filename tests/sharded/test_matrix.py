@@ -15,9 +15,8 @@ from tests.sharded.compare import compare
 NAMES = [
     "book_keeping-full-gaussian-plain", "book_keeping-tied-blt-dp2_factored", "book_keeping-lora-banded-dp2",
     "book_keeping-full-gaussian-users", "book_keeping-tied-gaussian-galore", "book_keeping-full-tree-filter_in_adam",
-    "book_keeping-full-gaussian-muon", "book_keeping-full-gaussian-spectral_in_adam",
     "two_pass-tied-gaussian-dp2_adam_bc", "two_pass-llama-restarted-filter", "two_pass-full-nu_dpftrl-quantile",
-    "empty", "checkpointing", "float64", "aes",
+    "empty", "checkpointing", "float64", "fast",
 ]  # fmt: skip
 
 
@@ -38,8 +37,7 @@ class TestCells:
         one, two = found[name]
         assert "error" not in one and "error" not in two, (one.get("error"), two.get("error"))
         gradients, weights = compare(one, two)
-        most = 1e-5 if "muon" in name else 1e-6  # small singular values are enlarged, and rounding with them
-        assert gradients <= (1e-10 if name == "float64" else 1e-6) and weights <= most, (gradients, weights)
+        assert gradients <= (1e-10 if name == "float64" else 1e-6) and weights <= 1e-6, (gradients, weights)
 
     def test_memory_of_a_rank_halves(self, found, name):
         one, two = (parts["parts"] for parts in found[name])

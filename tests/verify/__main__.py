@@ -19,10 +19,7 @@ BEGIN, END = "<!-- reports begin -->\n", "<!-- reports end -->"
 
 def folders() -> dict[str, Path]:
     """Names of all reports that are kept, and where they are."""
-    from tests.ledgers.test_ledgers import KEPT
-
     found = {f"`tests/verify/reports/{name}`": runs.REPORTS / name for name in sorted(runs.RUNS)}
-    found |= {f"`tests/ledgers/{path.parent.name}/{path.name}`": path / "out" for path in KEPT}
     return found | {"`tests/verify/forged`": runs.REPORTS.with_name("forged")}
 
 

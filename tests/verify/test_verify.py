@@ -19,7 +19,6 @@ from hf_dpopt.verify.matrices import Strategy
 from hf_dpopt.verify.reading import Fields
 from hf_dpopt.verify.sensitivity import Uses, brute_force, by_formula
 from tests import tiny
-from tests.ledgers.test_ledgers import KEPT
 from tests.verify import runs
 from tests.verify.__main__ import BEGIN, END, PAGE, folders
 from tests.verify.forging import Folder
@@ -52,13 +51,6 @@ def test_true_claims_are_verified(name: str) -> None:
     assert recomputed or "bins" in name
     left = {check.name for check in outcome.checks if check.status == NOT_CHECKED}
     assert left <= {"released files", *([f"{PLAN}, exact Gaussian"] if "bins" in name else [])}, outcome.checks
-
-
-@pytest.mark.slow_but(1)
-@pytest.mark.parametrize("path", KEPT, ids=[f"{path.parent.name}/{path.name}" for path in KEPT])
-def test_reports_of_earlier_releases_are_verified(path: Path) -> None:
-    outcome = verify(path / "out")
-    assert outcome.exit_code(is_strict=False) == 0, outcome.verdict
 
 
 def test_the_accountants_agree() -> None:

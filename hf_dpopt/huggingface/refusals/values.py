@@ -18,9 +18,9 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from hf_dpopt.common.checks import check_choice, check_mapping, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.kinds import check_kind, kinds_of
-from hf_dpopt.plan.options import GROUPS, DeprecatedOptions, HeadOptions
+from hf_dpopt.plan.options import GROUPS, HeadOptions
 
-OWN = (*GROUPS, DeprecatedOptions, HeadOptions)
+OWN = (*GROUPS, HeadOptions)
 LARGEST = 1e30  # of numbers that torch multiplies in float32
 _NOT_NEGATIVE = (0.0, LARGEST, "a finite number >= 0")
 _STEPS = (0.0, 1e15, "a finite number >= 0")

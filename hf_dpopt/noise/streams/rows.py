@@ -27,7 +27,7 @@ class HistoryStream(CorrelatedStream):
     def __init__(self, rows: Rows, source: NoiseSource, *, window: int | None = None, **options: Any):
         super().__init__(source, **options)
         self._rows, self._window = rows, window
-        self._draws: dict[str, list[torch.Tensor]] = {}  # the last ones; a state of an earlier release has all
+        self._draws: dict[str, list[torch.Tensor]] = {}  # the last ones
 
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
         draws = self._draws.setdefault(name, [])
@@ -38,7 +38,7 @@ class HistoryStream(CorrelatedStream):
             if weight:
                 total.add_(draw, alpha=self.scale * float(weight))
         if self._window is not None and len(draws) >= self._window:
-            del draws[: len(draws) - self._window + 1]
+            del draws[0]
 
     def _own_state(self) -> State:
         return {"draws": self._draws}
