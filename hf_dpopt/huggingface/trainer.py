@@ -242,7 +242,9 @@ class DPTrainerMixin(_Trainer):
 
         # tuning on other hardware may end in other digits
         plan = collectives.current_ranks().same(planned)
-        collectives.current_ranks().same(lambda: check_run(args.dataset_budget(), plan, recorded))
+        # the cost of a run that continues is known when its ledger and keys are open
+        chains = (plan.num_steps,) if recorded is None else None
+        collectives.current_ranks().same(lambda: check_run(args.dataset_budget(), plan, chains, recorded))
         self._recipe.apply(args)
         return plan
 

@@ -162,7 +162,8 @@ def reserve(
         path: the ledger, which is begun if there is none.
         reservation: cost of the run, with all its steps.
         budget: epsilon of a ledger that is begun; one that is there has its own, with which this has to agree.
-        entry: name of the run in it if it goes on; None for one that begins.
+        entry: name of the run in it, which the run's private folder proves (`hf_dpopt.run.seal.Seal.entry`), or which
+            the runs of a tuning share; a run that has it already pays what it costs more. None for a new one.
         name: name of the ledger that the run was charged to before, or None.
 
     Returns:
@@ -204,7 +205,11 @@ class DatasetBudget:
 
 
 def charge_run(
-    dataset: DatasetBudget | None, plan: PrivacyPlan, chains: Sequence[int], recorded: Mapping[str, Any] | None
+    dataset: DatasetBudget | None,
+    plan: PrivacyPlan,
+    chains: Sequence[int],
+    recorded: Mapping[str, Any] | None,
+    entry: str,
 ) -> dict[str, Any] | None:
     """Charge all steps of a run to the ledger of its dataset, before the first of them; see `reserve`.
 
@@ -212,7 +217,8 @@ def charge_run(
         dataset: the ledger that was named; None for none.
         plan: plan of the run.
         chains: steps of each of its chains when it will have ended.
-        recorded: plan in the run's own ledger, if it goes on.
+        recorded: plan in the run's own ledger, or None. Its entry proves nothing: a copy of the folder has it, too.
+        entry: name of the run, from its private folder.
 
     Returns:
         Public values for that ledger; None without a ledger of the dataset.
@@ -220,24 +226,36 @@ def charge_run(
     Raises:
         DPConfigError: if the run was charged to a ledger and none is named now; see `reserve`.
     """
-    before = _charged_to(dataset, recorded)
+    name = _charged_to(dataset, recorded)
     if dataset is None:
         return None
-    return reserve(dataset.path, reservation_of(plan, chains), budget=dataset.epsilon, **before)
+    return reserve(
+        dataset.path, reservation_of(plan, chains), budget=dataset.epsilon, entry=dataset.entry or entry, name=name
+    )
 
 
-def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: Mapping[str, Any] | None) -> None:
-    """Refuse a run that does not fit into the ledger of its dataset; nothing is written. See `charge_run`."""
-    before = _charged_to(dataset, recorded)
-    if dataset is None:
+def check_run(
+    dataset: DatasetBudget | None,
+    plan: PrivacyPlan,
+    chains: Sequence[int] | None,
+    recorded: Mapping[str, Any] | None,
+    entry: str | None = None,
+) -> None:
+    """Refuse a run that does not fit into the ledger of its dataset; nothing is written.
+
+    Args:
+        chains: as of `charge_run`, with the other arguments; None where they are not known yet.
+    """
+    _charged_to(dataset, recorded)
+    if dataset is None or chains is None:
         return
-    reservation, path = reservation_of(plan, (plan.num_steps,)), Path(dataset.path)
+    reservation, path = reservation_of(plan, chains), Path(dataset.path)
     if not path.exists():
         _header(path, reservation, dataset.epsilon)
         return
     ledger = DatasetLedger.read(path)
     _check_budget(ledger, dataset.epsilon)
-    ledger.check(reservation, before["entry"])
+    ledger.check(reservation, dataset.entry or entry)
 
 
 def check_is_open(dataset: DatasetBudget | None, output_dir: str | Path) -> None:
@@ -296,8 +314,8 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
     )
 
 
-def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Ledger and entry of a run that goes on, as its own ledger has them."""
+def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> str | None:
+    """Name of the ledger that a run was charged to before, as its own ledger has it; None for none."""
     before = dict((recorded or {}).get("privacy_ledger") or {})
     if before and dataset is None:
         raise DPConfigError(
@@ -310,7 +328,7 @@ def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | Non
             f"This run is charged to the entry {before['entry']} of its ledger, and {shared} is named now. Leave "
             "privacy_ledger_entry out."
         )
-    return {"entry": before.get("entry") or shared, "name": before.get("name")}
+    return before.get("name")
 
 
 def _check_budget(ledger: DatasetLedger, budget: float | None) -> None:

@@ -31,7 +31,7 @@ from hf_dpopt.randomness.sharded import ShardedSource
 from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
 from hf_dpopt.run.cleaning import clean
-from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run
+from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run, check_run
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.key_memory import KeyMemory, is_own
 from hf_dpopt.run.keys import (
@@ -221,13 +221,16 @@ class PrivateRun:
             reached = resume_step if recovery is None else recovery.last
             left_at = mark if recovery is None else None  # what is taken again leads to the end of the chain
             self._check_budget(reached, left_at)
-            charged_to = charge_run(self._dataset, self.plan, self.chains_to_run(reached, left_at), self.ledger.plan)
-            self._record_plan(training, charged_to, is_resumed=resume_step is not None)
+            chains, known = self.chains_to_run(reached, left_at), self.state.seal(self.ledger)
+            check_run(self._dataset, self.plan, chains, self.ledger.plan, known.entry if known is not None else None)
+            self._record_plan(training, (self.ledger.plan or {}).get(DATASET), is_resumed=resume_step is not None)
             fixed = self.plan.config.unsafe_fixed_noise_key
             chain = continue_or_branch(self.ledger, self.state, reached, mark=left_at, unsafe_fixed_noise_key=fixed)
             self._memory.lock()  # of a family that began just now
             assert self._memory.folder is not None
             self._seal = Seal.load_or_make(self._memory.folder, began)
+            charged_to = charge_run(self._dataset, self.plan, chains, self.ledger.plan, self._seal.entry)
+            self._record_plan(training, charged_to, is_resumed=resume_step is not None)
             if data_mark is not None:
                 # a checkpoint of another chain tells nothing of the records of this one
                 charge = self.ledger.charge_digest(chain.chain_id, resume_step or 0)

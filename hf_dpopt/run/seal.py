@@ -71,6 +71,11 @@ class Seal:
         """Public commitment to the key, 32 hexadecimal digits."""
         return self.sign(b"", "key id")
 
+    @property
+    def entry(self) -> str:
+        """Name of the run in the ledger of its dataset: only a run with the same private folder has it."""
+        return self.sign(b"", "entry")[:16]
+
     def sign(self, content: bytes, purpose: str) -> str:
         """Keyed hash of some bytes, 32 hexadecimal digits; those of two purposes are never equal."""
         person = f"hf {purpose}".encode()

@@ -1,0 +1,50 @@
+"""Ledgers as somebody who can write to `output_dir` alone can make them: any records, with the right hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+LEDGER = Path("privacy") / "ledger.jsonl"
+
+
+def records_of(out: Path) -> list[dict[str, Any]]:
+    """The records of the ledger in a folder, without their hashes."""
+    lines = [json.loads(line) for line in (out / LEDGER).read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("prev", "sha256")} for line in lines]
+
+
+def write(out: Path, records: list[dict[str, Any]]) -> None:
+    """Write records as a ledger whose hashes fit, in place of the one that is there."""
+    text, prev = "", "0" * 64
+    for record in records:
+        body = record | {"prev": prev}
+        prev = hashlib.sha256(_canonical(body).encode()).hexdigest()
+        text += _canonical(body | {"sha256": prev}) + "\n"
+    path = out / LEDGER
+    path.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def digests_of(out: Path) -> list[str]:
+    """The hash of each record, which checkpoints name."""
+    return [json.loads(line)["sha256"] for line in (out / LEDGER).read_text().splitlines()]
+
+
+def _canonical(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+class StopAt(TrainerCallback):
+    """Stops training after a step, as a preempted run stops."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
