@@ -243,12 +243,28 @@ def selection_epsilon(
     return profile_epsilon(count, delta, accountant.get_epsilon, accountant.get_delta)
 
 
+def sum_epsilon(composition: Composition, delta: float, adjacency: str, relative_error: float = FINE) -> float | None:
+    """Sum of the epsilons of each selection and of all the rest, at equal shares of delta (basic composition).
+
+    For a selection with other mechanisms; the profile of the selection alone is tighter than its Renyi bound.
+    """
+    parts: list[Composition] = [
+        ((leaf, 1),) for leaf, count in composition if isinstance(leaf, RepeatAndSelectDpEvent) for _ in range(count)
+    ]
+    rest = tuple(part for part in composition if not isinstance(part[0], RepeatAndSelectDpEvent))
+    if not parts or len(parts) + len(rest) == 1:
+        return None
+    parts += [rest] if rest else []
+    return sum(_epsilon(part, delta / len(parts), adjacency, relative_error, False).epsilon for part in parts)
+
+
 ACCOUNTANTS: dict[str, Callable[[Composition, float, str, float], float | None]] = {
     "gaussian": gaussian_epsilon,
     "pld": pld_epsilon,
     "rdp": rdp_epsilon,
     "balls in bins (sampling-free)": balls_in_bins_epsilon,
     "selection (privacy profile)": selection_epsilon,
+    "sum over the selections and the rest": sum_epsilon,
 }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import events
+from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import from_parameters, is_whole
 from hf_dpopt.plan.config import PrivacyConfig
@@ -24,7 +25,7 @@ _NEEDED = (
     "noise_rng", "is_private",
 )  # fmt: skip
 
-_OPTIONAL = ("opening_noise",)
+_OPTIONAL = ("opening_noise", "tuned")  # what a plan leaves out where there is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +64,16 @@ class EarlierRun:
     @property
     def event(self) -> dp_accounting.DpEvent:
         """Event of everything that it released."""
-        strategy = from_parameters(self.mechanism["noise_strategy"])
+        strategy, tuned = from_parameters(self.mechanism["noise_strategy"]), self.mechanism["tuned"]
         stddev = events.noise_stddev_over_clip(self.mechanism["draw_stddev"], self.mechanism["adjacency"])
         steps = self.sampler.release(strategy, stddev, self.charged, planned_steps=self.mechanism["noise_steps"])
-        num_chains = sum(charged > 0 for charged in self.charged)
-        return with_opening(steps, self.mechanism.get("opening_noise"), self.mechanism["adjacency"], num_chains)
+        return event_of_run(
+            steps,
+            num_chains=sum(charged > 0 for charged in self.charged),
+            adjacency=self.mechanism["adjacency"],
+            opening_noise=self.mechanism["opening_noise"],
+            tuned=None if tuned is None else RunCount.read(tuned),
+        )
 
     def public_dict(self) -> dict[str, Any]:
         """Plain JSON values, from which `read` makes it again."""
@@ -119,8 +125,8 @@ def earlier_runs_of(
 
 
 def _mechanism_of(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a plan that fix what its steps, and the query before them, reveal."""
-    return {name: plan[name] for name in (*_NEEDED, *_OPTIONAL) if name in plan or name in _NEEDED}
+    """Entries of a plan that fix its event; what it leaves out is None."""
+    return {name: plan[name] for name in _NEEDED} | {name: plan.get(name) for name in _OPTIONAL}
 
 
 def check_earlier(runs: Sequence[EarlierRun], config: PrivacyConfig, sampler: Sampler) -> None:
@@ -156,21 +162,28 @@ def check_earlier(runs: Sequence[EarlierRun], config: PrivacyConfig, sampler: Sa
             )
 
 
-def with_opening(
-    event: dp_accounting.DpEvent, opening_noise: float | None, adjacency: str, num_chains: int
+def event_of_run(
+    steps: dp_accounting.DpEvent,
+    *,
+    num_chains: int,
+    adjacency: str,
+    opening_noise: float | None,
+    tuned: RunCount | None,
 ) -> dp_accounting.DpEvent:
-    """Event of a run whose chains each began with a query over all units; the event itself without such a query.
+    """Return the event of everything that a run released: its steps, and what was released with them.
 
     Args:
-        event: that of the steps.
-        opening_noise: stddev of the noise in the query / its sensitivity; None without one.
-        adjacency: that of the run.
+        steps: event of the steps.
         num_chains: chains that took a step.
+        adjacency: that of the run.
+        opening_noise: stddev of the noise in the query over all units that each chain began with / its sensitivity;
+            None without one.
+        tuned: number of runs of which this one is the best; None for a run by itself.
     """
-    if opening_noise is None or num_chains == 0:
-        return event
-    query = dp_accounting.GaussianDpEvent(events.noise_stddev_over_clip(opening_noise, adjacency))
-    return dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(query, num_chains), event])
+    if num_chains and opening_noise is not None:
+        query = dp_accounting.GaussianDpEvent(events.noise_stddev_over_clip(opening_noise, adjacency))
+        steps = dp_accounting.ComposedDpEvent([dp_accounting.SelfComposedDpEvent(query, num_chains), steps])
+    return tuned.event(steps) if num_chains and tuned is not None else steps
 
 
 def composed(runs: Sequence[EarlierRun], event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:

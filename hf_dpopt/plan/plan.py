@@ -27,7 +27,7 @@ from hf_dpopt.noise import NoiseMechanism, NoiseStrategy, StreamCost, Workload
 from hf_dpopt.plan.bounds import check_sizes
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.crossing import choose_noise_across
-from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed, with_opening
+from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed, event_of_run
 from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.plan.resolve import stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
@@ -203,12 +203,13 @@ class PrivacyPlan:
         if not self.is_private and self.sampler.max_participations(num_steps) > 0:
             return dp_accounting.NonPrivateDpEvent()
         stddev = events.noise_stddev_over_clip(self.draw_stddev, self.adjacency)
-        own = self.sampler.release(self.strategy, stddev, num_steps, planned_steps=self.noise_steps)
-        num_chains = sum(steps > 0 for steps in as_chains(num_steps))
-        own = with_opening(own, opening_noise(self.preclip), self.adjacency, num_chains)
-        if self.config.tuned is not None and num_chains:
-            own = self.config.tuned.event(own)
-        return own
+        return event_of_run(
+            self.sampler.release(self.strategy, stddev, num_steps, planned_steps=self.noise_steps),
+            num_chains=sum(steps > 0 for steps in as_chains(num_steps)),
+            adjacency=self.adjacency,
+            opening_noise=opening_noise(self.preclip),
+            tuned=self.config.tuned,
+        )
 
     @functools.cached_property
     def run_epsilon(self) -> float:
@@ -579,8 +580,8 @@ def _calibrate_computed(
     sensitivity = sampler.sensitivity_of(strategy, num_steps)
 
     def with_all_else(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent:
-        own = with_opening(event, opening, config.adjacency, 1)
-        return composed(earlier, own if config.tuned is None else config.tuned.event(own))
+        own = event_of_run(event, num_chains=1, adjacency=config.adjacency, opening_noise=opening, tuned=config.tuned)
+        return composed(earlier, own)
 
     assert config.target_epsilon is not None
     if earlier or opening is not None:

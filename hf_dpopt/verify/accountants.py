@@ -203,6 +203,25 @@ def by_selection(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     return Recomputed(epsilon, max(one_run.coarseness, 2 * TOLERANCE))
 
 
+def by_sum(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+    """Sum of the epsilons of each tuning and of all other mechanisms, at equal shares of delta.
+
+    Raises:
+        Inapplicable: for anything but a tuning with other mechanisms.
+    """
+    tunings = [(leaf, count) for leaf, count in leaves if isinstance(leaf, RepeatAndSelectDpEvent)]
+    rest = [(leaf, count) for leaf, count in leaves if not isinstance(leaf, RepeatAndSelectDpEvent)]
+    num_parts = sum(count for _, count in tunings) + (1 if rest else 0)
+    if not tunings or num_parts == 1:
+        raise Inapplicable("it was no tuning with other runs")
+    share = delta / num_parts
+    found = [(by_selection([(leaf, 1)], share, adjacency), count) for leaf, count in tunings]
+    if rest:
+        is_gaussian = all(isinstance(leaf, GaussianDpEvent) for leaf, _ in rest)
+        found.append(((by_gaussian if is_gaussian else by_pld)(rest, share, adjacency), 1))
+    return Recomputed(sum(count * part.epsilon for part, count in found), max(part.coarseness for part, _ in found))
+
+
 def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     """Epsilon from Renyi divergences: a looser upper bound (arXiv:1908.10530).
 

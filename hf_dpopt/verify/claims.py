@@ -31,6 +31,7 @@ NOT_MECHANISM = (
     "allow_large_delta",
     "privacy_ledger",
 )
+OPTIONAL = ("opening_noise", "tuned")  # what changes the event; an earlier run says null where it has none
 MAY_GROW = ("num_steps", "noise_steps", "target_epsilon")
 
 
@@ -83,7 +84,12 @@ class Report:
         runs = self.plan.content.get("earlier_runs") or []
         if not isinstance(runs, list):
             raise Contradiction("earlier_runs is no list")
-        return [Mechanism(Fields(run, f"earlier run {number}")) for number, run in enumerate(runs, start=1)]
+        found = [Fields(run, f"earlier run {number}") for number, run in enumerate(runs, start=1)]
+        for run in found:
+            for name in OPTIONAL:
+                if name not in run.content:
+                    raise Contradiction(f"{run.where} has no entry {name!r}, so what it cost is not known")
+        return [Mechanism(run) for run in found]
 
 
 def check_form(report: Report) -> str:

@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable
 from functools import partial
 
+from dp_accounting.dp_event import RepeatAndSelectDpEvent
+
 from hf_dpopt.verify import accountants, bins
 from hf_dpopt.verify.accountants import SLACK, TOLERANCE, Recomputed
 from hf_dpopt.verify.claims import Report
@@ -30,6 +32,7 @@ ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
     "dp-accounting PLD": accountants.by_pld,
     "dp-accounting RDP": accountants.by_rdp,
     "privacy profile of one run": accountants.by_selection,
+    "sum over the tunings and the rest": accountants.by_sum,
     PRV: accountants.by_prv,
 }
 TIGHT = ("exact Gaussian", "dp-accounting PLD")
@@ -158,7 +161,8 @@ def _apart(claimed: float, found: float) -> str:
 def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...], leaves: Leaves) -> list[Check]:
     """Balls in bins: the bound of a record whose bin is known, and a simulation."""
     delta, adjacency = report.delta, report.mechanism.adjacency
-    known = accountants.by_gaussian(leaves, delta, adjacency).epsilon
+    is_tuned = any(isinstance(leaf, RepeatAndSelectDpEvent) for leaf, _ in leaves)
+    known = (accountants.by_sum if is_tuned else accountants.by_gaussian)(leaves, delta, adjacency).epsilon
     is_above = not _is_below(claimed, known)
     detail = f"{claimed:.6g} claimed, {known:.6g} if the batches are known{_apart(claimed, known)}"
     numbers = {"claim": what, "claimed": _spelt(claimed), "recomputed": _spelt(known), "supports": is_above}

@@ -20,7 +20,7 @@ from hf_dpopt.verify.reading import Fields
 POISSON = "poisson"
 STEPS = 64  # intervals of epsilon at which the profile is looked at, for each unit
 LARGEST_CONDITION = 12
-SHARES = 4000  # probabilities at which the condition is computed
+SHARES = 100_000  # probabilities at which the condition is computed
 
 
 def read_law(plan: Fields) -> tuple[float, float] | None:
