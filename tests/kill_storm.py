@@ -1,6 +1,7 @@
 """Kill -9 of real runs at random points, until they are done; their weights are compared with the undisturbed run's.
 
     python -m tests.kill_storm --kills 150 --kills_of_two 50 --out docs/kill_storm.json
+    python -m tests.kill_storm --settings users dataset_ledger:2 shards:2 --kills 10 --kills_of_two 20 --out storm.json
     python -m tests.kill_storm --out docs/kill_storm.json --table    # prints the table of docs/reliability.md
 
 A run is started with ``resume_from_checkpoint=True``, killed, started again in the same way, and so on; nothing else is
@@ -37,19 +38,34 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import hf_dpopt.noise.cache as cache_module
+import hf_dpopt.run.run as run_module
+from hf_dpopt.common.sharding import whole_of
+from hf_dpopt.huggingface.private_evaluation import PrivateEvaluation
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 from hf_dpopt.report.facts import collect_versions
+from hf_dpopt.run.dataset_ledger import DatasetLedger
+from hf_dpopt.run.evaluations import ANSWER, CHARGE, Evaluations
 from hf_dpopt.run.journal import Journal
 from hf_dpopt.run.key_memory import KeyMemory
 from hf_dpopt.run.ledger import Ledger
 from tests import preempted, tiny
+from tests.sharded.trained import allow_fsdp_on_cpus
 
 # Phase -> share of the kills. "cache" falls to "start" where a mechanism has nothing to tune.
 PHASES = {"start": 0.15, "cache": 0.1, "ledger": 0.25, "save": 0.25, "journal": 0.15, "anywhere": 0.1}
 WITH_CACHE = ("blt", "banded")
-OF_TWO = ("gaussian", "nu_dpftrl", "dp2", "users", "banded")
+MORE_PHASES = {
+    "evaluation": {"evaluation": 0.5},
+    "evaluation_with_spares": {"evaluation": 0.5},
+    "dataset_ledger": {"dataset": 0.5},
+}
+OF_TWO = (
+    "gaussian", "nu_dpftrl", "dp2", "users", "banded", "evaluation_with_spares", "dataset_ledger", "shards"
+)  # fmt: skip
+EVALUATIONS = preempted.NUM_STEPS // preempted.SAVE_STEPS  # of a run with private evaluation
 PATIENCE = 120.0  # seconds after which a process that neither ends nor dies is a failure
 
 
@@ -85,6 +101,8 @@ def _telling(pipe: int) -> Iterator[None]:
             (DPTrainerMixin, "_save_checkpoint", "s"),
             (Journal, "_append", "j"),
             (cache_module, "_write", "c"),
+            (PrivateEvaluation, "evaluate", "e"),
+            (run_module, "charge_run", "d"),
         ):
             stack.enter_context(wrap(owner, name, letter))
         yield
@@ -92,21 +110,30 @@ def _telling(pipe: int) -> Iterator[None]:
 
 def _train(folder: Path, setting: str, resumes: bool) -> None:
     """Train to the end, and leave the weights and what was spent."""
+    _prepare(setting)
     trainer = preempted.make(folder, setting)
     with preempted.known_keys():
         trainer.train(resume_from_checkpoint=resumes)
     _leave(folder, trainer)
 
 
+def _prepare(setting: str) -> None:
+    if setting in preempted.IN_SHARDS:
+        dist.init_process_group("gloo")
+        allow_fsdp_on_cpus()
+
+
 def _leave(folder: Path, trainer: Any) -> None:
     spent = trainer.privacy_spent()
+    weights = {name: whole_of(p).clone() for name, p in tiny.weights(trainer.model).items()}
     if trainer.args.process_index == 0:
-        result = {"weights": tiny.weights(trainer.model), "spent": spent.epsilon, "planned": trainer.plan.epsilon()}
+        result = {"weights": weights, "spent": spent.epsilon, "planned": trainer.plan.epsilon()}
         torch.save(result | {"steps": spent.num_steps}, folder / "result.tmp")
         os.replace(folder / "result.tmp", folder / "result.pt")
 
 
 def _reference(folder: Path, setting: str, key: int, lost: frozenset[int], loses_opening: bool) -> None:
+    _prepare(setting)
     trainer = preempted.make(folder, setting, save_strategy="no", journal_limit=0.0)
     with preempted.known_keys(key), preempted.losing(trainer, lost, loses_opening=loses_opening):
         trainer.train()
@@ -249,10 +276,11 @@ class Storm:
 
     def _start(self, folder: Path, chance: random.Random | None, kills: list[str]) -> bool:
         """Start the run once; True if it came to its end, False if it was killed."""
-        phase = chance.choices(list(PHASES), list(PHASES.values()))[0] if chance is not None else ""
+        phases = PHASES | MORE_PHASES.get(self.setting, {})
+        phase = chance.choices(list(phases), list(phases.values()))[0] if chance is not None else ""
         if phase == "cache" and self.setting not in WITH_CACHE:
             phase = "start"
-        letter = phase[:1] if phase in ("cache", "ledger", "save", "journal") else ""
+        letter = "" if phase in ("start", "anywhere") else phase[:1]
         # fewer are left to one that goes on
         most = self._counts[letter.upper()] // (2 if kills else 1) if letter else 0
         awaited = chance.randint(1, max(1, most)) if chance is not None and letter else 0
@@ -295,7 +323,7 @@ class Storm:
         assert not other, f"{len(other)} tensors differ ({other[0]}); lost steps {sorted(lost)}"
         assert result["steps"] == preempted.NUM_STEPS == want["steps"], f"{result['steps']} steps are charged"
         assert result["spent"] == result["planned"] <= preempted.TARGET, f"epsilon {result['spent']}"
-        return {"lost": sorted(lost), "epsilon": result["spent"]}
+        return {"lost": sorted(lost), "epsilon": result["spent"]} | _other_charges(folder, result["spent"])
 
     def _wanted(self, key: int, lost: frozenset[int], loses_opening: bool) -> dict[str, Any]:
         of = key, lost, loses_opening
@@ -307,6 +335,22 @@ class Storm:
             _check_no_error(folder)
             self._known[of] = torch.load(folder / "result.pt", weights_only=True)
         return self._known[of]
+
+
+def _other_charges(folder: Path, epsilon: float) -> dict[str, Any]:
+    """What the run charged besides its steps; an AssertionError says what is wrong with it."""
+    found: dict[str, Any] = {}
+    records = Evaluations.read(folder / "out").records
+    if records:
+        kinds = Counter(record["type"] for record in records)
+        assert kinds[ANSWER] >= EVALUATIONS, f"{kinds[ANSWER]} of {EVALUATIONS} evaluations were answered"
+        found["evaluations_lost"] = kinds[CHARGE] - kinds[ANSWER]
+    path = folder / "people.jsonl"
+    if path.exists():
+        ledger = DatasetLedger.read(path)
+        assert ledger.spent >= epsilon, f"the run costs {epsilon}, and {ledger.spent} is charged to the dataset"
+        found["charged_again"] = len(ledger.entries) - 1
+    return found
 
 
 def _check_no_error(folder: Path, killed: dict[int, int] | None = None) -> None:
@@ -322,11 +366,23 @@ def _check_no_error(folder: Path, killed: dict[int, int] | None = None) -> None:
 # --- the command ---
 
 
-def _jobs(kills: int, kills_of_two: int) -> list[tuple[str, int, int]]:
-    """(setting, processes, kills) that make up the storm."""
-    one, two = list(preempted.SETTINGS), list(OF_TWO)
+def _jobs(kills: int, kills_of_two: int, only: list[str] | None) -> list[tuple[str, int, int]]:
+    """(setting, processes, kills) that make up the storm.
+
+    Args:
+        only: settings, and ``SETTING:2`` for those of two processes; None for all.
+    """
+    one = [name for name in preempted.SETTINGS if name not in preempted.IN_SHARDS and (only is None or name in only)]
+    two = [name for name in OF_TWO if only is None or f"{name}:2" in only]
+    unknown = {*only} - {*one} - {f"{name}:2" for name in two} if only is not None else None
+    assert not unknown, f"--settings {' '.join(sorted(unknown))}: unknown. Settings: {all_settings()}"
     share = [(name, 1, kills // len(one) + (i < kills % len(one))) for i, name in enumerate(one)]
     return share + [(name, 2, kills_of_two // len(two) + (i < kills_of_two % len(two))) for i, name in enumerate(two)]
+
+
+def all_settings() -> str:
+    """The names that ``--settings`` takes."""
+    return ", ".join([n for n in preempted.SETTINGS if n not in preempted.IN_SHARDS] + [f"{n}:2" for n in OF_TWO])
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -340,6 +396,8 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "kills_by_phase": dict(sorted(Counter(phase for o in outcomes for phase in o["kills"]).items())),
             "runs_bit_equal": len(outcomes) - len(errors),
             "lost_steps": sum(len(outcome.get("lost", ())) for outcome in outcomes),
+            "evaluations_lost": sum(outcome.get("evaluations_lost", 0) for outcome in outcomes),
+            "charged_again": sum(outcome.get("charged_again", 0) for outcome in outcomes),
             "budget_exceeded": sum("DPBudgetExceeded" in error for error in errors),
             "errors": errors,
         }
@@ -354,10 +412,15 @@ def table(content: dict[str, Any]) -> str:
     """
     rows = content["settings"]
     phases = sorted({phase for row in rows.values() for phase in row["kills_by_phase"]})
-    counts = ("runs", "runs_bit_equal", "lost_steps", "budget_exceeded")
+    counts = {
+        "runs": "runs", "runs_bit_equal": "equal to the last bit", "lost_steps": "updates lost",
+        "evaluations_lost": "evaluations lost", "charged_again": "charged to the dataset again",
+        "budget_exceeded": "over budget",
+    }  # fmt: skip
+    counts = {key: name for key, name in counts.items() if all(key in row for row in rows.values())}
     lines = [
-        "| setting | kills | " + " | ".join(phases) + " | runs | equal to the last bit | updates lost | over budget |",
-        "|---" + "|---:" * (5 + len(phases)) + "|",
+        "| setting | kills | " + " | ".join([*phases, *counts.values()]) + " |",
+        "|---" + "|---:" * (1 + len(counts) + len(phases)) + "|",
     ]
     numbers = {
         name: [row["kills"], *(row["kills_by_phase"].get(phase, 0) for phase in phases), *(row[key] for key in counts)]
@@ -374,7 +437,7 @@ def main() -> int:
     parser.add_argument("--kills_of_two", type=int, default=50, help="of runs of two processes (gloo)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("kill_storm.json"))
-    parser.add_argument("--settings", nargs="*", help="only these")
+    parser.add_argument("--settings", nargs="+", help=f"only these; all: {all_settings()}")
     parser.add_argument("--table", action="store_true", help="print the table of what --out holds, and kill nothing")
     arguments = parser.parse_args()
     if arguments.table:
@@ -388,10 +451,8 @@ def main() -> int:
     gc.freeze()  # what is imported is not looked through in every process
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kill_storm_") as scratch:
-        for setting, world, kills in _jobs(arguments.kills, arguments.kills_of_two):
+        for setting, world, kills in _jobs(arguments.kills, arguments.kills_of_two, arguments.settings):
             name = setting if world == 1 else f"{setting}, two processes"
-            if arguments.settings and setting not in arguments.settings:
-                continue
             storm, outcomes = Storm(setting, world, arguments.seed, Path(scratch) / name), runs.setdefault(name, [])
             while sum(len(outcome["kills"]) for outcome in outcomes) < kills:
                 outcomes.append(storm.run(len(outcomes)))

@@ -24,7 +24,7 @@ from hf_dpopt.run.key_memory import KeyMemory
 from hf_dpopt.run.keys import Chain, PrivateState
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.opening import ask
-from hf_dpopt.run.step import clip_and_sum
+from hf_dpopt.run.step import clip_and_sum, in_step
 from tests import tiny
 
 NUM_STEPS, SAVE_STEPS, TARGET = 8, 3, 6.0
@@ -48,7 +48,18 @@ def _by_user(num: int = 64) -> list[dict[str, Any]]:
     return [record | {"author": f"user {i % 11}"} for i, record in enumerate(tiny.records(num))]
 
 
-# What is given to the trainer: options, or functions that make them.
+def _held_out() -> list[dict[str, Any]]:
+    """Records for a private evaluation: others than those of the training."""
+    return [record | {"input_ids": record["input_ids"][::-1]} for record in tiny.records(100)[64:]]
+
+
+_EVALUATION: dict[str, Any] = {
+    "noise_mechanism": "nu_dpftrl", "optim": "sgd", "eval_dataset": _held_out, "eval_data_privacy": "private",
+    "eval_target_epsilon": 2.0, "eval_target_delta": 1e-3, "eval_strategy": "steps", "eval_steps": 3,
+}  # fmt: skip
+
+
+# What is given to the trainer: options, or functions that make them. The privacy ledger is a file of the run's folder.
 SETTINGS: dict[str, dict[str, Any]] = {
     "gaussian": {"optim": "adamw_torch", "lr_scheduler_type": "linear"},
     "nu_dpftrl": {"noise_mechanism": "nu_dpftrl", "optim": "sgd"},
@@ -68,7 +79,20 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "one_query": {"preconditioner": "one_query", "noise_mechanism": "nu_dpftrl", "optim": "sgd"},
     "lora": {"model": adapted, "optim": "adamw_torch", "max_grad_norm": 0.5},
+    "evaluation": _EVALUATION,
+    "evaluation_with_spares": {**_EVALUATION, "eval_times": 9},
+    "dataset_ledger": {
+        "privacy_ledger": "people.jsonl", "privacy_ledger_epsilon": 16.0, "optim": "adamw_torch",
+    },
+    "shards": {
+        "noise_mechanism": "nu_dpftrl", "optim": "adamw_torch", "fsdp": True,
+        "fsdp_config": {
+            "transformer_layer_cls_to_wrap": ["BertLayer"], "version": 2, "state_dict_type": "SHARDED_STATE_DICT",
+        },
+    },
 }  # fmt: skip
+
+IN_SHARDS = ("shards",)  # FSDP2: in two processes alone
 
 
 def root_of(number: int) -> bytes:
@@ -101,6 +125,8 @@ def number_of(key_id: str, first: int = 0) -> int:
 def make(folder: Path, setting: str, **changes: Any) -> Any:
     """The trainer of a setting whose files lie in ``folder``."""
     options = {name: value() if callable(value) else value for name, value in SETTINGS[setting].items()}
+    if "privacy_ledger" in options:
+        options["privacy_ledger"] = str(folder / options["privacy_ledger"])
     return tiny.trainer(
         folder / "out", private_state_dir=str(folder / "keys"),
         **{
@@ -115,17 +141,23 @@ def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) 
     """Let steps of a run make no update: the release is thrown away, the optimizer does not step."""
     whole = trainer_module.private_step
 
-    def step_without_update(engine, losses, batches, *, run, step, chain=(), everything=None, **options):
+    def step_without_update(engine, losses, batches, *, run, step, chain=(), everything=None, stand_in=None):
         if step not in steps:
-            return whole(engine, losses, batches, run=run, step=step, chain=chain, everything=everything, **options)
+            return whole(
+                engine, losses, batches, run=run, step=step, chain=chain, everything=everything, stand_in=stand_in
+            )
         if everything is not None and run.preclip.awaits_opening:
             if loses_opening:
                 run.preclip.receive_opening = lambda released: run.preclip.pass_over_opening()
             ask(engine, losses, everything(), run=run, step=step)
         scales = run.begin(step, engine)
-        measures = run.metrics.measures()
-        sums, seen = clip_and_sum(engine, losses, batches, scales, sums_users=run.plan.sums_users, measures=measures)
-        run.release(run.ranks.sum(sums), step)
+        reduction, measures = run.reduction(engine, scales), run.metrics.measures()
+        if engine.is_collective:
+            batches = in_step(engine, batches, stand_in, run.ranks)
+        sums, seen = clip_and_sum(
+            engine, losses, batches, scales, sums_users=run.plan.sums_users, reduction=reduction, measures=measures
+        )
+        run.release(reduction.finish(sums), step)
         run.preclip.pass_over()
         for p in engine.parameters.values():
             p.grad = torch.zeros_like(p)

@@ -76,7 +76,9 @@ def test_a_kill_anywhere_costs_at_most_one_update(tmp_path, references, point, s
 
 
 @pytest.mark.slow_but(2)
-@pytest.mark.parametrize("setting", [name for name in preempted.SETTINGS if name != "gaussian"])
+@pytest.mark.parametrize(
+    "setting", [name for name in preempted.SETTINGS if name not in ("gaussian", *preempted.IN_SHARDS)]
+)
 def test_every_kind_of_run_goes_on_twice(tmp_path, references, setting):
     """Killed before its first checkpoint, and again with a step charged and not written down."""
     once, twice = tmp_path / "once", tmp_path / "twice"
