@@ -147,7 +147,7 @@ def test_the_noise_is_as_loud_as_said(tmp_path, cell):
     assert run.run.charged == [NUM_STEPS] and run.model.weight.isfinite().all()
 
 
-@pytest.mark.slow_but(8)
+@pytest.mark.slow_but(6)
 @every_cell
 def test_a_run_trains_and_resumes(tmp_path, cell):
     run, stop = _Run(tmp_path / "run", cell), STOPS[CELLS.index(cell) % len(STOPS)]

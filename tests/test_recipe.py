@@ -15,6 +15,8 @@ from hf_dpopt.huggingface.recipe import Trained, read_recipe
 from hf_dpopt.plan import advice
 from tests.tiny import arguments, collate, model, records, trainer
 
+pytestmark = pytest.mark.slow
+
 OPEN = dict(
     noise_multiplier=None, target_epsilon=8.0, expected_batch_size=None, max_steps=-1, num_train_epochs=3.0,
     learning_rate=5e-5, lr_scheduler_type="linear",
@@ -34,7 +36,6 @@ def big(**changes):
     return {"train_dataset": records(400), **OPEN, **changes}
 
 
-@pytest.mark.slow
 def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
     made = trainer(tmp_path, **big())
     advised = advice.advise(
@@ -59,7 +60,6 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
     assert any(line.startswith("Outlook: noise over signal") for line in log())
 
 
-@pytest.mark.slow_but(5)
 @pytest.mark.parametrize(
     "by_hand, left",
     [
@@ -96,7 +96,6 @@ def test_an_optimizer_of_ones_own_keeps_its_rate(tmp_path):
     assert "learning_rate" not in made.plan.recipe and "expected_batch_size" in made.plan.recipe
 
 
-@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0, 7.3])
 @pytest.mark.parametrize("num", [64, 400, 999])
 def test_it_processes_no_more_records_than_the_epochs_say(tmp_path, num, epochs):
@@ -120,7 +119,6 @@ def test_a_resumed_run_keeps_its_recipe_whatever_later_rules_say(tmp_path, monke
     advice.advise.cache_clear()
 
 
-@pytest.mark.slow
 def test_a_run_that_began_without_a_recipe_goes_on_without(tmp_path):
     trainer(tmp_path, **big(recipe="none", expected_batch_size=50)).train()
     again = trainer(tmp_path, **big(expected_batch_size=50))
@@ -184,7 +182,6 @@ def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
     assert made.plan.epsilon() == given.plan.epsilon()
 
 
-@pytest.mark.slow
 def test_a_run_of_such_a_model_goes_on_with_its_recipe(tmp_path, monkeypatch):
     options = big(model_init=lambda: model(), save_strategy="steps", save_steps=1)
     first = trainer(tmp_path, **options)
@@ -199,7 +196,6 @@ def test_a_run_of_such_a_model_goes_on_with_its_recipe(tmp_path, monkeypatch):
     advice.advise.cache_clear()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["auto", "none"])
 def test_a_trained_head_is_written_down_and_changes_nothing_else(tmp_path, recipe):
     made = trainer(tmp_path / "a", **big(recipe=recipe, trained_head=True))
@@ -246,7 +242,6 @@ def started(made):
     made.train()
 
 
-@pytest.mark.slow
 def test_a_hopeless_run_is_told_so_with_what_would_be_better(tmp_path, log):
     """All by hand: a batch in which the noise is a thousand times the signal."""
     started(trainer(tmp_path, **big(recipe="none", expected_batch_size=4, learning_rate=1e-3)))
@@ -260,7 +255,6 @@ def test_a_hopeless_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
     assert "it takes more records" in line and "--expected_batch_size" not in line
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "noise, verdict, words",
     [(4e-4, "on a trained head", "carries the accuracy; these steps are few, and add to it"),
@@ -323,7 +317,6 @@ def test_correlated_noise_with_adamw_is_warned_of(tmp_path, log):
     assert any("--noise_mechanism gaussian" in line for line in log())
 
 
-@pytest.mark.slow
 def test_no_such_warning_for_sgd_that_gains(tmp_path, log):
     started(
         trainer(tmp_path, **big(noise_mechanism="nu_dpftrl", optim="sgd", expected_batch_size=40, num_train_epochs=10))

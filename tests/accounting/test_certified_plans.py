@@ -12,6 +12,8 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"num_examples": 400, "num_steps": 30}
 CONFIG = PrivacyConfig(
     noise_multiplier=3.0, expected_batch_size=40, target_delta=1e-3, noise_mechanism="nu_dpftrl",
@@ -96,7 +98,6 @@ def test_an_edited_certificate_is_refused(certified, edit):
         make_plan(CONFIG, **SIZES, recorded=recorded)
 
 
-@pytest.mark.slow
 def test_a_budget_buys_less_noise(certified):
     asked = dataclasses.replace(CONFIG, noise_multiplier=None, target_epsilon=1.0)
     plan = make_plan(asked, **SIZES)

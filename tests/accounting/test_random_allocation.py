@@ -31,6 +31,8 @@ from hf_dpopt.accounting.random_allocation import (
 )
 from hf_dpopt.noise import BandedToeplitz, IdentityStrategy, NuDPFTRL
 
+pytestmark = pytest.mark.slow
+
 
 def gaussian_delta(mu, epsilon):
     return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
@@ -90,7 +92,6 @@ def test_a_hundred_bins_of_independent_noise():
 # --- never below the truth ---
 
 
-@pytest.mark.slow_but(2)
 @pytest.mark.parametrize("nu", [1.0, 0.3, 0.05, 0.005])
 @pytest.mark.parametrize("num_steps, num_bins", [(64, 16), (30, 30), (50, 7), (10, 16)])
 def test_never_below_monte_carlo(nu, num_steps, num_bins):
@@ -121,7 +122,6 @@ def test_independent_bins_and_noise_that_protects_nothing_need_no_search():
         assert best_tree(Ring.of(gram, stddev), 1e-4) == Tree((16,), (1,))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("nu, excess", [(1.0, 1.01), (0.5, 1.35), (0.1, 1.45), (0.01, 1.15)])
 def test_how_loose_it_is(nu, excess):
     """64 steps, 16 bins: with the noise that the bound asks for, divided by `excess`, delta is beyond the target."""

@@ -18,7 +18,7 @@ def test_nothing_was_added_or_lost():
     assert FROZEN.keys() == CASES.keys()
 
 
-@pytest.mark.slow_but(30)
+@pytest.mark.slow_but(24)
 @pytest.mark.parametrize("name", CASES)
 def test_an_output_is_what_it_was(name):
     assert not list(compare.differences({name: FROZEN[name]}, {name: CASES[name]()}, tolerance=1e-5))

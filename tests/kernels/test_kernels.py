@@ -11,6 +11,8 @@ pytest.importorskip("triton", reason="Triton is not installed: pip install -c co
 from hf_dpopt.clipping import kernels
 from hf_dpopt.clipping.kernels import cross_entropy, layer_norm, outer
 
+pytestmark = pytest.mark.slow
+
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"
 # The interpreter has no bfloat16 products; what a kernel does is the same for both.
@@ -34,7 +36,6 @@ def test_squares(shape, dtype):
     torch.testing.assert_close(energy.double(), diagonal, rtol=1e-5, atol=0)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_squares_of_long_records(dtype):
     """Of 17 rows of tiles: a row that the square root of the number of a tile misses by two is not put right."""
@@ -63,7 +64,6 @@ def test_squares_of_factors_that_are_stored_in_another_order(dtype):
     torch.testing.assert_close(total.double(), want, rtol=1e-5, atol=1e-5 * want.abs().max().item())
 
 
-@pytest.mark.slow_but(5)
 @pytest.mark.parametrize("programs", [1, 12, 1000], ids="{} programs".format)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

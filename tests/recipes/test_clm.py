@@ -21,6 +21,8 @@ from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
 from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS
 
+pytestmark = pytest.mark.slow
+
 ASKED = [[{**asks, "content": f"Well, {asks['content']}"}, answers] for asks, answers in CHATS]  # held out of CHATS
 
 
@@ -202,7 +204,6 @@ def test_lora_on_conversations(gpt2_dir: str, files: Path) -> None:
     assert results_of(files)["eval_samples"] == 12
 
 
-@pytest.mark.slow
 def test_documents_cut_off(gpt2_dir: str, files: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert clm.run(arguments(gpt2_dir, "txt", block_size="1000", do_train="true", do_eval="true")) == 0
     check_perplexities(files, expected_losses(files / "out", [("", text) for text in DOCUMENTS[:12]]))
@@ -227,7 +228,6 @@ def test_non_private_says_so(gpt2_dir: str, files: Path, capsys: pytest.CaptureF
     assert AutoModelForCausalLM.from_pretrained(files / "out").dtype == torch.float32  # not the file's half precision
 
 
-@pytest.mark.slow
 def test_public_texts_are_learnt_first(gpt2_dir: str, files: Path) -> None:
     (files / "public.csv").write_text((files / "train.csv").read_text().replace("open", "public"))
     assert clm.run(arguments(gpt2_dir, public_file="public.csv", learning_rate="1e-12", dropout="0")) == 0

@@ -302,6 +302,7 @@ def test_train_evaluate_predict(model_dir: str, files: Path, capsys: pytest.Capt
     assert "the labels are declared" in report
 
 
+@pytest.mark.slow
 def test_pairs_and_regression(model_dir: str, files: Path) -> None:
     rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(TEXTS)]
     (files / "train.json").write_text(json.dumps([{**row, "sentence1": f"truly {row['sentence1']}"} for row in rows]))
@@ -327,6 +328,7 @@ def test_a_head_for_other_labels_is_one_clear_line(
     assert "Traceback" not in shown and not (files / "out").exists()
 
 
+@pytest.mark.slow
 def test_mnli_from_the_hub(
     model_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -373,6 +375,7 @@ def test_mnli_from_the_hub(
     assert json.loads((files / "out" / "privacy" / "report.json").read_text())["eval_data_privacy"] == "public"
 
 
+@pytest.mark.slow
 def test_a_private_evaluation_has_a_share_for_both_sets_of_mnli(
     model_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -405,6 +408,7 @@ def test_non_private_says_so(model_dir: str, files: Path, capsys: pytest.Capture
 # --- what comes before the private run -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_public_records_are_learnt_first_and_the_statement_says_so(model_dir: str, files: Path) -> None:
     (files / "public.tsv").write_text("sentence\tlabel\n" + "a fine film\t1\nno good film\t0\n" * 20)
     flags = {"public_file": "public.tsv", "public_epochs": "2", "learning_rate": "1e-12", "dropout": "0"}

@@ -20,6 +20,8 @@ from recipes.seq2seq_data import SourceTarget
 from recipes.tables import Table
 from tests.recipes.texts import PAIRS
 
+pytestmark = pytest.mark.slow
+
 SENTENCES = [f"{ref} It is said to be very good indeed." for _, ref in PAIRS]
 
 
@@ -82,7 +84,6 @@ def expected_losses(folder: Path) -> list[tuple[float, int]]:
     return found
 
 
-@pytest.mark.slow
 def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = arguments(t5_dir, do_train="true", do_eval="true", generate="true", max_new_tokens="6", num_beams="2")
     assert seq2seq.run(flags) == 0
