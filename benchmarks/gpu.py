@@ -34,7 +34,7 @@ import torch
 import whole_step
 from cases import SHAPES, Case, peak_mib, seconds, synchronize, versions
 
-from hf_dpopt.randomness.cipher import STREAMS, NoiseSource
+from hf_dpopt.randomness.cipher import NOISE_SOURCES, NoiseSource
 
 DEFAULT = ("roberta-large", "gpt2", "gpt2-medium", "gpt2-large")
 RECORDS = 1024  # of the logical step that the noise is compared with
@@ -119,7 +119,7 @@ def measure_noise(rows: list[Row], options: Any) -> list[dict[str, Any]]:
             size = sum(p.numel() for p in trained.values())
             mine = [r for r in rows if (r.shape, r.finetuning, r.way) == (name, finetuning, "book_keeping")]
             fastest = max((row.records_per_s for row in mine), default=None)
-            for stream, source in STREAMS.items():
+            for stream, source in NOISE_SOURCES.items():
                 ms = noise_ms(name, finetuning, source, options)
                 share = None if fastest is None else ms / (ms + 1e3 * RECORDS / fastest)
                 row = {"shape": name, "finetuning": finetuning, "parameters": size, "stream": stream, "ms": ms}

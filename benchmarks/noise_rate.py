@@ -4,9 +4,8 @@
 
 Rates are those of the fastest of many interleaved trials of drawing and adding 2^17 normals, on one core and on all of them:
 other work on the machine makes trials slower and none faster. A step is that of `step_cost.py` (forward, backward,
-clipping, noise, AdamW) on 8 x 128 tokens at 768 x 6; within each repetition it is taken without noise, with noise as
-releases up to 0.1.0 drew it (AES, on as many threads as torch has: one under `accelerate launch`, which sets
-OMP_NUM_THREADS=1), with ChaCha20 on all cores, and with ChaCha20 drawn ahead by the cores that torch does not use. Its time
+clipping, noise, AdamW) on 8 x 128 tokens at 768 x 6; within each repetition it is taken without noise, with
+ChaCha20 on all cores, and with ChaCha20 drawn ahead by the cores that torch does not use. Its time
 is the fastest repetition's, once by the clock and once in seconds of processors, which other work changes little; the
 clock is right on an idle machine alone. On a GPU: gpu.py --parts noise.
 """
@@ -28,7 +27,7 @@ from step_cost import Case, seconds
 
 from hf_dpopt.noise import NoiseStream, independent_noise
 from hf_dpopt.randomness import ahead, blocks, cipher
-from hf_dpopt.randomness.cipher import STREAMS
+from hf_dpopt.randomness.cipher import NOISE_SOURCES
 from hf_dpopt.randomness.cores import usable_cores
 
 NUM = 2**17  # of a trial: a millisecond, which other work seldom interrupts
@@ -50,12 +49,12 @@ def cores(num: int) -> Iterator[None]:
 
 
 def rates(repetitions: int) -> list[dict[str, Any]]:
-    """Normals a second of the fastest trial of each stream for each number of cores, and ratios to AES on one core."""
-    kinds = [(stream, num) for num in sorted({1, usable_cores()}) for stream in STREAMS]
+    """Normals a second of the fastest trial of each stream for each number of cores, and ratios to ChaCha20 on one core."""
+    kinds = [(stream, num) for num in sorted({1, usable_cores()}) for stream in NOISE_SOURCES]
     total, found = {0: torch.zeros(NUM)}, dict[tuple[str, int], float]()
     for repetition in range(repetitions * TRIALS):
         for stream, num in kinds:
-            source = STREAMS[stream](KEY)
+            source = NOISE_SOURCES[stream](KEY)
             with cores(num):
                 start = time.perf_counter()
                 source.add_to(total, stddev=0.5, step=repetition)
@@ -64,17 +63,17 @@ def rates(repetitions: int) -> list[dict[str, Any]]:
     return [
         {
             "stream": stream, "cores": num, "normals_per_s": found[stream, num],
-            "to_aes_on_one_core": found[stream, num] / least,
+            "to_secure_on_one_core": found[stream, num] / least,
         }
         for stream, num in kinds
     ]  # fmt: skip
 
 
 def step_costs(model: str, finetuning: str, torch_threads: int, repetitions: int) -> dict[str, Any]:
-    """What the noise adds to a step without any, as it was drawn before, is drawn now, and is drawn ahead."""
+    """What the noise adds to a step without any, as it is drawn, and as it is drawn ahead."""
     torch.set_num_threads(torch_threads)
     case = Case(model, finetuning, "cpu", bf16=False)
-    of_before, of_now = (independent_noise(1.0).stream(STREAMS[s](KEY), 0.1) for s in ("secure", "chacha20/1"))
+    of_now = independent_noise(1.0).stream(NOISE_SOURCES["secure"](KEY), 0.1)
 
     def step(stream: NoiseStream | None, num_cores: int, *, early: bool = False) -> tuple[float, float]:
         def take() -> None:
@@ -92,7 +91,6 @@ def step_costs(model: str, finetuning: str, torch_threads: int, repetitions: int
     everything = usable_cores()
     kinds = {
         "none": lambda: step(None, everything),
-        "aes, torch's threads": lambda: step(of_before, torch_threads),
         "chacha20, all cores": lambda: step(of_now, everything),
         "chacha20, ahead": lambda: step(of_now, everything, early=True),
     }
@@ -122,9 +120,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {"rates": rates(options.repetitions) if "rates" in options.parts else [], "steps": []}
-    print("| stream | cores | normals/s | to AES on one core |\n|---|---|---|---|")
+    print("| stream | cores | normals/s | to ChaCha20 on one core |\n|---|---|---|---|")
     for row in found["rates"]:
-        ratio = f"x{row['to_aes_on_one_core']:.2f}"
+        ratio = f"x{row['to_secure_on_one_core']:.2f}"
         print(f"| {row['stream']} | {row['cores']} | {row['normals_per_s'] / 1e6:.0f} million | {ratio} |", flush=True)
     print(
         "\n| model | finetuning | torch's threads | step without noise | noise adds, by the clock; in processor time |"

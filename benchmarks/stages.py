@@ -2,7 +2,7 @@
 
     python benchmarks/stages.py --output docs/stages.json
 
-A step is that of the library: clipping of `--physical_batches` batches, noise from AES-CTR, preconditioner, chain,
+A step is that of the library: clipping of `--physical_batches` batches, noise from ChaCha20, preconditioner, chain,
 optimizer. Every repetition times one whole step of DP-AdamW, and of each stage what it changes: the clipped sums for
 what stands before the clip, chain and optimizer for what comes after the noise; costs are medians of ratios within a
 repetition. Memory: bytes of the tensors kept between steps, counted; and the peak of a whole step over the model, in a

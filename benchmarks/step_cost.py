@@ -5,7 +5,7 @@
 The clipping engines beside Opacus: clipping.py. Large models on a GPU: gpu.py.
 
 Time: medians of interleaved repetitions in one process. Memory: growth over the model and its optimizer, a fresh process
-for each number. The private step is the whole of it: clipping, noise from AES-CTR, division, assignment of `p.grad`.
+for each number. The private step is the whole of it: clipping, noise from ChaCha20, division, assignment of `p.grad`.
 Needs torch, transformers and hf_dpopt only.
 """
 

@@ -278,7 +278,7 @@ def output_dir(tmp_path: Path) -> Path:
         delta=plan.delta,
         steps_charged=5,
         steps_planned=5,
-        noise_generator="SecureGaussian",
+        noise_generator="ChaCha20Gaussian",
         secure=True,
         chains=1,
         world_size=1,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from typing import Any
 
@@ -14,9 +13,9 @@ from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.types import ClippedSums, JointSums
 from hf_dpopt.noise.streams import CorrelatedStream
-from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.cipher import SecureGaussian
+from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.run import PrivateRun
 
@@ -54,52 +53,42 @@ def _steps(plan: PrivacyPlan, source: Any) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("stream", [SecureGaussian, ChaCha20Gaussian])
-def test_a_run_goes_on_with_the_stream_it_began_with(plan, stream, tmp_path):
-    """One that an earlier release began under AES, too; whoever resumes it asks for "secure", as before."""
-    begun = _start(dataclasses.replace(plan, noise_stream=stream.stream), tmp_path)
+def test_a_run_goes_on_with_the_stream_it_began_with(plan, tmp_path):
+    begun = _start(plan, tmp_path)
     got = [_release(begun, step) for step in (1, 2, 3)]
     state = begun.noise.state()
     if state:
         begun.state.save_noise(begun.chain, state)
     begun.close()
     resumed = _start(plan, tmp_path, resume_step=3)
-    assert resumed.chain.chain_id == begun.chain.chain_id and resumed.plan.noise_stream == stream.stream
+    assert resumed.chain.chain_id == begun.chain.chain_id
     got += [_release(resumed, step) for step in (4, 5, 6)]
     resumed.close()
-    for one, other in zip(got, _steps(plan, stream(begun.chain.noise_key)), strict=True):
+    for one, other in zip(got, _steps(plan, ChaCha20Gaussian(begun.chain.noise_key)), strict=True):
         assert torch.equal(one, other)
-    assert Ledger.read(tmp_path / "out" / LEDGER).plan["noise_rng"] == stream.stream
+    assert Ledger.read(tmp_path / "out" / LEDGER).plan["noise_rng"] == ChaCha20Gaussian.stream
 
 
-def test_a_plan_takes_the_stream_that_is_recorded(plan):
-    of_before = dataclasses.replace(plan, noise_stream=SecureGaussian.stream)
-    again = make_plan(plan.config, num_examples=40, num_steps=NUM_STEPS, recorded=of_before.public_dict())
-    assert again == of_before and again != plan
-    with pytest.raises(DPConfigError, match="'chacha20/2', which this release does not know"):
-        recorded = plan.public_dict() | {"noise_rng": "chacha20/2"}
-        make_plan(plan.config, num_examples=40, num_steps=NUM_STEPS, recorded=recorded)
-
-
-def test_earlier_releases_refuse_to_go_on_with_a_stream_they_do_not_know(plan, tmp_path):
-    """They compare the entry with the option: a correlated run would otherwise go on with rows of another cipher."""
+def test_a_run_does_not_go_on_with_another_stream(plan, tmp_path, monkeypatch):
     run = _start(plan, tmp_path)
-    theirs = plan.public_dict() | {"noise_rng": "secure"}
-    with pytest.raises(DPConfigError, match="noise_rng: 'chacha20/1' in the ledger, 'secure' now"):
-        run.ledger.check_plan(theirs, must_match=RESUME_KEYS)
+    _release(run, 1)
     run.close()
+    monkeypatch.setattr(ChaCha20Gaussian, "stream", "chacha20/2")
+    with pytest.raises(DPConfigError, match="noise_rng: 'chacha20/1' in the ledger, 'chacha20/2' now"):
+        _start(plan, tmp_path, resume_step=1)
 
 
 def test_a_kept_state_names_its_stream(plan):
-    """States of earlier releases name none, and are taken as they are."""
     key = os.urandom(32)
-    new, old = (plan.mechanism.stream(kind(key), 1.0, first_step=1) for kind in (ChaCha20Gaussian, SecureGaussian))
+    new, old = (plan.mechanism.stream(kind(key), 1.0, first_step=1) for kind in (ChaCha20Gaussian, FastGaussian))
     if not isinstance(new, CorrelatedStream):
         assert new.state() == old.state() == {}
         return
     for stream in (new, old):
         stream.add_({"weight": torch.zeros(SIZE)}, 1)
-    assert new.state()["bound_to"]["noise_stream"] == "chacha20/1" and "noise_stream" not in old.state()["bound_to"]
+    assert (
+        new.state()["bound_to"]["noise_stream"] == "chacha20/1" and old.state()["bound_to"]["noise_stream"] == "fast"
+    )
     again = plan.mechanism.stream(ChaCha20Gaussian(key), 1.0, first_step=1)
     with pytest.raises(DPConfigError, match="key, noise_stream differ"):
         again.continue_at(1, old.state())

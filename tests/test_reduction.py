@@ -22,7 +22,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout, Reduction, piece_of
 from hf_dpopt.noise import independent_noise
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.cipher import SecureGaussian
+from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.run.step import clip_and_sum, with_last
 from tests.ranks import launch
 
@@ -141,7 +141,7 @@ def _work(size: int, folder: str) -> None:
     found: dict[str, Any] = {}
     for engine in ENGINES:
         found[engine, "pieces"] = step(rank, size, engine, ChaCha20Gaussian(KEY))
-        found[engine, "whole"] = step(rank, size, engine, SecureGaussian(KEY))
+        found[engine, "whole"] = step(rank, size, engine, FastGaussian(KEY))
         after = current_ranks().sum(clipped(rank, size, engine))
         ahead = Reduction(current_ranks(), layout_of(engine))
         found[engine, "sums"] = (dict(after), dict(ahead.finish(clipped(rank, size, engine, ahead))))
@@ -181,7 +181,7 @@ class TestProcesses:
     def test_all_ranks_release_what_one_process_does(self, found, engine, case):
         sums = [clipped(rank, len(found), engine) for rank in range(len(found))]
         alone = {name: sum(of_rank[name] for of_rank in sums[1:]) + sums[0][name] for name in sums[0]}
-        source = ChaCha20Gaussian(KEY) if case == "pieces" else SecureGaussian(KEY)
+        source = ChaCha20Gaussian(KEY) if case == "pieces" else FastGaussian(KEY)
         independent_noise(0.8).stream(source, 0.1).add_(alone, 1)
         for rank in found:
             assert close(rank[engine, case][0], alone, len(found))

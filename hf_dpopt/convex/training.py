@@ -24,7 +24,7 @@ from hf_dpopt.convex.plan import HeadConfig, HeadPlan
 from hf_dpopt.convex.state import HeadState, check_shape
 from hf_dpopt.convex.statement import write_statement
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
-from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of, stream_of
+from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of
 from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
@@ -116,11 +116,11 @@ class HeadRun:
         self._check(features, labels, num_labels)
         descent = self._start(num_labels, features, public)
         with Ledger.open(self.output_dir / LEDGER) as ledger:
-            stream = stream_of(self._noise_rng, ledger.plan)
+            stream = source_of(self._noise_rng).stream
             known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
             if public is not None:
                 known |= {"num_public_records": len(public[0]), "public_records": _digest(*public)}
-            # whether a large delta was allowed in words is no part of the mechanism, and older ledgers do not say it
+            # whether a large delta was allowed in words is no part of the mechanism
             ledger.record_plan(known, must_match=[name for name in known if name != "allow_large_delta"])
             chain = self._chain(ledger)
             with contextlib.closing(self.state.memory(ledger)) as memory:
@@ -131,7 +131,7 @@ class HeadRun:
                     check_shape(kept, descent.weights.shape, self.output_dir)
                     descent.load_state_dict(kept)
                 first = 0 if kept is None else kept["step"]
-                source = make_noise_source(self._noise_rng, chain.noise_key, stream)
+                source = make_noise_source(self._noise_rng, chain.noise_key)
                 self._descend(features, labels, chain, source, first, descent, state, progress)
                 state.save(self.plan.config.num_steps, descent.state_dict())
                 state.note_return()
@@ -142,7 +142,7 @@ class HeadRun:
         with Ledger.open(self.output_dir / LEDGER) as ledger:
             last = ledger.last_chain
             assert last is not None, "finish comes after train"
-            noise = source_of(stream_of(self._noise_rng, ledger.plan)).description
+            noise = source_of(self._noise_rng).description
             write_statement(self.output_dir, self.plan, num_labels, ledger, noise, self._declared)
             for path in self.state.directory.glob(f"*head-{last.chain_id}.pt*"):  # and what a kill left half-written
                 path.unlink()

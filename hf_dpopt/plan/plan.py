@@ -31,7 +31,7 @@ from hf_dpopt.plan.earlier import EarlierRun, check_earlier, composed, with_open
 from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.plan.resolve import stream_options
 from hf_dpopt.preclip import Identity, Preclip, make_preclip
-from hf_dpopt.randomness.cipher import stream_of
+from hf_dpopt.randomness.cipher import source_of
 from hf_dpopt.sampling import Sampler
 from hf_dpopt.sampling.base import Steps, as_chains, charged_steps
 
@@ -68,8 +68,6 @@ class PrivacyPlan:
         certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
         recipe: options that were chosen for the user, from public numbers; empty otherwise.
         earlier: runs on the same records that were charged before, whose cost `epsilon` includes.
-        noise_stream: name and version of the random stream that the noise is drawn from; that of new runs where it is
-            left out.
     """
 
     config: PrivacyConfig
@@ -86,10 +84,11 @@ class PrivacyPlan:
     certificate: Certificate | None = dataclasses.field(default=None, compare=False)
     recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     earlier: tuple[EarlierRun, ...] = ()
-    noise_stream: str = ""
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "noise_stream", self.noise_stream or stream_of(self.config.noise_rng, None))
+    @property
+    def noise_stream(self) -> str:
+        """Name and version of the random stream that the noise is drawn from."""
+        return source_of(self.config.noise_rng).stream
 
     @property
     def adjacency(self) -> str:
@@ -321,7 +320,6 @@ class PrivacyPlan:
             "noise_mechanism": self.config.noise_mechanism,
             "noise_kwargs": dict(self.config.noise_kwargs),
             "noise_restart_every": self.config.noise_restart_every,
-            # ledgers of before say nothing, and their noise started anew
             **({"noise_at_changes": self.config.noise_at_changes} if self.carries_noise_on else {}),
             "noise_strategy": self.strategy.parameters(),
             "noise_steps": self.noise_steps,
@@ -453,7 +451,6 @@ def build_plan(
         certificate=_covering(certificate, config, strategy, sampler, noise_multiplier, num_steps, delta),
         recipe=dict(recipe or {}),
         earlier=tuple(earlier),
-        noise_stream=stream_of(config.noise_rng, recorded),
     )
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ WORD_BLOCK = 2**20  # words that are held at once where many are drawn; changes 
 # A chunk is what one thread draws at a time. Its words and buffers (0.5 MB) stay in the L2 cache; chunk c of a tensor
 # holds elements [c * CHUNK, (c + 1) * CHUNK) of the flattened, unsharded tensor. Changing it changes the stream.
 CHUNK = 2**14
-HALF = CHUNK // 2
 
 Filler = Callable[[np.ndarray, int], None]  # (float32 output of one chunk, at most CHUNK long; number of the chunk)
 
@@ -46,7 +44,7 @@ def random_words(key: bytes, step: int, num: int, *, first: int = 0) -> np.ndarr
     """Uniform 64-bit words of one step: an AES-256-CTR keystream under a subkey of (key, step).
 
     Formal guarantee: a pure function of its arguments, the same on every platform; a longer draw extends a shorter
-    one. It is another stream than the normals of `SecureGaussian`, even under the same key.
+    one. No noise is made of it.
 
     Args:
         key: 32 bytes, secret.
@@ -110,56 +108,6 @@ def _fill_in_chunks(num: int, make_filler: Callable[[], Filler]) -> np.ndarray:
     return out
 
 
-class _BoxMuller:
-    """Transform of pairs of 64-bit words to pairs of normals, in float64 and in place; owns one thread's buffers."""
-
-    def __init__(self) -> None:
-        self._radius, self._tan, self._scratch = (np.empty(HALF) for _ in range(3))
-
-    def fill(self, out: np.ndarray, words_P2: np.ndarray) -> None:
-        """Write the first normals of all P pairs to ``out[:P]``, the second ones to ``out[P:]`` as far as it reaches.
-
-        With u and v the top 53 bits of the words, in [0, 1): the radius is ``r = sqrt(-2 log(1 - u))`` and the pair is
-        ``r * (cos 2 pi v, sin 2 pi v)``. log1p(-u) never meets 0 and resolves both ends: ``r <= sqrt(106 log 2) =
-        8.57``. Sine and cosine come from one tangent of the half angle, ``cos = (1 - t^2) / (1 + t^2)`` and
-        ``sin = 2 t / (1 + t^2)``, because numpy has a fast float64 tangent and no fast float64 sine; near v = 1/2
-        t is 1e16 and its square still far from overflowing.
-        """
-        num_pairs = len(words_P2)
-        r, t, x = self._radius[:num_pairs], self._tan[:num_pairs], self._scratch[:num_pairs]
-        np.right_shift(words_P2, 11, out=words_P2)
-        np.multiply(words_P2[:, 0], -(2.0**-53), out=r)
-        np.multiply(words_P2[:, 1], math.pi * 2.0**-53, out=t)
-        np.log1p(r, out=r)
-        np.multiply(r, -2.0, out=r)
-        np.sqrt(r, out=r)
-        np.tan(t, out=t)
-        np.multiply(t, t, out=x)
-        np.add(x, 1.0, out=x)
-        np.divide(r, x, out=x)
-        np.add(x, x, out=x)  # 2 r / (1 + t^2)
-        np.subtract(x, r, out=out[:num_pairs], casting="same_kind")
-        num_second = len(out) - num_pairs
-        np.multiply(x[:num_second], t[:num_second], out=out[num_pairs:], casting="same_kind")
-
-
-class _SecureFiller:
-    """One thread's generator for one (step, tensor): AES-256-CTR words through `_BoxMuller`."""
-
-    def __init__(self, step_key: bytes, tensor: int):
-        self._step_key, self._tensor = step_key, tensor
-        self._words_P2 = np.empty((HALF, 2), dtype="<u8")
-        self._zeros = memoryview(bytes(self._words_P2.nbytes))
-        self._box_muller = _BoxMuller()
-
-    def __call__(self, out: np.ndarray, chunk: int) -> None:
-        words_P2 = self._words_P2[: min(len(out), HALF)]
-        # 32 bits of tensor, 64 of chunk, 32 of block inside the chunk: no counter is ever used twice under one key.
-        counter = self._tensor.to_bytes(4, "big") + chunk.to_bytes(8, "big") + bytes(4)
-        _fill_keystream(words_P2, self._zeros, self._step_key, counter)
-        self._box_muller.fill(out, words_P2)
-
-
 class _PhiloxFiller:
     """One thread's generator for one (step, tensor): numpy's Philox through its float64 ziggurat."""
 
@@ -188,44 +136,6 @@ def _half_sum_of_four(shape: Sequence[int], generator: torch.Generator) -> torch
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
-
-
-class SecureGaussian(NoiseSource):
-    """Normals from a cipher: AES-256-CTR words, 53-bit uniforms, float64 Box-Muller, rounded to float32.
-
-    Source of the runs that releases up to 0.1.0 began; they go on with it, and new ones draw from `ChaCha20Gaussian`.
-
-    Formal guarantee: element e of a tensor is a function of (key, step, tensor, e) alone, whatever the tensor's shape,
-    the device and the number of threads. To someone without the key the words cannot be told from random ones as long
-    as AES-256 is a pseudorandom permutation (one subkey per step; a step of 2^30 coordinates keeps the advantage of a
-    distinguisher below 2^-68), and a normal made of them reaches 8.57, where 1e-17 of the law is left. Rounding
-    is outside the promise, as for every floating-point mechanism.
-
-    The float64 functions are numpy's: processors with other vector units may round some of them differently, which
-    changes about one float32 result in 10^8 by its last bit. Ranks on unlike processors should all receive the noise
-    of one of them.
-
-    Args:
-        key: 32 bytes, secret, never used for a second run.
-
-    References:
-        NIST SP 800-38A (2001), Sec. 6.5. Box and Muller (1958), doi:10.1214/aoms/1177706645.
-    """
-
-    name = "secure"
-    stream = "secure"
-    description = "AES-256-CTR keystream, 53-bit uniforms, float64 Box-Muller"
-
-    def __init__(self, key: bytes):
-        self._key = derive_key(key, "secure gaussian")
-
-    def normal(
-        self, shape: Sequence[int], *, step: int, tensor: int, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Standard normals (see `NoiseSource`) from the CPU, copied, so that every device adds the same noise."""
-        step_key = derive_key(self._key, "step", str(step))
-        flat = _fill_in_chunks(math.prod(shape), functools.partial(_SecureFiller, step_key, tensor))
-        return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
 
 
 class FastGaussian(NoiseSource):
@@ -265,22 +175,13 @@ class FastGaussian(NoiseSource):
         return torch.from_numpy(flat).view(torch.Size(shape)).to(device)
 
 
-# Source of a new run of each kind; and of a run whose ledger names the stream.
 NOISE_SOURCES: dict[str, type[ChaCha20Gaussian] | type[FastGaussian]] = {
     source.name: source for source in (ChaCha20Gaussian, FastGaussian)
 }
-STREAMS: dict[str, type[ChaCha20Gaussian] | type[SecureGaussian] | type[FastGaussian]] = {
-    source.stream: source for source in (ChaCha20Gaussian, SecureGaussian, FastGaussian)
-}
 
 
-def make_noise_source(kind: str, key: bytes, stream: str | None = None) -> NoiseSource:
-    """The source that ``noise_rng=kind`` names, under ``key``.
-
-    Args:
-        kind: ``"secure"`` (cipher) or ``"fast"`` (statistical generator).
-        key: 32 bytes from `hf_dpopt.run.keys.Chain.noise_key`.
-        stream: stream of the run that goes on, see `stream_of`; None for that of new runs.
+def source_of(kind: str) -> type[ChaCha20Gaussian] | type[FastGaussian]:
+    """Return the class of the source that ``noise_rng=kind`` names: a cipher, or a statistical generator.
 
     Raises:
         DPConfigError: if no source has that name.
@@ -288,34 +189,24 @@ def make_noise_source(kind: str, key: bytes, stream: str | None = None) -> Noise
     if kind not in NOISE_SOURCES:
         allowed = "; ".join(f"{name!r}: {source.description}" for name, source in NOISE_SOURCES.items())
         raise DPConfigError(f"noise_rng={kind!r} is not a noise source. Use one of {allowed}.")
-    return NOISE_SOURCES[kind](key) if stream is None else source_of(stream)(key)
+    return NOISE_SOURCES[kind]
 
 
-def source_of(stream: str) -> type[ChaCha20Gaussian] | type[SecureGaussian] | type[FastGaussian]:
-    """Class of the source that draws from a stream, by its name in a ledger.
-
-    Raises:
-        DPConfigError: for a stream that this release does not know.
-    """
-    if stream not in STREAMS:
-        raise DPConfigError(
-            f"The noise of this run comes from the stream {stream!r}, which this release does not know (it knows "
-            f"{', '.join(STREAMS)}). Go on with the release of hf_dpopt that began the run, or a newer one."
-        )
-    return STREAMS[stream]
+def make_noise_source(kind: str, key: bytes) -> NoiseSource:
+    """Return the source that ``noise_rng=kind`` names, under a key of `hf_dpopt.run.keys.Chain.noise_key`."""
+    return source_of(kind)(key)
 
 
-def stream_of(kind: str, recorded: Mapping[str, Any] | None) -> str:
-    """Stream that a run of a kind draws from: that of the plan it goes on with, else that of new runs.
-
-    Args:
-        kind: option `noise_rng`, see `make_noise_source`.
-        recorded: plan in the ledger of the run, or None for a run that begins.
+def describe_stream(stream: str) -> str:
+    """Describe a noise stream, by its name in a ledger or report.
 
     Raises:
         DPConfigError: for a stream that this release does not know.
     """
-    kept = None if recorded is None else recorded.get("noise_rng")
-    if kept is None or source_of(str(kept)).name != kind:  # a ledger refuses another kind
-        return NOISE_SOURCES[kind].stream
-    return str(kept)
+    for source in NOISE_SOURCES.values():
+        if source.stream == stream:
+            return source.description
+    raise DPConfigError(
+        f"noise_rng={stream!r}: this release does not know the noise stream. Use the release that wrote it, or a "
+        "newer one."
+    )

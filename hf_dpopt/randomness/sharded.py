@@ -74,7 +74,7 @@ class ShardedSource(NoiseSource):
             mine = torch.zeros(place.num, device=device)
             self.whole.add_parts([Part(tensor, place.first, mine)], stddev=1.0, step=step)
             return mine.view(torch.Size(shape))
-        # a stream of an earlier release has no addresses: the whole tensor is drawn, and cut
+        # a source without addresses draws the whole tensor
         whole = self.whole.normal(place.whole, step=step, tensor=tensor, device=device).view(-1)
         return whole[place.first : place.first + place.num].clone().view(torch.Size(shape))
 

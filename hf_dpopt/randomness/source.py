@@ -18,8 +18,7 @@ class NoiseSource(abc.ABC):
     """
 
     name: ClassVar[str] = "unnamed"  #: kind, as the option noise_rng spells it
-    #: Name and version of the stream, which ledgers write: a resumed run draws from the same one. Releases up to 0.1.0
-    #: had one stream for each kind, and wrote the kind.
+    #: Name and version of the stream, which ledgers write: a resumed run draws from the same one.
     stream: ClassVar[str] = "unnamed"
     description: ClassVar[str] = ""  #: its description in a privacy statement
 
@@ -55,8 +54,8 @@ class NoiseSource(abc.ABC):
         """Drop what was drawn ahead."""
 
     def entry(self) -> dict[str, Any]:
-        """Entry by which a kept state names its stream; empty for those that earlier releases left unnamed."""
-        return {} if self.stream == self.name else {"noise_stream": self.stream}
+        """Entry by which a kept state names its stream."""
+        return {"noise_stream": self.stream}
 
 
 class AddressedSource(NoiseSource):

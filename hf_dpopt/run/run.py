@@ -26,7 +26,7 @@ from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
-from hf_dpopt.randomness.cipher import make_noise_source, stream_of
+from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.sharded import ShardedSource
 from hf_dpopt.randomness.source import NoiseSource
 from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
@@ -144,10 +144,9 @@ class PrivateRun:
         opened = self.ranks.same(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training))
         self.chain: Chain = opened[0]
         self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
-        self.plan = plan = _drawn_from(plan, opened[5])
-        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key, plan.noise_stream)
+        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
         source = self._of_shards(drawn_from)
-        self._start, noise_state, self.recovery = opened[2:5]
+        self._start, noise_state, self.recovery = opened[2:]
         done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self._start
         self._taken = done  # steps of this chain that the model has taken
         try:
@@ -204,16 +203,14 @@ class PrivateRun:
         checkpoint: str | Path | None,
         data_mark: str | None,
         training: Mapping[str, Any] | None,
-    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None, str]:
-        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, the steps
-        that are taken again, and the stream that its noise is drawn from."""
+    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None]:
+        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, and
+        the steps that are taken again."""
         directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
         self.state = PrivateState(directory, forbidden=self.output_dir)
         self.ledger = Ledger.open(self.output_dir / LEDGER)
         self._memory, began = self.state.memory(self.ledger), beginning(self.ledger)
         try:
-            if self.ledger.plan is not None:
-                self.plan = _drawn_from(self.plan, stream_of(self.plan.config.noise_rng, self.ledger.plan))
             check_resumable(self.ledger, resume_step)
             mark, data_digest = self._check_checkpoint(resume_step, checkpoint)
             self._memory.lock()
@@ -249,7 +246,7 @@ class PrivateRun:
         start = self.ledger.chains[position].start_step
         charged.append(charged.pop(position))  # the chain in progress comes last
         noise = self.state.load_noise(chain, charged[-1]) if charged[-1] and not self._is_sharded else None
-        return chain, charged, start, noise, recovery, self.plan.noise_stream
+        return chain, charged, start, noise, recovery
 
     @property
     def first_step(self) -> int:
@@ -618,9 +615,7 @@ class PrivateRun:
             )
         self._is_asking = False
         units = opening.sensitivity(self.plan.clipper.clipping_norm) * SENSITIVITY_FACTOR[self.plan.adjacency]
-        source = make_noise_source(
-            self.plan.config.noise_rng, opening_key(self.chain.noise_key), self.plan.noise_stream
-        )
+        source = make_noise_source(self.plan.config.noise_rng, opening_key(self.chain.noise_key))
         for tensor, name in enumerate(sorted(sums)):
             total = sums[name]
             if self.plan.noise_multiplier > 0:
@@ -723,11 +718,6 @@ class PrivateRun:
                     f"{self.output_dir / JOURNAL}, stay, so that it can go on; delete the journal if it will not."
                 )
         self.ledger, self._is_closed = None, True
-
-
-def _drawn_from(plan: PrivacyPlan, stream: str) -> PrivacyPlan:
-    """The plan with noise from the stream that its run began with: that of an earlier release, perhaps."""
-    return plan if plan.noise_stream == stream else dataclasses.replace(plan, noise_stream=stream)
 
 
 def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:

@@ -16,7 +16,7 @@ from hf_dpopt.verify.sensitivity import brute_force
 
 FORMAT = 1
 UNITS = ("example", "block", "user")
-STREAMS = {"chacha20/1": True, "secure": True, "fast": False}  # name -> whether it is a cipher
+STREAMS = {"chacha20/1": True, "fast": False}  # name -> whether it is a cipher
 PRECLIPS = (None, "dp2", "adadps", "one_query", "quantile", "subspace", "scale")
 SAME = 1e-6  # relative, of sensitivities that were computed in two ways
 # What a plan may say otherwise than the one before it, on the same mechanism; or than the report, which another

@@ -12,12 +12,10 @@ import scipy.stats
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.randomness import blocks, chacha, cipher
+from hf_dpopt.randomness import blocks, cipher
 from hf_dpopt.randomness.cipher import (
     CHUNK,
-    HALF,
-    STREAMS,
-    SecureGaussian,
+    NOISE_SOURCES,
     derive_key,
     make_noise_source,
     random_words,
@@ -25,7 +23,7 @@ from hf_dpopt.randomness.cipher import (
 )
 from tests.reference import randomness as reference
 
-KINDS = [*STREAMS]  # those of earlier releases, too
+KINDS, HALF = [*NOISE_SOURCES], CHUNK // 2
 
 
 @pytest.fixture
@@ -81,16 +79,6 @@ def test_words_depend_on_key_and_step_only(key):
 
 
 # --- the stream ---
-
-
-@pytest.mark.parametrize("num", [1, 2, 1000, HALF - 1, HALF, HALF + 1, CHUNK, CHUNK + 1, 3 * CHUNK + HALF + 5])
-def test_secure_normals_equal_one_pair_at_a_time(key, num):
-    """Whatever the size of the tensor, also in its last, partly filled chunk."""
-    z = SecureGaussian(key).normal((num,), step=12, tensor=3)
-    edges = {0, 1, HALF - 1, HALF, CHUNK - 1, CHUNK, CHUNK + HALF, num - 2, num - 1}
-    elements = [e for e in edges | set(range(0, num, 997)) if 0 <= e < num]
-    expected = torch.tensor([reference.normal(key, 12, 3, e) for e in elements], dtype=torch.float32)
-    torch.testing.assert_close(z[elements], expected, rtol=2e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,18 +149,6 @@ def test_tail(kind):
     assert low <= count <= high
 
 
-def test_box_muller_reaches_far_into_the_tail():
-    """A record may move one coordinate by C; noise that ends at 5.8 stddevs (fp32 uniforms) would tell. Ours: 8.57."""
-    most = 2**64 - 1
-    angles = [0, 1, 2**61, 2**62, 2**63 - 1, 2**63, 2**63 + 2**11, 3 * 2**62, most]
-    words = np.array([(u, v) for u in (0, 2**11, 2**63, most) for v in angles], dtype="<u8")
-    expected = np.array([reference.box_muller(int(u), int(v)) for u, v in words]).T.ravel()
-    out = np.empty(2 * len(words), dtype=np.float32)
-    cipher._BoxMuller().fill(out, words.copy())
-    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)  # cos and sin round near their zeros
-    assert out.max() == pytest.approx(math.sqrt(106 * math.log(2))) and out.min() == pytest.approx(-out.max())
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_streams_are_independent(key, kind):
     """Correlation of values and of squares between steps, tensors, keys, chunks, halves of a chunk and neighbours.
@@ -196,22 +172,8 @@ def test_streams_are_independent(key, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_source_names_itself_and_hides_its_key(key, kind):
     source = source_of(kind)(key)
-    assert source.stream == kind and ("statistical PRNG" in source.description) == (kind == "fast")
+    assert source.name == kind and ("statistical PRNG" in source.description) == (kind == "fast")
     assert key.hex() not in repr(source)
-
-
-def test_new_runs_and_those_of_earlier_releases_have_their_streams(key):
-    """A ledger that says "secure" is of a release that drew from AES."""
-    assert isinstance(make_noise_source("secure", key), chacha.ChaCha20Gaussian)
-    assert isinstance(make_noise_source("fast", key), cipher.FastGaussian)
-    recorded = {"secure": ("secure", SecureGaussian), "fast": ("fast", cipher.FastGaussian)}
-    recorded["chacha20/1"] = ("secure", chacha.ChaCha20Gaussian)
-    for stream, (kind, source) in recorded.items():
-        assert cipher.stream_of(kind, {"noise_rng": stream}) == stream
-        assert type(make_noise_source(kind, key, stream)) is source
-    assert cipher.stream_of("secure", None) == cipher.stream_of("secure", {"noise_rng": "fast"}) == "chacha20/1"
-    with pytest.raises(DPConfigError, match="'chacha20/9', which this release does not know.*newer one"):
-        cipher.stream_of("secure", {"noise_rng": "chacha20/9"})
 
 
 def test_unknown_kind_is_refused(key):

@@ -22,7 +22,7 @@ from hf_dpopt.noise.slices import Flattened, slice_of
 from hf_dpopt.randomness import ahead
 from hf_dpopt.randomness.blocks import CHUNK
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.cipher import SecureGaussian
+from hf_dpopt.randomness.cipher import FastGaussian
 from tests.ranks import launch
 
 KEY = bytes(range(32))
@@ -98,7 +98,7 @@ def _work(size: int, folder: str) -> None:
     found["ahead"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks, early=True)
     slices.BUCKET_ELEMENTS = 1000
     found["in buckets"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks)
-    found["aes"] = _released(SHAPES, SecureGaussian(KEY), ranks)
+    found["without addresses"] = _released(SHAPES, FastGaussian(KEY), ranks)
 
     class OnDevice(ChaCha20Gaussian):  # of rank 0 alone: all ranks share the work, or they would wait for each other
         def is_drawn_at(self, device):
@@ -141,9 +141,9 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("slices")
 class TestProcesses:
-    @pytest.mark.parametrize("case", ["all", "ahead", "in buckets", "aes", "unlike"])
+    @pytest.mark.parametrize("case", ["all", "ahead", "in buckets", "without addresses", "unlike"])
     def test_the_ranks_release_what_one_process_does(self, found, case):
-        alone = _released(SHAPES, (SecureGaussian if case == "aes" else ChaCha20Gaussian)(KEY))
+        alone = _released(SHAPES, (FastGaussian if case == "without addresses" else ChaCha20Gaussian)(KEY))
         for rank in found:
             for step in range(STEPS):
                 assert all(torch.equal(rank[case][step][name], alone[step][name]) for name in SHAPES)

@@ -33,12 +33,3 @@ def box_muller(word_u: int, word_v: int) -> tuple[float, float]:
     u, v = (word_u >> 11) / 2**53, (word_v >> 11) / 2**53
     radius = math.sqrt(-2 * math.log(1 - u))
     return radius * math.cos(2 * math.pi * v), radius * math.sin(2 * math.pi * v)
-
-
-def normal(key: bytes, step: int, tensor: int, element: int) -> float:
-    """Element ``element`` of the flattened tensor, as `SecureGaussian` defines it."""
-    step_key = subkey(subkey(key, "secure gaussian"), "step", str(step))
-    chunk, position = divmod(element, 2**14)
-    pair = position % 2**13
-    word_u, word_v = words(step_key, (tensor << 96) + (chunk << 32) + pair, 2)  # a pair is one block
-    return box_muller(word_u, word_v)[position // 2**13]

@@ -44,7 +44,7 @@ def test_the_numbers_of_the_run_are_in_the_text(make_facts: MakeFacts, plan: Pri
     assert row(text, "epsilon asked for").startswith("none")
     for fact in (
         "truncated_poisson",
-        "SecureGaussian",
+        "ChaCha20Gaussian",
         "ab" * 32,
         "torch 9.8.7",
         "passed",

@@ -163,7 +163,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "float64": dict(dtype=torch.float64, options=dict(noise_multiplier=0.0)),
     "dp2_and_blt": dict(options={**DP2, **NOISE["blt"]}),
     "quantile_and_banded": dict(options={"preconditioner": "quantile", **NOISE["banded"]}),
-    "aes": dict(),
+    "fast": dict(options=dict(noise_rng="fast")),
     "per_layer": dict(options=dict(clipping="per_layer")),
 }
 
@@ -225,12 +225,8 @@ def train(name: str, cell: Cell, out: Path) -> dict[str, Any]:
     options |= cell.options
     if cell.users:
         options |= dict(privacy_unit="user", records_per_user=2)
-    if name == "aes":
-        options |= dict(noise_rng="secure")
     records = tiny.records()
     plan = make_plan(PrivacyConfig(**options), num_examples=len(records), num_steps=STEPS)
-    if name == "aes":
-        plan = dataclasses.replace(plan, noise_stream="secure")
     engine = make_engine(model, plan.clipper, cell.engine)
     run = PrivateRun(
         plan, output_dir=out / name, private_state_dir=out / f"{name}-k", parameters=engine.parameters

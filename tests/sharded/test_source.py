@@ -11,7 +11,7 @@ from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness import sharded
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.cipher import SecureGaussian
+from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.randomness.sharded import FINGERPRINT_ROWS, Place, ShardedSource
 
 KEY = bytes(range(32))
@@ -61,7 +61,7 @@ def shard_source(monkeypatch, whole, everyone, rank) -> ShardedSource:
     return source
 
 
-@pytest.mark.parametrize("kind", [ChaCha20Gaussian, SecureGaussian])
+@pytest.mark.parametrize("kind", [ChaCha20Gaussian, FastGaussian])
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_shards_are_parts_of_the_whole_to_the_last_bit(monkeypatch, kind, size):
     whole = kind(KEY)
