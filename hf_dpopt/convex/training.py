@@ -131,7 +131,7 @@ class HeadRun:
                     check_shape(kept, descent.weights.shape, self.output_dir)
                     descent.load_state_dict(kept)
                 first = 0 if kept is None else kept["step"]
-                source = make_noise_source(self._noise_rng, chain.noise_key, stream)
+                source = make_noise_source(self._noise_rng, chain.noise_key)
                 self._descend(features, labels, chain, source, first, descent, state, progress)
                 state.save(self.plan.config.num_steps, descent.state_dict())
                 state.note_return()

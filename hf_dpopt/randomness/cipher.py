@@ -195,3 +195,18 @@ def source_of(kind: str) -> type[ChaCha20Gaussian] | type[FastGaussian]:
 def make_noise_source(kind: str, key: bytes) -> NoiseSource:
     """Return the source that ``noise_rng=kind`` names, under a key of `hf_dpopt.run.keys.Chain.noise_key`."""
     return source_of(kind)(key)
+
+
+def describe_stream(stream: str) -> str:
+    """Describe a noise stream, by its name in a ledger or report.
+
+    Raises:
+        DPConfigError: for a stream that this release does not know.
+    """
+    for source in NOISE_SOURCES.values():
+        if source.stream == stream:
+            return source.description
+    raise DPConfigError(
+        f"noise_rng={stream!r}: this release does not know the noise stream. Use the release that wrote it, or a "
+        "newer one."
+    )

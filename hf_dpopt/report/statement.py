@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_dpopt.accounting.delta import default_delta, sizes_with_default
 from hf_dpopt.preclip import PRECLIPS
-from hf_dpopt.randomness.cipher import source_of
+from hf_dpopt.randomness.cipher import describe_stream
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.meaning import meaning_section
 from hf_dpopt.report.tuned import dataset_rows, describe_tuning, invalidates, tuning_rows
@@ -501,7 +501,7 @@ def _accounting(facts: RunFacts) -> str:
         f"step too. {_correlation(plan)}Charges add up over resumed, branched, crashed and repeated runs; a run stops "
         f"before it exceeds `target_epsilon`.{_lost(facts)}\n\n"
         f"{_unvetted(facts)}"
-        f"The noise generator, `{plain(facts.noise_generator)}` ({_stream(plan)}), is {kind}. "
+        f"The noise generator, `{plain(facts.noise_generator)}` ({describe_stream(plan['noise_rng'])}), is {kind}. "
         f"Keys used: {facts.chains}, from "
         f"{'the user' if facts.unsafe else 'the operating system'}. Ledger digest: `{plain(facts.ledger_digest)}`."
     )
@@ -520,11 +520,6 @@ def _unvetted(facts: RunFacts) -> str:
 
 def _plain_list(texts: Iterable[str]) -> str:
     return ", ".join(_quoted(text) for text in texts)
-
-
-def _stream(plan: dict[str, Any]) -> str:
-    """Description of the random stream that the noise of a run is drawn from."""
-    return source_of(plan["noise_rng"]).description
 
 
 def _lost(facts: RunFacts) -> str:

@@ -1,8 +1,9 @@
-"""Slow randomness: one AES block at a time."""
+"""Slow randomness: one AES block and one pair of normals at a time, with the textbook formulas."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
@@ -25,3 +26,10 @@ def words(key: bytes, counter: int, num: int) -> list[int]:
         stream += encryptor.update(counter.to_bytes(16, "big"))
         counter += 1
     return [int.from_bytes(stream[8 * i : 8 * i + 8], "little") for i in range(num)]
+
+
+def box_muller(word_u: int, word_v: int) -> tuple[float, float]:
+    """One pair of normals from the top 53 bits of two words."""
+    u, v = (word_u >> 11) / 2**53, (word_v >> 11) / 2**53
+    radius = math.sqrt(-2 * math.log(1 - u))
+    return radius * math.cos(2 * math.pi * v), radius * math.sin(2 * math.pi * v)
