@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoTokenizer
 
-from recipes.paper.top_layer.task import States, Task, below_the_top, read
+from recipes.paper.top_layer.task import States, Task, below_the_top, kept_states, load_encoder, read
 
 NUM_TRAIN, NUM_TUNING, NUM_TEST = 10_000, 2000, 4000
 MAX_TOKENS = 32
@@ -41,10 +41,9 @@ def means(records: States) -> States:
 
 
 @torch.autocast("cpu", torch.bfloat16)
-def make_tasks(sst2: Path, ag_news: Path, model: str) -> dict[str, Task]:
-    """The tasks with the encoder in the folder `model`; minutes."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    encoder = AutoModel.from_pretrained(model, add_pooling_layer=False, attn_implementation="eager").eval()
+def make_states(sst2: Path, ag_news: Path, model: str) -> list[States]:
+    """Compute the states of phrases, then of topics, with the encoder in the folder `model`; minutes."""
+    tokenizer, encoder = AutoTokenizer.from_pretrained(model), load_encoder(model)
     whole = encoder.encoder.layer
 
     def states(texts: list[str], labels: list[int], rows: np.ndarray) -> States:
@@ -61,20 +60,17 @@ def make_tasks(sst2: Path, ag_news: Path, model: str) -> dict[str, Task]:
     texts, labels = read(sst2 / "train.tsv")
     rows = rng.permutation(len(texts))[: held_out + NUM_TRAIN]
     cuts = (rows[held_out:], rows[:NUM_TUNING], rows[NUM_TUNING:held_out])
-    phrases = [states(texts, labels, part) for part in cuts]
-    layer: nn.Module = whole[-1]
+    return [*(states(texts, labels, part) for part in cuts), *topics]
+
+
+def kept_tasks(sst2: Path, ag_news: Path, model: str, cache: Path) -> dict[str, Task]:
+    """Return the tasks; a file keeps their states for the next call."""
+    states = kept_states(cache, lambda: make_states(sst2, ag_news, model))
+    phrases, topics, layer = states[:3], states[3:], load_encoder(model).encoder.layer[-1]
+    parts = [means(records) for records in phrases]
     return {
         "lora": Task(*phrases, phrases[1], layer),
         "full": Task(*phrases, phrases[1], layer),
         "topics": Task(*topics, topics[1], nn.Identity()),
+        "phrases": Task(*parts, parts[1], nn.Identity()),
     }
-
-
-def kept_tasks(sst2: Path, ag_news: Path, model: str, cache: Path) -> dict[str, Task]:
-    """`make_tasks`, kept in a file for the next call."""
-    if not cache.exists():
-        torch.save(make_tasks(sst2, ag_news, model), cache)
-    tasks = torch.load(cache, weights_only=False)
-    below = tasks["lora"]
-    parts = [means(records) for records in (below.train, below.tuning, below.test)]
-    return {**tasks, "phrases": Task(*parts, parts[1], nn.Identity())}
