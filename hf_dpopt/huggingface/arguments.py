@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
@@ -28,6 +31,10 @@ from hf_dpopt.plan.options import (
     UserOptions,
 )
 from hf_dpopt.run.dataset_ledger import DatasetBudget
+
+PRIVATE_PLACES = ("private_state_dir", "privacy_ledger")
+SECRET_WORDS = ("token", "key", "password", "secret", "credentials")  # last words of names
+VOCABULARY = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image"))
 
 
 @dataclass
@@ -162,11 +169,8 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         return "dp_adamw" if self.filter is not None and name in ("adamw_torch", "adamw_torch_fused") else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Dictionary of the arguments without what must not reach logs: the test key and the place of the keys."""
-        values = super().to_dict()
-        for secret in ("unsafe_fixed_noise_key", "private_state_dir"):
-            values[secret] = None if getattr(self, secret) is None else f"<{secret.upper()}>"
-        return values
+        """Dictionary of the arguments, with placeholders for what must not reach logs."""
+        return without_secrets(super().to_dict())
 
     def __str__(self) -> str:
         """The values of `to_dict`: scripts print their arguments, and the generated one would show the secrets."""
@@ -175,7 +179,46 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
     __repr__ = __str__
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = DPTrainingArguments.__repr__  # type: ignore[method-assign]  # else one is generated
 
-@dataclass(repr=False)
+    def __getstate__(self) -> dict[str, Any]:
+        """State for a pickle, which reaches checkpoints and the hub: without secrets.
+
+        A child process that `multiprocessing` starts here receives its pickle through a pipe, so it gets everything.
+        """
+        return dict(vars(self)) if get_spawning_popen() is not None else without_secrets(vars(self))
+
+    def __copy__(self) -> DPTrainingArguments:
+        made = object.__new__(type(self))
+        vars(made).update(vars(self))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DPTrainingArguments:
+        made = memo[id(self)] = copy.copy(self)
+        vars(made).update(copy.deepcopy(vars(self), memo))
+        return made
+
+
+def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with a placeholder, `<NAME>`, for each token, key and private place, at any depth."""
+    cleaned: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            cleaned[name] = without_secrets(value)
+        else:
+            cleaned[name] = f"<{name.upper()}>" if value is not None and is_secret(name) else value
+    return cleaned
+
+
+def is_secret(name: Any) -> bool:
+    """Whether the value of an argument must not be published; new options of transformers are found by their names."""
+    last = str(name).rpartition("_")[2]
+    return name in PRIVATE_PLACES or (last in SECRET_WORDS and name not in VOCABULARY)
+
+
+@dataclass
 class DPSeq2SeqTrainingArguments(DPTrainingArguments, Seq2SeqTrainingArguments):
     """`Seq2SeqTrainingArguments` with the fields of `DPTrainingArguments`."""

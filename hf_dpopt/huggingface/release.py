@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
@@ -26,13 +26,13 @@ from hf_dpopt.run.dataset_ledger import charged_to
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 
-SCRUBBED = ("hub_token", "unsafe_fixed_noise_key", "private_state_dir")
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
 CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin",)
 
 
-class _LastScan(NamedTuple):
+@dataclasses.dataclass(frozen=True, repr=False)
+class _LastScan:
     """A scan, and what it was made for."""
 
     scan: ReleaseScan
@@ -145,19 +145,6 @@ class ReleaseGuard:
             return  # the run stops for it
         if self.trainer.is_world_process_zero() and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
-
-    @contextlib.contextmanager
-    def scrubbed_arguments(self) -> Iterator[None]:
-        """`training_args.bin` pickles the arguments: without tokens, keys and the place of the keys."""
-        args = self.trainer.args
-        saved = {name: getattr(args, name) for name in SCRUBBED}
-        for name in SCRUBBED:
-            setattr(args, name, None)
-        try:
-            yield
-        finally:
-            for name, value in saved.items():
-                setattr(args, name, value)
 
     def check(self, folder: Path, *, is_thorough: bool = False, is_start: bool = False) -> None:
         """Refuse to go on if a secret, a credential or training text is in the folder.

@@ -714,7 +714,7 @@ class DPTrainerMixin(_Trainer):
         give_back(self.model)
         if state_dict is not None and any_sharded(state_dict.values()):
             state_dict = whole_state(state_dict, keeps=self.args.should_save)
-        with self._release.scrubbed_arguments(), written_on_this_machine(model, self.args):
+        with written_on_this_machine(model, self.args):
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
             self._release.check(Path(output_dir or self.args.output_dir))

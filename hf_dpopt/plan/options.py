@@ -51,13 +51,19 @@ class Help(str):
 
 
 def option(
-    default: Any, says: str, *, unset: str | None = None, more: str = "", choices: Iterable[str] | None = None
+    default: Any,
+    says: str,
+    *,
+    unset: str | None = None,
+    more: str = "",
+    choices: Iterable[str] | None = None,
+    repr: bool = True,
 ) -> Any:
     """A field of a group. Its metadata are arguments of `argparse`, as `HfArgumentParser` wants them."""
     metadata: dict[str, Any] = {"help": Help(says, unset, more)}
     if choices is not None:
         metadata["choices"] = tuple(choices)
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata, repr=repr)
 
 
 # --- the groups, in the order of --help and docs/arguments.md --------------------------------------------------------
@@ -301,6 +307,7 @@ class NoiseOptions:
         None,
         "64 hex digits. For tests only: the run is stamped NOT PRIVATE, epsilon is inf.",
         more="They replace the operating system's randomness.",
+        repr=False,
     )
 
 
@@ -463,7 +470,8 @@ OPTIONS: dict[str, dataclasses.Field] = {
 
 def copy_option(name: str) -> Any:
     """Make a field of another dataclass with the default and the description of the option `name`."""
-    return dataclasses.field(default=OPTIONS[name].default, metadata=OPTIONS[name].metadata)
+    described = OPTIONS[name]
+    return dataclasses.field(default=described.default, metadata=described.metadata, repr=described.repr)
 
 
 def help_of(name: str) -> Help:

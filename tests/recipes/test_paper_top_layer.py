@@ -183,3 +183,15 @@ def test_scales_of_the_parts_add_up(made):
     assert parts["lora_A"]["share"] == 0.0  # the other matrix is zero at the first weights
     assert parts["lora_A"]["correlation"] is None
     assert all(part["divisor"] == sorted(part["divisor"]) and part["divisor"][0] > 0 for part in parts.values())
+
+
+def test_states_are_kept_as_tensors(tmp_path, encoder):
+    calls = []
+
+    def make():
+        calls.append(1)
+        return [task.below_the_top(encoder, _ids(), [i % 2 for i in range(NUM)])]
+
+    first, second = (task.kept_states(tmp_path / "states.pt", make)[0] for _ in range(2))
+    assert len(calls) == 1
+    assert all(torch.equal(value, vars(second)[name]) for name, value in vars(first).items())

@@ -20,8 +20,19 @@ NOT_REENTRANT = "Use activation_checkpointing_kwargs={'use_reentrant': False}, t
 
 def check_arguments(args: TrainingArguments) -> None:
     """Refuse training arguments under which the privacy statement would be false."""
+    raise_first(_on_pickled(args))
     check_values(args)
     raise_first(_on_arguments(args))
+
+
+def _on_pickled(args: Any) -> Iterator[Refusal]:
+    for name, value in vars(args).items():
+        yield (
+            isinstance(value, str) and value == f"<{name.upper()}>",
+            f"{name}={value}: it was left out when these arguments were pickled, as pickles reach checkpoints and the "
+            "hub.",
+            f"Set args.{name} again (None if there was none); pass it to a worker by an environment variable or file.",
+        )
 
 
 def _on_arguments(args: Any) -> Iterator[Refusal]:

@@ -87,7 +87,7 @@ def _on_sft(args: Any) -> Iterator[Refusal]:
         yield (
             True,
             f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget.",
-            "Derive them from both: @dataclass(repr=False) class DPSFTConfig(DPTrainingArguments, SFTConfig).",
+            "Derive them from both: @dataclass class DPSFTConfig(DPTrainingArguments, SFTConfig).",
         )
         return
     yield (

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -88,15 +90,18 @@ def read(path: Path) -> tuple[list[str], list[int]]:
     return [row["sentence"] for row in rows], [int(row["label"]) for row in rows]
 
 
-def make_task(data: Path, model: str) -> Task:
-    """The task with the encoder in the folder `model`; a few minutes.
+def load_encoder(model: str) -> Any:
+    """Load the BERT in the folder `model`."""
+    return AutoModel.from_pretrained(model, add_pooling_layer=False, attn_implementation="eager").eval()
+
+
+def make_states(data: Path, model: str) -> list[States]:
+    """Compute the states of a task with the encoder in the folder `model`; a few minutes.
 
     Args:
         data: folder with train.tsv and dev.tsv of SST-2.
     """
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    encoder = AutoModel.from_pretrained(model, add_pooling_layer=False, attn_implementation="eager").eval()
-    layer = encoder.encoder.layer[-1]
+    tokenizer, encoder = AutoTokenizer.from_pretrained(model), load_encoder(model)
     encoder.encoder.layer = encoder.encoder.layer[:-1]
 
     def states(texts: list[str], labels: list[int]) -> States:
@@ -106,12 +111,18 @@ def make_task(data: Path, model: str) -> Task:
     texts, labels = read(data / "train.tsv")
     order = np.random.default_rng(0).permutation(len(texts))
     cuts = (order[NUM_TUNING + NUM_TEST :], order[:NUM_TUNING], order[NUM_TUNING : NUM_TUNING + NUM_TEST])
-    train, tuning, test = (states([texts[i] for i in part], [labels[i] for i in part]) for part in cuts)
-    return Task(train, tuning, test, states(*read(data / "dev.tsv")), layer)
+    parts = [states([texts[i] for i in part], [labels[i] for i in part]) for part in cuts]
+    return [*parts, states(*read(data / "dev.tsv"))]
+
+
+def kept_states(cache: Path, make: Callable[[], list[States]]) -> list[States]:
+    """Return the states that `make` computes; a file keeps their tensors for the next call."""
+    if not cache.exists():
+        torch.save([vars(states) for states in make()], cache)
+    return [States(**tensors) for tensors in torch.load(cache, weights_only=True)]
 
 
 def kept_task(data: Path, model: str, cache: Path) -> Task:
-    """`make_task`, kept in a file for the next call."""
-    if not cache.exists():
-        torch.save(make_task(data, model), cache)
-    return torch.load(cache, weights_only=False)
+    """Return the task with the encoder in the folder `model`; see `make_states`."""
+    states = kept_states(cache, lambda: make_states(data, model))
+    return Task(*states, load_encoder(model).encoder.layer[-1])
