@@ -215,6 +215,7 @@ class DPTrainerMixin(_Trainer):
         check_same_everywhere(train_dataset)
         recorded = self._choose_recipe(args, config, num_examples, expected)
         settled = self._recipe.applied_to(args)  # args themselves change once there is a plan
+        refusals.check_batch(settled, expected, num_examples)
         expected = settled.expected_batch_size or expected
         config = settled.privacy_config(expected)
         num_steps = args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, num_examples, expected)
