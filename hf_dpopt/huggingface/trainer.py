@@ -18,6 +18,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import BestRun, TrainOutput
 
+from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
@@ -486,6 +487,8 @@ class DPTrainerMixin(_Trainer):
     def _announce(self) -> None:
         plan, run = self._planned(), self._run
         assert run is not None
+        if said := no_protection(plan.epsilon(), "record" if plan.unit == "example" else plan.unit):
+            logger.warning(f"NO PROTECTION: {said}")
         logger.info(
             f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
             f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
