@@ -226,7 +226,7 @@ def test_the_first_step_of_a_short_run_moves(tmp_path):
         {"lr_scheduler_type": "polynomial", "warmup_steps": 100},
         {"optimizer_cls_and_kwargs": (lambda p, **k: torch.optim.AdamW(p, **k), {"lr": 1e-3})},
         {"num_train_epochs": 1e-3},
-        {"train_dataset": records(1), "target_delta": 0.1, "per_device_train_batch_size": 1},
+        {"train_dataset": records(2), "target_delta": 0.1, "per_device_train_batch_size": 1},
     ],
     ids=lambda flags: ", ".join(map(str, flags)),
 )

@@ -72,11 +72,16 @@ def resolve_delta(
         unit: name of the unit in messages.
 
     Raises:
-        DPConfigError: for a delta above 1/n that was asked for and not allowed.
+        DPConfigError: for one unit alone, and for a delta above 1/n that was asked for and not allowed.
 
     Warns:
         PrivacyWarning: for a delta of 1/n or more.
     """
+    if num_units < 2:
+        raise DPConfigError(
+            f"The dataset has one {unit}: a model that learns anything from it tells of that {unit}, and one that "
+            f"tells nothing is noise. Use a dataset of hundreds of {unit}s or more."
+        )
     delta = target_delta if target_delta is not None else recorded
     if delta is None:
         return default_delta(num_units)

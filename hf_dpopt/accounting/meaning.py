@@ -19,7 +19,19 @@ FALSE_POSITIVES_OF_GROUPS = 0.01
 LARGEST_GROUP = 10
 EPSILON_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)  # of the claimed one, at which delta is listed
 FITS_WITHIN = 0.02  # true-positive rate, by which a Gaussian curve that fits may lie above the profile
+LARGEST_EPSILON = 20.0  # beyond, odds of one in 10^8 may become certainty
 FIT_POINTS = 1000  # false-positive rates at which the two are compared
+
+
+def no_protection(epsilon: float, unit: str = "record") -> str:
+    """Sentence on an epsilon that protects no unit; empty for a smaller one and for infinity."""
+    if not LARGEST_EPSILON < epsilon < math.inf:
+        return ""
+    return (
+        f"Epsilon {epsilon:.4g} gives no protection: the odds that a given {unit} was in the dataset may grow by a "
+        f"factor of 10^{epsilon / math.log(10):.0f}, so that an adversary may be certain. 1 to 8 is usual, and more "
+        f"than {LARGEST_EPSILON:g} does not protect."
+    )
 
 
 def round_up(value: float, digits: int = 4) -> float:

@@ -106,7 +106,9 @@ def plan_run(
         plots: folder for plots of the comparison, or None.
     """
     log.show(True)
-    config = _config(asked)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = _config(asked)
     check_count("num_parameters", training.num_parameters)
     if plots is not None:
         pyplot()  # what cannot be drawn is found before anything is computed
@@ -115,11 +117,11 @@ def plan_run(
     check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
     workload = training.workload(num_steps)
     sizes = {"num_examples": length.num_examples, "num_steps": num_steps, "workload": workload}
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as later:
         warnings.simplefilter("always")
         made = make_plan(config, **sizes)  # type: ignore[arg-type]
         rows = _compare(config, made, sizes, wanted=compare)
-    for message in dict.fromkeys(str(warning.message) for warning in caught):
+    for message in dict.fromkeys(str(warning.message) for warning in [*caught, *later]):
         sys.stderr.write(f"hf-dpopt: warning: {message}\n")
     beside = advice_beside(made, request, is_adaptive=training.optimizer == "adamw")
     if as_json:

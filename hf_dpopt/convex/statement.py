@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
@@ -105,13 +106,15 @@ def render(
     """The statement as Markdown; its first line says what is released."""
     config = plan.config
     epsilon = round_up(plan.epsilon()) if plan.is_private else "infinite"
+    weak = _WEAK.format(worthless=1 / plan.num_examples) if plan.delta >= 1 / plan.num_examples else ""
+    weak += f" {said}" if (said := no_protection(plan.epsilon() if plan.is_private else math.inf)) else ""
     own = _of_subspace(plan) if isinstance(plan, SubspaceHeadPlan) else _of_last_iterate(plan)
     return (_SUBSPACE_TEXT if isinstance(plan, SubspaceHeadPlan) else _TEXT).format(
         **own,
         headline=f"epsilon {epsilon} at delta {plan.delta:g}" if plan.is_private else "NOT PRIVATE, the noise is off",
         epsilon=epsilon,
         delta=plan.delta,
-        weak=_WEAK.format(worthless=1 / plan.num_examples) if plan.delta >= 1 / plan.num_examples else "",
+        weak=weak,
         num_labels=num_labels,
         norm=config.feature_norm,
         steps=config.num_steps,

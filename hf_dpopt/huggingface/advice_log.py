@@ -94,6 +94,8 @@ def _why(outlook: Outlook) -> str:
             f"Its learning rates add up to {outlook.reach:.2g}, and {outlook.advised_reach:.2g} is what it takes: the "
             "weights stay where they are."
         )
+    if outlook.step_ratio < 1:
+        return f"Its {outlook.num_steps} steps are too few to learn from, however little noise they have."
     return (
         f"The noise of a step is {outlook.step_ratio:.3g} times the signal, and all {outlook.num_steps} steps are "
         f"worth {outlook.useful_steps:.2g} without noise: what it learns is noise."

@@ -18,6 +18,7 @@ from transformers import Seq2SeqTrainer, Trainer
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import BestRun, TrainOutput
 
+from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
@@ -215,6 +216,7 @@ class DPTrainerMixin(_Trainer):
         check_same_everywhere(train_dataset)
         recorded = self._choose_recipe(args, config, num_examples, expected)
         settled = self._recipe.applied_to(args)  # args themselves change once there is a plan
+        refusals.check_batch(settled, expected, num_examples)
         expected = settled.expected_batch_size or expected
         config = settled.privacy_config(expected)
         num_steps = args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, num_examples, expected)
@@ -487,6 +489,8 @@ class DPTrainerMixin(_Trainer):
     def _announce(self) -> None:
         plan, run = self._planned(), self._run
         assert run is not None
+        if said := no_protection(plan.epsilon(), "record" if plan.unit == "example" else plan.unit):
+            logger.warning(f"NO PROTECTION: {said}")
         logger.info(
             f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
             f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "

@@ -6,9 +6,11 @@ They are far above what runs have. A run that needs more can be planned in parts
 from __future__ import annotations
 
 import math
+import warnings
 
+from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.common.checks import check_at_most, check_count
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, PrivacyWarning
 
 MAX_STEPS = 10**7  # beyond, dp_accounting computes with whole numbers of as many digits
 MAX_UNITS = 10**10  # records or users; the draws of a step are of this many
@@ -47,9 +49,14 @@ def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
 
 
 def check_budget(epsilon: float | None) -> None:
-    """Refuse budgets that no noise can be calibrated to; the bound on delta is in `accounting.delta`."""
+    """Refuse budgets that no noise can be calibrated to, and warn of those that do not protect.
+
+    The bound on delta is in `accounting.delta`.
+    """
     if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
         raise DPConfigError(
             f"target_epsilon={epsilon:g} is outside {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}, for which noise can "
             "be calibrated. 1 to 8 is usual for finetuning; noise_multiplier sets the noise itself."
         )
+    if epsilon is not None and (said := no_protection(epsilon)):
+        warnings.warn(said, PrivacyWarning, stacklevel=2)

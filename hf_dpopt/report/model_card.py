@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.meaning import attacker_sentence
 from hf_dpopt.report.statement import STAMP, plain, round_up, unit_of
@@ -65,6 +66,7 @@ def _ten_lines(facts: RunFacts) -> str:
     outputs = len(facts.non_private_outputs)
     plan, says_more = facts.plan, facts.meaning and not facts.not_private_reasons
     lines = [
+        no_protection(facts.epsilon, unit_of(plan)),
         attacker_sentence(facts.meaning, unit_of(plan)) if says_more else "",
         f"{facts.steps_charged} of {facts.steps_planned} steps, `{plan['noise_mechanism']}` noise with multiplier "
         f"{plan['noise_multiplier']:.4g}, sampler `{plan['sampler']['name']}`, clip {plan['clipping_norm']:g}.",

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_dpopt.accounting.delta import default_delta, sizes_with_default
+from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.randomness.cipher import describe_stream
 from hf_dpopt.report.facts import RunFacts
@@ -139,7 +140,7 @@ _INVALIDATES = (
 
 
 def render_statement(facts: RunFacts) -> str:
-    """The statement as Markdown. Its first line is stamped NOT PRIVATE if the run guarantees nothing.
+    """Return the statement as Markdown. Its first line says so if the run guarantees nothing, or protects nobody.
 
     Epsilons are rounded up, so the text never claims more than the accountant proved.
     """
@@ -188,7 +189,8 @@ def round_up(value: float, digits: int = 5) -> str:
 
 def _stamp(facts: RunFacts) -> str:
     if not facts.not_private_reasons:
-        return ""
+        said = no_protection(facts.epsilon, unit_of(facts.plan))
+        return f"**NO PROTECTION:** {said}" if said else ""
     return f"**{STAMP}:** {'; '.join(facts.not_private_reasons)}. Epsilon is infinite. Nothing below is a guarantee."
 
 
@@ -202,7 +204,7 @@ def _promise(facts: RunFacts) -> str:
     relation = _ADJACENCY[facts.plan["adjacency"]].format(unit=unit)
     factor = f" (about {math.exp(epsilon):.3g})" if epsilon < 50 else ""
     return (
-        f"This model was trained with differential privacy for {_NAMED.get(unit, unit)}: "
+        f"{_trained(facts)} with differential privacy for {_NAMED.get(unit, unit)}: "
         f"**epsilon = {round_up(epsilon)}, delta = {facts.delta:g}**. "
         f"Take any two training sets of which {relation}, and the settings below for both. Then whatever somebody "
         f"looks for in all that was computed from the records and released, its probability under one of the sets "
@@ -223,6 +225,16 @@ def _earlier(plan: dict[str, Any]) -> str:
         f"This includes what {len(runs)} earlier run{'s' * (len(runs) > 1)} on these records had released by then: "
         f"{named}; not what they charged later, nor what their own statements list as released without noise. "
     )
+
+
+def _trained(facts: RunFacts) -> str:
+    """Beginning of the promise, by how far the run has come."""
+    charged, planned = facts.steps_charged, facts.steps_planned
+    if not charged:
+        return "No step of this run was charged so far, and nothing was released. The whole plan trains a model"
+    if charged < planned:
+        return f"{charged} of the {planned} steps of this run were charged so far. The whole plan trains a model"
+    return "This model was trained"
 
 
 def _planned_or_spent(facts: RunFacts) -> str:
@@ -339,7 +351,8 @@ def _evaluations(facts: RunFacts) -> str:
         f"mechanism of noise multiplier {made['noise_multiplier']:.6g}; ledger `privacy/evaluations.jsonl`, digest "
         f"`{plain(made['digest'])}`. The choice of a checkpoint, or of the moment to stop, by these metrics costs "
         "nothing more. This is another dataset than the training set: to somebody who is in both, both epsilons and "
-        "both deltas add up. Files that are evaluated elsewhere, and predictions, are not covered."
+        "both deltas add up. Files that are evaluated elsewhere, and predictions, are not covered. "
+        f"{no_protection(made['target_epsilon'])}"
     )
 
 

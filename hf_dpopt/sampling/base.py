@@ -72,7 +72,7 @@ class Sampler(abc.ABC):
         if not 1 <= self.expected_batch_size <= self.num_examples:
             raise DPConfigError(
                 f"expected_batch_size={self.expected_batch_size} is outside [1, {self.num_examples}], the size of the "
-                "dataset. Use a smaller batch (per-device batch x devices x accumulation steps)."
+                "dataset. Use a smaller batch."
             )
 
     @abc.abstractmethod

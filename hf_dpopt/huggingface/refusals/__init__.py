@@ -4,7 +4,7 @@ One file for each thing that is examined; a new refusal is one line of a table t
 """
 
 from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments
-from hf_dpopt.huggingface.refusals.data import check_data, check_datasets, check_evaluation, check_public
+from hf_dpopt.huggingface.refusals.data import check_batch, check_data, check_datasets, check_evaluation, check_public
 from hf_dpopt.huggingface.refusals.model import check_model, check_model_given
 from hf_dpopt.huggingface.refusals.resume import check_resume, gradient_options
 from hf_dpopt.huggingface.refusals.shards import check_shards
@@ -16,6 +16,7 @@ __all__ = [
     "check_accelerator",
     "check_accumulation",
     "check_arguments",
+    "check_batch",
     "check_data",
     "check_datasets",
     "check_evaluation",

@@ -66,6 +66,31 @@ def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) ->
     raise_first(_on_data(training, eval_dataset, data_collator))
 
 
+def check_batch(args: Any, product: int, num_sampled: int) -> None:
+    """Refuse a logical batch that is larger than the dataset, by the options that it was given with.
+
+    Args:
+        args: arguments of the run.
+        product: the batch where `expected_batch_size` was not given.
+        num_sampled: records, users or places that a batch is drawn from.
+    """
+    batch, given = product, [f"expected_batch_size={args.expected_batch_size}"]
+    if args.expected_batch_size is not None:
+        batch = args.expected_batch_size
+    else:
+        factors = {
+            name: getattr(args, name) for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
+        }
+        given = [f"{name}={value}" for name, value in factors.items() if value > 1] + (
+            [f"{args.world_size} processes"] if args.world_size > 1 else []
+        )
+    if batch > num_sampled:
+        raise DPConfigError(
+            f"{' x '.join(given)}: a batch of {batch} is larger than the dataset, from whose {num_sampled} "
+            f"{'users' if args.privacy_unit == 'user' else 'records'} it is drawn. Use a smaller batch."
+        )
+
+
 def check_evaluation(dataset: Any, training: TrainingRows) -> None:
     """Refuse metrics on training records.
 
