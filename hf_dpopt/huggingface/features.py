@@ -20,6 +20,10 @@ from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
+from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
+from hf_dpopt.huggingface.self_check import Look, synthetic_batch
+from hf_dpopt.huggingface.self_check.conditions import in_mode
+from hf_dpopt.huggingface.self_check.influence import check_outputs
 from hf_dpopt.records.collation import Collation
 
 TOKENS_AT_ONCE = (
@@ -61,13 +65,13 @@ def compute_features(
     if path is not None and (kept := _load_kept(path, len(inputs))) is not None:
         return kept
     logger.info("Features: every record goes through the frozen model once, which takes minutes on a CPU.")
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), features_instead_of_logits(model):
-            features = _in_order(model, inputs, collate, batch_size, progress)
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), features_instead_of_logits(model), in_mode(model, training=False):
+        start = KeptState(model, has_caches=True)
+        try:
+            features = _in_order(model, inputs, collate, batch_size, progress, start)
+        finally:
+            start.restore()
+    refuse_spoilt(model)
     if path is not None:
         _keep(path, features)
     return features
@@ -79,6 +83,7 @@ def _in_order(
     collate: Callable[[list[Any]], Any],
     batch_size: int,
     progress: str | None,
+    start: KeptState,
 ) -> torch.Tensor:
     found: torch.Tensor | None = None
     collation = Collation.of(collate)
@@ -91,7 +96,10 @@ def _in_order(
                     "The collator makes no row of some of the records. Correct these records or leave them out."
                 )
             for part in parts:
+                if found is None:
+                    _check_outputs(model, part.batch, start)
                 features_BH = _of_batch(model, part.batch)
+                start.check(is_thorough=False)
                 if found is None:
                     found = torch.empty(len(inputs), features_BH.size(1))
                 found[[some[place] for place in part.places]] = features_BH
@@ -109,6 +117,16 @@ def _of_batch(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torc
             "whole texts."
         )
     return features_BH
+
+
+def _check_outputs(model: PreTrainedModel, like: Mapping[str, torch.Tensor], start: KeptState) -> None:
+    """Refuse a model that mixes or remembers made-up records of one length, or that changes itself."""
+    batches = [
+        synthetic_batch(like, model, None, looks=(Look(), Look(kind=kind), Look(kind=kind)))
+        for kind in ("ordinary", "constant", "large")
+    ]
+    check_outputs(lambda batch: _of_batch(model, batch), batches)
+    start.check()
 
 
 def _of_equal_length(inputs: Sequence[Mapping[str, Any]], size: int) -> Iterator[list[int]]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.huggingface.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.huggingface.refusals.model import first_not_finite
 from hf_dpopt.huggingface.self_check.conditions import in_mode
 from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
@@ -139,12 +140,16 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
 
     Raises:
         DPConfigError: if records cannot be read, the collator mixes them, or the model fails on one.
+        UnsupportedModuleError: if a forward in evaluation mode changes buffers that are saved; they are restored.
     """
     records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
     try_collation(collation, records)
     usable = [record for record in records if collation.fitted(record) is not None]
-    with in_mode(losses.model, training=False), torch.no_grad():
+    with kept_buffers(losses.model) as start, in_mode(losses.model, training=False), torch.no_grad():
         found = [_run(collation, losses, record) for record in usable[:RUN]]
+        changed = start.changed(has_caches=False)
+    if changed:
+        raise UnsupportedModuleError(changed_by_a_forward(changed))
     if found and not any(bool(torch.isfinite(loss).all()) for loss in found):
         _refuse_no_loss(losses.model, len(found))
     return usable

@@ -5,10 +5,11 @@ Shape legend: B = records.
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,22 +17,28 @@ from torch import nn
 
 from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_count, check_positive
-from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 from hf_dpopt.common.log import logger
-from hf_dpopt.huggingface.loader import TrainingRecords
+from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.huggingface.private_metrics import usual_bound
+from hf_dpopt.huggingface.self_check import Look, conditions, synthetic_batch
+from hf_dpopt.huggingface.self_check.influence import BESIDE, check_memory
+from hf_dpopt.huggingface.self_check.made_up import padding_side_of
+from hf_dpopt.huggingface.self_check.made_up import rows as made_up_rows
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.plan.evaluation import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
-from hf_dpopt.records.collation import Collation
+from hf_dpopt.randomness.framework import reseed_from_the_system
+from hf_dpopt.records.collation import Collation, Padding
+from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
-from hf_dpopt.records.rows import is_environment, read_rows
+from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
 from hf_dpopt.run.evaluations import Evaluations, charge, note_answer
 from hf_dpopt.run.replay import digest_of
 
-AT_ONCE = 1024  # records that are read together
+TRIED = 16  # records that are collated before the charge
 KEY_BYTES = 32
 
 
@@ -79,6 +86,7 @@ class PrivateEvaluation:
                 "a map-style dataset."
             )
         model = trainer.model
+        refuse_spoilt(model)
         if is_in_shards(model):
             raise DPConfigError(
                 "eval_data_privacy='private' has no evaluation of models in shards (FSDP2) yet. Evaluate the saved "
@@ -102,9 +110,12 @@ class PrivateEvaluation:
             )
         else:
             self._announce(budget, scores, len(dataset))
-            charged = ranks.same(lambda: charge(args.output_dir, budget, query))
-            mine = self._sum(model, losses, scores, dataset).tolist()
-            total = torch.tensor(ranks.every(lambda: mine), dtype=torch.float64).sum(dim=0)
+            with self._evaluating(model) as start:
+                vectors = self._vectors(losses, scores, dataset)
+                ranks.every(lambda: self._try(vectors, start))
+                charged = ranks.same(lambda: charge(args.output_dir, budget, query))
+                sums = ranks.every(lambda: self._sum(vectors, start).tolist())
+            total = torch.tensor(sums, dtype=torch.float64).sum(dim=0)
             known = ranks.same(lambda: self._release(total, scores, budget, len(dataset)))
             ranks.same(lambda: note_answer(args.output_dir, charged, known))
         spent = ranks.same(lambda: Evaluations.read(args.output_dir).epsilon(budget.delta, budget.adjacency))
@@ -141,35 +152,82 @@ class PrivateEvaluation:
             f"{accuracy if scores.num_labels else ''}: differences of that size say nothing."
         )
 
-    def _sum(self, model: nn.Module, losses: RecordLosses, scores: Scores, dataset: Any) -> torch.Tensor:
-        """Sum over this rank's records, each once. Secret."""
-        trainer = self._trainer
-        rows: Any = dataset
+    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any) -> _Vectors:
+        trainer, rows = self._trainer, dataset
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
             rows = trainer._remove_unused_columns(dataset, description="evaluation")
-        collation, _ = TrainingRecords(rows, trainer.data_collator, None, None).collation(
-            model, losses, trainer._prepare_inputs
+        collation = Collation(
+            trainer.data_collator,
+            limits=Limits.of(losses.model, losses.kind),
+            padding=Padding(padding_id_of(losses.model)),
+            place=trainer._prepare_inputs,
         )
-        total, was_training = scores.nothing(), model.training
-        outputs: list[Any] = []
-        model.eval()
-        handle = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        return _Vectors(losses, scores, collation, rows)
+
+    def _try(self, vectors: _Vectors, start: KeptState) -> None:
+        """Try the evaluation before it is charged: on the form of some records, and on made-up ones like them.
+
+        Raises:
+            DPConfigError: if no record that was tried can be used, or the model fails on a made-up one.
+            UnsupportedModuleError: for a model, or a loss function, that remembers records.
+        """
+        model, num = vectors.losses.model, len(vectors.rows)
+        like = next(filter(None, map(vectors.batch_of, spread(num, TRIED))), None)
+        if like is None:
+            raise DPConfigError(
+                f"None of {min(num, TRIED)} records of the evaluation set can be used: the collator or the limits of "
+                "the model refuse each of them. Prepare the set as the training set, labels included."
+            )
+        if self._trainer.args.skip_self_check:
+            return
+        padding_id = padding_id_of(model)
+        looks = (Look(1.0), *(other for _, other in BESIDE))
+        made_up = synthetic_batch(like, model, padding_id, padding_side=padding_side_of(like), looks=looks)
+
+        def compute(batch: Mapping[str, Any]) -> torch.Tensor:
+            start.restore(is_thorough=False)  # as before each record
+            return vectors.of_batch(batch)
+
         try:
-            with torch.no_grad(), trainer.compute_loss_context_manager():
-                mine = range(collectives.rank(), len(rows), collectives.world_size())
-                for first in range(0, len(mine), AT_ONCE):
-                    # one row of an index: several would move the sum by more than one record may
-                    read = [
-                        of_index[0] for of_index in read_rows(rows, list(mine[first : first + AT_ONCE])) if of_index
-                    ]
-                    for begin in range(0, len(read), trainer.args.per_device_eval_batch_size):
-                        some = read[begin : begin + trainer.args.per_device_eval_batch_size]
-                        total += _of_records(
-                            some, collation, functools.partial(_score, losses, scores, outputs), scores
-                        )
-        finally:
-            handle.remove()
-            model.train(was_training)
+            check_memory(compute, [made_up_rows(made_up, b) for b in range(len(looks))])
+        except (DPConfigError, UnsupportedModuleError):
+            raise
+        except Exception as error:
+            raise DPConfigError(
+                f"{type(model).__name__} fails on a made-up record like those of the evaluation set: "
+                f"{type(error).__name__}: {error}. Check that the columns, their shapes and types are those of the "
+                "model; --skip_self_check leaves this trial out."
+            ) from error
+        start.restore()
+        refuse_spoilt(model)
+
+    @contextlib.contextmanager
+    def _evaluating(self, model: nn.Module) -> Iterator[KeptState]:
+        """Evaluation mode, under random numbers that nobody knows; all state of the model is restored after it."""
+        device = conditions.device_of(model)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(conditions.keep_generators(device))
+            stack.enter_context(conditions.in_mode(model, training=False))
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(self._trainer.compute_loss_context_manager())
+            reseed_from_the_system()
+            start = KeptState(model, has_caches=True)
+            try:
+                yield start
+            finally:
+                start.restore()
+
+    def _sum(self, vectors: _Vectors, start: KeptState) -> torch.Tensor:
+        """Sum over this rank's records, each alone and from the same state of the model. Secret.
+
+        A batch of several would let a layer mix them, and rounding depends on the shape of a batch.
+        """
+        total = vectors.scores.nothing()
+        for i in range(collectives.rank(), len(vectors.rows), collectives.world_size()):
+            start.restore(is_thorough=False)
+            total += vectors.of_record(i)
+        start.restore()
+        refuse_spoilt(vectors.losses.model)
         return total
 
     def _release(self, total: torch.Tensor, scores: Scores, budget: EvaluationBudget, size: int) -> dict[str, float]:
@@ -180,30 +238,51 @@ class PrivateEvaluation:
         return scores.read(released, size if budget.knows_size else None)
 
 
-def _of_records(
-    records: list[Any], collation: Collation, score: Callable[[Any], torch.Tensor], scores: Scores
-) -> torch.Tensor:
-    """Sum of some records; one that cannot be collated or computed adds nothing, and says so to nobody."""
-    total = scores.nothing()
-    try:
-        for part in collation.parts(records):
-            total += score(part.batch)
-        return total
-    except BaseException as error:
-        if is_environment(error):
-            raise
-        if len(records) == 1:
-            return scores.nothing()
-    return torch.stack([_of_records([record], collation, score, scores) for record in records]).sum(dim=0)
+@dataclasses.dataclass(frozen=True)
+class _Vectors:
+    """Vectors of the single records of a set, of which an evaluation is the sum.
 
+    Args:
+        losses: losses of the model.
+        scores: make a vector of a loss and of logits.
+        collation: makes a batch of one record.
+        rows: the set, without columns that are not used.
+    """
 
-def _score(losses: RecordLosses, scores: Scores, outputs: list[Any], batch: Mapping[str, Any]) -> torch.Tensor:
-    outputs.clear()
-    losses_B = losses(batch)
-    if losses_B.shape != (num_records(batch),):
-        raise ValueError("not one loss for each record")
-    logits = outputs[-1].logits if scores.num_labels is not None else None
-    return scores.total_of(losses_B, logits, batch.get("labels"))
+    losses: RecordLosses
+    scores: Scores
+    collation: Collation
+    rows: Any
+
+    def batch_of(self, i: int) -> Mapping[str, Any] | None:
+        """Batch of one record; of several rows of an index the first. None for a record that cannot be collated."""
+        (found,) = read_rows(self.rows, [i])
+        return next((part.batch for part in self.collation.parts(found[:1])), None)
+
+    def of_record(self, i: int) -> torch.Tensor:
+        """The vector of a record, (K,); zeros if it cannot be collated or computed, without a message."""
+        batch = self.batch_of(i)
+        if batch is None:
+            return self.scores.nothing()
+        try:
+            return self.of_batch(batch)
+        except BaseException as error:
+            if is_environment(error):
+                raise
+            return self.scores.nothing()
+
+    def of_batch(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """The vector of a batch of one record, (K,)."""
+        outputs: list[Any] = []
+        handle = self.losses.model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+        try:
+            losses_B = self.losses(batch)
+        finally:
+            handle.remove()
+        if losses_B.shape != (1,) or num_records(batch) != 1:
+            raise ValueError("not one loss for each record")
+        logits = outputs[-1].logits if self.scores.num_labels is not None else None
+        return self.scores.total_of(losses_B, logits, batch.get("labels"))
 
 
 def scores_of(model: nn.Module, losses: RecordLosses, loss_bound: float | None) -> Scores:

@@ -22,7 +22,7 @@ from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import any_sharded, give_back
 from hf_dpopt.huggingface import refusals, stage_options
@@ -30,6 +30,7 @@ from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.checkpoints import Checkpoints, written_on_this_machine
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
+from hf_dpopt.huggingface.kept_state import KeptState, changed_by_a_forward, refuse_spoilt
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
@@ -174,6 +175,7 @@ class DPTrainerMixin(_Trainer):
         self.plan: PrivacyPlan | None = self._make_plan(args, given, expected)
         self._take_over_batching(args, args.expected_batch_size or expected)
         self._run: PrivateRun | None = None
+        self._kept: KeptState | None = None  # during a training: the state that no forward may change
         self._self_check = "not run"
         self._preemption, self._begins_anew = Preemption(), True
         self._unprivatized = UnprivatizedStatistics()
@@ -332,7 +334,7 @@ class DPTrainerMixin(_Trainer):
         checkpoint, goes_on = self._checkpoints.choose(resume_from_checkpoint)
         self._begins_anew, is_finished = not goes_on, False
         try:
-            with self._preemption.watching(replaces_handlers=self._stops_on_signals):
+            with self._preemption.watching(replaces_handlers=self._stops_on_signals), self._keeping_state():
                 output = super().train(checkpoint, *args, **kwargs)
             is_finished = True
             self._checkpoints.drop_extra()
@@ -360,7 +362,7 @@ class DPTrainerMixin(_Trainer):
         # Only now do parameters have their final identity.
         refusals.check_model(model)
         collectives.broadcast_parameters(model)
-        give_back(model)
+        self._kept = KeptState(model, has_caches=False)
         engine, self._engine_reason = self.args.clipping_engine, "as asked for"
         if engine == "auto":
             engine, self._engine_reason = choose_engine(model)
@@ -373,6 +375,8 @@ class DPTrainerMixin(_Trainer):
         self._check_optimizer()
         self._collation, self._sample = self._records.collation(model, self._losses, self._prepare_inputs)
         self._run_self_check()
+        self._kept.check()
+        self._kept.release_trained()
         public = functools.partial(self._public_gradients, model)
         stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
         check_same_everywhere(self._records.dataset)
@@ -546,7 +550,9 @@ class DPTrainerMixin(_Trainer):
         return self._run
 
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
-        yield from batch.physical(self.args.per_device_train_batch_size, self._collation)
+        for part in batch.physical(self.args.per_device_train_batch_size, self._collation):
+            yield part
+            self._check_state(is_thorough=False)  # before the next one, and before the sum is released
 
     def _stand_in(self) -> Any:
         """A batch that is not added to a sum: a record, or a user of one row."""
@@ -583,7 +589,9 @@ class DPTrainerMixin(_Trainer):
         if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
             self.optimizer.train()
         device = self.args.device
+        assert self._kept is not None
         with (
+            self._kept.in_step(is_local=self._planned().config.local_training is not None),
             explain_out_of_memory(self.args.per_device_train_batch_size, step),
             self.compute_loss_context_manager(),
             secret_randomness(run.chain.dropout_key, step, collectives.rank(), device),
@@ -625,6 +633,24 @@ class DPTrainerMixin(_Trainer):
                 "Trainable parameters changed during training (a callback froze, unfroze or replaced some), so the "
                 "clip no longer covers them. Decide what to train before train(), or train in two runs."
             )
+
+    def _check_state(self, *, is_thorough: bool = True) -> None:
+        """Refuse a model that a forward changed, after restoring its buffers where that was during training."""
+        if self._kept is not None:
+            self._kept.check(is_thorough=is_thorough)
+        if is_thorough:
+            refuse_spoilt(self.model)
+
+    @contextlib.contextmanager
+    def _keeping_state(self) -> Iterator[None]:
+        """Restore at the end of training what no forward may change, and refuse a model that a forward changed."""
+        try:
+            yield
+            self._check_state()
+        finally:
+            if self._kept is not None:
+                self._kept.restore()
+                self._kept = None
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> None:
         return None  # a token count over the batch is data, and no loss here is scaled by it
@@ -713,6 +739,14 @@ class DPTrainerMixin(_Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         return None
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model; what is not trained has the values that it had when training began."""
+        changed = [] if self._kept is None else self._kept.restore()
+        refuse_spoilt(self.model)
+        super().save_model(output_dir, _internal_call)
+        if changed:
+            raise UnsupportedModuleError(changed_by_a_forward(changed))
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         model = self.accelerator.unwrap_model(self.model)
         give_back(self.model)
@@ -743,6 +777,7 @@ class DPTrainerMixin(_Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> dict[str, float]:
+        self._check_state()
         with self._only_on_held_out(eval_dataset):
             if self.args.eval_data_privacy == "private":
                 return self._evaluate_privately(eval_dataset, metric_key_prefix)
@@ -768,6 +803,7 @@ class DPTrainerMixin(_Trainer):
 
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_exact(self.args, "predict")
+        self._check_state()
         with self._only_on_held_out(test_dataset):
             return super().predict(test_dataset, *args, **kwargs)
 

@@ -85,19 +85,19 @@ def test_a_record_of_the_set_moves_the_sum_by_one_at_most(tmp_path, monkeypatch)
     records = [{**r, "input_ids": [min(t, 38) for t in r["input_ids"]]} for r in held_out(6)]
     records[2]["input_ids"][0] = 39
 
-    def score(losses, scores, outputs, batch, whole=private_evaluation._score):
+    def fails(losses, batch, whole=private_evaluation.RecordLosses.__call__):
         if (batch["input_ids"] == 39).any():
             raise ValueError("a forward that fails")
-        return whole(losses, scores, outputs, batch)
+        return whole(losses, batch)
 
-    monkeypatch.setattr(private_evaluation, "_score", score)
-    trainer, sums = make(tmp_path, records), []
-    model, losses = trainer.model, private_evaluation.RecordLosses(trainer.model, "auto")
-    scores = private_evaluation.scores_of(model, losses, None)
-    evaluation = private_evaluation.PrivateEvaluation(trainer)
+    sums, whole_sum = [], private_evaluation.PrivateEvaluation._sum
+    monkeypatch.setattr(private_evaluation.RecordLosses, "__call__", fails)
+    monkeypatch.setattr(
+        private_evaluation.PrivateEvaluation, "_sum", lambda *how: (sums.append(whole_sum(*how)), sums[-1])[1]
+    )
     for left_out in (None, *range(6)):
         some = [record for i, record in enumerate(records) if i != left_out]
-        sums.append(evaluation._sum(model, losses, scores, some))
+        make(tmp_path / f"{left_out}", some).evaluate()
     moves = [float((sums[0] - one).norm()) for one in sums[1:]]
     assert max(moves) <= 1 + 1e-6 and moves[2] == 0 and min(moves[:2]) > 0.5
 

@@ -14,11 +14,13 @@ from hf_dpopt.clipping.capture import is_compiled
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
 from hf_dpopt.huggingface.configs import settings
+from hf_dpopt.huggingface.kept_state import refuse_spoilt
 from hf_dpopt.records.losses import base_model
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse models whose records influence each other, or that change outside the optimizer."""
+    refuse_spoilt(model)
     raise_first(_on_model(model), UnsupportedModuleError)
 
 

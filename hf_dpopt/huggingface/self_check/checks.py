@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.huggingface.kept_state import kept_buffers
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.equality import check_padding, check_sums, check_units
 from hf_dpopt.huggingface.self_check.influence import Columns, check_others, check_width, training_conditions
@@ -66,10 +67,9 @@ def _check_is_the_models_own_loss(losses: RecordLosses, row: Mapping[str, Any], 
 @contextlib.contextmanager
 def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
     """Refuse changes of buffers inside the context; the buffers are restored in any case."""
-    with conditions.keep_buffers(model):
-        before = {name: b.detach().clone() for name, b in model.named_buffers()}
+    with kept_buffers(model) as start:
         yield
-        changed = [n for n, b in model.named_buffers() if n not in before or not torch.equal(b, before[n])]
+        changed = start.changed()
     if changed:
         raise UnsupportedModuleError(
             f"Self-check failed before training: a forward in training mode changes buffers ({', '.join(changed)}), "

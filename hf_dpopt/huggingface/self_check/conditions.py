@@ -134,18 +134,3 @@ def compute_wide(model: nn.Module) -> Iterator[None]:
                 layer.compute_dtype = dtype  # type: ignore[assignment]
             for module, forward in forwards:
                 module.forward = forward
-
-
-@contextlib.contextmanager
-def keep_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore buffers after the context, those that a module replaced included."""
-    before = {name: (b, b.detach().clone()) for name, b in model.named_buffers()}
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for name, (buffer, value) in before.items():
-                path, _, attribute = name.rpartition(".")
-                model.get_submodule(path)._buffers[attribute] = buffer
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)

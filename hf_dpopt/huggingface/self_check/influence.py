@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from hf_dpopt.clipping.capture import in_mixture
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.huggingface.kept_state import kept_buffers
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.draws import MIDDLE
 from hf_dpopt.huggingface.self_check.equality import MIXING, PADDING
@@ -134,6 +135,42 @@ def check_others(
     return worst
 
 
+def check_memory(compute: Callable[[Mapping[str, Any]], torch.Tensor], batches: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the output for a batch with that for the same batch after others.
+
+    Raises:
+        UnsupportedModuleError: if it is another one: the model or the loss function remembers what it saw.
+    """
+    first, _, again = compute(batches[0]), [compute(batch) for batch in batches[1:]], compute(batches[0])
+    tolerance = 0.0 if next(iter(batches[0].values())).device.type == "cpu" else NARROW_SAME_SHAPES * ACCELERATOR
+    if not (again - first).abs().max() <= tolerance * first.abs().max():
+        raise UnsupportedModuleError(
+            "The output for a made-up record changes after other records: the model or the loss function remembers "
+            "them, so one record would change what is computed of the next. Take that memory out of it."
+        )
+
+
+def check_outputs(compute: Callable[[Mapping[str, Any]], torch.Tensor], batches: Sequence[Mapping[str, Any]]) -> None:
+    """Compare the output for the first record of each batch, which is the same in all, with that for it alone.
+
+    Args:
+        compute: batch -> one output for each record, (B, ...).
+        batches: made-up batches, all of one shape.
+
+    Raises:
+        UnsupportedModuleError: if the others change it by more than rounding does, or are remembered.
+    """
+    alone = rows(batches[0], 0)
+    check_memory(compute, [alone, *batches])
+    want, found = compute(alone)[0], [compute(batch)[0] for batch in batches]
+    moved = torch.stack([(one - want).abs().max() for one in found]).max() / want.abs().max().clamp(min=1e-12)
+    if not moved <= TOLERANCE[torch.float32]:
+        raise UnsupportedModuleError(
+            f"The output for a made-up record changes by {moved:.2g} of its size with the other records of a batch: "
+            "the model mixes records in evaluation mode. Replace the layer that does."
+        )
+
+
 def _tolerance(engine: ClippingEngine, is_wide: bool) -> float:
     model, p = engine.model, next(iter(engine.parameters.values()))
     if in_mixture(model, [name for name, _ in model.named_parameters()]):
@@ -177,7 +214,7 @@ def training_conditions(engine: ClippingEngine, *, wide: bool) -> Iterator[float
     is_widened = wide and conditions.fits(model)
     with contextlib.ExitStack() as stack:
         stack.enter_context(conditions.keep_generators(conditions.device_of(model)))
-        stack.enter_context(conditions.keep_buffers(model))
+        stack.enter_context(kept_buffers(model))
         stack.enter_context(conditions.in_mode(model, training=True))
         if is_widened:
             stack.enter_context(conditions.compute_wide(model))

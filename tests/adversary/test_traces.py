@@ -1,0 +1,548 @@
+"""State that forwards leave behind, and records that influence each other outside of training.
+
+Whatever a model writes into itself while it sees records must not reach a file, another record's score or feature, or
+a later step. Each writer is a class of model; each place is a way that records take through the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import TrainerCallback
+
+from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
+from hf_dpopt.convex import compute_features
+from hf_dpopt.huggingface import private_evaluation
+from hf_dpopt.records.scores import Scores
+from tests import tiny
+from tests.adversary.harness import SLACK
+
+REFUSALS = (DPConfigError, UnsupportedModuleError)
+EVALUATION = {
+    "eval_data_privacy": "private",
+    "eval_target_epsilon": 4.0,
+    "eval_target_delta": 1e-3,
+    "eval_loss_bound": 5.0,
+}
+
+
+class Writer(nn.Module):
+    """A layer that writes into itself what it sees, while `writes` says so: by default never.
+
+    `step` does the writing; what is written moves the output of later forwards where `is_felt`.
+    """
+
+    is_felt = True
+
+    def __init__(self, width: int = 16):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(width))
+        self.frozen = nn.Parameter(torch.zeros(width), requires_grad=False)
+        self.writes: Callable[[bool], bool] = lambda is_training: False
+
+    def value(self) -> torch.Tensor:
+        return self.seen
+
+    def step(self, x: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x - self.value().to(x.dtype) if self.is_felt else x
+        if self.writes(self.training):
+            with torch.no_grad():
+                self.step(x.detach().flatten(0, -2).float().sum(0))
+        return y
+
+
+class Buffer(Writer):
+    def step(self, x):
+        self.seen.add_(x)
+
+
+class BufferByData(Writer):
+    """`.data` has a version counter of its own."""
+
+    def step(self, x):
+        self.seen.data.mul_(0.9).add_(x)
+
+
+class BufferSwapped(Writer):
+    def step(self, x):
+        self.seen.data = self.seen + x
+
+
+class BufferLonger(Writer):
+    """A list of all that was seen."""
+
+    def value(self):
+        return self.seen[-16:]
+
+    def step(self, x):
+        self.seen.data = torch.cat([self.seen, x])
+
+
+class BufferReplaced(Writer):
+    def step(self, x):
+        self.seen = self.seen + x
+
+
+class BufferRegistered(Writer):
+    def value(self):
+        return self.later if hasattr(self, "later") else self.seen
+
+    def step(self, x):
+        self.register_buffer("later", x.clone())
+
+
+class Frozen(Writer):
+    def value(self):
+        return self.frozen
+
+    def step(self, x):
+        self.frozen.add_(x)
+
+
+class FrozenByData(Frozen):
+    def step(self, x):
+        self.frozen.data.add_(x)
+
+
+class FrozenSwapped(Frozen):
+    def step(self, x):
+        self.frozen.data = self.frozen.data + x
+
+
+class Trained(Frozen):
+    """A codebook that its layer moves itself, beside the optimizer."""
+
+    def __init__(self, width: int = 16):
+        super().__init__(width)
+        self.frozen.requires_grad_(True)
+
+
+class ExtraState(Writer):
+    """State in a file that is no tensor of the module."""
+
+    def __init__(self, width: int = 16):
+        super().__init__(width)
+        self.sum = torch.zeros(width)
+
+    def get_extra_state(self):
+        return self.sum
+
+    def set_extra_state(self, state):
+        self.sum = state
+
+    def value(self):
+        return self.sum
+
+    def step(self, x):
+        self.sum = self.sum + x
+
+
+class Counter(Buffer):
+    """Changes nothing but itself: an observer."""
+
+    is_felt = False
+
+
+class CounterByData(BufferByData):
+    is_felt = False
+
+
+class FrozenCounter(FrozenByData):
+    is_felt = False
+
+
+WRITERS = (
+    Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
+    FrozenSwapped, Trained, ExtraState, Counter, CounterByData, FrozenCounter,
+)  # fmt: skip
+
+
+def model_with(writer: type[Writer] | nn.Module) -> Any:
+    model = tiny.model(dropout=0.0)
+    layer = writer() if isinstance(writer, type) else writer
+    if isinstance(layer, CouplesInEvaluation):
+        model.dropout = layer  # before the head
+    else:
+        model.bert.embeddings.dropout = layer
+    return model, layer
+
+
+def trained_by_the_optimizer(model: nn.Module) -> set[str]:
+    """Names of what may change; of a `Trained` layer that writes, nothing is saved at all."""
+    return {name for name, p in model.named_parameters() if p.requires_grad and not name.endswith("frozen")}
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What would be saved and is not trained."""
+    trained = trained_by_the_optimizer(model)
+    return {
+        name: value.detach().clone()
+        for name, value in model.state_dict().items()
+        if name not in trained and isinstance(value, torch.Tensor)
+    }
+
+
+def assert_no_trace(folder: Path, start: dict[str, torch.Tensor], model: nn.Module) -> int:
+    """Every file of weights below `folder` holds the start's values of all that is not trained."""
+    trained = trained_by_the_optimizer(model)
+    files = sorted(folder.rglob("model.safetensors"))
+    for path in files:
+        for name, value in load_file(path).items():
+            if name not in trained:
+                assert name in start, f"{path} has {name}"
+                assert torch.equal(value, start[name]), f"{path}: {name} is {value}, was {start[name]}"
+    return len(files)
+
+
+class SwitchOn(TrainerCallback):
+    """Lets a layer write from a step on."""
+
+    def __init__(self, layer: Writer, step: int):
+        self.layer, self.step = layer, step
+
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step + 1 == self.step:
+            self.layer.writes = lambda is_training: True
+
+
+def held_out(num: int = 12) -> list[dict[str, Any]]:
+    return [{**record, "input_ids": [3, *record["input_ids"]]} for record in tiny.records(num)]
+
+
+def save_as_users_do(trainer: Any) -> None:
+    """Save, whatever went before; a refusal is fine."""
+    with contextlib.suppress(*REFUSALS):
+        trainer.save_model()
+
+
+# --- training ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("writer", "step"), [*((w, 3) for w in WRITERS), (Counter, 1), (Counter, 4), (FrozenCounter, 4)]
+)
+def test_what_is_written_after_the_start_reaches_no_file(writer, step, tmp_path):
+    """An observer that is switched on later: in the first step, in the middle, in the last."""
+    model, layer = model_with(writer)
+    start = state_of(model)
+    trainer = tiny.trainer(
+        tmp_path / "out", model=model, callbacks=[SwitchOn(layer, step)], max_steps=4, save_strategy="steps", save_steps=2,
+        learning_rate=0.0,
+    )  # fmt: skip
+    with pytest.raises(REFUSALS, match="changed"):
+        trainer.train()
+    assert_no_trace(tmp_path, start, model)
+    save_as_users_do(trainer)
+    assert_no_trace(tmp_path, start, model)
+    with contextlib.suppress(*REFUSALS):  # another trainer of the same model, as in a notebook
+        tiny.trainer(tmp_path / "again", model=model, max_steps=1).save_model()
+    assert_no_trace(tmp_path, start, model)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_the_trial_writes_reaches_no_file(writer, tmp_path):
+    """Written in evaluation mode only, in which training records are tried before the first step."""
+    model, layer = model_with(writer)
+    layer.writes = lambda is_training: not is_training
+    start = state_of(model)
+    trainer = tiny.trainer(tmp_path / "out", model=model, learning_rate=0.0)
+    with pytest.raises(REFUSALS, match="changed"):
+        trainer.train()
+    save_as_users_do(trainer)
+    assert_no_trace(tmp_path, start, model)
+
+
+# --- private evaluation ----------------------------------------------------------------------------------------------
+
+
+class _Silent:
+    def normal(self, shape, **place):
+        return torch.zeros(shape)
+
+
+class CouplesInEvaluation(nn.Module):
+    def forward(self, x):
+        return x if self.training else 50 * (x - x.mean(dim=0, keepdim=True))
+
+
+class Remembers(nn.Module):
+    """Keeps what it saw in a plain attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.zeros(16)
+
+    def forward(self, x):
+        y = x - 5 * self.last
+        if not self.training:
+            self.last = x.detach().mean(dim=(0, 1))
+        return y
+
+
+class LossOfTheBatch:
+    def __call__(self, outputs, labels):
+        losses = nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+        return losses if outputs.logits.requires_grad else losses * labels.sum()
+
+
+class LossThatRemembers:
+    def __init__(self):
+        self.sum = 0.0
+
+    def __call__(self, outputs, labels):
+        losses = nn.functional.cross_entropy(outputs.logits, labels, reduction="none")
+        self.sum += float(losses.detach().sum())
+        return losses * self.sum
+
+
+def _drawing(rows):
+    """A collator that replaces tokens at random, under the public seed of the arguments."""
+    batch = tiny.collate(rows)
+    drawn = torch.rand(batch["input_ids"].shape) < 0.5
+    batch["input_ids"][drawn & (batch["attention_mask"] == 1)] = 5
+    return batch
+
+
+def _writes_always(writer):
+    model, layer = model_with(writer)
+    layer.writes = lambda is_training: True
+    return {"model": model}
+
+
+COUPLED: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"writer {w.__name__}": lambda w=w: _writes_always(w) for w in WRITERS},
+    "couples in evaluation mode": lambda: {"model": model_with(CouplesInEvaluation())[0]},
+    "remembers in an attribute": lambda: {"model": model_with(Remembers())[0]},
+    "a loss of the batch": lambda: {"per_example_loss_func": LossOfTheBatch()},
+    "a loss that remembers": lambda: {"per_example_loss_func": LossThatRemembers()},
+}
+
+
+def charges(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("evaluations.jsonl"))
+
+
+def released(folder: Path, make: Callable[[], dict[str, Any]], records: list[Any], **changes: Any) -> torch.Tensor:
+    """The sum of an evaluation, without its noise."""
+    sums: list[torch.Tensor] = []
+    read = Scores.read
+    options = {"model": tiny.model(dropout=0.0), "skip_self_check": False, **EVALUATION, **make(), **changes}
+    with torch.no_grad():
+        options["model"].classifier.weight.mul_(100)
+    with (
+        mock.patch.object(private_evaluation, "make_noise_source", lambda *a: _Silent()),
+        mock.patch.object(
+            Scores, "read", lambda self, total, num: (sums.append(total.clone()), read(self, total, num))[1]
+        ),
+    ):
+        tiny.trainer(folder, eval_dataset=records, per_device_eval_batch_size=8, **options).evaluate()
+    return sums[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "trains"), [*((n, False) for n in COUPLED), *((n, True) for n in COUPLED if not n.startswith("writer"))]
+)
+def test_a_record_moves_an_evaluation_by_one_at_most(name, trains, tmp_path):
+    """Before train(), or in a trainer that only evaluates: refused before the charge, or moved by one at most."""
+    records, changes = held_out(), {} if trains else {"train_dataset": None}
+    records[5] = {"input_ids": [7] * 30, "label": 1}
+    try:
+        whole = released(tmp_path / "whole", COUPLED[name], records, **changes)
+        for left_out in (0, 5):
+            some = records[:left_out] + records[left_out + 1 :]
+            moved = (whole - released(tmp_path / f"{left_out}", COUPLED[name], some, **changes)).norm()
+            assert moved <= 1 + SLACK, f"moved by {moved:.3g}"
+    except REFUSALS:
+        assert charges(tmp_path) == 0
+
+
+def test_draws_of_a_collator_are_secret(tmp_path):
+    """A record that is left out would shift what is drawn for the others, if the seed were the public one."""
+    sums = [
+        released(tmp_path / f"{i}", lambda: {"data_collator": _drawing}, held_out(), train_dataset=None)
+        for i in range(2)
+    ]
+    assert not torch.equal(*sums)
+
+
+@pytest.mark.parametrize(("writer", "trains"), [*((w, False) for w in WRITERS), (Buffer, True), (Frozen, True)])
+def test_a_private_evaluation_leaves_no_trace(writer, trains, tmp_path):
+    model, layer = model_with(writer)
+    layer.writes = lambda is_training: not is_training
+    start, changes = state_of(model), {} if trains else {"train_dataset": None}
+    trainer = tiny.trainer(
+        tmp_path / "out", model=model, eval_dataset=held_out(), skip_self_check=False, **EVALUATION, **changes
+    )
+    try:
+        trainer.evaluate()
+    except REFUSALS:
+        assert charges(tmp_path) == 0
+    save_as_users_do(trainer)
+    assert_no_trace(tmp_path, start, model)
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "a token that is not known": {"input_ids": [3, 987654], "label": 1},
+    "a label that is not known": {"input_ids": [3, 4], "label": 987654},
+    "no tokens": {"label": 1},
+    "a text": {"input_ids": "987654", "label": 1},
+    "nothing": {"input_ids": None, "label": 1},
+    "too long": {"input_ids": [5] * 700, "label": 1},
+    "empty": {"input_ids": [], "label": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "trains"), [(n, 4, True) for n in MALFORMED] + [("no tokens", 0, False), ("nothing", 11, False)]
+)
+def test_a_malformed_record_of_a_private_set_adds_nothing(name, place, trains, tmp_path, caplog, capfd):
+    good, changes = held_out(11), {} if trains else {"train_dataset": None}
+    records = [*good[:place], MALFORMED[name], *good[place:]]
+    with_it = released(tmp_path / "with", dict, records, **changes)
+    assert torch.equal(with_it, released(tmp_path / "without", dict, good, **changes))
+    said = "".join((*capfd.readouterr(), caplog.text))
+    assert "987654" not in said and "malformed" not in said
+
+
+def test_a_set_without_a_usable_record_is_refused_before_the_charge(tmp_path):
+    trainer = tiny.trainer(tmp_path / "out", eval_dataset=[{"text": "987654"}] * 9, **EVALUATION)
+    with pytest.raises(DPConfigError, match="evaluation set") as refused:
+        trainer.evaluate()
+    assert charges(tmp_path) == 0 and "987654" not in str(refused.value)
+
+
+# --- features --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("writer", [*WRITERS, CouplesInEvaluation, Remembers])
+def test_features_of_a_record_depend_on_that_record_alone(writer, tmp_path):
+    rows = [{"input_ids": r["input_ids"]} for r in held_out(24)]
+
+    def features(some):
+        layer = writer()
+        layer.writes = lambda is_training: True
+        model, _ = model_with(layer)
+        start = state_of(model)
+        found = compute_features(model, some, lambda r: {k: v for k, v in tiny.collate(
+            [{**x, "label": 0} for x in r]).items() if k != "labels"})  # fmt: skip
+        model.save_pretrained(tmp_path / "saved")
+        assert_no_trace(tmp_path, start, model)
+        return found
+
+    try:
+        whole, some = features(rows), features(rows[12:])
+    except REFUSALS:
+        return
+    torch.testing.assert_close(whole[12:], some, rtol=1e-4, atol=1e-5)
+
+
+# --- what goes on working --------------------------------------------------------------------------------------------
+
+
+def test_adapters_may_be_merged_between_two_trainings(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny.model(dropout=0.0), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    )
+    trainer = tiny.trainer(tmp_path / "first", model=model, save_strategy="steps", save_steps=3)
+    trainer.train()
+    merged = trainer.model.merge_and_unload()
+    trainer.save_model()
+    for p in merged.parameters():
+        p.requires_grad_(True)
+    merged.resize_token_embeddings(48)
+    tiny.trainer(tmp_path / "second", model=merged, max_steps=2).train()
+
+
+def test_merged_in_place_after_the_training(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(
+        tiny.model(dropout=0.0), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    )
+    trainer = tiny.trainer(tmp_path / "first", model=model)
+    trainer.train()
+    trainer.model.merge_adapter()
+    trainer.save_model()
+    trainer.model.unmerge_adapter()
+    trainer.train()
+
+
+def test_the_best_checkpoint_is_loaded_and_a_run_resumes(tmp_path):
+    model, layer = model_with(Counter)
+    layer.seen.fill_(3.0)
+    options = dict(eval_dataset=held_out(), eval_data_privacy="public", eval_strategy="steps", eval_steps=2,
+                   save_strategy="steps", save_steps=2, load_best_model_at_end=True)  # fmt: skip
+    tiny.trainer(tmp_path / "out", model=model, **options).train()
+    again = tiny.trainer(tmp_path / "out", model=model_with(Counter)[0], **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-4"))
+    again.save_model()
+    assert torch.equal(
+        load_file(tmp_path / "out/model.safetensors")["bert.embeddings.dropout.seen"], torch.full((16,), 3.0)
+    )
+
+
+class Cache(nn.Module):
+    """Tables that grow with the longest record, as of rotary embeddings; not saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if x.size(1) > len(self.table):
+            self.register_buffer("table", torch.zeros(x.size(1)), persistent=False)
+        return x + self.table[: x.size(1)].view(1, -1, 1)
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_quantised_layers(adapters, tmp_path):
+    """In 4 bits, on a CPU: weights that are packed where they are first used."""
+    quantised, peft = pytest.importorskip("bitsandbytes").nn, pytest.importorskip("peft")
+    model = tiny.model(dropout=0.0, hidden_size=64, intermediate_size=64)
+    for layer in model.bert.encoder.layer:
+        plain = layer.intermediate.dense
+        made = quantised.Linear4bit(64, 64, compute_dtype=torch.float32)
+        made.load_state_dict(plain.state_dict())
+        layer.intermediate.dense = made.to("cpu").requires_grad_(False)
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+    trainer = tiny.trainer(tmp_path / "out", model=model, save_strategy="steps", save_steps=2, max_steps=4,
+                           eval_dataset=held_out(), eval_strategy="steps", eval_steps=2, **EVALUATION)  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+
+
+class PointsElsewhere(Writer):
+    """As LLM.int8() does: the same weights at another place, from the first forward on."""
+
+    def step(self, x):
+        self.frozen.data = self.frozen.data.clone()
+
+
+def test_weights_that_move_and_stay_the_same(tmp_path):
+    model, layer = model_with(PointsElsewhere)
+    layer.writes = lambda is_training: True
+    trainer = tiny.trainer(tmp_path / "out", model=model, save_strategy="steps", save_steps=2, skip_self_check=False,
+                           eval_dataset=held_out(), eval_strategy="steps", eval_steps=2, **EVALUATION)  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+
+
+def test_a_cache_that_is_not_saved_may_grow(tmp_path):
+    model, _ = model_with(Cache())
+    cls: type = DPTrainer
+    trainer = tiny.trainer(tmp_path / "out", cls=cls, model=model, eval_dataset=held_out(), save_strategy="steps",
+                           eval_strategy="steps", eval_steps=2, save_steps=2, **EVALUATION)  # fmt: skip
+    trainer.train()
+    trainer.save_model()
