@@ -1,4 +1,4 @@
-"""State of a model that no forward may change: parameters, buffers and extra state.
+"""State of a model that no forward may change: parameters, buffers, extra state and its config.
 
 It is saved, so whatever a forward writes there would leave without noise, and would carry one record into the
 gradients, scores and features of the next.
@@ -24,6 +24,8 @@ from hf_dpopt.common.sharding import give_back, is_sharded, local_of
 LARGEST_COPY = 2**24  # bytes of a buffer that is kept as a copy for a whole training
 SMALL = 2**20  # bytes of a buffer that is compared every time
 BLOCK = 2**24  # bytes that are hashed at once
+CONFIG = "config.json"
+WRITTEN_BY_TRANSFORMERS = "problem_type"  # of a classifier, at its first loss; it depends on types and shapes alone
 SPOILT = "_changed_by_records"  # attribute of a module whose parameters were changed and cannot be restored
 
 
@@ -72,6 +74,7 @@ class KeptState:
             for entry, digest in zip(hashed, pool.map(_digest, [entry.tensor for entry in hashed]), strict=True):
                 entry.digest = digest
         self._extra = {name: (module, copy.deepcopy(module.get_extra_state())) for name, module in _with_extra(model)}
+        self._config = _config_of(model) if has_caches else None
 
     def release_trained(self) -> None:
         """Exclude trained parameters: the optimizer changes them."""
@@ -83,11 +86,12 @@ class KeptState:
         """Check inside the context that nothing writes to trained parameters, unless users train them locally."""
         named = {} if is_local else dict(self._model.named_parameters())
         self._marks = {name: _mark(p) for name, p in named.items() if p.requires_grad and not is_sharded(p)}
+        self._config = _config_of(self._model)
         try:
             yield
             self.check(is_thorough=False)
         finally:
-            self._marks = {}
+            self._marks, self._config = {}, None
 
     def _find(self) -> dict[str, _Entry]:
         found = {}
@@ -119,6 +123,8 @@ class KeptState:
         if not has_caches:
             names = [name for name in names if not known[name].is_cache]
         names += [n for n, p in self._model.named_parameters() if n in self._marks and _mark(p) != self._marks[n]]
+        if self._config is not None and self._config != _config_of(self._model):
+            names.append(CONFIG)
         extra = {name: module.get_extra_state() for name, module in _with_extra(self._model)}
         return names + [
             f"extra state of {name}"
@@ -162,6 +168,11 @@ class KeptState:
                     setattr(was.owner, SPOILT, name)
                     continue
                 was.table[was.key] = was.tensor
+        if CONFIG in names and self._config is not None:
+            config: Any = self._model.config
+            kept = {name: value for name, value in vars(config).items() if name == WRITTEN_BY_TRANSFORMERS}
+            vars(config).clear()
+            vars(config).update(copy.deepcopy(self._config) | kept)
         for module, value in self._extra.values() if names else ():
             module.set_extra_state(copy.deepcopy(value))
         return names
@@ -206,6 +217,12 @@ def kept_buffers(model: nn.Module) -> Iterator[KeptState]:
         yield state
     finally:
         state.restore()
+
+
+def _config_of(model: nn.Module) -> dict[str, Any]:
+    """The values of a model's config, which is saved with it; empty without one."""
+    values = getattr(getattr(model, "config", None), "__dict__", {})
+    return {name: copy.deepcopy(value) for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
 
 
 def _with_extra(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -162,8 +162,18 @@ class FrozenCounter(FrozenByData):
     is_felt = False
 
 
+class InConfig(Writer):
+    """A total in the config of the model, which is saved as config.json."""
+
+    is_felt = False
+    config: Any = None
+
+    def step(self, x):
+        self.config.seen = getattr(self.config, "seen", 0.0) + float(x.sum())
+
+
 WRITERS = (
-    Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
+    InConfig, Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
     FrozenSwapped, Trained, ExtraState, Counter, CounterByData, FrozenCounter,
 )  # fmt: skip
 
@@ -175,6 +185,8 @@ def model_with(writer: type[Writer] | nn.Module) -> Any:
         model.dropout = layer  # before the head
     else:
         model.bert.embeddings.dropout = layer
+    if isinstance(layer, InConfig):
+        layer.config = model.config
     return model, layer
 
 
@@ -196,6 +208,8 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_no_trace(folder: Path, start: dict[str, torch.Tensor], model: nn.Module) -> int:
     """Every file of weights below `folder` holds the start's values of all that is not trained."""
     trained = trained_by_the_optimizer(model)
+    for path in folder.rglob("config.json"):
+        assert "seen" not in path.read_text(), path
     files = sorted(folder.rglob("model.safetensors"))
     for path in files:
         for name, value in load_file(path).items():
