@@ -713,7 +713,8 @@ class PrivateRun:
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place
-            mine = [chain.chain_id for chain in self.ledger.chains if is_own(chain)]
+            memory, chains = self._memory, [one.chain_id for one in self.ledger.chains if is_own(one)]
+            mine = [one for one in chains if memory is not None and memory.knows(one)]
             self._release_ledger()
             is_over = last is not None and last >= self.plan.num_steps
             if self.state is not None and is_over and is_finished:
