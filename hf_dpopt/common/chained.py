@@ -42,12 +42,17 @@ class ChainedFile:
 
     Attributes:
         records: all of them, oldest first, without their digests.
-        digest: SHA-256 of the last record, and through it of all.
+        digests: SHA-256 of each record, and through it of all before.
     """
 
     def __init__(self, path: Path):
-        self.path, self.records, self.digest = path, list[dict[str, Any]](), GENESIS
+        self.path, self.records, self.digests = path, list[dict[str, Any]](), list[str]()
         self._end, self._is_locked, self._lacks_newline, self._mode = 0, False, False, 0o644
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the last record."""
+        return self.digests[-1] if self.digests else GENESIS
 
     @classmethod
     def read(cls, path: Path) -> ChainedFile:
@@ -101,7 +106,7 @@ class ChainedFile:
                 os.close(descriptor)
         self._end, self._lacks_newline = self._end + self._lacks_newline + len(line) + 1, False
         self.records.append(json.loads(canonical(record)))
-        self.digest = digest
+        self.digests.append(digest)
 
     def _take_in(self, line: bytes, number: int) -> None:
         """Verify one line and keep its record."""
@@ -116,7 +121,7 @@ class ChainedFile:
                 f"{self.path}, line {number}: it was edited, or lines were removed or moved before it. {_FIX}"
             )
         self.records.append(record)
-        self.digest = digest
+        self.digests.append(digest)
         self._end += len(line) + 1
 
 

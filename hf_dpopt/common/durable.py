@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,19 +19,52 @@ from hf_dpopt.common.log import warn_once
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOTTY})
 
 
+def open_regular(path: Path) -> io.BufferedReader:
+    """Open a regular file for reading, or the one that a link leads to; never wait for a pipe or read from a device.
+
+    Raises:
+        OSError: if it is not a regular file, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
 def read_whole(path: Path) -> bytes:
     """Content of a file that a run keeps its state in.
 
     Raises:
-        DPConfigError: if something else lies there, or it cannot be read.
+        DPConfigError: if it is not a regular file, or cannot be read.
     """
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise DPConfigError(
             f"{path} cannot be read ({error.strerror}). It holds state of a private run: put the file back, or see "
             "what the folder holds with `hf-dpopt doctor`."
         ) from error
+
+
+def is_file_name(name: object) -> bool:
+    """Whether a name that was read from a file names an entry of one folder, and leads nowhere else."""
+    return isinstance(name, str) and name not in ("", ".", "..") and Path(name).name == name
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder that a run writes to; refuse a link, which would lead the run to other files.
+
+    Raises:
+        DPConfigError: if it is a link.
+    """
+    if folder.is_symlink():
+        raise DPConfigError(
+            f"{folder} is a link, and a run would write to the folder that it leads to. Remove the link, or put the "
+            "folder itself there."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def fsync_directory(directory: Path) -> None:
@@ -149,7 +184,7 @@ def check_renames(folder: Path) -> None:
     Raises:
         DPConfigError: see `move_into_place`.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     probe = folder / f"removed-checkpoint-probe.{secrets.token_hex(4)}"
     probe.mkdir()
     try:

@@ -195,6 +195,9 @@ class Checkpoints:
     def check_best(self) -> None:
         """Refuse to load the best checkpoint at the end if its files are not those that were saved."""
         best = self.trainer.state.best_model_checkpoint
+        if best is not None:  # a file in output_dir names it: a resume reads the Trainer's state
+            best = str(Path(str(self.trainer.args.output_dir), Path(best).name))
+            self.trainer.state.best_model_checkpoint = best
 
         def check() -> tuple[Mapping[str, Any] | None, Seal | None]:
             ledger, seal = self._known()

@@ -207,7 +207,7 @@ class ReleaseGuard:
     def complete_model_card(self) -> None:
         """Take the un-noised values out of the Trainer's card and put the privacy section in."""
         path = Path(self.trainer.args.output_dir) / "README.md"
-        if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.exists():
+        if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.is_file():
             return
         card = strip_training_losses(path.read_text(encoding="utf-8", errors="replace"))
         path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")

@@ -258,7 +258,8 @@ class DPTrainerMixin(_Trainer):
         """Choose what was left open; the plan that was recorded here, if this run goes on."""
 
         def chosen() -> tuple[dict[str, Any] | None, Recipe]:
-            recorded = recorded_plan(str(args.output_dir), keeps_budget=config.target_epsilon is not None)
+            keeps_budget = config.target_epsilon is not None
+            recorded = recorded_plan(str(args.output_dir), keeps_budget=keeps_budget, num_examples=num_units)
             given = self._given
             return recorded, choose_recipe(args, given, num_units=num_units, batch=batch, recorded=recorded)
 
@@ -327,8 +328,9 @@ class DPTrainerMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         self._planned()
-        if resume_from_checkpoint == "True":  # as a command line gives it
-            resume_from_checkpoint = True
+        if isinstance(resume_from_checkpoint, str):  # as a command line gives it
+            is_it = {"true": True, "false": False}
+            resume_from_checkpoint = is_it.get(resume_from_checkpoint.lower(), resume_from_checkpoint)
         refusals.check_resume(resume_from_checkpoint)
         refusals.check_accumulation(self.args)
         checkpoint, goes_on = self._checkpoints.choose(resume_from_checkpoint)

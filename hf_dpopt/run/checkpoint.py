@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import write_durably
+from hf_dpopt.common.durable import is_file_name, open_regular, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.run.ledger import Ledger
@@ -108,7 +108,8 @@ def examine(folder: Path, ledger: Ledger | None, seal: Seal | None, *, needed: I
     if not folder.is_dir():
         return Checkpoint(folder, ("there is no such folder",), (), None)
     try:
-        mark = parse_json((folder / MARK).read_bytes())
+        with open_regular(folder / MARK) as file:
+            mark = parse_json(file.read())
         digest = mark["ledger_digest"]
         listed = {str(name): dict(entry) for name, entry in mark["files"].items()}
     except FileNotFoundError:
@@ -148,6 +149,11 @@ def _differences(
 ) -> Iterator[str]:
     """Differences between a folder and the list of its files."""
     there = set(_files(folder)) - {MARK}
+    for name in sorted(there):
+        if not (folder / name).is_file():
+            yield f"{name} is not a regular file"
+        elif name.endswith(".index.json") and not all(map(is_file_name, _names_in(folder / name))):
+            yield f"{name} names files outside of its folder"
     for name in sorted({*listed, *needed} - there):
         yield f"it has no {name}"
     for name in sorted(there & listed.keys()):
@@ -220,9 +226,19 @@ def _signed_part(mark: dict[str, Any]) -> bytes:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """Names of all files below a folder, with forward slashes."""
-    for parent, _, files in os.walk(folder):
-        yield from (Path(parent, name).relative_to(folder).as_posix() for name in files)
+    """Names of all files below a folder, with forward slashes, and of links to folders."""
+    for parent, folders, files in os.walk(folder):
+        links = [name for name in folders if Path(parent, name).is_symlink()]
+        yield from (Path(parent, name).relative_to(folder).as_posix() for name in files + links)
+
+
+def _names_in(index: Path) -> list[Any]:
+    """Names of the files that an index of weights distributes them to."""
+    try:
+        with open_regular(index) as file:
+            return list(parse_json(file.read())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return [None]
 
 
 def _entry(path: Path) -> dict[str, Any]:
@@ -233,5 +249,5 @@ def _entry(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4096)  # what was just written, or was just checked, is not read a second time
 def _sha256(path: Path, inode: int, size: int, changed_ns: int) -> str:
     """SHA-256 of a file; the other arguments tell one state of it from the next, and nobody can set the last one."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -241,10 +241,9 @@ def check_run(
     recorded: Mapping[str, Any] | None,
     entry: str | None = None,
 ) -> None:
-    """Refuse a run that does not fit into the ledger of its dataset; nothing is written.
+    """Refuse a run that does not fit into the ledger of its dataset; nothing is written. See `charge_run`.
 
-    Args:
-        chains: as of `charge_run`, with the other arguments; None where they are not known yet.
+    Without `chains`, only what the run's own ledger says of it is checked.
     """
     _charged_to(dataset, recorded)
     if dataset is None or chains is None:

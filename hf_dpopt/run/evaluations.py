@@ -1,66 +1,44 @@
 """Ledger of private evaluations: each is charged on the disk before a record is looked at, its answer after.
 
-``output_dir/privacy/evaluations.jsonl``, one JSON record a line, each with the digest of the one before. It holds
-public values only. The answer for weights that were evaluated before is read from here: it is no second release.
+``output_dir/privacy/evaluations.jsonl`` is a `hf_dpopt.common.chained.ChainedFile` of public values. The answer for
+weights that were evaluated before is read from here: that is not a second release.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import hashlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import fsync_directory, read_whole
+from hf_dpopt.common.chained import ChainedFile
+from hf_dpopt.common.durable import make_folder
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.common.json_text import parse_json
-from hf_dpopt.common.locks import FileLock, LockHeld, open_plain
 from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
 
 EVALUATIONS = Path("privacy") / "evaluations.jsonl"  # in the output_dir of a run
-GENESIS = "0" * 64
 CHARGE, ANSWER = "charge", "answer"
 
 
-@dataclasses.dataclass(frozen=True)
 class Evaluations:
-    """Evaluations that were charged, as they lie on the disk.
+    """Evaluations that were charged, as they lie on the disk; made by `read`."""
 
-    Args:
-        records: charges and answers, in order.
-        digest: SHA-256 of the last one.
-    """
-
-    records: tuple[Mapping[str, Any], ...]
-    digest: str
+    def __init__(self, file: ChainedFile):
+        """Use `Evaluations.read`."""
+        self.records, self.digests, self.digest = file.records, file.digests, file.digest
+        if any(record.get("type") not in (CHARGE, ANSWER) for record in self.records):
+            raise DPConfigError(f"{file.path} is not a ledger of evaluations. Put the original file back.")
 
     @classmethod
     def read(cls, output_dir: str | os.PathLike[str]) -> Evaluations:
-        """Read and check the file; none is no evaluation. A last line without its end was not charged.
+        """Read and verify the file; no file is no evaluation.
 
         Raises:
             DPConfigError: if a record was changed.
         """
         path = Path(output_dir) / EVALUATIONS
-        if not os.path.lexists(path):
-            return cls((), GENESIS)
-        found: list[Mapping[str, Any]] = []
-        digest, lines = GENESIS, read_whole(path).split(b"\n")
-        for number, line in enumerate(lines[:-1], start=1):
-            record = _parsed(line)
-            body = {name: value for name, value in record.items() if name != "sha256"}
-            if record.get("prev") != digest or record.get("sha256") != _digest(body):
-                raise DPConfigError(
-                    f"{path}, line {number}, was changed: what evaluations cost is not known any more. Put the "
-                    "original file back; without it the evaluation set has no guarantee."
-                )
-            digest = record["sha256"]
-            found.append(record)
-        return cls(tuple(found), digest)
+        return cls(ChainedFile.read(path) if os.path.lexists(path) else ChainedFile(path))
 
     @property
     def noise_multipliers(self) -> tuple[float, ...]:
@@ -84,12 +62,14 @@ class Evaluations:
 
     def answer(self, query: Mapping[str, Any]) -> dict[str, float] | None:
         """Metrics that were released for the same query: set, scores and weights; None if there are none."""
+        asked = {"type": CHARGE, "query": query}
         charges = {
-            record["sha256"] for record in self.records if record["type"] == CHARGE and record["query"] == query
+            digest
+            for record, digest in zip(self.records, self.digests, strict=True)
+            if {name: record.get(name) for name in asked} == asked
         }
-        answers = [record["metrics"] for record in self.records if record["type"] == ANSWER]
-        of = [record["charge"] for record in self.records if record["type"] == ANSWER]
-        return next((dict(metrics) for metrics, charge in zip(answers, of, strict=True) if charge in charges), None)
+        answers = (record for record in self.records if record["type"] == ANSWER and record["charge"] in charges)
+        return next((dict(record["metrics"]) for record in answers), None)
 
     def facts(self, budget: EvaluationBudget) -> dict[str, Any]:
         """Public facts for the report."""
@@ -116,9 +96,8 @@ def charge(output_dir: str | os.PathLike[str], budget: EvaluationBudget, query: 
         DPBudgetExceeded: if all evaluations would cost more than the budget. Nothing is charged then.
         DPConfigError: if another process is charging, the file was changed, or is of another adjacency.
     """
-    with _alone(Path(output_dir)):
-        before = Evaluations.read(output_dir)
-        noise = budget.noise_multiplier
+    with _writing(output_dir) as file:
+        before, noise = Evaluations(file), budget.noise_multiplier
         before.epsilon(budget.delta, budget.adjacency)  # of one adjacency
         spent = epsilon_of([*before.noise_multipliers, noise], budget.delta, budget.adjacency)
         if spent > budget.target_epsilon * (1 + 1e-9):
@@ -129,59 +108,17 @@ def charge(output_dir: str | os.PathLike[str], budget: EvaluationBudget, query: 
                 "--eval_target_epsilon."
             )
         charged = {"type": CHARGE, "noise_multiplier": noise, "adjacency": budget.adjacency, "query": dict(query)}
-        return _append(output_dir, before.digest, charged)
+        file.append(charged)
+        return file.digest
 
 
 def note_answer(output_dir: str | os.PathLike[str], charged: str, metrics: Mapping[str, float]) -> None:
     """Write down what was released for a charge."""
-    with _alone(Path(output_dir)):
-        before = Evaluations.read(output_dir)
-        _append(output_dir, before.digest, {"type": ANSWER, "charge": charged, "metrics": dict(metrics)})
+    with _writing(output_dir) as file:
+        file.append({"type": ANSWER, "charge": charged, "metrics": dict(metrics)})
 
 
-def _parsed(line: bytes) -> dict[str, Any]:
-    try:
-        record = parse_json(line)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def _digest(body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _append(output_dir: str | os.PathLike[str], prev: str, record: Mapping[str, Any]) -> str:
-    body = {**record, "prev": prev}
-    digest, path = _digest(body), Path(output_dir) / EVALUATIONS
-    line = json.dumps({**body, "sha256": digest}, sort_keys=True, separators=(",", ":")).encode() + b"\n"
-    is_new = not path.exists()
-    descriptor = open_plain(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        whole = os.fstat(descriptor).st_size
-        content = os.pread(descriptor, whole, 0)
-        end = content.rfind(b"\n") + 1  # a crash may have left a part of a line
-        os.ftruncate(descriptor, end)
-        os.pwrite(descriptor, line, end)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if is_new:
-        fsync_directory(path.parent)
-    return digest
-
-
-@contextlib.contextmanager
-def _alone(output_dir: Path) -> Iterator[None]:
-    path = output_dir / EVALUATIONS
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock.take(path.with_name(path.name + ".lock"), mode=0o644)
-    except LockHeld as error:
-        raise DPConfigError(
-            f"Another process ({error}) is charging an evaluation in {path}. Evaluate one after the other."
-        ) from None
-    try:
-        yield
-    finally:
-        lock.close()
+def _writing(output_dir: str | os.PathLike[str]) -> contextlib.AbstractContextManager[ChainedFile]:
+    path = Path(output_dir) / EVALUATIONS
+    make_folder(path.parent)
+    return ChainedFile.writing(path)

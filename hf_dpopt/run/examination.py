@@ -302,6 +302,9 @@ def _resume(found: Examination) -> Iterator[Entry]:
     is_over = cost is not None and target is not None and cost > target * (1 + RELATIVE_ERROR)
     over = f", above the target {target:g}: raise --target_epsilon or take fewer steps" if is_over else ""
     yield Entry("resume", f"{start}, {how}; {planned - step} steps are left, epsilon {end} in the end{over}", is_over)
+    yield Entry(
+        "command", "that of the run with --resume_from_checkpoint True (trainer.train(resume_from_checkpoint=True))"
+    )
 
 
 def _resume_head(found: Examination, ledger: Ledger) -> Iterator[Entry]:

@@ -31,7 +31,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hf_dpopt.common.durable import fsync_directory, is_open_at
+from hf_dpopt.common.durable import fsync_directory, is_open_at, make_folder, open_regular
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.types import Released
@@ -205,10 +205,8 @@ class Journal:
         self._last_steps[Path(self._file.name)] = step
 
     def _open(self, step: int) -> BinaryIO:
-        if self.folder.is_symlink():
-            raise DPConfigError(f"{self.folder} is a link, which a journal does not follow. Delete it.")
-        if not self.folder.is_dir():
-            self.folder.mkdir(parents=True, exist_ok=True)
+        if not self.folder.is_dir() or self.folder.is_symlink():
+            make_folder(self.folder)
             fsync_directory(self.folder.parent)
         begun = f"{self.chain_id}-{step:09d}-"
         taken = [int(path.name.removeprefix(begun).partition("-")[0]) for path in self.folder.glob(f"{begun}*")]
@@ -283,7 +281,7 @@ class Journal:
 
     def _entries(self, path: Path) -> Iterator[tuple[Entry, int]]:
         """Entries of a file up to the first that is not whole, and where each ends."""
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = 0
             while (header := self._read(file, start, None)) is not None:
                 yield Entry(path, start, header), file.tell()
@@ -296,7 +294,7 @@ class Journal:
             DPConfigError: if the file has changed since it was looked through.
         """
         values: dict[str, torch.Tensor] = {}
-        with open(entry.path, "rb") as file:
+        with open_regular(entry.path) as file:
             if self._read(file, entry.start, values) != entry.header:
                 raise DPConfigError(
                     f"{entry.path} was changed while it was read: step {entry.step} is not what was written. Put the "

@@ -19,9 +19,11 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from hf_dpopt.common.chained import canonical
 from hf_dpopt.common.durable import fsync_directory, is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld
+from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 
 # A page each: a write that a crash tears damages one of them alone.
@@ -42,6 +44,7 @@ class Mark:
         chain_id, key_id, start_step: what the ledger says of the chain, see `ChainRecord`.
         step: the highest step that may have run; `start_step` if none has.
         digest: digest of the ledger when that step was charged; None if a crash tore the write that said so.
+        plan: digest of the mechanism that the key was made for, see `_digest_of_plan`; None of an earlier release.
     """
 
     chain_id: str
@@ -49,6 +52,7 @@ class Mark:
     start_step: int
     step: int
     digest: str | None
+    plan: str | None = None
 
 
 class KeyMemory:
@@ -74,8 +78,16 @@ class KeyMemory:
     @property
     def folder(self) -> Path | None:
         """Folder of the family; None while the ledger has no chain."""
+        return next(iter(self._folders()), None)
+
+    def _folders(self) -> list[Path]:
+        """Folders that have a mark of a chain in the ledger, and that of its first chain.
+
+        They are one, unless somebody put chains into the ledger or took some out.
+        """
         chains = self._ledger.chains
-        return self._used / chains[0].chain_id if chains else None
+        found = [path.parent for chain in chains for path in self._used.glob(f"*/{chain.chain_id}.mark")]
+        return list(dict.fromkeys([*found, *(self._used / chain.chain_id for chain in chains[:1])]))
 
     # --- one run at a time ---
 
@@ -128,10 +140,11 @@ class KeyMemory:
         Raises:
             DPConfigError: if one is damaged.
         """
-        folder = self.folder
-        if folder is None or not folder.is_dir():
-            return []
-        return [self._read(path)[0] for path in sorted(folder.glob("*.mark"))]
+        return [self._read(path)[0] for folder in self._folders() for path in sorted(folder.glob("*.mark"))]
+
+    def knows(self, chain_id: str) -> bool:
+        """Whether a chain has a mark in the family."""
+        return self._path(chain_id).exists()
 
     def mark(self, chain_id: str) -> Mark | None:
         """The mark of a chain; None if it has none.
@@ -153,6 +166,12 @@ class KeyMemory:
             chain = known.get(mark.chain_id)
             if chain is not None and (chain.key_id, chain.start_step) != (mark.key_id, mark.start_step):
                 raise _damage_error(self._path(mark.chain_id), f"it is of another key than chain {mark.chain_id}")
+            if mark.plan not in (None, _digest_of_plan(self._ledger)):
+                raise DPConfigError(
+                    f"The plan in {self._ledger.path} is not the one that the keys of this run were used for: it was "
+                    "edited, and what the steps cost would be misread. Put the original file back, or use another "
+                    "output_dir, whose epsilon is added to that of this one."
+                )
             if chain is None and mark.step > mark.start_step:
                 self._ledger.start_chain(
                     chain_id=mark.chain_id, key_id=mark.key_id, start_step=mark.start_step, note=ELSEWHERE
@@ -165,7 +184,7 @@ class KeyMemory:
 
     def begin(self, chain: ChainRecord) -> None:
         """Write the mark of a chain that the ledger has just begun."""
-        path, header = self._path(chain.chain_id), _header_of(chain)
+        path, header = self._path(chain.chain_id), _header_of(chain, _digest_of_plan(self._ledger))
         content = header + _slot_of(header, chain.start_step, self._ledger.digest())
         _make_folder(path.parent)
         write_durably(path, content.ljust(3 * PAGE, b"\0"), mode=0o600)
@@ -233,9 +252,15 @@ def _seal(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=_SEAL_BYTES, person=b"hf_dpopt mark").digest()
 
 
-def _header_of(chain: ChainRecord) -> bytes:
+def _digest_of_plan(ledger: Ledger) -> str:
+    """SHA-256 of the fields of a plan that all runs of a ledger share."""
+    plan = ledger.plan or {}
+    return hashlib.sha256(canonical({name: plan.get(name) for name in RESUME_KEYS}).encode()).hexdigest()
+
+
+def _header_of(chain: ChainRecord, plan: str) -> bytes:
     """The first page: what never changes."""
-    public = {"chain_id": chain.chain_id, "key_id": chain.key_id, "start_step": chain.start_step}
+    public = {"chain_id": chain.chain_id, "key_id": chain.key_id, "start_step": chain.start_step, "plan": plan}
     body = json.dumps(public, sort_keys=True).encode().ljust(PAGE - _SEAL_BYTES, b"\0")
     return body + _seal(body)
 

@@ -225,7 +225,7 @@ class PrivateState:
             shard: see `save_noise`.
         """
         path = self._noise_file(chain.chain_id, shard)
-        if not path.exists():
+        if not path.is_file():
             return None
         _refuse_shared(path)
         return read_noise(path, chain.root, num_steps=num_steps)
@@ -311,7 +311,7 @@ class PrivateState:
             return
         mine = None if chain_ids is None else tuple(chain_ids)
         for path in self._chains_dir.iterdir():  # also what a crash left half-written: .ID.key.PID.tmp
-            if mine is None or path.name.lstrip(".").startswith(mine):
+            if mine is None or path.name.lstrip(".").partition(".")[0] in mine:
                 path.unlink()
         fsync_directory(self._chains_dir)
 
@@ -333,7 +333,6 @@ class PrivateState:
             path.unlink(missing_ok=True)
 
     def _key_file(self, chain_id: str) -> Path:
-        assert chain_id.isalnum(), f"{chain_id!r} is no name of a chain with a stored key"
         return self._chains_dir / f"{chain_id}.key"
 
 

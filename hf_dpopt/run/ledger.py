@@ -15,12 +15,13 @@ import dataclasses
 import errno
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common.chained import GENESIS, canonical, seal_record
-from hf_dpopt.common.durable import is_open_at, read_whole, write_durably
+from hf_dpopt.common.durable import is_open_at, make_folder, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held, open_plain
@@ -54,6 +55,23 @@ class ChainRecord:
     parent: str | None
     note: str
     unsafe: bool
+
+
+_CHAIN_FIELDS = tuple(field.name for field in dataclasses.fields(ChainRecord))
+_CHAIN_ID = re.compile(r"(unsafe)?[0-9a-f]{16}")
+_KEY_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def _is_chain(record: dict[str, Any]) -> bool:
+    """Whether a record has the fields of a chain, in the form that a run writes them."""
+    match record:
+        case {
+            "chain_id": str(chain_id), "key_id": str(key_id), "start_step": start, "note": str(),
+            "parent": str() | None, "unsafe": bool(unsafe),
+        }:  # fmt: skip
+            named, starts = _CHAIN_ID.fullmatch(chain_id), type(start) is int and start >= 0
+            return starts and named is not None and bool(named[1]) == unsafe and bool(_KEY_ID.fullmatch(key_id))
+    return False
 
 
 class Ledger:
@@ -92,10 +110,9 @@ class Ledger:
             DPConfigError: if another run has it open, if it is missing and not ``create``, or if a line was changed.
         """
         ledger = cls(Path(path))
-        if create:
-            ledger.path.parent.mkdir(parents=True, exist_ok=True)
-        elif not ledger.path.exists():
+        if not create and not ledger.path.exists():
             raise DPConfigError(_missing(ledger.path))
+        make_folder(ledger.path.parent)
         ledger._acquire_lock()
         try:
             if not ledger.path.exists():
@@ -308,7 +325,7 @@ class Ledger:
         Raises:
             DPConfigError: if the step, or a later one, was charged to the chain: its noise may have been used.
         """
-        reached = self.last_step(chain_id) or self._chains[chain_id].start_step
+        reached = self._reached(chain_id)
         if step <= reached:
             raise DPConfigError(
                 f"Step {step} cannot run on chain {chain_id}, which has reached step {reached}: the noise of a step "
@@ -319,7 +336,7 @@ class Ledger:
 
     def charge_up_to(self, chain_id: str, step: int) -> None:
         """Charge the steps of a chain up to `step` that are not charged yet: they ran, and this file forgot them."""
-        reached = self.last_step(chain_id) or self._chains[chain_id].start_step
+        reached = self._reached(chain_id)
         self._append(*({"kind": "step", "chain_id": chain_id, "step": t} for t in range(reached + 1, step + 1)))
 
     def lose(self, chain_id: str, step: int) -> None:
@@ -381,14 +398,20 @@ class Ledger:
         self._apply(sealed, digest)
 
     def _apply(self, record: dict[str, Any], digest: str) -> None:
-        """Take a verified record in."""
+        """Take a record in whose hash was verified.
+
+        The hash has no key, so whoever can write to `output_dir` can make any record. What a run could not have
+        written is refused; names of chains become names of files (`hf_dpopt.run.keys`), so only their form is let in.
+        """
+        if not self._is_valid(record):
+            raise DPConfigError(f"{self.path} has a record that no run writes: {canonical(record):.200}. {_FIX}")
         match record["kind"]:
             case "header":
                 pass
             case "plan":
                 self._plan = record["plan"]
             case "chain":
-                chain = ChainRecord(**{field.name: record[field.name] for field in dataclasses.fields(ChainRecord)})
+                chain = ChainRecord(**{name: record[name] for name in _CHAIN_FIELDS})
                 self._chains[chain.chain_id], self._steps[chain.chain_id] = chain, []
                 self._lost[chain.chain_id] = []
             case "step":
@@ -403,6 +426,28 @@ class Ledger:
                 )
         self._digest = digest
         self._positions[digest] = len(self._positions)
+
+    def _is_valid(self, record: dict[str, Any]) -> bool:
+        """Whether a run could have written a record here; True for a kind that a newer release may write."""
+        match record:
+            case {"kind": "header"}:
+                return self._digest == GENESIS
+            case {"kind": "plan", "plan": dict()}:
+                return True
+            case {"kind": "chain", "parent": parent, "key_id": key_id, "unsafe": unsafe}:
+                is_new = _is_chain(record) and record["chain_id"] not in self._chains
+                is_fresh = unsafe or all(chain.key_id != key_id for chain in self.chains)
+                return is_new and is_fresh and (parent is None or parent in self._chains)
+            case {"kind": "step", "chain_id": str(chain_id), "step": step}:
+                return chain_id in self._chains and type(step) is int and step > self._reached(chain_id)
+            case {"kind": "lost", "chain_id": str(chain_id), "step": step}:
+                is_last = chain_id in self._chains and type(step) is int and step == self.last_step(chain_id)
+                return is_last and step not in self._lost[chain_id]
+        return record.get("kind") not in ("plan", "chain", "step", "lost", None)
+
+    def _reached(self, chain_id: str) -> int:
+        """The last step charged to a chain, or where it starts."""
+        return self.last_step(chain_id) or self._chains[chain_id].start_step
 
     def _settle_tail(self, end: int) -> None:
         """Settle what follows the last newline, which a kill in mid-write leaves.

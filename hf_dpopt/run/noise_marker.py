@@ -21,7 +21,7 @@ def noise_marker(path: Path) -> list[bytes]:
     Args:
         path: file that `PrivateState.save_noise` wrote; need not be there.
     """
-    if not path.exists():
+    if not path.is_file():
         return []
     try:
         state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)

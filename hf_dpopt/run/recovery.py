@@ -176,7 +176,12 @@ def find_recovery(
     if resume_step is None or last is None:
         return None
     reached = ledger.last_step(last.chain_id) or last.start_step
-    if not last.start_step <= resume_step < reached or not stays_on_its_chain(ledger, state, reached):
+    is_gapless = ledger.charged[ledger.chains.index(last)] == reached - last.start_step  # a forged ledger may not be
+    if (
+        not last.start_step <= resume_step < reached
+        or not is_gapless
+        or not stays_on_its_chain(ledger, state, reached)
+    ):
         return None
     strangers = chains_with_journals(output_dir) - {chain.chain_id for chain in ledger.chains}
     if strangers:

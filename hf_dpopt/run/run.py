@@ -381,11 +381,18 @@ class PrivateRun:
             if affordable > 0
             else ""
         )
+        continues = (
+            "To continue that run, add --resume_from_checkpoint True: steps that were charged are not charged again "
+            f"(`hf-dpopt doctor {self.output_dir}` shows where it continues). "
+            "Another dataset needs another output_dir. "
+            if resumed_at is None
+            else ""
+        )
         raise DPBudgetExceeded(
             f"{sum(charged)} steps of this run are already charged in {self.ledger.path}; the {needed} steps still "
             f"to run would bring epsilon to {spent:.4g}, above target_epsilon={target:g}. "
-            f"{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or start over in "
-            "another output_dir (what was spent here stays spent)."
+            f"{continues}{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or "
+            "start over in another output_dir (what was spent here stays spent)."
         )
 
     def chains_to_run(self, resumed_at: int | None, mark: str | None) -> tuple[int, ...]:
@@ -708,7 +715,8 @@ class PrivateRun:
         if self.ledger is not None:
             last = self.ledger.last_step(self.chain.chain_id)
             # other runs, copies of this one too, may keep their keys in the same place
-            mine = [chain.chain_id for chain in self.ledger.chains if is_own(chain)]
+            memory, chains = self._memory, [one.chain_id for one in self.ledger.chains if is_own(one)]
+            mine = [one for one in chains if memory is not None and memory.knows(one)]
             self._release_ledger()
             is_over = last is not None and last >= self.plan.num_steps
             if self.state is not None and is_over and is_finished:
@@ -739,11 +747,14 @@ def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
     )
 
 
-def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, Any] | None:
+def recorded_plan(
+    output_dir: str | Path, *, keeps_budget: bool, num_examples: int | None = None
+) -> dict[str, Any] | None:
     """The plan that an earlier run in this folder was charged under, or None. Rank 0's file counts.
 
     Raises:
-        DPConfigError: if a budget is to be kept and that run had no noise.
+        DPConfigError: if that run was on another number of records or users, or if a budget is to be kept and it had
+            no noise.
     """
     path = Path(output_dir) / LEDGER
     if current_ranks().rank != 0 or not path.exists():
@@ -753,6 +764,12 @@ def recorded_plan(output_dir: str | Path, *, keeps_budget: bool) -> dict[str, An
         raise DPConfigError(
             f"output_dir={output_dir}: {path} records a run of another kind, without a noise strategy. Choose another "
             "output_dir."
+        )
+    if plan is not None and num_examples not in (None, plan.get("num_examples")):
+        raise DPConfigError(
+            f"output_dir={output_dir}: holds a run on another dataset, of {plan.get('num_examples')} "
+            f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
+            "another output_dir."
         )
     if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
         raise DPConfigError(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hf_dpopt.common.durable import is_file_name, open_regular
 from hf_dpopt.common.errors import DPConfigError
 
 INDEX = ".metadata"
@@ -60,10 +61,13 @@ def _read_index(folder: Path) -> Any:
     from torch.distributed.checkpoint.metadata import Metadata
 
     try:
-        with (folder / INDEX).open("rb") as file:
+        with open_regular(folder / INDEX) as file:
             index = _Unpickler(file).load()
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"it is a {type(index).__name__}")
+        names = [part.relative_path for part in index.storage_data.values()]
+        if not all(map(is_file_name, names)):
+            raise pickle.UnpicklingError("it names a file outside of its folder")
     except Exception as error:  # a damaged pickle raises almost anything
         raise DPConfigError(
             f"{folder / INDEX} is no index of shards ({error}), and nothing was loaded. Resume from a whole "

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.common.collectives import current_ranks
-from hf_dpopt.common.durable import remove
+from hf_dpopt.common.durable import open_regular, remove
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.log import logger
@@ -181,7 +181,8 @@ def _is_whole(directory: Path, digest: str) -> bool:
     if not os.path.lexists(directory):
         return False
     try:
-        about = parse_json((directory / ABOUT).read_bytes())
+        with open_regular(directory / ABOUT) as file:
+            about = parse_json(file.read())
         if about["digest"] == digest and all(about[name] == _sha256(directory / name) for name in ARRAYS):
             return True
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -191,7 +192,7 @@ def _is_whole(directory: Path, digest: str) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -22,6 +22,9 @@ PLAN = {"noise_multiplier": 0.7, "sampler": "poisson", "sizes": (1, 2), "num_ste
 MUST_MATCH = ("noise_multiplier", "sampler", "sizes")
 
 
+C1, C2, K1, K2 = "c1" * 8, "c2" * 8, "a1" * 16, "a2" * 16  # names of chains and of their keys
+
+
 @pytest.fixture
 def path(tmp_path) -> Path:
     return tmp_path / "run" / "ledger.jsonl"
@@ -31,9 +34,9 @@ def _write(path: Path, num_steps: int = 3) -> None:
     """A finished run: header, plan, chain, steps."""
     with Ledger.open(path) as ledger:
         ledger.record_plan(PLAN, must_match=MUST_MATCH)
-        ledger.start_chain(chain_id="c1", key_id="k1", start_step=0, note="first run")
+        ledger.start_chain(chain_id=C1, key_id=K1, start_step=0, note="first run")
         for step in range(1, num_steps + 1):
-            ledger.charge("c1", step)
+            ledger.charge(C1, step)
 
 
 def _in_child(body: Callable[[], object]) -> int:
@@ -58,17 +61,17 @@ def _exit_code(child: int) -> int:
 def test_a_run_is_read_back(path):
     _write(path)
     with Ledger.open(path) as ledger:
-        ledger.start_chain(chain_id="c2", key_id="k2", start_step=2, parent="c1", note="resumed")
-        assert ledger.last_step("c2") is None
-        ledger.charge("c2", 3)
+        ledger.start_chain(chain_id=C2, key_id=K2, start_step=2, parent=C1, note="resumed")
+        assert ledger.last_step(C2) is None
+        ledger.charge(C2, 3)
         written = ledger.plan, ledger.chains, ledger.num_charged, ledger.digest()
     ledger = Ledger.read(path)
     assert (ledger.plan, ledger.chains, ledger.num_charged, ledger.digest()) == written
     assert ledger.plan == PLAN | {"sizes": [1, 2]}
-    assert ledger.num_charged == 4 and (ledger.last_step("c1"), ledger.last_step("c2")) == (3, 3)
-    assert [c.chain_id for c in ledger.chains] == ["c1", "c2"]
+    assert ledger.num_charged == 4 and (ledger.last_step(C1), ledger.last_step(C2)) == (3, 3)
+    assert [c.chain_id for c in ledger.chains] == [C1, C2]
     last = ledger.last_chain
-    assert (last.chain_id, last.key_id, last.start_step, last.parent, last.note) == ("c2", "k2", 2, "c1", "resumed")
+    assert (last.chain_id, last.key_id, last.start_step, last.parent, last.note) == (C2, K2, 2, C1, "resumed")
     assert not last.unsafe
 
 
@@ -108,35 +111,35 @@ def test_a_step_is_charged_once(path, reopen, step):
     """Also by another process, and also a step that comes after a later one: its noise may have been used."""
     _write(path)
     ledger = Ledger.open(path)
-    ledger.charge("c1", 4)
+    ledger.charge(C1, 4)
     if reopen:
         ledger.close()
         ledger = Ledger.open(path)
     with ledger:
         for again in (step, 4):
             with pytest.raises(DPConfigError, match=f"Step {again} .*has reached step 4.*new chain with a fresh key"):
-                ledger.charge("c1", again)
-        ledger.charge("c1", 5)
+                ledger.charge(C1, again)
+        ledger.charge(C1, 5)
     assert Ledger.read(path).num_charged == 5
 
 
 def test_a_chain_begins_after_its_start_step(path):
     _write(path)
     with Ledger.open(path) as ledger:
-        ledger.start_chain(chain_id="c2", key_id="k2", start_step=2, parent="c1")
+        ledger.start_chain(chain_id=C2, key_id=K2, start_step=2, parent=C1)
         with pytest.raises(DPConfigError, match="Step 2 .*has reached step 2"):
-            ledger.charge("c2", 2)
-        ledger.charge("c2", 3)
+            ledger.charge(C2, 2)
+        ledger.charge(C2, 3)
 
 
 def test_chains_and_keys_are_used_once(path):
     _write(path)
     with Ledger.open(path) as ledger:
-        with pytest.raises(DPConfigError, match="Chain c1 is already in"):
-            ledger.start_chain(chain_id="c1", key_id="k2", start_step=0)
-        with pytest.raises(DPConfigError, match="noise key k1 was used by another chain.*fresh key"):
-            ledger.start_chain(chain_id="c2", key_id="k1", start_step=0)
-        ledger.start_chain(chain_id="c2", key_id="k1", start_step=0, unsafe=True)
+        with pytest.raises(DPConfigError, match=f"Chain {C1} is already in"):
+            ledger.start_chain(chain_id=C1, key_id=K2, start_step=0)
+        with pytest.raises(DPConfigError, match=f"noise key {K1} was used by another chain.*fresh key"):
+            ledger.start_chain(chain_id=C2, key_id=K1, start_step=0)
+        ledger.start_chain(chain_id=f"unsafe{C2}", key_id=K1, start_step=0, unsafe=True)
     assert Ledger.read(path).last_chain.unsafe
 
 
@@ -152,8 +155,8 @@ def test_a_charge_is_on_the_disk_when_it_returns(path, monkeypatch):
     monkeypatch.setattr(os, "fsync", record)
     with Ledger.open(path) as ledger:
         assert (path.parent.stat().st_ino, path.stat().st_size) in synced  # the new file's name is durable too
-        ledger.start_chain(chain_id="c1", key_id="k1", start_step=0)
-        ledger.charge("c1", 1)
+        ledger.start_chain(chain_id=C1, key_id=K1, start_step=0)
+        ledger.charge(C1, 1)
         assert synced[-1] == (path.stat().st_ino, path.stat().st_size)
 
 
@@ -163,8 +166,8 @@ def test_a_kill_at_any_moment_leaves_every_executed_step_charged(path, tmp_path)
 
     def run() -> None:
         with Ledger.open(path) as ledger:
-            chain = f"c{len(ledger.chains)}"
-            ledger.start_chain(chain_id=chain, key_id=chain, start_step=0)
+            chain = f"{len(ledger.chains):016x}"
+            ledger.start_chain(chain_id=chain, key_id=chain * 2, start_step=0)
             log = os.open(executed, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for step in range(1, 10**9):
                 ledger.charge(chain, step)
@@ -202,16 +205,16 @@ def test_a_full_disk_stops_the_step_and_does_not_spoil_the_file(path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, resource.RLIM_INFINITY))
         with pytest.raises(OSError):
-            ledger.charge("c1", 4)
+            ledger.charge(C1, 4)
         with pytest.raises(AssertionError, match="not open for writing"):
-            ledger.charge("c1", 4)
+            ledger.charge(C1, 4)
 
     size = path.stat().st_size
     assert _exit_code(_in_child(charge_on_full_disk)) == 0
     assert path.stat().st_size == size + 10
     with Ledger.open(path) as ledger:
         assert ledger.num_charged == 3
-        ledger.charge("c1", 4)
+        ledger.charge(C1, 4)
     assert Ledger.read(path).num_charged == 4
 
 
@@ -231,8 +234,8 @@ def test_a_torn_last_line_is_cut_off(path):
         with Ledger.open(path) as ledger:
             assert ledger.num_charged == (3 if whole else 2)
             assert path.read_bytes() == (content if whole else content[:start])
-            ledger.charge("c1", 4)
-        assert Ledger.read(path).last_step("c1") == 4
+            ledger.charge(C1, 4)
+        assert Ledger.read(path).last_step(C1) == 4
 
 
 def test_an_edited_byte_is_found_wherever_it_is(path):
@@ -314,7 +317,7 @@ def test_a_ledger_opened_for_reading_or_closed_takes_nothing(path):
         pass
     for ledger in (Ledger.read(path), closed):
         with pytest.raises(AssertionError, match="not open for writing"):
-            ledger.charge("c1", 4)
+            ledger.charge(C1, 4)
 
 
 # --- plans ---

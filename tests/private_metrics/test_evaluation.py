@@ -216,7 +216,7 @@ def test_a_charge_that_was_changed_is_found(tmp_path):
     make(tmp_path).evaluate()
     path = tmp_path / "run" / EVALUATIONS
     path.write_text(path.read_text().replace('"noise_multiplier":', '"noise_multiplier":1', 1))
-    with pytest.raises(DPConfigError, match="line 1, was changed"):
+    with pytest.raises(DPConfigError, match="line 1: it was edited"):
         make(tmp_path).evaluate()
 
 

@@ -1,0 +1,378 @@
+"""Somebody who can write to `output_dir` alone forges its ledger: he may spoil the run or raise its cost, no more.
+
+Whatever he writes, a further training uses no noise twice, charges no fewer steps than ran, writes nothing outside of the
+run's folders, and runs no code of his. A refusal is as good. To add a forgery is to add a line to `FORGERIES`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import torch
+from transformers import TrainerCallback
+
+from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
+from tests import tiny
+from tests.adversary.forging import LEDGER, StopAt, digests_of, records_of, write
+
+ALPHA = 1e-6  # probability of a false alarm, per case
+SAVED_AT, RAN, NUM_STEPS = 2, 4, 6
+RUN_LOG = (
+    "what the keys were used for is found by the chains that the ledger names; the run log will lie beside the keys"
+)
+
+Records = list[dict[str, Any]]
+
+
+class Releases(TrainerCallback):
+    """Keeps what every step released."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen[state.global_step + 1] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+def train(
+    out: Path, keys: Path, *, stop: int, resume: Any = None, **changes: Any
+) -> tuple[DPTrainer, dict[int, torch.Tensor]]:
+    seen = Releases()
+    options = dict(
+        max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVED_AT, learning_rate=1e-3, clipping_norm=0.1,
+        logging_strategy="no", callbacks=[seen, StopAt(stop)], private_state_dir=str(keys),
+    )  # fmt: skip
+    made = tiny.trainer(out, model=tiny.model(dropout=0.0), **options | changes)
+    made.train(resume_from_checkpoint=resume)
+    return made, seen.seen
+
+
+class Scene:
+    """A run that was stopped, another one with the same private folder, and folders of somebody else."""
+
+    def __init__(self, root: Path):
+        self.root, self.out, self.other, self.keys = root, root / "out", root / "other", root / "keys"
+        self.victim = root / "victim"
+
+    @property
+    def chain(self) -> dict[str, Any]:
+        return next(one for one in records_of(self.out) if one["kind"] == "chain")
+
+    @property
+    def other_chain(self) -> dict[str, Any]:
+        return next(one for one in records_of(self.other) if one["kind"] == "chain")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, torch.Tensor]]:
+    scene = Scene(tmp_path_factory.mktemp("made"))
+    _, released = train(scene.out, scene.keys, stop=RAN)
+    train(scene.other, scene.keys, stop=1, save_strategy="no")
+    scene.victim.mkdir()
+    (scene.victim / "ledger.jsonl").write_bytes((scene.other / LEDGER).read_bytes())
+    (scene.victim / f"checkpoint-{NUM_STEPS}").mkdir()
+    (scene.victim / f"checkpoint-{NUM_STEPS}" / "file").write_text("of somebody else")
+    return scene.root, released
+
+
+def _chain(scene: Scene, **changes: Any) -> dict[str, Any]:
+    return {"kind": "chain", "key_id": "e" * 32, "note": "first run", "parent": None, "start_step": 0, "unsafe": False,
+            "chain_id": "d" * 16, **changes}  # fmt: skip
+
+
+def _rename(change: Callable[[str], Any]) -> Callable[[Scene], Records]:
+    """Give the chain another id, everywhere."""
+
+    def forge(scene: Scene) -> Records:
+        name = scene.chain["chain_id"]
+        return [
+            one | {"chain_id": change(name)} if one.get("chain_id") == name else one for one in records_of(scene.out)
+        ]
+
+    return forge
+
+
+def _before(**changes: Any) -> Callable[[Scene], Records]:
+    """Put a chain before all others, so that the run's keys are looked for under its name; forget the last steps."""
+
+    def forge(scene: Scene) -> Records:
+        named = {key: value(scene) if callable(value) else value for key, value in changes.items()}
+        records = [one for one in records_of(scene.out) if one.get("step", 0) <= SAVED_AT]
+        place = next(i for i, one in enumerate(records) if one["kind"] == "chain")
+        return [*records[:place], _chain(scene, **named), *records[place:]]
+
+    return forge
+
+
+def _with(*added: Callable[[Scene], dict[str, Any]]) -> Callable[[Scene], Records]:
+    return lambda scene: [*records_of(scene.out), *(one(scene) for one in added)]
+
+
+def _step(step: Any, chain: str | None = None) -> Callable[[Scene], dict[str, Any]]:
+    return lambda scene: {"kind": "step", "chain_id": chain or scene.chain["chain_id"], "step": step}
+
+
+def _plan(**changes: Any) -> Callable[[Scene], Records]:
+    def forge(scene: Scene) -> Records:
+        return [
+            one | {"plan": one["plan"] | changes} if one["kind"] == "plan" else one for one in records_of(scene.out)
+        ]
+
+    return forge
+
+
+def _without(*kinds: str, after: int = SAVED_AT) -> Callable[[Scene], Records]:
+    """Leave out steps after one, and records of some kinds."""
+    return lambda scene: [
+        one for one in records_of(scene.out) if one["kind"] not in kinds and one.get("step", 0) <= after
+    ]
+
+
+FORGERIES: dict[str, Callable[[Scene], Records]] = {
+    "as it is": lambda scene: records_of(scene.out),
+    "steps removed": _without(),
+    "all steps removed": _without(after=0),
+    "steps added": _with(_step(RAN + 1), _step(RAN + 2)),
+    "a step twice": _with(_step(RAN)),
+    "a step backwards": _with(_step(1)),
+    "a step of no chain": _with(_step(1, chain="c" * 16)),
+    "a step that is no number": _with(_step("x")),
+    "a step that is true": _with(_step(True)),
+    "a step that is a list": _with(_step([1])),
+    "a step beyond all": _with(_step(2**70)),
+    "steps noted as lost": _with(lambda scene: {"kind": "lost", "chain_id": scene.chain["chain_id"], "step": RAN}),
+    "a chain twice": _with(lambda scene: scene.chain),
+    "a second chain with the key": _with(lambda scene: scene.chain | {"chain_id": "d" * 16}),
+    "a key as unsafe": _with(
+        lambda scene: scene.chain | {"chain_id": f"unsafe{'d' * 16}", "unsafe": True, "parent": scene.chain["chain_id"]}
+    ),
+    "the chain as found elsewhere": lambda scene: [
+        one | {"note": "ran in a copy of this ledger, or before it was put back to an earlier state"}
+        if one["kind"] == "chain" else one for one in records_of(scene.out)
+    ],
+    "another chain first": _before(),
+    "the other run first": _before(
+        chain_id=lambda scene: scene.other_chain["chain_id"], key_id=lambda scene: scene.other_chain["key_id"]
+    ),
+    "another start": lambda scene: [
+        one | {"start_step": 3} if one["kind"] == "chain" else one
+        for one in records_of(scene.out) if one.get("step", 9) > 3 or one["kind"] != "step"
+    ],
+    "the ledger of the other run": lambda scene: records_of(scene.other),
+    "the other run's id": lambda scene: _rename(lambda name: scene.other_chain["chain_id"])(scene),
+    "a path as id": _rename(lambda name: f"../../victim/{name}"),
+    "a path first": _before(chain_id="../../victim"),
+    "an absolute path first": _before(chain_id=lambda scene: str(scene.victim)),
+    "the private folder first": _before(chain_id=".."),
+    "an empty id": _before(chain_id=""),
+    "a prefix as id": _before(chain_id=lambda scene: scene.other_chain["chain_id"][:1]),
+    "a glob as id": _before(chain_id="*"),
+    "digits of another script": _before(chain_id="١" * 16),
+    "an id with a newline": _before(chain_id="d" * 16 + "\n"),
+    "an id in capitals": _before(chain_id="D" * 16),
+    "a very long id": _before(chain_id="d" * 5000),
+    "an id that is no text": _before(chain_id=["d"]),
+    "unsafe without its name": _before(unsafe=True),
+    "more noise": _plan(noise_multiplier=9.0),
+    "more records": _plan(num_examples=10**6),
+    "smaller batches": _plan(expected_batch_size=1),
+    "a plan of another kind": _plan(kind="convex_head"),
+    "an empty plan": lambda scene: [
+        one | {"plan": {}} if one["kind"] == "plan" else one for one in records_of(scene.out)
+    ],
+    "a plan that is a list": lambda scene: [
+        one | {"plan": []} if one["kind"] == "plan" else one for one in records_of(scene.out)
+    ],
+    "no plan": _without("plan", after=RAN),
+    "no header": _without("header", after=RAN),
+    "two headers": _with(lambda scene: {"kind": "header", "version": 1}),
+    "nothing but a header": _without("plan", "chain", "step"),
+    "no kind": _with(lambda scene: {"step": 1}),
+}  # fmt: skip
+LOWER = ("nothing but a header", "the ledger of the other run")  # nothing of the run is left in the ledger
+TAKES = ("the other run first", "the ledger of the other run", "the other run's id")  # ends as a copy of the other one
+WAYS = [pytest.param(True, id="resumed"), pytest.param(False, id="anew", marks=pytest.mark.slow)]
+
+
+def _marked(scene: Scene) -> None:
+    """Have the checkpoints name the forged ledger, with digests that fit and the old signature."""
+    digests = digests_of(scene.out)
+    for path in scene.out.glob("checkpoint-*/privacy_ledger.json"):
+        mark = json.loads(path.read_text())
+        if mark["ledger_digest"] not in digests:
+            path.write_text(json.dumps(mark | {"ledger_digest": digests[-1]}))
+
+
+def _tree(folder: Path) -> dict[str, bytes | str | None]:
+    found: dict[str, bytes | str | None] = {}
+    for path in folder.rglob("*"):
+        found[str(path.relative_to(folder))] = path.read_bytes() if path.is_file() else None
+    return found
+
+
+def _check_places(scene: Scene, before: dict[str, Any]) -> None:
+    """Nothing was written outside of the folders of the run, nor under another name than a run gives."""
+    assert {path.name for path in scene.root.iterdir()} == {"out", "other", "keys", "victim"}
+    assert _tree(scene.victim) == before
+    for name in _tree(scene.keys):
+        assert re.fullmatch(r"(chains|used)(/[0-9a-f]{16}(\.\w+|/lock|/seal|/[0-9a-f]{16}\.mark)?)?", name), name
+
+
+def _assert_fresh(first: dict[int, torch.Tensor], again: dict[int, torch.Tensor], made: DPTrainer) -> None:
+    """No two releases of one step have the same noise."""
+    stddev = made.plan.draw_stddev * made.plan.sensitivity / made.plan.config.expected_batch_size
+    for step in first.keys() & again.keys():
+        energy = float((first[step] - again[step]).square().sum()) / (2 * stddev**2)
+        assert energy > scipy.stats.chi2.ppf(ALPHA, df=first[step].numel()), f"the noise of step {step} is used twice"
+
+
+def _go_on(scene: Scene, released: dict[int, torch.Tensor], resume: bool) -> bool:
+    """Train after a forgery, with some labels changed, and check all that may not happen; return whether it ran."""
+    before = _tree(scene.victim)
+    rows = [row | {"label": 1 - row["label"]} if i < 3 else row for i, row in enumerate(tiny.records())]
+    try:
+        made, again = train(scene.out, scene.keys, stop=NUM_STEPS, resume=resume, train_dataset=rows)
+    except (DPConfigError, DPBudgetExceeded):
+        _check_places(scene, before)
+        return False
+    _check_places(scene, before)
+    _assert_fresh(released, {step: value for step, value in again.items() if step > 0}, made)
+    assert made.privacy_spent().num_steps >= RAN + len(again), "a step that ran is not charged"
+    alone = made.plan.epsilon((RAN, len(again)) if again else (RAN,))
+    assert made.privacy_spent().epsilon >= min(alone, made.plan.epsilon((NUM_STEPS,))) * (1 - 1e-9)
+    return True
+
+
+@pytest.fixture
+def scene(made: tuple[Path, dict[int, torch.Tensor]], tmp_path: Path) -> Scene:
+    shutil.copytree(made[0], tmp_path / "scene", symlinks=True)
+    return Scene(tmp_path / "scene")
+
+
+@pytest.mark.parametrize("resume", WAYS)
+@pytest.mark.parametrize(
+    "name",
+    [name for name in FORGERIES if name not in LOWER],
+)
+def test_a_forged_ledger_gains_nothing(scene, made, name, resume):
+    write(scene.out, FORGERIES[name](scene))
+    _marked(scene)
+    key = scene.keys / "chains" / f"{scene.other_chain['chain_id']}.key"
+    _go_on(scene, made[1], resume)
+    assert key.exists() or name in TAKES, "the key of another run was deleted"
+
+
+@pytest.mark.parametrize("name", LOWER)
+def test_a_checkpoint_is_not_resumed_without_its_charges(scene, made, name):
+    write(scene.out, FORGERIES[name](scene))
+    _marked(scene)
+    assert not _go_on(scene, made[1], True)
+
+
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason=RUN_LOG)
+@pytest.mark.parametrize("name", LOWER)
+def test_charges_that_no_name_leads_to_are_found(scene, made, name):
+    write(scene.out, FORGERIES[name](scene))
+    _go_on(scene, made[1], False)
+
+
+def test_a_ledger_that_is_as_it_was_goes_on(scene, made):
+    """Else every forgery above could be refused for another reason."""
+    write(scene.out, FORGERIES["as it is"](scene))
+    made, again = train(scene.out, scene.keys, stop=NUM_STEPS, resume=True)
+    assert made.privacy_spent().num_steps == NUM_STEPS and sorted(again) == [RAN + 1, RAN + 2]
+
+
+LINKS = {
+    "privacy": "victim", "privacy/ledger.jsonl": "victim/ledger.jsonl", "privacy/ledger.jsonl.lock": "victim/ledger.jsonl",
+    "privacy/report.json": "victim/ledger.jsonl", "privacy/statement.md": "victim/ledger.jsonl", "_journal": "victim",
+    "_unfinished_checkpoints": "victim", f"checkpoint-{NUM_STEPS}": "victim", f"checkpoint-{RAN}": "victim",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("resume", WAYS)
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_leads_nowhere(scene, made, name, resume):
+    place = scene.out / name
+    if place.is_dir():
+        shutil.rmtree(place)
+    place.unlink(missing_ok=True)
+    os.symlink(scene.root / LINKS[name], place)
+    before = _tree(scene.victim)
+    try:
+        train(scene.out, scene.keys, stop=NUM_STEPS, resume=resume)
+    except DPConfigError:
+        pass
+    _check_places(scene, before)
+
+
+class Bomb:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin", "weights"])
+@pytest.mark.parametrize("is_unsigned", [True, False], ids=["unsigned", "signed"])
+def test_a_checkpoint_runs_no_code(scene, name, is_unsigned):
+    """Files of a checkpoint are pickles; digests that fit them, and a ledger that knows no key, are easily forged."""
+    import hashlib
+
+    folder, bomb = scene.out / f"checkpoint-{RAN}", scene.root / "out" / "boom"
+    if is_unsigned:
+        write(scene.out, [*_before()(scene), _step(3)(scene), _step(4)(scene)])
+    path = folder / {"weights": "pytorch_model.bin"}.get(name, name)
+    if name == "weights":
+        (folder / "model.safetensors").unlink()
+    path.write_bytes(pickle.dumps(Bomb(bomb)))
+    mark = json.loads((folder / "privacy_ledger.json").read_text())
+    files = {
+        one.name: {"bytes": one.stat().st_size, "sha256": hashlib.sha256(one.read_bytes()).hexdigest()}
+        for one in folder.iterdir()
+        if one.name != "privacy_ledger.json"
+    }
+    (folder / "privacy_ledger.json").write_text(
+        json.dumps(
+            {"ledger_digest": digests_of(scene.out)[-1], "files": files}
+            | ({} if is_unsigned else {"key": mark["key"], "seal": mark["seal"]})
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(scene.out)
+        try:
+            train(scene.out, scene.keys, stop=NUM_STEPS, resume=str(folder))
+        except Exception as error:
+            assert not isinstance(error, AssertionError)
+    assert not bomb.exists()
+
+
+@pytest.mark.parametrize("index", ["../../victim/file.safetensors", "/etc/passwd", "..", "", 5])
+def test_weights_come_from_the_checkpoint_alone(scene, index):
+    """An index of weights that names a file elsewhere would publish what is in there."""
+    import hashlib
+
+    folder = scene.out / f"checkpoint-{RAN}"
+    write(scene.out, [*_before()(scene), _step(3)(scene), _step(4)(scene)])
+    shutil.move(folder / "model.safetensors", scene.victim / "file.safetensors")
+    weights = {"weight_map": dict.fromkeys(tiny.model().state_dict(), index), "metadata": {}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+    files = {
+        one.name: {"bytes": one.stat().st_size, "sha256": hashlib.sha256(one.read_bytes()).hexdigest()}
+        for one in folder.iterdir()
+        if one.name != "privacy_ledger.json"
+    }
+    mark = {"ledger_digest": digests_of(scene.out)[-1], "files": files}
+    (folder / "privacy_ledger.json").write_text(json.dumps(mark))
+    with pytest.raises(DPConfigError, match="names files outside of its folder"):
+        train(scene.out, scene.keys, stop=NUM_STEPS, resume=str(folder))
