@@ -63,12 +63,12 @@ class Factored:
             case Transposed(rows):
                 return Transposed(Factored(self.inverse_Q, self.inverse_P)._divide(rows))  # type: ignore[arg-type]
             case Dense(grad_B):
-                return Dense(wide(grad_B) * self.matrix(grad_B[0].shape).to(wide(grad_B[:0]).dtype))
+                return Dense(wide(grad_B) * self.matrix(wide(grad_B[0])))
         raise AssertionError(type(use))
 
-    def matrix(self, shape: torch.Size) -> torch.Tensor:
-        """1 / D in the shape of the parameter."""
-        return torch.outer(self.inverse_P, self.inverse_Q).view(shape)
+    def matrix(self, like: torch.Tensor) -> torch.Tensor:
+        """1 / D in the shape of the parameter, rounded once, to the dtype of `like`, as norms and sums are."""
+        return torch.outer(self.inverse_P.to(like.dtype), self.inverse_Q.to(like.dtype)).view(like.shape)
 
     def divide_(self, total: torch.Tensor) -> None:
         first, num = rows_of(total) if is_sharded(total) else (0, len(total))
@@ -192,7 +192,7 @@ class Scale:
             case Diagonal(inverse):
                 return inverse.reshape(-1).to(like.dtype)
             case Factored() as part:
-                return part.matrix(like.shape).reshape(-1).to(like.dtype)
+                return part.matrix(like).reshape(-1)
         return like.new_ones(like.numel())
 
     def apply_(self, name: str, total: torch.Tensor) -> None:

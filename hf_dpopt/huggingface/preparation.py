@@ -12,13 +12,13 @@ from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.huggingface.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.huggingface.refusals.model import first_not_finite
 from hf_dpopt.huggingface.self_check.conditions import in_mode
-from hf_dpopt.records.collation import Batch, Collation, Collator, Padding, length_of
+from hf_dpopt.records.collation import TARGETS, Batch, Collation, Collator, Padding, length_of
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import is_stored, read_one, spread
-from hf_dpopt.records.trial import beside_shorter, try_collation
+from hf_dpopt.records.trial import NONE_USABLE, beside_shorter, try_collation
 
 TRIED = 16  # records that are collated
 RUN = 8  # of them, that go through the model
@@ -60,9 +60,7 @@ def padding_of(collation: Collation, records: Sequence[Any], processing_class: A
     return getattr(tokenizer, "pad_token_id", None), getattr(tokenizer, "padding_side", None)
 
 
-def pair_of_records(
-    collation: Collation, records: Sequence[Any], losses: RecordLosses
-) -> tuple[Batch, list[Batch]] | None:
+def pair_of_records(collation: Collation, records: Sequence[Any]) -> tuple[Batch, list[Batch]] | None:
     """A long and a short record of the dataset in one batch of the real collator, and the rows of each alone.
 
     A row alone is cut out of the batch, without its padding, so that a collator that draws masks has drawn them once.
@@ -71,14 +69,15 @@ def pair_of_records(
     Args:
         collation: collation of the run.
         records: some of the dataset.
-        losses: say whether labels stand beside tokens.
     """
     fitted = sorted((r for record in records if (r := collation.fitted(record)) is not None), key=length_of)
     if not fitted:
         return None
     pair = (fitted[-1], fitted[0]) if length_of(fitted[0]) < length_of(fitted[-1]) else None
     pair = pair or beside_shorter(collation, fitted)
-    parts = collation.parts(pair) if pair is not None else []
+    if pair is None:
+        return None
+    parts = collation.parts(pair)
     if len(parts) != 1 or parts[0].places != (0, 1):
         return None
     batch = parts[0].batch
@@ -87,18 +86,21 @@ def pair_of_records(
         return None
     if ids_BT.dim() != 2 or mask_BT.shape != ids_BT.shape or not (mask_BT == 0).any():
         return None
-    has_labels = losses.kind in ("ForCausalLM", "ForMaskedLM", "ForTokenClassification")
+    alone = [collation.parts([record])[0].batch for record in pair]  # of what width the rest is without the other
     per_token = {
         key for key, value in batch.items()
-        if isinstance(value, torch.Tensor) and value.shape[:2] == ids_BT.shape and not value.is_floating_point()
-        and (key != "labels" or has_labels) and not key.startswith("decoder")
+        if isinstance(value, torch.Tensor) and not value.is_floating_point() and not key.startswith("decoder")
+        and not (key == "labels" and collation.limits.labels_are_targets)
+        and all(each[key].shape[:2] == each["input_ids"].shape for each in (batch, *alone))
     }  # fmt: skip
-    return batch, [_without_padding(batch, b, mask_BT[b] != 0, per_token) for b in range(2)]
+    return batch, [_without_padding(batch, b, mask_BT[b] != 0, per_token, alone[b]) for b in range(2)]
 
 
-def _without_padding(batch: Batch, b: int, is_text_T: torch.Tensor, per_token: set[str]) -> Batch:
+def _without_padding(batch: Batch, b: int, is_text_T: torch.Tensor, per_token: set[str], alone: Batch) -> Batch:
     row = {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
-    return {k: v[:, is_text_T] if k in per_token else v for k, v in row.items()}
+    row = {k: v[:, is_text_T] if k in per_token else v for k, v in row.items()}
+    is_cut = {k for k in TARGETS if k in row and k not in per_token and row[k].dim() > 1}
+    return {k: v[:, : alone[k].size(1)] if k in is_cut else v for k, v in row.items()}
 
 
 def make_collation(
@@ -144,7 +146,10 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
     """
     records = [row for i in spread(len(dataset), TRIED) for row in read_one(dataset, i)]
     try_collation(collation, records)
-    usable = [record for record in records if collation.fitted(record) is not None]
+    fitted = [(record, row) for record in records if (row := collation.fitted(record)) is not None]
+    usable = [record for record, row in fitted if not collation.limits.empty(collation.row(row)).any()]
+    if records and not usable:
+        raise DPConfigError(NONE_USABLE)
     with kept_buffers(losses.model) as start, in_mode(losses.model, training=False), torch.no_grad():
         found = [_run(collation, losses, record) for record in usable[:RUN]]
         changed = start.changed(has_caches=False)

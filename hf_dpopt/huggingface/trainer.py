@@ -485,7 +485,7 @@ class DPTrainerMixin(_Trainer):
             has_units=self._users is not None,
         )
         self._self_check = "passed"  # the error itself depends on how long the first records are
-        pair = pair_of_records(self._collation, self._sample, self._losses)
+        pair = pair_of_records(self._collation, self._sample)
         if pair is not None:
             check_influence(self._engine, self._losses, *pair)
         for note in done.notes:

@@ -27,6 +27,9 @@ from hf_dpopt.records.rows import is_environment
 Batch = dict[str, Any]
 Collator = Callable[[list[Any]], Any]
 
+TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
+DECLARED = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0}  # what stands for padding in a column
+
 # Read line by line: what each makes of a record does not depend on the others, up to padding and fresh draws. Exact
 # classes only, for a subclass may do more.
 KNOWN = {
@@ -55,6 +58,13 @@ class Padding:
     """
 
     id: int = 0
+
+
+def declared(collator: Any) -> Any:
+    """A known collator that pads targets with `IGNORED`, which no loss takes for a target; any other unchanged."""
+    if is_known(collator) and getattr(collator, "label_pad_token_id", IGNORED) != IGNORED:
+        return dataclasses.replace(collator, label_pad_token_id=IGNORED)
+    return collator
 
 
 def is_known(collator: Any) -> bool:
@@ -91,7 +101,7 @@ class Collation:
         clean: Callable[[Any], Any] = lambda record: record,
         place: Callable[[Batch], Batch] = lambda batch: batch,
     ):
-        self.collate, self.form, self.limits = collate, form, limits or Limits()
+        self.collate, self.form, self.limits = declared(collate), form, limits or Limits()
         self.padding, self.clean, self.place = padding or Padding(), clean, place
         self.is_known = is_known(collate)
 
@@ -245,9 +255,6 @@ def join_rows(rows: Sequence[tuple[int, Batch]], padding: Padding) -> Iterator[P
         padded = [_padded(row, widest, padding) for _, row in group]
         batch = {key: _stacked([row[key] for row in padded]) for key in padded[0]}
         yield Part(batch, tuple(place for place, _ in group))
-
-
-TARGETS = ("labels", "decoder_input_ids", "decoder_attention_mask")
 
 
 def _family(key: str, value: Any, row: Mapping[str, Any]) -> str:

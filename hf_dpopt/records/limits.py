@@ -23,6 +23,7 @@ UNLABELLED = "A label of -1 marks records without a label (the test files of GLU
 LABELS = "the labels of the model"
 CHOICES = "the choices of a record"
 LABEL_COLUMNS = ("labels", "label", "label_ids")
+MASKS = ("attention_mask", "decoder_attention_mask")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Limits:
         per_token: columns with one value for every token.
         label_is_a_choice: a label is the number of one of its record's choices, (B, C, T).
         labels_are_targets: labels are the tokens that a decoder predicts, padded with `IGNORED` on the right.
+        pooled_beside: padding token of a model that classifies at the last other token; None if it does not.
     """
 
     ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
@@ -73,6 +75,7 @@ class Limits:
     per_token: tuple[str, ...] = ()
     label_is_a_choice: bool = False
     labels_are_targets: bool = False
+    pooled_beside: int | None = None
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> Limits:
@@ -104,12 +107,13 @@ class Limits:
         return cls(
             found, tables, is_class, per_token,
             label_is_a_choice=kind == "ForMultipleChoice", labels_are_targets=kind == "ForConditionalGeneration",
+            pooled_beside=getattr(config, "pad_token_id", None) if kind == "ForSequenceClassification" else None,
         )  # fmt: skip
 
     def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
         sizes = [len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
-        failing_B = torch.zeros(sizes[0], dtype=torch.bool)
+        failing_B = torch.zeros(sizes[0], dtype=torch.bool) | self.empty(batch)
         ids, labels = batch.get("input_ids"), batch.get("labels")
         if "labels" in self.per_token and isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor):
             if ids.dim() == labels.dim() == 2 and ids.shape != labels.shape:
@@ -131,6 +135,26 @@ class Limits:
             if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
                 failing_B |= _num_positions(ids_BT, batch, table) > table.most
         return failing_B
+
+    def empty(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Rows with nothing to attend to, (B,) or one value for all; `batch` is collated and on the CPU.
+
+        Attention over a row that is masked everywhere is uniform over its columns, and how many there are depends on
+        the longest record of the batch.
+        """
+        empty_B, ids = torch.zeros(1, dtype=torch.bool), batch.get("input_ids")
+        for column in MASKS:
+            mask = batch.get(column)
+            if not isinstance(mask, torch.Tensor):
+                continue
+            is_of_ids = column == "attention_mask" and isinstance(ids, torch.Tensor) and mask.shape == ids.shape
+            if not is_of_ids and mask.dim() != 2:
+                continue  # one of queries and keys, in a layout of its model
+            counts = mask != 0
+            if is_of_ids and self.pooled_beside is not None:
+                counts &= ids != self.pooled_beside
+            empty_B = empty_B | (~counts.any(dim=-1)).view(len(mask), -1).any(dim=1)  # one choice of several is enough
+        return empty_B
 
     def is_too_wide(self, batch: Mapping[str, Any]) -> bool:
         """Whether padding reaches beyond the positions (`pad_to_multiple_of`), even if no record is too long."""

@@ -294,6 +294,7 @@ class RecordLosses:
         if self.kind == "ForConditionalGeneration":  # some collators pad labels with the pad token, which is no target
             padding = getattr(base_model(self.model).config, "pad_token_id", None)
             labels = labels if padding is None else labels.masked_fill(labels == padding, IGNORED)
+            labels = without_padding(labels, batch.get("decoder_attention_mask"), shifted=False)
         if not callable(self.loss):
             inputs.setdefault("return_dict", True)
         outputs = self.model(**inputs)

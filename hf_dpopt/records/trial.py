@@ -15,7 +15,7 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import restore, snapshot
-from hf_dpopt.records.collation import Batch, Collation, length_of
+from hf_dpopt.records.collation import DECLARED, Batch, Collation, length_of
 from hf_dpopt.records.losses import num_records
 
 FIX = (
@@ -23,6 +23,10 @@ FIX = (
     "depend on several records (centring, scaling, negatives) has to be done before training, on public data."
 )
 
+NONE_USABLE = (
+    "None of the records that were read can be used: they are empty, masked as a whole, longer than the model's "
+    "positions, or not mappings with the same columns. Check train_dataset[0] and the tokenizer."
+)
 FAILS = (
     "Mostly texts were not tokenized, labels are texts, records have unlike lengths, or nothing pads them: tokenize "
     "and number the labels before training, give the tokenizer a pad_token, and pass the collator of your task "
@@ -43,10 +47,7 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
     fitted = [row for record in records if (row := collation.fitted(record)) is not None]
     if not fitted:
         if records:
-            raise DPConfigError(
-                "None of the records that were looked at can be used: they are empty, longer than the model's "
-                "positions, or no mappings of columns like each other. Look at train_dataset[0] and at the tokenizer."
-            )
+            raise DPConfigError(NONE_USABLE)
         return
     before = snapshot(torch.device("cpu"))
     try:
@@ -131,7 +132,8 @@ def _compare(collation: Collation, a: Any, b: Any) -> None:
         # decoder inputs are labels that were padded and then shifted; the labels are compared
         derived = {"decoder_input_ids"} if "labels" in alone else set()
         for key in (together.keys() | alone.keys()) - drawn - derived:
-            if key not in alone or key not in together or not _is_row(together[key], alone[key], place):
+            filler = DECLARED.get(key) if collation.is_known else None  # of others, rows are padded in `join_rows`
+            if key not in alone or key not in together or not _is_row(together[key], alone[key], place, filler):
                 raise DPConfigError(
                     f"The collator mixes records: {key!r} of a training record is another one beside a second record "
                     f"than alone. {FIX}"
@@ -163,8 +165,8 @@ def _same(x: Any, y: Any) -> bool:
     return type(x) is type(y) and repr(x) == repr(y)
 
 
-def _is_row(together: Any, alone: Any, place: int) -> bool:
-    """Whether a row of two is the row of one, with padding before or behind it."""
+def _is_row(together: Any, alone: Any, place: int, filler: int | None) -> bool:
+    """Whether a row of two is the row of one, padded before or behind it with `filler` (None: with any one value)."""
     if not isinstance(together, torch.Tensor) or not isinstance(alone, torch.Tensor):
         return type(together) is type(alone)
     if together.dim() == 0 or alone.dim() == 0:
@@ -180,11 +182,12 @@ def _is_row(together: Any, alone: Any, place: int) -> bool:
     row, own = row.movedim(unlike[0], 0), own.movedim(unlike[0], 0)
     width, length = len(row), len(own)
     return length <= width and any(
-        torch.equal(row[start : start + length], own) and _is_padding(row[:start], row[start + length :])
+        torch.equal(row[start : start + length], own) and _is_padding(row[:start], row[start + length :], filler)
         for start in (0, width - length)
     )
 
 
-def _is_padding(before: torch.Tensor, behind: torch.Tensor) -> bool:
-    """Whether the values around a row are all the same."""
-    return torch.cat([before.flatten(), behind.flatten()]).unique().numel() <= 1
+def _is_padding(before: torch.Tensor, behind: torch.Tensor, filler: int | None) -> bool:
+    """Whether the values around a row are all the same, and those that are declared."""
+    values = torch.cat([before.flatten(), behind.flatten()]).unique().tolist()
+    return len(values) <= 1 and (filler is None or values in ([], [filler]))

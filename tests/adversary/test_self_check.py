@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_dpopt.preclip import PRECLIPS
 from tests import tiny
 from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, trainer
 
@@ -104,3 +105,26 @@ def test_dropout_keeps_the_promise_and_passes(tmp_path):
         return trainer(output_dir, dataset, model=tiny.model(dropout=0.2), **more)
 
     assert clipped_sums(make, tiny.records(4), [0, 1, 2], tmp_path / "run")
+
+
+# --- no false alarm ------------------------------------------------------------------------------------------------------
+
+PRECLIPPED = {
+    "quantile": {"clipping_quantile": 0.5, "preconditioner_kwargs": {"count_noise": 1.0}},
+    "one_query": {"preconditioner": "one_query"},
+    "dp2_rmsprop": {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 1}},
+    "dp2_adagrad": {"preconditioner": "dp2_adagrad", "preconditioner_kwargs": {"delay": 1, "factored": True}},
+    "dp2_yogi": {"preconditioner": "dp2_yogi", "preconditioner_kwargs": {"delay": 1}},
+    "adadps": {"preconditioner": "adadps", "public_dataset": tiny.records(64)},
+    "subspace": {"preconditioner": "subspace", "public_dataset": tiny.records(64)},
+}
+
+
+def test_every_preconditioner_is_listed():
+    assert PRECLIPPED.keys() == PRECLIPS.keys() - {"none"}
+
+
+@pytest.mark.parametrize("name", PRECLIPPED)
+def test_a_preconditioner_passes_in_float64(name, tmp_path):
+    changes = {"max_steps": 2, "expected_batch_size": 8, **PRECLIPPED[name]}
+    assert trainer(tmp_path, tiny.records(32), **changes).train().global_step == 2

@@ -17,6 +17,7 @@ from hf_dpopt.clipping.units import Units
 from hf_dpopt.huggingface.self_check.draws import MIDDLE
 from hf_dpopt.huggingface.self_check.made_up import add_padding, rows
 from hf_dpopt.huggingface.self_check.probe import Gradient, Probe, check_equal, clipped_by, squared_norm
+from hf_dpopt.records.collation import TARGETS
 from hf_dpopt.records.losses import base_model
 
 EXTRA_PADDING = 3
@@ -135,7 +136,8 @@ def check_padding(
 
     `unclipped` is the engine's sum under usual draws, which is the same if there are none.
     """
-    wider = add_padding(batch, padding_id, padding_side, EXTRA_PADDING)
+    targets = TARGETS if probe.losses.kind == "ForConditionalGeneration" else ()
+    wider = add_padding(batch, padding_id, padding_side, EXTRA_PADDING, targets=targets)
     longest = getattr(getattr(base_model(probe.engine.model), "config", None), "max_position_embeddings", None)
     if longest is not None and wider["input_ids"].size(-1) + 2 > longest:
         return 0.0

@@ -51,14 +51,17 @@ def rows(batch: Mapping[str, Any], b: int) -> dict[str, Any]:
     return {k: v[b : b + 1] if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
 
 
-def add_padding(batch: Mapping[str, Any], padding_id: int, padding_side: str, num: int) -> dict[str, Any]:
-    """Add `num` columns of padding to the records."""
+def add_padding(
+    batch: Mapping[str, Any], padding_id: int, padding_side: str, num: int, *, targets: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Add `num` columns of padding to the tokens of the records, and behind their `targets`."""
     fill = {"input_ids": padding_id, "decoder_input_ids": padding_id, "labels": IGNORED}
     columns = (num, 0) if padding_side == "left" else (0, num)
     return {
-        k: torch.nn.functional.pad(v, columns, value=fill.get(k, 0)) if is_per_token(v, batch) else v
+        k: torch.nn.functional.pad(v, (0, num) if k in targets else columns, value=fill.get(k, 0))
+        if k in targets or is_per_token(v, batch) else v
         for k, v in batch.items()
-    }
+    }  # fmt: skip
 
 
 def padding_side_of(like: Mapping[str, Any]) -> str:
