@@ -133,7 +133,7 @@ def read_flags(
     given = flags if from_file is None else set(from_file)
     embedded = not given & set(sources)
     defaults = dict(embedded_defaults) if embedded else {}
-    if "noise_multiplier" in given:
+    if given & {"noise_multiplier", "non_private"}:
         defaults.pop("target_epsilon", None)
     defaults["output_dir"] = str(RUNS / f"{'embedded' if embedded else run_name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if from_file is None:

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
-from transformers import Seq2SeqTrainingArguments, TrainingArguments
+from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
+from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.training_args import OptimizerNames
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.refusals.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
@@ -217,6 +219,31 @@ def is_secret(name: Any) -> bool:
     """Whether the value of an argument must not be published; new options of transformers are found by their names."""
     last = str(name).rpartition("_")[2]
     return name in PRIVATE_PLACES or (last in SECRET_WORDS and name not in VOCABULARY)
+
+
+class RefuseStockTraining(TrainerCallback):
+    """Refuse to train with private arguments in a trainer that is not; `DPTrainerMixin` removes it from its own.
+
+    Arguments do not see the trainer that reads them, and every field and property that stock training reads is also
+    read elsewhere: by evaluation, `to_dict` or `dataclasses.replace`. Callbacks are told when training begins, and a
+    Trainer, whatever its class, makes those of `DEFAULT_CALLBACKS`. For other arguments it does nothing.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not isinstance(args, DPTrainingArguments):
+            return
+        budget = "target_epsilon" if args.target_epsilon is not None else "noise_multiplier"
+        if (value := getattr(args, budget)) is None:
+            logger.warning("NOT PRIVATE: a stock trainer trains, and no privacy budget is set.")
+            return
+        raise DPConfigError(
+            f"{budget}={shown(value)}: this trainer would train without privacy, because it does not have "
+            "DPTrainerMixin. Use DPTrainer or class MyDPTrainer(DPTrainerMixin, MyTrainer); to train without privacy, "
+            "transformers.TrainingArguments."
+        )
+
+
+DEFAULT_CALLBACKS.append(RefuseStockTraining)  # type: ignore[arg-type]
 
 
 @dataclass

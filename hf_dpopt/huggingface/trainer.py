@@ -27,7 +27,7 @@ from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import any_sharded, give_back
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
-from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.arguments import DPTrainingArguments, RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, written_on_this_machine
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.kept_state import KeptState, changed_by_a_forward, refuse_spoilt
@@ -120,6 +120,10 @@ class DPTrainerMixin(_Trainer):
     model: Any
     optimizer: Any
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        refusals.check_order(cls, DPTrainerMixin)
+
     def __init__(
         self,
         model: Any = None,
@@ -184,6 +188,7 @@ class DPTrainerMixin(_Trainer):
         args.enable_jit_checkpoint = False  # transformers' own would save between a gradient and its update
         super().__init__(model, args, *positional, **kwargs)
         args.enable_jit_checkpoint = self._stops_on_signals
+        self.remove_callback(RefuseStockTraining)
         if not is_final and model is not None:
             self._check_model(self.model, self.train_dataset, per_example_loss_func)
         if not is_final:

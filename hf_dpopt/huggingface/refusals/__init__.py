@@ -9,7 +9,7 @@ from hf_dpopt.huggingface.refusals.model import check_model, check_model_given
 from hf_dpopt.huggingface.refusals.resume import check_resume, gradient_options
 from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages
-from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss
+from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss, check_order
 from hf_dpopt.records.lengths import check_lengths
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "check_loss",
     "check_model",
     "check_model_given",
+    "check_order",
     "check_public",
     "check_resume",
     "check_shards",

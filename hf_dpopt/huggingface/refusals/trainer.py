@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from transformers import Trainer
+
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.refusal import Refusal, raise_first
 
@@ -113,8 +115,26 @@ HOOK_POINTS = (
 )  # fmt: skip
 
 
+BATCHES = "Batches are drawn by --sampling; prepare records in the dataset, and batches in the data collator."
+LOSSES = "Pass per_example_loss_func for a loss of your own, and use callbacks for what happens around a step."
+NOTHING = "Leave the method out."
+NOT_CALLED = {  # methods of stock training that private training replaces -> the way out
+    "_get_train_sampler": BATCHES,
+    "get_train_dataloader": BATCHES,
+    "get_total_train_batch_size": BATCHES,
+    "training_step": LOSSES,
+    "_get_num_items_in_batch": LOSSES,
+    "get_optimizer_cls_and_kwargs": "Pass optimizers or optimizer_cls_and_kwargs, or override create_optimizer.",
+    "_save_rng_state": NOTHING,
+    "_load_rng_state": NOTHING,
+    "floating_point_ops": NOTHING,
+    "_track_num_input_tokens": NOTHING,
+}
+KNOWN = ("transformers.", "trl.")  # packages whose overrides do nothing that private training lacks
+
+
 def check_hooks(trainer_class: type, mixin: type) -> None:
-    """Refuse trainers in which another class overrides the private step."""
+    """Refuse trainers that override the private step, or stock methods that it does not call."""
     replaced = [n for n in HOOK_POINTS if getattr(trainer_class, n) is not getattr(mixin, n)]
     if replaced:
         raise DPConfigError(
@@ -122,3 +142,19 @@ def check_hooks(trainer_class: type, mixin: type) -> None:
             "and charged, and checkpoints saved whole. Name DPTrainerMixin first among its bases and leave these "
             "methods out; use callbacks."
         )
+    for base in trainer_class.__mro__:
+        for name, fix in NOT_CALLED.items():
+            if name in vars(base) and base is not mixin and not base.__module__.startswith(KNOWN):
+                raise DPConfigError(f"{base.__name__}.{name}: private training does not call this override. {fix}")
+
+
+def check_order(trainer_class: type, mixin: type) -> None:
+    """Refuse classes in which a Trainer comes before the mixin, so that its methods replace the private ones."""
+    order = trainer_class.__mro__
+    for base in order[1 : order.index(mixin)]:
+        if issubclass(base, Trainer) and not issubclass(base, mixin):
+            name = trainer_class.__name__
+            raise DPConfigError(
+                f"{name}: {base.__name__} comes before {mixin.__name__}, so its methods would replace the "
+                f"private ones. Write class {name}({mixin.__name__}, {base.__name__})."
+            )
