@@ -358,18 +358,7 @@ def test_scan_leaves_out_what_no_push_takes(run: Run, output_dir: Path) -> None:
     assert run("scan", output_dir)[0] == 0
     (output_dir / "link").symlink_to("/etc/hostname")
     code, out, _ = run("scan", output_dir)
-    assert code == 1 and "1 finding(s)" in out and "link: a link out of the folder" in out
-
-
-def test_scan_compares_text_with_training_records(run: Run, output_dir: Path, tmp_path: Path) -> None:
-    record = "The tenant in flat 14 still owes us for the broken boiler, and his sister in Leeds will not pay."
-    (tmp_path / "train.jsonl").write_text(json.dumps({"text": record, "label": 1}) + "\nno JSON\n")
-    (output_dir / "samples.txt").write_text(f"> {record}\n")
-    assert run("scan", output_dir)[0] == 0
-    code, out, _ = run("scan", output_dir, "--training-text", tmp_path / "train.jsonl")
-    assert code == 1 and "samples.txt: text of a training record" in out and "tenant" not in out
-    code, _, err = run("scan", output_dir, "--training-text", tmp_path / "missing")
-    assert code == 2 and "Give a text file" in err
+    assert code == 1 and "1 finding(s)" in out and "link: a link" in out
 
 
 def test_scan_takes_another_private_directory(run: Run, output_dir: Path, tmp_path: Path) -> None:

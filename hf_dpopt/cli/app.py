@@ -287,17 +287,11 @@ def scan(
         Path | None,
         typer.Option(help="Where the run kept its keys, if that was not the default.", callback=check_path),
     ] = None,
-    training_text: Annotated[
-        Path | None,
-        typer.Option(
-            help="File with a training record in each line, to be compared with all text.", callback=check_path
-        ),
-    ] = None,
 ) -> None:
-    """Look for keys and un-noised values in a folder. Generator states and credentials, too; exit code 1 if found."""
+    """Look for keys and un-noised results in a folder. Generator states, too; exit code 1 if something is found."""
     from hf_dpopt.cli.folders import show_findings
 
-    if show_findings(output_dir, private_state_dir, training_text):
+    if show_findings(output_dir, private_state_dir):
         raise typer.Exit(1)
 
 

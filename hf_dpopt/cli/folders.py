@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
 
 import typer
 
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.convex.statement import disagreements, read_head_report, read_statement
 from hf_dpopt.report.audits import read_audits
 from hf_dpopt.report.facts import RunFacts
-from hf_dpopt.report.release_scan import Block, ReleaseScan, TrainingRecords
+from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, is_of_this_release, read_report, statement_in
 from hf_dpopt.run.cleaning import UNPUBLISHED
 from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
-
-LINES_AT_ONCE = 512
-systems_random = random.SystemRandom()
 
 
 def show_report(output_dir: Path) -> bool:
@@ -43,52 +37,21 @@ def show_report(output_dir: Path) -> bool:
     return not problems
 
 
-def show_findings(output_dir: Path, private_state_dir: Path | None, training_text: Path | None = None) -> int:
+def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
     """Print what must not leave the folder; return the number of findings.
 
     Args:
-        output_dir: folder that is about to be pushed or copied.
+        output_dir: folder that is about to be copied.
         private_state_dir: where the run kept its keys; None for the default.
-        training_text: file with a training record in each line; None for no comparison.
-
-    Raises:
-        DPConfigError: if that file cannot be read.
     """
     directory = private_state_dir or default_private_dir(output_dir)
     secrets = PrivateState(directory, forbidden=output_dir, is_read=True).secrets() if directory.is_dir() else []
-    training = _records_in(training_text) if training_text is not None else None
-    findings = ReleaseScan(secrets, training=training, unpublished=UNPUBLISHED).findings(output_dir)
+    findings = scan_for_secrets(output_dir, secrets, unpublished=UNPUBLISHED)
     for finding in findings:
         typer.echo(str(finding))
-    texts = f"lines of {training_text} and " if training is not None else "and "
     known = f"{len(secrets)} keys of {directory}" if secrets else f"no keys (there are none left in {directory})"
-    typer.echo(
-        f"{len(findings)} finding(s) in {output_dir}; looked for {known}, credentials, {texts}un-noised values."
-    )
+    typer.echo(f"{len(findings)} finding(s) in {output_dir}; looked for {known}, private files and un-noised results.")
     return len(findings)
-
-
-def _records_in(path: Path) -> TrainingRecords:
-    """The lines of a text file as training records; of lines in JSON, the texts in them."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise DPConfigError(
-            f"--training_text {path} cannot be read ({type(error).__name__}). Give a text file with a record a line."
-        ) from error
-    systems_random.shuffle(lines)  # which lines the budget leaves out is nobody's to know
-    blocks = [lines[start : start + LINES_AT_ONCE] for start in range(0, len(lines), LINES_AT_ONCE)]
-    return TrainingRecords(lambda: (Block([text for line in block for text in _texts_in(line)]) for block in blocks))
-
-
-def _texts_in(line: str) -> list[str]:
-    """The texts of a line in JSON, else of its columns."""
-    try:
-        found = parse_json(line)
-    except ValueError:
-        return line.split("\t")
-    values = found.values() if isinstance(found, dict) else found if isinstance(found, list) else [found]
-    return [value for value in values if isinstance(value, str)]
 
 
 def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:

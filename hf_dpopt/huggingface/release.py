@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import hashlib
 import math
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers.dynamic_module_utils import custom_object_save
+
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
-from hf_dpopt.huggingface.training_text import training_records
 from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
-from hf_dpopt.report.release_scan import LINK_OUT, UNCHECKED, ReleaseScan, refuse_release
+from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_release, scan_for_secrets
 from hf_dpopt.report.report import read_report, write_report
 from hf_dpopt.run.cleaning import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
@@ -31,23 +33,11 @@ CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json"
 NO_WEIGHTS = ("training_args.bin",)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _LastScan:
-    """A scan, and what it was made for."""
-
-    scan: ReleaseScan
-    keys: tuple[bytes, ...]
-    dataset: Any
-    tokenizer: Any
-    column: str | None
-
-
 class ReleaseGuard:
     """Report, model card and release scan of one trainer."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self._scan: _LastScan | None = None
         self._released: dict[str, str] = {}
 
     def charged(self) -> Sequence[int]:
@@ -92,7 +82,6 @@ class ReleaseGuard:
             eval_data_privacy=trainer.args.eval_data_privacy,
             data_dependent_preprocessing=trainer.args.data_dependent_preprocessing,
             unit_declared=trainer.unit_declared,
-            printed_rows=trainer.printed_rows,
             model_class=type(trainer.model).__name__,
             num_trainable=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
             versions=collect_versions(),
@@ -146,15 +135,13 @@ class ReleaseGuard:
         if self.trainer.is_world_process_zero() and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
 
-    def check(self, folder: Path, *, is_thorough: bool = False, is_start: bool = False) -> None:
-        """Refuse to go on if a secret, a credential or training text is in the folder.
+    def check(self, folder: Path, *, is_push: bool = False) -> None:
+        """Refuse to continue if the folder holds a key, an un-noised value, or a file that no push may take.
 
         Args:
             folder: folder that was saved, or is about to be pushed.
-            is_thorough: whether it is about to be pushed, so that every byte is read; see `ReleaseScan`. Else a link
-                out of the folder is a warning: a save publishes nothing of what it leads to.
-            is_start: whether the run is about to begin, where a file that cannot be read (of a checkpoint that a kill
-                tore) is a warning: it was there before, and saves and pushes look at it again.
+            is_push: whether it is about to be pushed: every byte is read, and names that are not on the allow-list are
+                refused. Else a link, or a file that cannot be read, is a warning: a save publishes nothing.
 
         Raises:
             DPConfigError: naming the files and what is in them.
@@ -171,38 +158,23 @@ class ReleaseGuard:
                 if directory.exists()
                 else []
             )
-        tolerated = () if is_thorough else (LINK_OUT, UNCHECKED) if is_start else (LINK_OUT,)
-        findings = self._scan_for(keys, is_thorough).findings(folder)
+        allowed = [*ALLOWED_NAMES, *self._names_saved_with_it()] if is_push else None
+        findings = scan_for_secrets(folder, keys, allowed=allowed, unpublished=UNPUBLISHED, reads_everything=is_push)
+        tolerated = () if is_push else (LINK, UNCHECKED)
         for finding in findings:
             if finding.kind in tolerated:
-                later = "a push" if finding.kind == LINK_OUT else "a save or a push"
-                warn_once(f"{folder}/{finding}", f"{finding}. This stops {later} of {folder}, not the run.")
+                warn_once(f"{folder}/{finding}", f"{finding}. This stops a push of {folder}, not the run.")
         refuse_release([finding for finding in findings if finding.kind not in tolerated])
 
-    def _scan_for(self, keys: Sequence[bytes], is_thorough: bool) -> ReleaseScan:
-        """The scan for these keys; the same one as before, which knows the files that were clean, if they are.
-
-        The markers of noise states among the keys are others at each save. A scan for others goes on from the one
-        before, so that training records are read for new texts only.
-        """
-        trainer, last = self.trainer, self._scan
-        column = trainer.args.user_id_column if trainer._users is not None else None
-        records = (trainer.train_dataset, trainer.processing_class, column)
-        if last is not None and (last.column != column or last.scan.is_thorough != is_thorough):
-            last = None
-        if last is not None and not (last.dataset is records[0] and last.tokenizer is records[1]):
-            last = None
-        if last is not None and last.keys == tuple(keys):
-            return last.scan
-        scan = ReleaseScan(
-            keys,
-            training=last.scan.training if last is not None else training_records(*records),
-            is_thorough=is_thorough,
-            unpublished=UNPUBLISHED,
-            earlier=last.scan if last is not None else None,
-        )
-        self._scan = _LastScan(scan, tuple(keys), *records)
-        return scan
+    def _names_saved_with_it(self) -> list[str]:
+        """Files of the tokenizer, and of the model's own code, that `save_pretrained` writes."""
+        model, tokenizer = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.processing_class
+        with tempfile.TemporaryDirectory() as folder:
+            if hasattr(tokenizer, "save_pretrained"):
+                tokenizer.save_pretrained(folder)
+            if getattr(model, "_auto_class", None) is not None:
+                custom_object_save(model, folder, config=copy.deepcopy(model.config))
+            return [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()]
 
     def complete_model_card(self) -> None:
         """Take the un-noised values out of the Trainer's card and put the privacy section in."""

@@ -68,7 +68,6 @@ from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.records.unit import check_unit
-from hf_dpopt.report.script_scan import warn_of_printed_rows
 from hf_dpopt.run.batches import (
     LogicalBatch,
     Records,
@@ -171,7 +170,6 @@ class DPTrainerMixin(_Trainer):
         self._users: UserData | None = None
         self._training_rows, self._held_out = TrainingRows(None), cast(tuple[Any, ...], ())
         self.unit_declared: str | None = None
-        self.printed_rows = warn_of_printed_rows()
         refusals.check_stages(args, preclip, given, public_dataset, postprocess)
         asked = ("model", "peft_config", "optimizers", "optimizer_cls_and_kwargs")
         self._per_example_loss_func = per_example_loss_func
@@ -387,7 +385,7 @@ class DPTrainerMixin(_Trainer):
         public = functools.partial(self._public_gradients, model)
         stage_options.check_preclip(self._planned(), self._engine, public)  # before the ledger is opened
         check_same_everywhere(self._records.dataset)
-        self._release.check(Path(self.args.output_dir), is_start=True)  # what would refuse a save is found now
+        self._release.check(Path(self.args.output_dir))  # what would refuse a save is found now
         is_resumed = resume_from_checkpoint is not None or not self._begins_anew
         digest = digest_of(self._engine.parameters) if is_in_shards(model) else None  # all ranks make it together
         self._run = PrivateRun(
@@ -771,14 +769,14 @@ class DPTrainerMixin(_Trainer):
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         self._release.write_report()
-        self._release.check(Path(self.args.output_dir), is_thorough=True)
+        self._release.check(Path(self.args.output_dir), is_push=True)
         return super().push_to_hub(*args, **kwargs)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._checkpoints.defer_push(checkpoint_folder):
             return
         self._release.write_report()
-        self._release.check(Path(self.args.output_dir), is_thorough=True)
+        self._release.check(Path(self.args.output_dir), is_push=True)
         super()._push_from_checkpoint(checkpoint_folder)
 
     def evaluate(

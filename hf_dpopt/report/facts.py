@@ -57,7 +57,6 @@ class RunFacts:
         data_dependent_preprocessing: the user's declaration about tokenizer, vocabulary, label set, filters and so
             on; None if there is none.
         unit_declared: description of rows that the user declared to be records; None if nothing was declared.
-        printed_rows: descriptions of the lines of the script that print training records.
         model_class: class name of the model.
         num_trainable: coordinates that are trained, clipped and noised.
         versions: distribution name -> version; see `collect_versions`.
@@ -88,7 +87,6 @@ class RunFacts:
     eval_data_privacy: str | None = None
     data_dependent_preprocessing: str | None = None
     unit_declared: str | None = None
-    printed_rows: tuple[str, ...] = ()
     steps_lost: int = 0
     model_class: str
     num_trainable: int
@@ -153,7 +151,7 @@ class RunFacts:
             content[name] = math.inf if content[name] == "inf" else content[name]
         for name, hint in typing.get_type_hints(cls).items():
             _check_field(name, content[name], hint)
-        for name in ("non_private_outputs", "callbacks", "after_noise", "printed_rows", "unvetted"):
+        for name in ("non_private_outputs", "callbacks", "after_noise", "unvetted"):
             content[name] = tuple(content[name])
         return cls(**content)
 

@@ -162,7 +162,7 @@ def render_statement(facts: RunFacts) -> str:
         "## What is not released",
         _NOT_RELEASED,
         "## What is not covered",
-        _bullets([*map(_braced, _printed(facts)), *_not_covered(facts)]).format(
+        _bullets(_not_covered(facts)).format(
             evaluation=_declared(facts.eval_data_privacy),
             preprocessing=_declared(facts.data_dependent_preprocessing),
             earlier=", or later steps of the runs that are named above" if facts.plan.get("earlier_runs") else "",
@@ -482,19 +482,6 @@ def _unnoised(facts: RunFacts) -> str:
     after = ", ".join(map(_quoted, facts.after_noise))
     free = f"Made of the noised gradients, at no cost: {after}." if after else ""
     return "\n\n".join(part for part in (outputs, callbacks, free) if part)
-
-
-def _printed(facts: RunFacts) -> list[str]:
-    """Sentence on training records that the script of the run prints outside the trainer."""
-    if not facts.printed_rows:
-        return []
-    lines = "; ".join(map(_quoted, facts.printed_rows))
-    return [f"What the script itself prints or logs about training records, exactly and without noise: {lines}."]
-
-
-def _braced(text: str) -> str:
-    """The text as a format string that yields it."""
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def _accounting(facts: RunFacts) -> str:

@@ -327,7 +327,7 @@ def run_once(case: Case, way: Way | None, folder: Path) -> dict[str, Any]:
     if result["ran"] and report.is_file():
         facts = json.loads(report.read_text())
         result |= {"unit": facts["plan"]["privacy_unit"], "self_check": facts["self_check"],
-                   "epsilon": facts["epsilon_spent"], "prints_records": facts["printed_rows"]}  # fmt: skip
+                   "epsilon": facts["epsilon_spent"]}  # fmt: skip
     elif result["ran"]:
         result = {"ran": False, "error": "no report", "says": "the script ended without a private run"}
     return result

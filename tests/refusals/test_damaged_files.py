@@ -13,7 +13,6 @@ import torch
 from hf_dpopt import DPConfigError
 from hf_dpopt.cli import app
 from hf_dpopt.cli.doctor import show_health
-from hf_dpopt.cli.folders import show_findings
 from hf_dpopt.common.errors import DPBudgetExceeded
 from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, make_head_plan, training
 from hf_dpopt.run.ledger import Ledger
@@ -127,12 +126,6 @@ def test_a_scan_that_cannot_read_the_mark_of_the_data_says_so(finished, tmp_path
     (tmp_path / "keys" / "chains" / "0123456789abcdef.data").mkdir()
     code, _, err = _command(monkeypatch, capsys, "scan", tmp_path / "out", "--private-state-dir", tmp_path / "keys")
     assert code == 2 and "cannot be read (Is a directory)" in err
-
-
-def test_a_training_record_of_many_brackets_is_a_text(finished, tmp_path, monkeypatch, capsys):
-    (tmp_path / "train.txt").write_text(BRACKETS.decode() + "\n")
-    show_findings(finished / "out", finished / "keys", tmp_path / "train.txt")
-    assert "looked for" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda one: repr(one)[:12])

@@ -1,1 +1,0 @@
-"""Parts of the release scan: containers, pickles, known secrets, credentials, un-noised values, training text."""
