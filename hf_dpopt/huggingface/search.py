@@ -11,6 +11,7 @@ import copy
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ DIRECTIONS = ("minimize", "maximize")
 
 def search(
     trainer: Any,
-    make: Callable[[nn.Module, Any], Any],
+    make: Callable[[nn.Module | None, Any], Any],
     *,
     hp_space: Any,
     metric: str,
@@ -41,7 +42,8 @@ def search(
 
     Args:
         trainer: what the runs are like; its arguments say `tuned_runs`, and it has not trained yet.
-        make: (model, arguments) -> a trainer that is otherwise made as this one was.
+        make: (model, arguments) -> a trainer that is otherwise made as this one was; without a model its model_init
+            makes one.
         hp_space: the search space, see `Space`.
         metric: name of the score among those of `evaluate`.
         direction: "maximize" or "minimize" it.
@@ -51,7 +53,8 @@ def search(
     """
     args = trainer.args
     _check(trainer, hp_space, metric, direction)
-    space, begin = Space.read(hp_space), copy.deepcopy(trainer.model).cpu()
+    space = Space.read(hp_space)
+    begin = None if trainer.model_init is not None else copy.deepcopy(trainer.model).cpu()
     law = trainer._planned().config.tuned
     tuning = Tuning(
         law=law,
@@ -69,17 +72,24 @@ def search(
                 run.train(resume_from_checkpoint=candidate.has_begun)
                 run.save_model()
                 return float(run.evaluate()[metric])
-            except DPConfigError:
-                if not candidate.has_begun:
-                    raise
-                raise RunFailed from None
             except Exception as error:
-                raise RunFailed from error
+                traceback.print_exc()  # into the log of the run
+                if candidate.has_charged:
+                    raise RunFailed from error
+                if isinstance(error, DPConfigError):
+                    raise
+                raise DPConfigError(
+                    f"A run of the search failed before its first step: {type(error).__name__}: {error}. Nothing was "
+                    "charged by it. Correct that and search again."
+                ) from error
 
     logger.info(f"Tuning: {law.describe()} of runs; nothing is shown until the best is released.")
     best = tuning.run(train)
     if best is None:
-        raise DPConfigError("No run of the tuning gave a score, and nothing is released; the budget is spent.")
+        raise DPConfigError(
+            "No run of the tuning gave a score, and nothing is released; the budget is spent. What the runs printed "
+            f"is in {tuning.place}, which is private."
+        )
     found = release(best, Path(args.output_dir), metric=metric)
     with _unseen(best.candidate.log):
         done = make(begin, _arguments_of(args, best.candidate))

@@ -864,8 +864,8 @@ class DPTrainerMixin(_Trainer):
             )
         return search(self, self._like, hp_space=hp_space, metric=metric, direction=direction)
 
-    def _like(self, model: nn.Module, args: Any) -> Any:
-        """Make a trainer as this one was made, of another model and other arguments."""
+    def _like(self, model: nn.Module | None, args: Any) -> Any:
+        """Make a trainer as this one was made, of another model (None: by its model_init) and other arguments."""
         return type(self)(**{**self._made_of, "model": model, "args": args})
 
     def after_noise(self) -> tuple[str, ...]:

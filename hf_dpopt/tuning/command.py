@@ -111,16 +111,16 @@ class Command:
                     words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, umask=0o077
                 )
             )
-        if code == USAGE_ERROR and not candidate.has_begun:
+        if code == USAGE_ERROR and not candidate.has_charged:
             raise DPConfigError(
                 f"The command was refused before it took a step: {_last_line(candidate.log)} Nothing was charged by "
                 "this run. Correct it and start again; with another command, in another output_dir."
             )
-        if not candidate.has_begun:
+        if not candidate.has_charged:
             raise DPConfigError(
-                f"The command ended with exit code {code}, and no private run began in the --output_dir that it was "
-                f"given. Nothing was charged by it. What it printed is in {candidate.log}, which is private. Correct "
-                "it and start again; with another command, in another output_dir."
+                f"The command ended with exit code {code}, and no private run took a step in the --output_dir that it "
+                f"was given. Nothing was charged by it. What it printed is in {candidate.log}, which is private. "
+                "Correct it and start again; with another command, in another output_dir."
             )
         if code != 0:
             raise RunFailed

@@ -74,8 +74,13 @@ class Candidate:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step may have been charged."""
+        """Whether there is something to resume."""
         return (self.folder / LEDGER).exists()
+
+    @property
+    def has_charged(self) -> bool:
+        """Whether a step was charged."""
+        return self.has_begun and Ledger.read(self.folder / LEDGER).num_charged > 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -310,7 +310,8 @@ def test_two_tunings_have_two_entries_in_the_ledger_of_the_people(tmp_path: Path
     said = tmp_path / "said"
     words = [sys.executable, "-c", script, str(said), "--eval_data_privacy", "public"]
     monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
-    monkeypatch.setattr(Candidate, "has_begun", property(lambda self: self.folder.exists()))
+    for name in ("has_begun", "has_charged"):
+        monkeypatch.setattr(Candidate, name, property(lambda self: self.folder.exists()))
     monkeypatch.setattr(Tuning, "_check_same_mechanism", lambda self, candidates: None)  # it reads their ledgers
     monkeypatch.setattr(tune, "release", lambda *a, **k: Winner({}, 1.0, 8.0, 1e-5, 4.0))
     for private in ("first", "second"):
@@ -330,7 +331,7 @@ def test_a_command_that_is_refused_says_why(tmp_path: Path):
 @pytest.mark.parametrize("program", ["raise SystemExit(1)", "pass"])
 def test_a_command_that_begins_no_private_run_ends_the_tuning(tmp_path: Path, program: str):
     words = [sys.executable, "-c", f"print('what I print'); {program}", "--eval_data_privacy", "public"]
-    with pytest.raises(DPConfigError, match="no private run began") as refused:
+    with pytest.raises(DPConfigError, match="no private run took a step") as refused:
         run_tuning(asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
     (log,) = (tmp_path / "private" / "tuning").glob("run-*.log")
     assert log.read_text() == "what I print\n" and str(log) in str(refused.value)

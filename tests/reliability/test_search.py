@@ -1,0 +1,106 @@
+"""`hyperparameter_search` of trainers as users make them; what a run that fails costs, and what it shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.accounting.selection import RunCount
+from tests import tiny
+
+RATES = {"learning_rate": [0.1, 0.2]}
+
+
+@pytest.fixture(autouse=True)
+def two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
+
+
+def searching(tmp_path: Path, **changes: Any) -> Any:
+    options = {
+        "noise_multiplier": None, "target_epsilon": 8.0, "tuned_runs": 3.0, "max_steps": 2, "recipe": "none",
+        "eval_data_privacy": "public", "private_state_dir": str(tmp_path / "private"),
+    }  # fmt: skip
+    return tiny.trainer(tmp_path / "out", eval_dataset=tiny.records(16), **options | changes)
+
+
+def charged(tmp_path: Path) -> int:
+    return sum(path.read_text().count('"kind":"step"') for path in tmp_path.rglob("ledger.jsonl"))
+
+
+def unlike() -> torch.nn.Module:
+    """Another model at every call, as a head that is initialised by the seed of the run."""
+    made = tiny.model()
+    with torch.no_grad():
+        made.classifier.weight.add_(torch.randn_like(made.classifier.weight))
+    return made
+
+
+class Init:
+    """A `model_init` that counts its calls, and fails at those that are told."""
+
+    def __init__(self, *fails: int):
+        self.calls, self.fails = 0, fails
+
+    def __call__(self) -> torch.nn.Module:
+        self.calls += 1
+        if self.calls in self.fails:
+            raise OSError("the weights are not there")
+        return tiny.model()
+
+
+@pytest.mark.parametrize("init", [lambda: tiny.model(), lambda trial: tiny.model(), unlike])
+def test_a_search_of_a_trainer_with_model_init(init: Any, tmp_path: Path) -> None:
+    trainer = searching(tmp_path, model_init=init)
+    best = trainer.hyperparameter_search(RATES, metric="eval_loss")
+    assert best.hyperparameters["learning_rate"] in RATES["learning_rate"]
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(best.objective, rel=1e-5)
+    released = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(value, released[name]) for name, value in tiny.weights(trainer.model).items())
+    assert charged(tmp_path) == 2
+
+
+def test_a_run_that_fails_before_its_first_step_costs_nothing_and_says_why(tmp_path: Path) -> None:
+    init = Init(2, 3)
+    trainer = searching(tmp_path, model_init=init)
+    for _ in range(2):
+        with pytest.raises(DPConfigError, match="before its first step: OSError: the weights are not there.") as error:
+            trainer.hyperparameter_search(RATES)
+        assert isinstance(error.value.__cause__, OSError) and charged(tmp_path) == 0
+    assert trainer.hyperparameter_search(RATES).objective is not None
+
+
+def test_a_run_that_fails_between_its_ledger_and_its_first_step(tmp_path: Path) -> None:
+    class Stops(tiny.DPTrainer):
+        fails = True
+
+        def _announce(self) -> None:
+            if type(self).fails:
+                raise OSError("the log is full")
+            super()._announce()
+
+    trainer = searching(tmp_path, cls=Stops)
+    with pytest.raises(DPConfigError, match="before its first step: OSError: the log is full"):
+        trainer.hyperparameter_search(RATES)
+    assert charged(tmp_path) == 0
+    Stops.fails = False
+    assert trainer.hyperparameter_search(RATES).objective is not None
+    assert charged(tmp_path) == 2, "of the run that is released"
+
+
+def test_what_fails_later_is_told_to_nobody_but_the_private_log(tmp_path: Path, capfd: Any) -> None:
+    def metrics(predictions: Any) -> Any:
+        raise KeyError("no such label")
+
+    trainer = searching(tmp_path, compute_metrics=metrics)
+    with pytest.raises(DPConfigError, match="No run of the tuning gave a score") as error:
+        trainer.hyperparameter_search(RATES)
+    place = tmp_path / "private" / "tuning"
+    assert str(place) in str(error.value) and "label" not in str(error.value) + "".join(capfd.readouterr())
+    logs = list(place.glob("run-*.log"))
+    assert len(logs) == 2 and all("KeyError: 'no such label'" in log.read_text() for log in logs)
