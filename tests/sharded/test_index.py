@@ -42,8 +42,11 @@ def _work(folder: Path) -> None:
     written = {path.name: path.read_bytes() for path in folder_of(file).iterdir()}
     names_place = [name for name, content in written.items() if folder.name.encode() in content]  # in parts, perhaps
     said = {}
+    assert b"__0_0.distcp" in index
+    (folder / "_0.distcp").write_bytes(written["__0_0.distcp"])
     for name, content in {
-        "code": pickle.dumps(Code(folder / "ran")), "another": pickle.dumps([1]), "torn": index[:-9]
+        "code": pickle.dumps(Code(folder / "ran")), "another": pickle.dumps([1]), "torn": index[:-9],
+        "elsewhere": index.replace(b"__0_0.distcp", b"../_0.distcp"),
     }.items():  # fmt: skip
         (folder_of(file) / ".metadata").write_bytes(content)
         try:
@@ -71,7 +74,7 @@ class TestFiles:
     def test_nothing_in_an_index_is_run(self, place):
         assert not (place / "ran").exists()
 
-    @pytest.mark.parametrize("name", ["code", "another", "torn"])
+    @pytest.mark.parametrize("name", ["code", "another", "torn", "elsewhere"])
     def test_another_index_is_refused_in_one_sentence(self, place, name):
         assert "nothing was loaded" in torch.load(place / "found.pt")["said"][name]
 
