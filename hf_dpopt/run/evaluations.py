@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ from hf_dpopt.common.durable import fsync_directory, read_whole
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, open_plain
+from hf_dpopt.common.storage import naming
 from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
 
 EVALUATIONS = Path("privacy") / "evaluations.jsonl"  # in the output_dir of a run
@@ -161,9 +163,11 @@ def _append(output_dir: str | os.PathLike[str], prev: str, record: Mapping[str, 
         whole = os.fstat(descriptor).st_size
         content = os.pread(descriptor, whole, 0)
         end = content.rfind(b"\n") + 1  # a crash may have left a part of a line
-        os.ftruncate(descriptor, end)
-        os.pwrite(descriptor, line, end)
-        os.fsync(descriptor)
+        with naming(path):
+            os.ftruncate(descriptor, end)
+            if os.pwrite(descriptor, line, end) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     if is_new:
