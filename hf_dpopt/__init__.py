@@ -15,7 +15,13 @@ from hf_dpopt.common.version import __version__ as __version__
 if TYPE_CHECKING:
     from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
     from hf_dpopt.clipping import make_engine
-    from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarning, UnsupportedModuleError
+    from hf_dpopt.common.errors import (
+        DPBudgetExceeded,
+        DPConfigError,
+        DPStorageError,
+        PrivacyWarning,
+        UnsupportedModuleError,
+    )
     from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
     from hf_dpopt.huggingface.functional import clipped_gradient_sum
     from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
@@ -41,6 +47,7 @@ __all__ = [
     "DPConfigError",
     "DPSeq2SeqTrainer",
     "DPSeq2SeqTrainingArguments",
+    "DPStorageError",
     "DPTrainer",
     "DPTrainerMixin",
     "DPTrainingArguments",
@@ -70,7 +77,13 @@ __all__ = [
 _EXPORTS = {
     "accounting.calibrate": ("calibrate_noise_multiplier",),
     "clipping": ("make_engine",),
-    "common.errors": ("DPBudgetExceeded", "DPConfigError", "PrivacyWarning", "UnsupportedModuleError"),
+    "common.errors": (
+        "DPBudgetExceeded",
+        "DPConfigError",
+        "DPStorageError",
+        "PrivacyWarning",
+        "UnsupportedModuleError",
+    ),
     "huggingface.arguments": ("DPSeq2SeqTrainingArguments", "DPTrainingArguments"),
     "huggingface.functional": ("clipped_gradient_sum",),
     "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),

@@ -31,7 +31,7 @@ GROUPS = {
         "DPAdamBC",
     ),
     "Reports": ("read_report", "RunFacts", "scan_for_secrets"),
-    "Errors and warnings": ("DPConfigError", "DPBudgetExceeded", "UnsupportedModuleError", "PrivacyWarning"),
+    "Errors and warnings": ("DPConfigError", "DPBudgetExceeded", "DPStorageError", "UnsupportedModuleError", "PrivacyWarning"),
 }  # fmt: skip
 # Sections of a docstring that list things; others are paragraphs under a heading.
 LISTS = ("Args", "Attributes", "Raises", "Warns")

@@ -19,6 +19,11 @@ ORDER = (
 LONGEST_CHAIN = 12  # packages; who reads one has to know those before it
 
 
+# Tests of the promise, which outlive any design: they drive the trainer and the command line.
+OUTSIDE = ("adversary", "reliability")
+INSIDE = ("hf_dpopt.run", "hf_dpopt.plan")
+
+
 @pytest.fixture(scope="module")
 def package(repo: Path) -> Path:
     return repo / "hf_dpopt"
@@ -119,3 +124,46 @@ def test_the_longest_chain_of_packages(package: Path):
         chains[name] = [*max((chains[other] for other in below[name]), key=len, default=[]), name]
     longest = max(chains.values(), key=len)
     assert len(longest) <= LONGEST_CHAIN, " < ".join(longest)
+
+
+def _inside(tree: ast.AST) -> Iterator[str]:
+    """Names of the inside that a test imports, or patches by a string."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("hf_dpopt."):
+            names = [node.value]
+        for name in names:
+            is_private = name.startswith("hf_dpopt.") and any(part.startswith("_") for part in name.split("."))
+            if is_private or any(name == inside or name.startswith(f"{inside}.") for inside in INSIDE):
+                yield name
+
+
+@pytest.mark.parametrize("folder", OUTSIDE)
+def test_tests_of_the_promise_stay_outside(repo: Path, folder: str):
+    found = {
+        (str(file.relative_to(repo)), name)
+        for file in (repo / "tests" / folder).rglob("*.py")
+        for name in _inside(_tree(file))
+    }
+    assert not found, "read the files of a run with tests/run_files.py"
+
+
+@pytest.mark.parametrize(
+    "line, is_inside",
+    [
+        ("from hf_dpopt.run.ledger import Ledger", True),
+        ("from hf_dpopt import run", True),
+        ("import hf_dpopt.plan.plan", True),
+        ("from hf_dpopt.common.log import _told", True),
+        ("patch.setattr('hf_dpopt.run.keys.os.urandom', None)", True),
+        ("from hf_dpopt.sampling import SAMPLERS", False),
+        ("from hf_dpopt.planted import bugs", False),
+        ("Bug('hf_dpopt/run/run.py')", False),
+    ],
+)
+def test_the_inside_is_recognized(line: str, is_inside: bool):
+    assert bool([*_inside(ast.parse(line))]) is is_inside

@@ -9,7 +9,7 @@ import torch
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from hf_dpopt import DPConfigError
+from hf_dpopt import DPConfigError, DPStorageError
 from hf_dpopt.cli.app import app
 from hf_dpopt.run.ledger import Ledger
 from tests import preempted, tiny
@@ -274,7 +274,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("hf_dpopt.run.journal._fdatasync", full)
-    with pytest.raises(DPConfigError, match="could not be written to the journal .*No space left.*--journal_limit"):
+    with pytest.raises(DPStorageError, match=r"out/_journal could not be written .*No space left.*--resume_from"):
         preempted.make(tmp_path, "gaussian").train()
 
 

@@ -26,7 +26,7 @@ from hf_dpopt.cli.flags import (
     check_path,
     flag,
 )
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.options import AMPLIFICATION_SAMPLES, RECORDS_PER_USER
 
 app = typer.Typer(
@@ -39,12 +39,19 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of `hf-dpopt`; a wrong setting ends it with one line on stderr and exit code 2."""
+    """Entry point of `hf-dpopt`; a wrong setting or a failing disk ends it with one line on stderr and exit code 2."""
     try:
         app()
-    except DPConfigError as error:
-        sys.stderr.write(f"hf-dpopt: {' '.join(str(error).split())}\n")
-        sys.exit(2)
+    except (DPConfigError, DPBudgetExceeded) as error:
+        _end(str(error))
+    except OSError as error:
+        place = error.filename2 or error.filename
+        _end(f"{place or 'a file'} could not be read or written: {error.strerror or error}. Name another place.")
+
+
+def _end(message: str) -> None:
+    sys.stderr.write(f"hf-dpopt: {' '.join(message.split())}\n")
+    sys.exit(2)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -353,7 +360,7 @@ def tune(
         list[str],
         typer.Argument(help="Behind --, the command that trains, evaluates, saves: -- python train.py .."),
     ],
-    output_dir: Annotated[Path, typer.Option(help="Folder in which the best run is released.", callback=check_path)],
+    output_dir: Annotated[Path, typer.Option(help="Folder in which the best run is released.", callback=check_folder)],
     epsilon: Annotated[float, typer.Option(help="Budget of the whole tuning.")],
     space: Annotated[str, typer.Option(help="Options to draw and their laws: JSON, or a file of it.")],
     metric: Annotated[str, typer.Option(help="Score by which the best is chosen, as in eval_results.json.")],

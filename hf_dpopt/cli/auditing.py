@@ -12,6 +12,7 @@ import typer
 
 from hf_dpopt.audit.auditing import Audit, audit
 from hf_dpopt.audit.black_box import bound_scores
+from hf_dpopt.cli.flags import check_folder
 from hf_dpopt.cli.show import print_json
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
@@ -83,6 +84,7 @@ def _check_plot(path: Path) -> None:
         raise DPConfigError(f"--plot {path} names no image. Use a file that ends in {' or '.join(IMAGES)}.")
     if not path.parent.is_dir():
         raise DPConfigError(f"--plot {path}: there is no folder {path.parent}. Make it, or name another file.")
+    check_folder(path.parent)
 
 
 def _write_down(output_dir: Path, done: Audit) -> None:

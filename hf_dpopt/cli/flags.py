@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from hf_dpopt.common.errors import shown
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.plan.options import OPTIONS, help_of
 
 
@@ -46,18 +46,21 @@ def check_path(path: Path | None) -> Path | None:
 
 
 def check_folder(path: Path | None) -> Path | None:
-    """Refuse what cannot be made or written to as a folder, before anything is computed.
+    """Make the folder, and refuse one that cannot be made or written to, before anything is computed.
 
     Raises:
-        typer.BadParameter: for a file, a name below one, or a place without permission to write.
+        DPConfigError: for a file, a name below one, or a place that cannot be written to.
     """
     path = check_path(path)
-    if path is not None:
-        there = next(one for one in (path, *path.absolute().parents) if one.exists())
-        if not there.is_dir():
-            raise typer.BadParameter(f"{shown(str(there))} is no folder. Name one; it is made if it does not exist.")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise typer.BadParameter(f"{shown(str(there))} cannot be written to. Name another folder.")
+    try:
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=path):
+                pass
+    except OSError as error:
+        raise DPConfigError(
+            f"{shown(str(path))} cannot be made or written to as a folder ({error.strerror}). Name another one."
+        ) from None
     return path
 
 

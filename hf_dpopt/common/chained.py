@@ -20,6 +20,7 @@ from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, open_plain
+from hf_dpopt.common.storage import naming
 
 GENESIS = "0" * 64  # what the first record names as the one before it
 PATIENCE = 60.0  # seconds to wait for another process that writes, which takes milliseconds
@@ -97,11 +98,12 @@ class ChainedFile:
         else:
             descriptor = open_plain(self.path, os.O_RDWR | os.O_APPEND)
             try:
-                os.ftruncate(descriptor, self._end)  # half a record that a kill left
-                content = b"\n" * self._lacks_newline + line + b"\n"
-                if os.write(descriptor, content) < len(content):
-                    raise OSError(errno.ENOSPC, "a record was written in part", self.path)
-                os.fsync(descriptor)
+                with naming(self.path):
+                    os.ftruncate(descriptor, self._end)  # half a record that a kill left
+                    content = b"\n" * self._lacks_newline + line + b"\n"
+                    if os.write(descriptor, content) < len(content):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         self._end, self._lacks_newline = self._end + self._lacks_newline + len(line) + 1, False

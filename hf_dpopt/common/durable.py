@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
+from hf_dpopt.common.storage import naming
 
 # What a filesystem answers that does not have an operation; anything else (EIO, ENOSPC) is a failure of one that has.
 UNSUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOTTY})
@@ -99,7 +100,8 @@ def has_directory_fsync(directory: Path) -> bool:
 def _fsync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with naming(directory):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -113,7 +115,7 @@ def write_durably(path: Path, content: bytes | memoryview, *, mode: int) -> None
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # a crash may have left another
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -139,7 +141,8 @@ def fsync_tree(folder: Path) -> None:
         for name in files:
             descriptor = os.open(Path(parent, name), os.O_RDONLY)
             try:
-                os.fsync(descriptor)
+                with naming(Path(parent, name)):
+                    os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         fsync_directory(Path(parent))

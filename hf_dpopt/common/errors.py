@@ -33,6 +33,10 @@ class UnsupportedModuleError(DPConfigError):
     """A trainable parameter whose per-record gradient cannot be bounded; the message names it."""
 
 
+class DPStorageError(DPConfigError):
+    """A disk that is full, read-only or failing. What was charged is on the disk, and the run can be resumed."""
+
+
 class DPBudgetExceeded(RuntimeError):
     """The next step (or the requested run) would spend more than `target_epsilon`; raised before the step runs."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from hf_dpopt.common.durable import UNSUPPORTED, is_open_at
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.storage import naming
 
 
 class LockHeld(Exception):
@@ -54,8 +55,9 @@ class FileLock:
                 if error.errno not in UNSUPPORTED:
                     raise
                 is_enforced = False
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            with naming(path):
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         except BaseException:
             os.close(descriptor)
             raise

@@ -25,6 +25,7 @@ from hf_dpopt.common import collectives, log
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import any_sharded, give_back
+from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments, RefuseStockTraining
@@ -50,6 +51,7 @@ from hf_dpopt.huggingface.shards import (
     whole_state,
     write_whole_models,
 )
+from hf_dpopt.huggingface.storage import explains_storage_faults
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.noise.streams import measure_speed
@@ -123,6 +125,7 @@ class DPTrainerMixin(_Trainer):
         super().__init_subclass__(**options)
         refusals.check_order(cls, DPTrainerMixin)
 
+    @explains_storage_faults
     def __init__(
         self,
         model: Any = None,
@@ -139,6 +142,7 @@ class DPTrainerMixin(_Trainer):
                 f"{type(self).__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace "
                 "TrainingArguments by hf_dpopt.DPTrainingArguments and set target_epsilon."
             )
+        self.args = args
         log.show(args.process_index == 0)
         warn_if_alone(os.environ, args.world_size)
         given = inspect.signature(super().__init__).bind_partial(model, args, *positional, **kwargs).arguments
@@ -329,6 +333,7 @@ class DPTrainerMixin(_Trainer):
             model, device_placement=device_placement, evaluation_mode=True
         )
 
+    @explains_storage_faults
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
         self._planned()
         if isinstance(resume_from_checkpoint, str):  # as a command line gives it
@@ -704,10 +709,10 @@ class DPTrainerMixin(_Trainer):
         save = functools.partial(super()._save_checkpoint, model, trial)
         saves_only_model = self.args.save_only_model
         self.args.save_only_model = saves_only_model and not self._preemption.is_stopping  # it has to go on from there
+        folder = self._get_output_dir(trial)
         try:
-            place, is_pushed = self._checkpoints.save(
-                save, self._get_output_dir(trial), is_extra=self._preemption.is_extra
-            )
+            with naming(Path(folder) / f"checkpoint-{self.state.global_step}"):
+                place, is_pushed = self._checkpoints.save(save, folder, is_extra=self._preemption.is_extra)
         finally:
             self.args.save_only_model = saves_only_model
         if self.args.should_save and not saves_only_model:
@@ -752,21 +757,34 @@ class DPTrainerMixin(_Trainer):
         if changed:
             raise UnsupportedModuleError(changed_by_a_forward(changed))
 
+    @explains_storage_faults
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        folder = Path(output_dir or self.args.output_dir)
         model = self.accelerator.unwrap_model(self.model)
         give_back(self.model)
         if state_dict is not None and any_sharded(state_dict.values()):
             state_dict = whole_state(state_dict, keeps=self.args.should_save)
-        with written_on_this_machine(model, self.args):
+        with naming(folder), written_on_this_machine(model, self.args):
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
-            self._release.check(Path(output_dir or self.args.output_dir))
-            self._release.note_saved(Path(output_dir or self.args.output_dir))
+            self._release.check(folder)
+            self._release.note_saved(folder)
+
+    @explains_storage_faults
+    def save_state(self) -> None:
+        with naming(Path(self.args.output_dir)):
+            super().save_state()
+
+    @explains_storage_faults
+    def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
+        with naming(Path(self.args.output_dir)):
+            super().save_metrics(split, metrics, combined)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         super().create_model_card(*args, **kwargs)
         self._release.complete_model_card()
 
+    @explains_storage_faults
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
         self._release.write_report()
         self._release.check(Path(self.args.output_dir), is_push=True)
@@ -779,6 +797,7 @@ class DPTrainerMixin(_Trainer):
         self._release.check(Path(self.args.output_dir), is_push=True)
         super()._push_from_checkpoint(checkpoint_folder)
 
+    @explains_storage_faults
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> dict[str, float]:
@@ -806,6 +825,7 @@ class DPTrainerMixin(_Trainer):
         refuse_exact(self.args, "evaluation_loop")
         return super().evaluation_loop(*args, **kwargs)
 
+    @explains_storage_faults
     def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_exact(self.args, "predict")
         self._check_state()
@@ -838,6 +858,7 @@ class DPTrainerMixin(_Trainer):
             self._held_out = before
             give_back(self.model)
 
+    @explains_storage_faults
     def hyperparameter_search(  # type: ignore[override]
         self,
         hp_space: Any = None,

@@ -34,6 +34,7 @@ import torch
 from hf_dpopt.common.durable import fsync_directory, is_open_at, make_folder, open_regular
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.storage import naming
 from hf_dpopt.common.types import Released
 
 JOURNAL = "_journal"  # in output_dir
@@ -174,14 +175,8 @@ class Journal:
         body = json.dumps(public, sort_keys=True).encode()
         assert len(body) <= LONGEST_HEADER, len(body)
         parts: Iterable[Any] = (_bytes_of(values[name]) for name in names)
-        try:
+        with naming(self.folder):
             self._write_out(int(header["step"]), itertools.chain((_PREFIX.pack(MAGIC, len(body)), body), parts))
-        except OSError as error:
-            raise DPConfigError(
-                f"Step {header['step']} could not be written to the journal in {self.folder} ({error.strerror}), so "
-                "it made no update. Make room there and resume: the run goes on from the journal. A smaller "
-                "--journal_limit fills less of the disk, 0 keeps no journal."
-            ) from error
 
     def _write_out(self, step: int, parts: Iterable[Any]) -> None:
         """Append an entry and its seal to the file in use, and wait for the disk."""

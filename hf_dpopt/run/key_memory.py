@@ -23,6 +23,7 @@ from hf_dpopt.common.chained import canonical
 from hf_dpopt.common.durable import fsync_directory, is_open_at, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld
+from hf_dpopt.common.storage import naming
 from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 
@@ -206,8 +207,9 @@ class KeyMemory:
                 f"how far its key was used; step {step} was charged and not run. Put the private folder back; without "
                 "it, resume with a fresh key (the cost is added)."
             )
-        os.pwrite(self._file, _slot_of(self._header, step, self._ledger.digest()), SLOTS[self._next_slot])
-        _fdatasync(self._file)
+        with naming(self._path_in_use):
+            os.pwrite(self._file, _slot_of(self._header, step, self._ledger.digest()), SLOTS[self._next_slot])
+            _fdatasync(self._file)
         self._next_slot = 1 - self._next_slot
 
     # --- the file ---

@@ -26,6 +26,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held, open_plain
 from hf_dpopt.common.log import warn_once
+from hf_dpopt.common.storage import naming
 
 VERSION = 1  # of the format; a file of another one is refused
 LEDGER = Path("privacy") / "ledger.jsonl"  # in the output_dir of a run
@@ -477,11 +478,12 @@ class Ledger:
             sealed.append((record, prev, line + b"\n"))
         content = b"".join(line for _, _, line in sealed)
         try:
-            written = os.write(self._file, content)
-            if written < len(content):
-                raise OSError(errno.ENOSPC, f"{written} of {len(content)} bytes of records were written", self.path)
-            self._size += written
-            os.fsync(self._file)
+            with naming(self.path):
+                written = os.write(self._file, content)
+                if written < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                self._size += written
+                os.fsync(self._file)
             for record, digest, _ in sealed:
                 self._apply(json.loads(canonical(record)), digest)
         except BaseException:

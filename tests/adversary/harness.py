@@ -18,7 +18,8 @@ import torch
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.preclip import queries
-from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.sampling import SAMPLERS
+from hf_dpopt.sampling.check import ParticipationCheck
 from tests import tiny
 
 CLIPPING_NORM = 1.0
@@ -38,7 +39,7 @@ def forced_draws(
         indices: of the records; or a function of the step, which counts from 1.
     """
     seen: list[dict[str, torch.Tensor]] = []
-    draw, join = PrivateRun.draw, queries.join
+    join = queries.join
 
     def spy(sums: Any) -> Any:
         seen.append({name: total.detach().double().clone() for name, total in sums[0].items()})
@@ -46,10 +47,11 @@ def forced_draws(
 
     with pytest.MonkeyPatch.context() as patch:
         drawn = indices if callable(indices) else lambda step: indices
-        patch.setattr(PrivateRun, "draw", lambda run, step: np.array(drawn(step), dtype=np.int64))
+        for sampler in SAMPLERS.values():
+            patch.setattr(sampler, "draw", lambda self, key, step: np.array(drawn(step), dtype=np.int64))
+        patch.setattr(ParticipationCheck, "observe", lambda self, step, drawn: None)  # it knows what was promised
         patch.setattr(queries, "join", spy)
         yield seen
-    assert PrivateRun.draw is draw
 
 
 def trainer(output_dir: Path, dataset: Any, **changes: Any) -> DPTrainer:

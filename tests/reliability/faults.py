@@ -33,10 +33,8 @@ from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.common import log
-from hf_dpopt.run.cleaning import UNFINISHED
-from hf_dpopt.run.keys import PrivateState
-from hf_dpopt.run.ledger import LEDGER, Ledger
-from tests import tiny
+from tests import run_files, tiny
+from tests.run_files import LEDGER, UNFINISHED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- faults: python -m tests.reliability.faults -->", "<!-- end of faults -->"
@@ -152,7 +150,53 @@ def _temporary_files(folders: Folders) -> None:
     (folders.ledger.parent / ".report.json.0123abcd.tmp").write_text("half")
     family = next(folders.keys.glob("used/*"))
     (family / f".{family.name}.mark.0123abcd.tmp").write_text("half")
-    PrivateState(folders.keys, forbidden=folders.out).new_chain(folders.ledger)  # a kill before the ledger knew it
+    kill_at_new_key(folders)
+
+
+OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "write", "fsync")
+
+
+@contextlib.contextmanager
+def watched(see: Callable[[str, Path], Any]) -> Iterator[None]:
+    """Call a function before each operation on a file, with its name in `os` and the path: what is renamed, its new one."""
+
+    def seen(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            place = args[1] if name in ("rename", "replace") else args[0]
+            see(name, Path(os.readlink(f"/proc/self/fd/{place}") if isinstance(place, int) else os.fsdecode(place)))
+            return operation(*args, **kwargs)
+
+        return inner
+
+    with contextlib.ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(mock.patch.object(os, name, seen(name, getattr(os, name))))
+        yield
+
+
+def killed(run: Callable[[], Any], at: Callable[[str, Path], bool]) -> None:
+    """Run something in a process that dies without a trace before the operation that `at` picks, see `watched`."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            with watched(lambda name, path: os._exit(9) if at(name, path) else None):
+                run()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9, "it was not killed"
+
+
+def kill_at_new_key(folders: Folders, **changes: Any) -> None:
+    """Kill a run that starts over when it has made its key, and before the ledger knows it."""
+    keys = Path(changes.get("private_state_dir", folders.keys))
+    before = {*keys.rglob("*.key")}
+
+    def is_made(name: str, path: Path) -> bool:
+        return name == "write" and path == folders.ledger and {*keys.rglob("*.key")} > before
+
+    killed(lambda: trainer(folders, **changes).train(), is_made)
 
 
 def _link(path: Path, folders: Folders, link: Callable[[Path, Path], None] = os.symlink) -> None:
@@ -164,12 +208,9 @@ def _link(path: Path, folders: Folders, link: Callable[[Path, Path], None] = os.
 @contextlib.contextmanager
 def _second_writer(folders: Folders) -> Iterator[None]:
     """A run that goes on in this folder, whose lock somebody deletes."""
-    with Ledger.open(folders.ledger) as ledger:
-        memory = PrivateState(folders.keys, forbidden=folders.out).memory(ledger)
-        memory.lock()
+    with run_files.in_use(next(folders.keys.rglob("lock"))):
         folders.lock.unlink()
         yield
-        memory.close()
 
 
 def _replace_with_copy(path: Path) -> None:
@@ -381,8 +422,7 @@ def resume(folders: Folders, fault: Fault | None) -> Seen:
         error = str(refused)
     finally:
         log.removeHandler(lines)
-    charged = Ledger.read(folders.ledger).charged if folders.ledger.exists() and "written to" not in str(fault) else ()
-    return Seen(error, tuple(lines.lines), tiny.weights(made.model), charged)
+    return Seen(error, tuple(lines.lines), tiny.weights(made.model), run_files.charged(folders.out))
 
 
 def told(seen: Seen, folders: Folders) -> str:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_dpopt.cli.app import app
-from hf_dpopt.run.ledger import Ledger
+from tests import run_files
 from tests.reliability import faults
 from tests.reliability.faults import FAULTS, Folders
 
@@ -59,7 +59,7 @@ def test_what_it_says_of_cost_is_what_the_run_spends(folders: Folders) -> None:
     assert "checkpoint-4  ! not to resume from: model.safetensors is not what was saved" in said.output
     end = re.search(r"from checkpoint-2, with a fresh key \(2 .*\); 4 .* epsilon ([\d.]+) in the end", said.output)
     faults.resume(folders, None)
-    assert Ledger.read(folders.ledger).charged == (4, 4)
+    assert run_files.charged(folders.out) == (4, 4)
     spent = faults.trainer(folders).privacy_spent()
     assert end is not None and spent.epsilon == pytest.approx(float(end[1]), rel=0.02)
     finished = doctor(folders)
@@ -98,7 +98,7 @@ def test_fixing(folders: Folders, name: str) -> None:
 
 
 def test_a_run_that_is_going_on_is_left_alone(folders: Folders) -> None:
-    with Ledger.open(folders.ledger):
+    with run_files.in_use(folders.lock):
         assert re.search(r"lock +in use by process \d+: the run is going on", doctor(folders).output)
         before = everything(folders)
         refused = doctor(folders, "--fix")

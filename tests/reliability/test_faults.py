@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dpopt.run.cleaning import UNFINISHED
 from tests.reliability import faults
 from tests.reliability.faults import FAULTS, STOPPED_AT, Fault, Folders, Seen
+from tests.run_files import UNFINISHED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -11,9 +11,8 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin
-from hf_dpopt.run.checkpoint import MARK
-from hf_dpopt.run.cleaning import UNFINISHED
 from tests import tiny
+from tests.run_files import MARK, UNFINISHED
 
 
 def trainer(folder: Path, **changes: Any) -> DPTrainer:

@@ -1,0 +1,58 @@
+"""The one place where faults of disks become errors of the trainer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError
+from hf_dpopt.common.storage import find_fault
+from hf_dpopt.run.evaluations import Evaluations
+from hf_dpopt.run.keys import default_private_dir
+from hf_dpopt.run.ledger import Ledger
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def explains_storage_faults(method: Method) -> Method:
+    """Raise `DPStorageError` for a disk that fails in a method of the trainer; other errors pass."""
+
+    @functools.wraps(method)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except (DPConfigError, DPBudgetExceeded):
+            raise
+        except Exception as error:
+            places = _places(self.args) if hasattr(self, "args") else {}
+            fault = find_fault(error, places.values()) if places else None
+            if fault is None:
+                raise
+            raise DPStorageError(
+                f"{fault.describe(places)}. {_charged(places['output_dir'])} {fault.remedy}, then run the same "
+                "command with --resume_from_checkpoint True."
+            ) from error
+
+    return cast(Method, explained)
+
+
+def _places(args: Any) -> dict[str, Path]:
+    """Option -> folder or file that a run writes to."""
+    ledger = {} if args.privacy_ledger is None else {"privacy_ledger": Path(args.privacy_ledger)}
+    keys = args.private_state_dir or default_private_dir(args.output_dir)
+    return {**ledger, "private_state_dir": Path(keys).expanduser(), "output_dir": Path(args.output_dir)}
+
+
+def _charged(output_dir: Path) -> str:
+    """Say what the ledgers of a run charge, as they lie on the disk."""
+    try:
+        ledger, evaluations = Ledger.find(output_dir), Evaluations.read(output_dir).noise_multipliers
+    except (DPConfigError, OSError):
+        return "What was charged before stays charged."
+    steps = 0 if ledger is None else ledger.num_charged
+    if not steps and not evaluations:
+        return "Nothing is charged."
+    also = f" and {len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)}" if evaluations else ""
+    return f"{steps} steps{also} are charged, and stay so."
