@@ -34,7 +34,8 @@ def clipped_gradient_sum(
         clipping_norm: bound on a record's gradient norm, gradient units, from 1e-10 to 1e10.
         clipping: "flat", "per_layer" or "automatic".
         engine: "book_keeping", "two_pass", or "auto" (the cheaper one); the result is the same.
-        loss: "auto" (own-token mean of the model's task) or a function (outputs, labels) -> (B,).
+        loss: "auto" (own-token mean of the model's task) or a function (outputs, labels) or
+            (outputs, labels, inputs) -> (B,).
 
     Returns:
         Name -> fp32 tensor (float64 for float64 models) of the parameter's shape, trainable parameters only.

@@ -186,9 +186,11 @@ def _run(collation: Collation, losses: RecordLosses, record: Any) -> torch.Tenso
     except DPConfigError:
         raise
     except Exception as error:
+        first = f"{losses.function} or " if losses.function else ""
         raise DPConfigError(
-            f"{type(base_model(losses.model)).__name__} fails on a training record: {type(error).__name__}: {error}. "
-            "Check that the columns, their shapes and types are those of the model."
+            f"{first}{type(base_model(losses.model)).__name__} fails on a training record: {type(error).__name__}: "
+            f"{error}. Check that the columns, their shapes and types are those of the model"
+            + (", and set remove_unused_columns=False to keep other columns." if first else ".")
         ) from error
 
 

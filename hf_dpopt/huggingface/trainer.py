@@ -43,6 +43,7 @@ from hf_dpopt.huggingface.release import ReleaseGuard
 from hf_dpopt.huggingface.room import check_is_whole, room_for_noise
 from hf_dpopt.huggingface.search import search
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
+from hf_dpopt.huggingface.self_check.made_up import rows
 from hf_dpopt.huggingface.self_check.sharded import self_check_of_shards
 from hf_dpopt.huggingface.shards import (
     is_in_shards,
@@ -88,6 +89,7 @@ from hf_dpopt.users import UserData
 from hf_dpopt.users.batches import UsersBatch
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50
+CHECKED_TOGETHER = 4  # records of the dataset, for a loss function of the user
 UNITS_AT_ONCE = 1024  # that are read together for a query over all of them
 
 
@@ -104,8 +106,9 @@ class DPTrainerMixin(_Trainer):
     release (parameters, optimizer state, logs, checkpoints) depends on the records only through `private_step`.
 
     Args:
-        per_example_loss_func: (outputs, labels) -> one loss per record, (B,); training uses it in place of
-            `compute_loss_func` and of an overridden `compute_loss`.
+        per_example_loss_func: (outputs, labels) or (outputs, labels, inputs) -> one loss per record, (B,). Replaces
+            `compute_loss_func` and an overridden `compute_loss` in training. `inputs` is the collated batch, with
+            columns that the model does not read if ``remove_unused_columns=False``.
         public_dataset: records like those of train_dataset that are public, labels included; for what learns from
             them (``preconditioner="adadps"``).
         preclip: a preconditioner of one's own, in place of the one that the arguments name.
@@ -384,7 +387,8 @@ class DPTrainerMixin(_Trainer):
             refusals.check_shards(self._planned(), self.args, self._public_dataset)
         self._check_optimizer()
         self._collation, self._sample = self._records.collation(model, self._losses, self._prepare_inputs)
-        self._run_self_check()
+        with self._losses.named_first():
+            self._run_self_check()
         self._kept.check()
         self._kept.release_trained()
         public = functools.partial(self._public_gradients, model)
@@ -496,6 +500,10 @@ class DPTrainerMixin(_Trainer):
         pair = pair_of_records(self._collation, self._sample)
         if pair is not None:
             check_influence(self._engine, self._losses, *pair)
+        if self._losses.function:  # may mix what made-up records have in common, such as their weights
+            for part in self._collation.parts(self._sample[:CHECKED_TOGETHER]):
+                each = [rows(part.batch, b) for b in range(len(part.places))]
+                check_influence(self._engine, self._losses, part.batch, each)
         for note in done.notes:
             logger.warning(f"Self-check: {note}.")
         logger.info(f"Self-check passed in {done.seconds:.2f} s.")

@@ -6,9 +6,10 @@ others and a clip no longer bounds what it changes. B = records, T = tokens, V =
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_dpopt.clipping import kernels
-from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 
-RecordLoss = Callable[[Any, torch.Tensor], torch.Tensor]
+RecordLoss = Callable[..., torch.Tensor]
 IGNORED = -100
 
 
@@ -242,7 +243,8 @@ def _loss_type(model: nn.Module) -> str:
     if kind not in known:
         raise DPConfigError(
             f"No per-record loss is known for {name}. Known heads: {', '.join(known)}. Pass "
-            "per_example_loss_func=f with f(outputs, labels) -> tensor of shape (batch,), one loss per record."
+            "per_example_loss_func=f with f(outputs, labels) or f(outputs, labels, inputs) -> tensor of shape "
+            "(batch,), one loss per record."
         )
     return kind
 
@@ -268,20 +270,54 @@ def decoder_inputs(model: Any, labels_BT: torch.Tensor) -> torch.Tensor:
     return shift(labels_BT, **{name: known[name] for name in parameters})
 
 
+def _takes_inputs(loss: RecordLoss) -> bool:
+    """Whether the third parameter of a function is called `inputs` or has no default."""
+    try:
+        parameters = inspect.signature(loss).parameters.values()
+    except (TypeError, ValueError):  # built in
+        return False
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(positional) > 2 and (positional[2].name == "inputs" or positional[2].default is inspect.Parameter.empty)
+
+
 class RecordLosses:
     """Losses of the records of a collated batch, one each, from a run of the model.
 
     Args:
         model: a transformers model or a PEFT wrapper of one.
-        loss: "auto", or a function (outputs, labels) -> (B,).
+        loss: "auto", or a function (outputs, labels) or (outputs, labels, inputs) -> (B,); `inputs` is the collated
+            batch, with columns that the model does not read.
         label_smoothing: weight of the uniform distribution in the targets, in [0, 1); applied within each record.
     """
 
     def __init__(self, model: nn.Module, loss: str | RecordLoss = "auto", *, label_smoothing: float = 0.0):
         if isinstance(loss, str) and loss != "auto":
-            raise DPConfigError(f"loss={loss!r} is not known. Use 'auto' or a function (outputs, labels) -> (batch,).")
+            raise DPConfigError(
+                f"loss={loss!r} is not known. Use 'auto' or a function (outputs, labels[, inputs]) -> (batch,)."
+            )
         self.model, self.loss, self.label_smoothing = model, loss, label_smoothing
         self.kind = _loss_type(model) if loss == "auto" else "custom"
+        self._takes_inputs = callable(loss) and _takes_inputs(loss)
+
+    @property
+    def function(self) -> str:
+        """The user's function, for messages; empty if the model's own loss is used."""
+        name = getattr(self.loss, "__name__", type(self.loss).__name__)
+        return f"per_example_loss_func={name}" if self.kind == "custom" else ""
+
+    @contextlib.contextmanager
+    def named_first(self) -> Iterator[None]:
+        """Name the user's function first when a check of the model fails inside the context."""
+        try:
+            yield
+        except UnsupportedModuleError as error:
+            if not self.function:
+                raise
+            raise UnsupportedModuleError(
+                f"{self.function}: the self-check failed with this function. Return one loss per record, made of the "
+                "outputs, labels and inputs of that record alone: no mean over the batch, and no padding counted. "
+                f"{error}"
+            ) from error
 
     def __call__(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """The losses of the records of `batch`, (B,), float32 or wider, attached to the graph."""
@@ -297,9 +333,12 @@ class RecordLosses:
             labels = without_padding(labels, batch.get("decoder_attention_mask"), shifted=False)
         if not callable(self.loss):
             inputs.setdefault("return_dict", True)
+        elif self._takes_inputs:
+            read = inspect.signature(type(base_model(self.model)).forward).parameters
+            inputs = {k: v for k, v in inputs.items() if k in read}
         outputs = self.model(**inputs)
         if callable(self.loss):
-            return self.loss(outputs, labels)
+            return self.loss(outputs, labels, dict(batch)) if self._takes_inputs else self.loss(outputs, labels)
         if self.kind == "ForSequenceClassification":
             return _sequence_classification(problem_type(self.model, labels))(outputs, labels, self.label_smoothing)
         return _BY_LOSS_TYPE[self.kind](outputs, labels, self.label_smoothing)

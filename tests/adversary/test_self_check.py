@@ -5,6 +5,8 @@ Each of these trained before, and one record moved the sum by more than its clip
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,48 @@ def test_every_preconditioner_is_listed():
 def test_a_preconditioner_passes_in_float64(name, tmp_path):
     changes = {"max_steps": 2, "expected_batch_size": 8, **PRECLIPPED[name]}
     assert trainer(tmp_path, tiny.records(32), **changes).train().global_step == 2
+
+
+LARGE = 1e5  # activations that cancel
+ROOM = pytest.mark.parametrize("has_room", [True, False], ids=["float64 fits", "float64 does not fit"])
+
+
+def _cancelling() -> nn.Module:
+    """The same function as that of the tiny model, by way of large activations: deep models have such channels."""
+    model = tiny.model(dropout=0.0).requires_grad_(False)
+    model.classifier.requires_grad_(True)
+    with torch.no_grad():
+        for layer in model.bert.encoder.layer:
+            attention, dense = layer.attention.self, layer.attention.output.dense
+            attention.value.bias.add_(LARGE)  # shares of attention add up to 1, but for rounding
+            dense.bias.sub_(dense.weight.sum(dim=1) * LARGE)
+    return model
+
+
+def _in_bfloat16(model: nn.Module, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> Any:
+    if not has_room:
+        monkeypatch.setattr("hf_dpopt.huggingface.self_check.conditions._free_bytes", lambda device: 0)
+    return lambda out, data: trainer(out, data, model=model, bf16=True)
+
+
+@ROOM
+def test_large_activations_that_cancel_are_not_refused(has_room, tmp_path, monkeypatch):
+    """What float32 leaves of them differs with the width of the batch by more than other models' sums do."""
+    make = _in_bfloat16(_cancelling(), monkeypatch, has_room)
+    assert clipped_sums(make, tiny.records(8), range(8), tmp_path)
+
+
+@ROOM
+def test_a_model_that_lets_padding_reach_some_records_is_refused(has_room, tmp_path, monkeypatch):
+    """By a small part of their gradients, and no made-up record is like them."""
+    model, rows = _cancelling(), [{**row, "input_ids": [3, *row["input_ids"]]} for row in tiny.records(8)]
+    embeddings = model.bert.embeddings
+    forward = embeddings.forward
+
+    def leaking(input_ids=None, **others):
+        own_B = (input_ids[:, 0] == 3) * 2e-2 * input_ids.size(1)
+        hidden = forward(input_ids=input_ids, **others)
+        return hidden + own_B.view(-1, 1, 1) * torch.linspace(-1, 1, hidden.size(-1)).to(hidden)
+
+    embeddings.forward = leaking
+    assert_refused(_in_bfloat16(model, monkeypatch, has_room), rows, tmp_path, match="records of the dataset")

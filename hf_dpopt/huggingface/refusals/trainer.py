@@ -68,7 +68,10 @@ def check_loss(
         raise DPConfigError(f"{_owner(trainer_class, 'compute_loss').__name__} {what} {fix}")
     if per_example_loss_func is not None:
         return
-    fix = "Pass per_example_loss_func=f, with f(outputs, labels) -> one loss per record, shape (batch,)."
+    fix = (
+        "Pass per_example_loss_func=f, with f(outputs, labels) or f(outputs, labels, inputs) -> one loss per record, "
+        "shape (batch,)."
+    )
     if compute_loss_func is not None:
         raise DPConfigError(f"A compute_loss_func returns one number for the batch, which mixes records. {fix}")
     if trainer_class.compute_loss not in stock_compute_loss:  # type: ignore[attr-defined]

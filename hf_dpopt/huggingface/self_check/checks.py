@@ -16,7 +16,13 @@ from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.huggingface.kept_state import kept_buffers
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.equality import check_padding, check_sums, check_units
-from hf_dpopt.huggingface.self_check.influence import Columns, check_others, check_width, training_conditions
+from hf_dpopt.huggingface.self_check.influence import (
+    Columns,
+    check_others,
+    check_width,
+    in_enough_digits,
+    training_conditions,
+)
 from hf_dpopt.huggingface.self_check.made_up import LOOKS, MAX_TOKENS, padding_side_of, rows, synthetic_batch
 from hf_dpopt.huggingface.self_check.probe import NARROW_TOLERANCE, probing
 from hf_dpopt.huggingface.self_check.shared import check_shared_draws
@@ -147,7 +153,8 @@ def self_check(
     is_wide = not is_narrow or conditions.fits(model)
     if not is_wide:
         notes.append(_too_large(model))
-    with training_conditions(engine, wide=True) as tolerance:
+
+    def check_made_up(tolerance: float) -> float:
         with probing(engine, losses, batch, range(num), tolerance) as probe:
             check_shared_draws(probe, batch, num)
             unclipped, error = check_sums(probe, batch, num, is_scaled=is_scaled)
@@ -158,9 +165,14 @@ def self_check(
             if has_units:
                 error = max(error, check_units(probe, batch, num))
         _check_is_the_models_own_loss(losses, rows(batch, 0), tolerance)
-        # at the longest length instead, if there is one and that is the precision of the run
-        is_later = is_longer and not is_narrow
-        influence = 0.0 if is_later else check_others(engine, losses, columns, is_wide=is_wide)
+        return error
+
+    error = in_enough_digits(engine, losses, [batch], check_made_up)
+    # at the longest length instead, if there is one and that is the precision of the run
+    is_later, influence = is_longer and not is_narrow, 0.0
+    if not is_later:
+        with training_conditions(engine, wide=True):
+            influence = check_others(engine, losses, columns, is_wide=is_wide)
     if is_narrow and is_wide:  # once more in the precision of the run
         with training_conditions(engine, wide=False):
             influence = max(influence, check_others(engine, losses, columns, is_wide=False))
@@ -180,8 +192,9 @@ def _check_longest(
 ) -> tuple[float, float]:
     """The relative error and the influence at the longest length."""
     model = engine.model
-    with training_conditions(engine, wide=True) as tolerance:
-        error = check_width(engine, losses, columns, num_tokens, tolerance)
+    error = in_enough_digits(
+        engine, losses, [columns.like], lambda tolerance: check_width(engine, losses, columns, num_tokens, tolerance)
+    )
     with training_conditions(engine, wide=False), _unchanged_buffers(model):
         is_wide = not conditions.is_narrow(model)
         return error, check_others(engine, losses, columns, num_tokens=num_tokens, is_wide=is_wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -81,9 +82,11 @@ def _free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
 
 
-def _narrow_tensors(model: nn.Module) -> list[torch.Tensor]:
+def _narrow_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Parameters and buffers of fewer digits than `dtype`, which is float32 or float64."""
+    narrow = NARROW if dtype == torch.float32 else (*NARROW, torch.float32)
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return [t for t in tensors.values() if t.dtype in NARROW]
+    return [t for t in tensors.values() if t.dtype in narrow]
 
 
 def is_narrow(model: nn.Module) -> bool:
@@ -99,23 +102,24 @@ def _computing_narrowly(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if getattr(m, "compute_dtype", None) in NARROW]
 
 
-def bytes_to_widen(model: nn.Module) -> int:
-    """Memory of float32 copies of narrow tensors, in bytes."""
-    return 4 * sum(t.numel() for t in _narrow_tensors(model))
+def bytes_to_widen(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
+    """Memory of wide copies of narrow tensors, in bytes."""
+    return dtype.itemsize * sum(t.numel() for t in _narrow_tensors(model, dtype))
 
 
-def fits(model: nn.Module) -> bool:
+def fits(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there is memory for `compute_wide`."""
-    return bytes_to_widen(model) <= SHARE_OF_MEMORY * _free_bytes(device_of(model))
+    return bytes_to_widen(model, dtype) <= SHARE_OF_MEMORY * _free_bytes(device_of(model))
 
 
 @contextlib.contextmanager
-def compute_wide(model: nn.Module) -> Iterator[None]:
-    """Compute in float32 or wider: autocast and TF32 off, bfloat16 parameters and buffers replaced by wide copies.
+def compute_wide(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+    """Compute in `dtype` or wider: autocast and TF32 off, narrower parameters and buffers replaced by wide copies.
 
     Parameters keep their identity, and get their own memory back after the context. Quantised weights stay quantised.
+    In float64, inputs of the model that are floats become float64, too.
     """
-    narrow = [(t, t.data) for t in _narrow_tensors(model)]
+    narrow = [(t, t.data) for t in _narrow_tensors(model, dtype)]
     layers = [(m, m.compute_dtype) for m in _computing_narrowly(model)]
     forwards = [(m, m.__dict__["forward"]) for m in model.modules() if "_original_forward" in m.__dict__]
     for module, _ in forwards:
@@ -124,13 +128,24 @@ def compute_wide(model: nn.Module) -> Iterator[None]:
         layer.compute_dtype = torch.float32  # type: ignore[assignment]
     with full_precision(device_of(model).type):
         for tensor, data in narrow:
-            tensor.data = data.float()
+            tensor.data = data.to(dtype)
+        hook = (
+            model.register_forward_pre_hook(_floats_in_float64, with_kwargs=True) if dtype == torch.float64 else None
+        )
         try:
             yield
         finally:
+            if hook is not None:
+                hook.remove()
             for tensor, data in narrow:
                 tensor.data = data
-            for layer, dtype in layers:
-                layer.compute_dtype = dtype  # type: ignore[assignment]
+            for layer, before in layers:
+                layer.compute_dtype = before  # type: ignore[assignment]
             for module, forward in forwards:
                 module.forward = forward
+
+
+def _floats_in_float64(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return args, {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()
+    }

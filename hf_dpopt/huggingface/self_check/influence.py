@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from hf_dpopt.huggingface.self_check.probe import (
     NARROW_TOLERANCE,
     TOLERANCE,
     Gradient,
+    Probe,
     check_equal,
     clipped_by,
     distance,
@@ -39,7 +40,12 @@ from hf_dpopt.records.losses import RecordLosses, num_records
 SAME_SHAPES = {torch.float64: 1e-12, torch.float32: 1e-6}  # the same kernels: on a CPU, not one bit differs
 NARROW_SAME_SHAPES = 1e-5
 ACCELERATOR = 100.0  # times as much where sums may be added up in any order
-FLOORS = 4.0  # times what two equal runs differ by, on devices that add up in any order
+FLOORS = (
+    4.0  # times what two equal runs differ by on devices that add up in any order, or the last digits of layers change
+)
+MOST_BY_ROUNDING = 1e-2  # clipping norms; a record that others reach moves by more
+
+Result = TypeVar("Result")
 
 # Neighbours of the two records that are watched. A capacity goes to the first record, so an equal one comes first; a
 # scale follows the largest record, so that is never a watched one.
@@ -205,19 +211,19 @@ def check_width(
 
 
 @contextlib.contextmanager
-def training_conditions(engine: ClippingEngine, *, wide: bool) -> Iterator[float]:
-    """Put the model in training mode, in float32 if asked for and if that fits; yields the tolerance of equal sums.
+def training_conditions(engine: ClippingEngine, *, wide: bool, dtype: torch.dtype = torch.float32) -> Iterator[float]:
+    """Put the model in training mode, in `dtype` if asked for and if that fits; yields the tolerance of equal sums.
 
     Parameters, buffers, modes and generators are restored after the context.
     """
     model = engine.model
-    is_widened = wide and conditions.fits(model)
+    is_widened = wide and conditions.fits(model, dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(conditions.keep_generators(conditions.device_of(model)))
         stack.enter_context(kept_buffers(model))
         stack.enter_context(conditions.in_mode(model, training=True))
         if is_widened:
-            stack.enter_context(conditions.compute_wide(model))
+            stack.enter_context(conditions.compute_wide(model, dtype))
         stack.enter_context(conditions.fill_zero_parameters(engine.parameters))
         dtype = next(iter(engine.parameters.values())).dtype
         try:
@@ -225,6 +231,44 @@ def training_conditions(engine: ClippingEngine, *, wide: bool) -> Iterator[float
         finally:
             for p in engine.parameters.values():
                 p.grad = None
+
+
+def in_enough_digits(
+    engine: ClippingEngine,
+    losses: RecordLosses,
+    batches: Sequence[Mapping[str, Any]],
+    check: Callable[[float], Result],
+) -> Result:
+    """Run a check in float32 or wider; where it fails in float32, once more in float64, with the same tolerance.
+
+    Deep models with large activations round by more than the tolerance in float32; records that mix do so in float64,
+    too. Where float64 does not fit, the tolerance grows with what the last digits of the model's layers change in the
+    gradients of single batches, to `MOST_BY_ROUNDING` at most.
+
+    Args:
+        engine: the engine that training uses.
+        losses: the losses that training uses.
+        batches: the batches to change the last digits in.
+        check: takes the tolerance of equal sums; raises `UnsupportedModuleError` if a sum differs by more.
+
+    Raises:
+        UnsupportedModuleError: from the last check.
+    """
+    with training_conditions(engine, wide=True) as tolerance:
+        try:
+            return check(tolerance)
+        except UnsupportedModuleError:
+            if tolerance != TOLERANCE[torch.float32]:
+                raise
+    if conditions.fits(engine.model, torch.float64):
+        try:
+            with training_conditions(engine, wide=True, dtype=torch.float64):
+                return check(tolerance)
+        except (RuntimeError, TypeError, NotImplementedError):  # float32 inside the model, devices without float64
+            pass
+    with training_conditions(engine, wide=True):
+        rounding = FLOORS * _last_digits(engine, losses, batches)
+        return check(min(max(tolerance, rounding), MOST_BY_ROUNDING))
 
 
 def check_influence(
@@ -258,33 +302,69 @@ def check_influence(
         UnsupportedModuleError: if it is larger than rounding explains.
         DPConfigError: for a packed batch.
     """
+
+    def check(tolerance: float) -> float:
+        ratio = _distance_from_parts(engine, losses, together, alone)
+        if not ratio <= tolerance:
+            raise UnsupportedModuleError(
+                f"Self-check failed before training: {what} is not the sum of what each gives alone; they differ by "
+                f"{ratio:.2g} clipping norms (allowed {tolerance:.2g}). The collator or the model mixes records, or a "
+                f"record's gradient depends on how long the others are. {PADDING}"
+            )
+        return ratio
+
+    return in_enough_digits(engine, losses, alone, check)
+
+
+def _distance_from_parts(
+    engine: ClippingEngine, losses: RecordLosses, together: Mapping[str, Any], alone: Sequence[Mapping[str, Any]]
+) -> float:
+    """Distance of the clipped sum of a batch from that of its parts, in clipping norms; 0 if most give nothing."""
     sizes = [num_records(batch) for batch in alone]
     num = num_records(together)
     assert sum(sizes) == num, (sizes, num)
-    with training_conditions(engine, wide=True) as tolerance:
-        with probing(engine, losses, together, range(num), tolerance) as probe:
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            parts = [
-                plain_gradient(
-                    probe.losses_of(batch, range(start, start + size), per_record=MIDDLE).sum(), engine.parameters
-                )
-                for batch, start, size in zip(alone, starts, sizes, strict=True)
-            ]
-            norm = sorted(length(part) for part in parts)[len(parts) // 2]
-            if not norm > 0:
-                return 0.0
-            clipping = dataclasses.replace(engine.clipping, clipping_norm=norm)  # type: ignore[type-var]
-            got = probe.engine_sum(together, clipping, range(num), per_record=MIDDLE)
-            sums = engine.empty_sum()
-            with clipped_by(engine, clipping):
-                for batch, start, size in zip(alone, starts, sizes, strict=True):
-                    run = functools.partial(probe.losses_of, batch, range(start, start + size), per_record=MIDDLE)
-                    engine.add_clipped_sum(sums, run, size)
-            ratio = distance(got, sums.result()) / norm
-    if not ratio <= tolerance:
-        raise UnsupportedModuleError(
-            f"Self-check failed before training: {what} is not the sum of what each gives alone; they differ by "
-            f"{ratio:.2g} clipping norms (allowed {tolerance:g}). The collator or the model mixes records, or a "
-            f"record's gradient depends on how long the others are. {PADDING}"
-        )
-    return ratio
+    tolerance = TOLERANCE[torch.float32]
+    with probing(engine, losses, together, range(num), tolerance) as probe:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = [
+            plain_gradient(
+                probe.losses_of(batch, range(start, start + size), per_record=MIDDLE).sum(), engine.parameters
+            )
+            for batch, start, size in zip(alone, starts, sizes, strict=True)
+        ]
+        norm = sorted(length(part) for part in parts)[len(parts) // 2]
+        if not norm > 0:
+            return 0.0
+        clipping = dataclasses.replace(engine.clipping, clipping_norm=norm)  # type: ignore[type-var]
+        got = probe.engine_sum(together, clipping, range(num), per_record=MIDDLE)
+        sums = engine.empty_sum()
+        with clipped_by(engine, clipping):
+            for batch, start, size in zip(alone, starts, sizes, strict=True):
+                run = functools.partial(probe.losses_of, batch, range(start, start + size), per_record=MIDDLE)
+                engine.add_clipped_sum(sums, run, size)
+        return distance(got, sums.result()) / norm
+
+
+def _last_digits(engine: ClippingEngine, losses: RecordLosses, batches: Sequence[Mapping[str, Any]]) -> float:
+    """Change of the gradients of these batches by one unit in the last place of every layer, in clipping norms."""
+
+    def next_number(module: Any, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        found = output.detach()
+        return output + (torch.nextafter(found, torch.full_like(found, torch.inf)) - found)
+
+    def gradients(probe: Probe) -> list[Gradient]:
+        each = (probe.losses_of(batch, range(num_records(batch)), per_record=MIDDLE) for batch in batches)
+        return [plain_gradient(losses_B.sum(), engine.parameters) for losses_B in each]
+
+    leaves = [module for module in engine.model.modules() if not list(module.children())]
+    with probing(engine, losses, batches[0], range(num_records(batches[0])), TOLERANCE[torch.float32]) as probe:
+        before, hooks = gradients(probe), [module.register_forward_hook(next_number) for module in leaves]
+        try:
+            after = gradients(probe)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    norm = sorted(length(gradient) for gradient in before)[len(before) // 2]
+    return sum(distance(x, y) for x, y in zip(before, after, strict=True)) / max(norm, 1e-12)

@@ -19,6 +19,8 @@ EVALUATION = "tests/adversary/test_evaluation.py"
 ROLLBACK = "tests/adversary/test_rollback.py"
 NORMS = "tests/adversary/test_clipping_norms.py"
 SELF_CHECK = "tests/adversary/test_self_check.py"
+PADDING = "tests/adversary/test_padding.py"
+OWN_LOSSES = "tests/adversary/test_own_losses.py"
 ROPE = "tests/adversary/test_rope.py"
 LEAVE_ONE_OUT = f"{TRAINER}::test_leave_one_out_through_the_trainer"
 
@@ -403,5 +405,40 @@ BUGS: tuple[Bug, ...] = (
         "logs = {key: value for key, value in logs.items() if not is_secret_key(key)}\n        if",
         "if",
         (f"{TRAINER}::test_nothing_unprivatized_is_logged_or_saved",),
+    ),
+    Bug(
+        "guessed padding: targets keep the token that the collator pads them with",
+        "hf_dpopt/records/collation.py",
+        "        return dataclasses.replace(collator, label_pad_token_id=IGNORED)\n",
+        "        return collator\n",
+        (f"{PADDING}::test_targets_padded_by_any_token",),
+    ),
+    Bug(
+        "guessed padding: a record that is masked as a whole reaches the model",
+        "hf_dpopt/records/limits.py",
+        "dtype=torch.bool) | self.empty(batch)",
+        "dtype=torch.bool)",
+        (f"{PADDING}::test_a_record_that_attends_to_nothing_is_empty",),
+    ),
+    Bug(
+        "guessed padding: a masked place of the decoder has a target",
+        "hf_dpopt/records/losses.py",
+        '            labels = without_padding(labels, batch.get("decoder_attention_mask"), shifted=False)\n',
+        "",
+        (f"{PADDING}::test_targets_at_masked_places_of_the_decoder",),
+    ),
+    Bug(
+        "rounding excuses whatever others do to a record",
+        "hf_dpopt/huggingface/self_check/influence.py",
+        "        return check(min(max(tolerance, rounding), MOST_BY_ROUNDING))\n",
+        "        return check(1.0)\n",
+        (f"{SELF_CHECK}::test_a_model_that_lets_padding_reach_some_records_is_refused",),
+    ),
+    Bug(
+        "a loss function of the user is tried on made-up records alone",
+        "hf_dpopt/huggingface/trainer.py",
+        "        if self._losses.function:",
+        "        if False:",
+        (f"{OWN_LOSSES}::test_one_that_mixes_records_is_named_first",),
     ),
 )
