@@ -344,6 +344,7 @@ class DPTrainerMixin(_Trainer):
             resume_from_checkpoint = is_it.get(resume_from_checkpoint.lower(), resume_from_checkpoint)
         refusals.check_resume(resume_from_checkpoint)
         refusals.check_accumulation(self.args)
+        refusals.check_accelerator(self.accelerator)
         checkpoint, goes_on = self._checkpoints.choose(resume_from_checkpoint)
         self._begins_anew, is_finished = not goes_on, False
         try:

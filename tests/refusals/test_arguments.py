@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +13,7 @@ import transformers as tf
 from accelerate.utils import DistributedType, DynamoBackend
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from hf_dpopt import DPConfigError, DPTrainer
+from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.huggingface import refusals
 from tests.refusals.base import bert, num_charged, records
 
@@ -113,6 +116,59 @@ def test_environment(case, arguments, refused, monkeypatch):
         DPTrainer(model, args, train_dataset=dataset)
 
 
+@pytest.mark.parametrize("version", [{}, {"FSDP_VERSION": "1"}])
+def test_fsdp_1_of_a_launcher(version, arguments, refused, monkeypatch):
+    """It is refused before accelerate fails on a machine without accelerators."""
+    for variable, value in {"ACCELERATE_USE_FSDP": "true", **version}.items():
+        monkeypatch.setenv(variable, value)
+    args, model, dataset = arguments(), bert(), records()
+    with refused("FSDP version 1 flattens.*Use FSDP2"):
+        DPTrainer(model, args, train_dataset=dataset)
+
+
+def test_weights_that_fsdp_loads_on_one_rank(arguments, refused, monkeypatch):
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "True")
+    args, model, dataset = arguments(), bert().to("meta"), records()
+    with refused("has no values yet.*fsdp_cpu_ram_efficient_loading to false", UnsupportedModuleError):
+        DPTrainer(model, args, train_dataset=dataset)
+
+
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+num_machines: 1
+num_processes: 2
+main_process_port: 0
+fsdp_config:
+  fsdp_version: {version}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.two_process
+@pytest.mark.parametrize(
+    ("version", "use_cpu", "said"),
+    [
+        (2, False, "torch.distributed has 2 processes, and the Trainer knows 1"),
+        (1, True, "FSDP version 1"),
+        (2, True, ""),
+    ],
+)
+def test_fsdp_of_a_configuration_file_on_a_cpu(version, use_cpu, said, tmp_path, repo):
+    (tmp_path / "config.yaml").write_text(FSDP.format(version=version))
+    (tmp_path / "script.py").write_text(
+        f"import sys\nfrom tests import tiny\ntiny.trainer(sys.argv[1], max_steps=2, use_cpu={use_cpu}).train()\n"
+    )
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(tmp_path / "config.yaml")]
+    done = subprocess.run(
+        [*launch, str(tmp_path / "script.py"), str(tmp_path / "out")], capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(repo)},
+    )  # fmt: skip
+    assert (done.returncode == 0) == (not said), done.stderr[-3000:]
+    assert f"DPConfigError: {said}" in done.stderr or not said
+    assert num_charged(tmp_path / "out") == (0 if said else 2)
+
+
 @pytest.mark.parametrize("variable, value", [("ACCELERATE_DYNAMO_BACKEND", "no"), ("WANDB_WATCH", "false")])
 def test_harmless_environment_is_allowed(variable, value, arguments, monkeypatch):
     monkeypatch.setenv(variable, value)
@@ -121,7 +177,13 @@ def test_harmless_environment_is_allowed(variable, value, arguments, monkeypatch
 
 def _accelerator(mode: str = "NO", **values: Any) -> SimpleNamespace:
     state = SimpleNamespace(dynamo_plugin=SimpleNamespace(backend=DynamoBackend.NO), fsdp_plugin=None)
-    defaults = {"mixed_precision": "no", "scaler": None, "state": state, "parallelism_config": None}
+    defaults = {
+        "mixed_precision": "no",
+        "scaler": None,
+        "state": state,
+        "parallelism_config": None,
+        "num_processes": 1,
+    }
     return SimpleNamespace(distributed_type=DistributedType(mode), **(defaults | values))
 
 
@@ -132,6 +194,10 @@ def _fsdp(**values: Any) -> SimpleNamespace:
 
 
 ACCELERATORS: dict[str, tuple[dict[str, Any], str]] = {
+    "one of two": (
+        {"num_processes": 2},
+        "torch.distributed has 1 processes, and the Trainer knows 2.*Start with torchrun",
+    ),
     "fsdp 1": ({"mode": "FSDP", "state": _fsdp(fsdp_version=1)}, "version 1 flattens.*Set --fsdp_version 2"),
     "offload": ({"mode": "FSDP", "state": _fsdp(cpu_offload=CPUOffloadPolicy())}, "Set --fsdp_offload_params false"),
     "fsdp checkpointing": ({"mode": "FSDP", "state": _fsdp(activation_checkpointing=True)}, "Use --gradient_check"),

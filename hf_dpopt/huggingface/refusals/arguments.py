@@ -9,6 +9,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_dpopt.clipping import ENGINES
+from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
 from hf_dpopt.huggingface.refusals.values import check_values
@@ -82,18 +83,20 @@ def _on_devices(args: Any) -> Iterator[Refusal]:
 
 
 def _on_fsdp(args: Any) -> Iterator[Refusal]:
-    yield (
-        bool(args.fsdp) and args.world_size == 1,
-        "FSDP deals the weights to several processes, and this is one.",
-        "Start with accelerate launch --num_processes N (or torchrun --nproc_per_node N), or remove --fsdp.",
-    )
     plugin, config = args.fsdp_plugin_args or {}, args.fsdp_config or {}
-    version = int(plugin.get("fsdp_version", 2)) if args.fsdp else 2
+    is_launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    by_launcher = int(os.environ.get("FSDP_VERSION") or 1) if is_launched else 2
+    version = int(plugin.get("fsdp_version", 2)) if args.fsdp else by_launcher
     yield (
         version != 2,
         f"FSDP version {version} flattens the parameters of several layers into one, where gradients of records "
         "cannot be cut.",
         "Use FSDP2: --fsdp with fsdp_config={'version': 2}, or accelerate launch --use_fsdp --fsdp_version 2.",
+    )
+    yield (
+        bool(args.fsdp) and args.world_size == 1,
+        "FSDP deals the weights to several processes, and this is one.",
+        "Start with accelerate launch --num_processes N (or torchrun --nproc_per_node N), or remove --fsdp.",
     )
     yield (
         bool(args.fsdp) and bool(config.get("xla")),
@@ -207,6 +210,13 @@ def check_accelerator(accelerator: Any) -> None:
 
 def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
     kind = str(accelerator.distributed_type.value)
+    ranks, known = collectives.world_size(), accelerator.num_processes
+    yield (
+        ranks != known,
+        f"torch.distributed has {ranks} processes, and the Trainer knows {known} (as accelerate's FSDP does on a "
+        "CPU): each would train and save alone.",
+        "Start with torchrun --nproc_per_node N, or on a CPU add --use_cpu and leave FSDP out of `accelerate config`.",
+    )
     yield (
         kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"),
         f"Accelerate runs in mode {kind}, which is not supported yet (DeepSpeed, Megatron, TPU and others).",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -90,11 +91,14 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
 
 def _on_values(trained: dict[str, nn.Parameter]) -> Iterator[Refusal]:
     """Refusals of parameters that hold no numbers, or none that training could start from."""
+    loads_on_one_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
     for name, p in trained.items():
         yield (
             isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta,
             f"{name} has no values yet (a lazy layer, or a model on the device 'meta').",
-            "Load or initialise the weights before the trainer is made.",
+            "Set fsdp_cpu_ram_efficient_loading to false (`accelerate config`), which loads weights on one rank only."
+            if loads_on_one_rank
+            else "Load or initialise the weights before the trainer is made.",
         )
         yield p.is_complex(), f"{name} is complex, and clips are of real numbers.", "Freeze it, or train both parts."
         yield (
