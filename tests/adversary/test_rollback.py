@@ -12,7 +12,6 @@ import torch
 from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from hf_dpopt.common.chained import GENESIS, seal_record
 from hf_dpopt.run.ledger import Ledger
 from tests import tiny
 
@@ -166,15 +165,6 @@ def test_a_run_whose_marks_are_gone_goes_on_under_a_fresh_key(tmp_path):
     assert ledger(out).charged == (BACKUP_AT, STOPPED_AT - BACKUP_AT)
     old, new = ledger(out).chains
     assert old.key_id != new.key_id and "nothing says how far" in new.note
-
-
-def resealed(lines: list[dict[str, Any]]) -> str:
-    """The lines as a ledger of its own."""
-    text, prev = "", GENESIS
-    for line in lines:
-        prev, sealed = seal_record({key: value for key, value in line.items() if key not in ("prev", "sha256")}, prev)
-        text += sealed.decode() + "\n"
-    return text
 
 
 @pytest.fixture(scope="module")
