@@ -21,7 +21,6 @@ from hf_dpopt.randomness.source import NoiseSource as NoiseSource
 from hf_dpopt.randomness.subkeys import KEY_BYTES as KEY_BYTES
 from hf_dpopt.randomness.subkeys import derive_key as derive_key
 
-WORD_BYTES = 8
 WORD_BLOCK = 2**20  # words that are held at once where many are drawn; changes nothing but memory
 
 # A chunk is what one thread draws at a time. Its words and buffers (0.5 MB) stay in the L2 cache; chunk c of a tensor

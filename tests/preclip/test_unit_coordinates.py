@@ -268,11 +268,6 @@ def _hockey_stick(gains_p: np.ndarray, gains_q: np.ndarray, eps: float) -> float
     return float(np.clip(1 - np.exp(eps + gains_q - gains_p), 0, None).mean())
 
 
-def _log_mixture(y: np.ndarray, means: np.ndarray, weights: np.ndarray, stddev: float) -> np.ndarray:
-    logs = np.log(weights) - np.square(y[:, None] - means[None]).sum(axis=2) / (2 * stddev**2)
-    return np.logaddexp.reduce(logs, axis=1)
-
-
 def _adaptive(rule: str, y: np.ndarray) -> float:
     """Contribution of the record at a step in [-1, 1]: a function of what was released so far, as scales are."""
     if rule == "largest":
