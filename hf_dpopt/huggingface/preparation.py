@@ -152,11 +152,19 @@ def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) ->
         raise DPConfigError(NONE_USABLE)
     with kept_buffers(losses.model) as start, in_mode(losses.model, training=False), torch.no_grad():
         found = [_run(collation, losses, record) for record in usable[:RUN]]
+        for part in collation.parts(usable[:2]):
+            _losses(losses, part.batch)
         changed = start.changed(has_caches=False)
     if changed:
         raise UnsupportedModuleError(changed_by_a_forward(changed))
-    if found and not any(bool(torch.isfinite(loss).all()) for loss in found):
+    num_wrong = sum(not torch.isfinite(loss).all() for loss in found)
+    if found and num_wrong == len(found):
         _refuse_no_loss(losses.model, len(found))
+    if num_wrong:
+        raise DPConfigError(
+            f"The losses of {num_wrong} of {len(found)} training records are NaN or infinite, and every step would "
+            "leave such records out silently. Correct their values, or leave them out before training."
+        )
     return usable
 
 
@@ -181,16 +189,23 @@ def _run(collation: Collation, losses: RecordLosses, record: Any) -> torch.Tenso
             f"A training record does not fit the model as the collator makes it: {outside} If the record is right, "
             "look at what the collator adds (mask and padding tokens)."
         )
+    return _losses(losses, collation.place(row))
+
+
+def _losses(losses: RecordLosses, batch: Batch) -> torch.Tensor:
     try:
-        return losses(collation.place(row)).detach()
+        return losses(batch).detach()
     except DPConfigError:
         raise
     except Exception as error:
         first = f"{losses.function} or " if losses.function else ""
+        model: Any = base_model(losses.model)
+        fix = "Check that the columns, their shapes and types are those of the model"
+        if getattr(getattr(model, "config", None), "pad_token_id", 0) is None:
+            fix = "Set model.config.pad_token_id = tokenizer.pad_token_id (it is None). Else, c" + fix[1:]
+        fix += ", and set remove_unused_columns=False to keep other columns." if first else "."
         raise DPConfigError(
-            f"{first}{type(base_model(losses.model)).__name__} fails on a training record: {type(error).__name__}: "
-            f"{error}. Check that the columns, their shapes and types are those of the model"
-            + (", and set remove_unused_columns=False to keep other columns." if first else ".")
+            f"{first}{type(model).__name__} fails on training records: {type(error).__name__}: {error}. {fix}"
         ) from error
 
 

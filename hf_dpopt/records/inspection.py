@@ -19,6 +19,8 @@ from hf_dpopt.records.rows import is_stored, read_one, spread
 SAMPLED = 64  # records of a dataset that makes them when they are asked for
 STORED_ROWS = 50_000  # read at a time
 
+NOT_FINITE = "holds NaN or infinity, so every step would leave the record out silently."
+
 FIX = (
     "Correct such records or leave them out before training: a run that stopped when it met one would tell that it "
     "was drawn."
@@ -89,10 +91,25 @@ def _first_in_rows(rows: Iterator[tuple[int, Any]], limits: Limits, form: Form |
             return f"Training record {i}: {misfit}. Cut or pad it where it is tokenized."
         if isinstance(row, Mapping):
             for column, value in row.items():
+                if _is_checked(column, limits) and not _is_finite(value):
+                    return f"Training record {i}: {column!r} {NOT_FINITE}"
                 allowed = _range_of(column, limits)
                 if allowed is not None and (wrong := _value_outside(value, allowed, column, limits)):
                     return f"Training record {i}: {wrong}"
     return ""
+
+
+def _is_checked(column: str, limits: Limits) -> bool:
+    """Whether values of NaN and infinity in a column are refused."""
+    return limits.labels_are_finite and column in LABEL_COLUMNS
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        array = np.asarray(value if not hasattr(value, "detach") else value.detach().cpu())
+    except (ValueError, OverflowError):
+        return True  # lists of different lengths
+    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
 
 
 def _range_of(column: str, limits: Limits) -> Range | None:
@@ -171,6 +188,10 @@ def _first_in_array(array: Any, column: str, limits: Limits) -> tuple[int, str] 
         return int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0]), f"{column!r} is missing (null)."
     allowed = _range_of(column, limits)
     values, row_of = _flattened(array)
+    if _is_checked(column, limits) and pa.types.is_floating(values.type) and not values.null_count:
+        places = np.flatnonzero(~np.isfinite(values.to_numpy(zero_copy_only=False)))
+        if len(places):
+            return _row(places[0], row_of), f"{column!r} {NOT_FINITE}"
     if allowed is None:
         place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) if values.null_count else None
         return None if place is None else (_row(place, row_of), f"{column!r} holds a missing value (null).")

@@ -67,6 +67,7 @@ class Limits:
         label_is_a_choice: a label is the number of one of its record's choices, (B, C, T).
         labels_are_targets: labels are the tokens that a decoder predicts, padded with `IGNORED` on the right.
         pooled_beside: padding token of a model that classifies at the last other token; None if it does not.
+        labels_are_finite: a label of NaN or infinity has no finite loss; a custom loss may read it as missing.
     """
 
     ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
@@ -76,6 +77,7 @@ class Limits:
     label_is_a_choice: bool = False
     labels_are_targets: bool = False
     pooled_beside: int | None = None
+    labels_are_finite: bool = True
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> Limits:
@@ -108,6 +110,7 @@ class Limits:
             found, tables, is_class, per_token,
             label_is_a_choice=kind == "ForMultipleChoice", labels_are_targets=kind == "ForConditionalGeneration",
             pooled_beside=getattr(config, "pad_token_id", None) if kind == "ForSequenceClassification" else None,
+            labels_are_finite=kind != "custom",
         )  # fmt: skip
 
     def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
