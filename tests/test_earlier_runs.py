@@ -197,8 +197,8 @@ def test_a_last_line_without_its_newline_is_counted(tmp_path):
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b")) == (whole,)
     path.write_bytes(path.read_bytes()[:-5])
-    (half,) = read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
-    assert sum(half.charged) == sum(whole.charged) - 1, "half a record is a step that did not run"
+    with pytest.raises(DPConfigError, match="put back to an earlier state"):  # the keys know the step
+        read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
 
 
 def test_a_fast_generator_of_an_earlier_run_is_told(tmp_path):

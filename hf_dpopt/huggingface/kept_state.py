@@ -1,4 +1,4 @@
-"""State of a model that no forward may change: parameters, buffers, extra state and its config.
+"""State of a model that no forward may change: parameters, buffers, extra state and configurations.
 
 It is saved, so whatever a forward writes there would leave without noise, and would carry one record into the
 gradients, scores and features of the next.
@@ -24,7 +24,7 @@ from hf_dpopt.common.sharding import give_back, is_sharded, local_of
 LARGEST_COPY = 2**24  # bytes of a buffer that is kept as a copy for a whole training
 SMALL = 2**20  # bytes of a buffer that is compared every time
 BLOCK = 2**24  # bytes that are hashed at once
-CONFIG = "config.json"
+CONFIGS = ("config", "generation_config")  # attributes of a model
 WRITTEN_BY_TRANSFORMERS = "problem_type"  # of a classifier, at its first loss; it depends on types and shapes alone
 SPOILT = "_changed_by_records"  # attribute of a module whose parameters were changed and cannot be restored
 
@@ -74,7 +74,7 @@ class KeptState:
             for entry, digest in zip(hashed, pool.map(_digest, [entry.tensor for entry in hashed]), strict=True):
                 entry.digest = digest
         self._extra = {name: (module, copy.deepcopy(module.get_extra_state())) for name, module in _with_extra(model)}
-        self._config = _config_of(model) if has_caches else None
+        self._configs = _configs_of(model) if has_caches else None
 
     def release_trained(self) -> None:
         """Exclude trained parameters: the optimizer changes them."""
@@ -86,12 +86,12 @@ class KeptState:
         """Check inside the context that nothing writes to trained parameters, unless users train them locally."""
         named = {} if is_local else dict(self._model.named_parameters())
         self._marks = {name: _mark(p) for name, p in named.items() if p.requires_grad and not is_sharded(p)}
-        self._config = _config_of(self._model)
+        self._configs = _configs_of(self._model)
         try:
             yield
             self.check(is_thorough=False)
         finally:
-            self._marks, self._config = {}, None
+            self._marks, self._configs = {}, None
 
     def _find(self) -> dict[str, _Entry]:
         found = {}
@@ -123,8 +123,9 @@ class KeptState:
         if not has_caches:
             names = [name for name in names if not known[name].is_cache]
         names += [n for n, p in self._model.named_parameters() if n in self._marks and _mark(p) != self._marks[n]]
-        if self._config is not None and self._config != _config_of(self._model):
-            names.append(CONFIG)
+        if self._configs is not None:
+            now_configs = _configs_of(self._model)
+            names += [attribute for attribute in CONFIGS if now_configs[attribute] != self._configs[attribute]]
         extra = {name: module.get_extra_state() for name, module in _with_extra(self._model)}
         return names + [
             f"extra state of {name}"
@@ -168,11 +169,12 @@ class KeptState:
                     setattr(was.owner, SPOILT, name)
                     continue
                 was.table[was.key] = was.tensor
-        if CONFIG in names and self._config is not None:
-            config: Any = self._model.config
-            kept = {name: value for name, value in vars(config).items() if name == WRITTEN_BY_TRANSFORMERS}
-            vars(config).clear()
-            vars(config).update(copy.deepcopy(self._config) | kept)
+        for attribute in CONFIGS:
+            if attribute in names and self._configs is not None:
+                values = vars(getattr(self._model, attribute))
+                kept = {name: value for name, value in values.items() if name == WRITTEN_BY_TRANSFORMERS}
+                values.clear()
+                values.update(copy.deepcopy(self._configs[attribute]) | kept)
         for module, value in self._extra.values() if names else ():
             module.set_extra_state(copy.deepcopy(value))
         return names
@@ -219,10 +221,13 @@ def kept_buffers(model: nn.Module) -> Iterator[KeptState]:
         state.restore()
 
 
-def _config_of(model: nn.Module) -> dict[str, Any]:
-    """The values of a model's config, which is saved with it; empty without one."""
-    values = getattr(getattr(model, "config", None), "__dict__", {})
-    return {name: copy.deepcopy(value) for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
+def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The values of a model's configurations, which are saved with it."""
+    found = {attribute: getattr(getattr(model, attribute, None), "__dict__", {}) for attribute in CONFIGS}
+    return {
+        attribute: {name: copy.deepcopy(value) for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
+        for attribute, values in found.items()
+    }
 
 
 def _with_extra(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
+from hf_dpopt.run.keys import PrivateState, default_private_dir
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.run import LEDGER
 
@@ -67,6 +68,23 @@ def read_earlier_runs(folders: Iterable[str] | str, output_dir: str) -> tuple[Ea
                 "until it has ended."
             )
         ledger = Ledger.read(path)
+        _check_keys(folder, ledger)
         for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
             found[run.ledger_digest] = run
     return tuple(found.values())
+
+
+def _check_keys(folder: str, ledger: Ledger) -> None:
+    """Refuse a ledger that is behind the keys of its run, as far as they are in the default private folder.
+
+    A folder that was put back to a backup, or edited, would lower the cost of the run that comes after it.
+    """
+    private = default_private_dir(folder)
+    if private.is_dir():
+        memory = PrivateState(private, forbidden=folder, is_read=True).memory(ledger)
+        if num_steps := memory.num_unknown():
+            raise DPConfigError(
+                f"earlier_runs={folder}: its keys were used for {num_steps} steps that its ledger does not know, so "
+                "the folder was put back to an earlier state. Resume that run once, which charges them, or put the "
+                "newest ledger back."
+            )

@@ -165,14 +165,7 @@ class KeyMemory:
         before, known = self._ledger.num_charged, {chain.chain_id: chain for chain in self._ledger.chains}
         for mark in self.marks():
             chain = known.get(mark.chain_id)
-            if chain is not None and (chain.key_id, chain.start_step) != (mark.key_id, mark.start_step):
-                raise _damage_error(self._path(mark.chain_id), f"it is of another key than chain {mark.chain_id}")
-            if mark.plan not in (None, _digest_of_plan(self._ledger)):
-                raise DPConfigError(
-                    f"The plan in {self._ledger.path} is not the one that the keys of this run were used for: it was "
-                    "edited, and what the steps cost would be misread. Put the original file back, or use another "
-                    "output_dir, whose epsilon is added to that of this one."
-                )
+            self._check(mark, chain)
             if chain is None and mark.step > mark.start_step:
                 self._ledger.start_chain(
                     chain_id=mark.chain_id, key_id=mark.key_id, start_step=mark.start_step, note=ELSEWHERE
@@ -180,6 +173,31 @@ class KeyMemory:
             if chain is not None or mark.step > mark.start_step:
                 self._ledger.charge_up_to(mark.chain_id, mark.step)
         return self._ledger.num_charged - before
+
+    def num_unknown(self) -> int:
+        """Return how many steps the marks show and the ledger does not know; nothing is written.
+
+        Raises:
+            DPConfigError: if a mark is damaged, or contradicts the ledger.
+        """
+        known, num = {chain.chain_id: chain for chain in self._ledger.chains}, 0
+        for mark in self.marks():
+            chain = known.get(mark.chain_id)
+            self._check(mark, chain)
+            reached = None if chain is None else self._ledger.last_step(mark.chain_id)
+            num += max(0, mark.step - (reached or mark.start_step))
+        return num
+
+    def _check(self, mark: Mark, chain: ChainRecord | None) -> None:
+        """Refuse a ledger that contradicts a mark."""
+        if chain is not None and (chain.key_id, chain.start_step) != (mark.key_id, mark.start_step):
+            raise _damage_error(self._path(mark.chain_id), f"it is of another key than chain {mark.chain_id}")
+        if mark.plan not in (None, _digest_of_plan(self._ledger)):
+            raise DPConfigError(
+                f"The plan in {self._ledger.path} is not the one that the keys of this run were used for: it was "
+                "edited, and what the steps cost would be misread. Put the original file back, or use another "
+                "output_dir, whose epsilon is added to that of this one."
+            )
 
     # --- what is added ---
 

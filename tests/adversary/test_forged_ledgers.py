@@ -376,3 +376,23 @@ def test_weights_come_from_the_checkpoint_alone(scene, index):
     (folder / "privacy_ledger.json").write_text(json.dumps(mark))
     with pytest.raises(DPConfigError, match="names files outside of its folder"):
         train(scene.out, scene.keys, stop=NUM_STEPS, resume=str(folder))
+
+
+@pytest.mark.parametrize("how", ["put back", "less noise than there was", "gone on elsewhere"])
+def test_an_earlier_run_costs_what_its_keys_were_used_for(how, tmp_path, monkeypatch):
+    """Who can write to its folder cannot make the run that comes after it cheaper."""
+    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path / "private"))
+    out = tmp_path / "a"
+    tiny.trainer(out, max_steps=3).train()
+    lines = records_of(out)
+    if how == "put back":
+        lines = lines[:-1]
+    elif how == "gone on elsewhere":
+        (chain,) = {line["chain_id"] for line in lines if line["kind"] == "step"}
+        lines = [line for line in lines if line.get("chain_id") != chain or line["kind"] == "chain"]
+    for line in lines:
+        if how == "less noise than there was" and line["kind"] == "plan":
+            line["plan"]["draw_stddev"] *= 100
+    write(out, lines)
+    with pytest.raises(DPConfigError, match="put back to an earlier state|not the one that the keys"):
+        tiny.trainer(tmp_path / "b", earlier_runs=str(out), max_steps=1)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import TrainerCallback
+from transformers import GenerationConfig, TrainerCallback
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.convex import compute_features
@@ -172,8 +172,12 @@ class InConfig(Writer):
         self.config.seen = getattr(self.config, "seen", 0.0) + float(x.sum())
 
 
+class InGenerationConfig(InConfig):
+    """The same in the configuration of generation, which is saved as generation_config.json."""
+
+
 WRITERS = (
-    InConfig, Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
+    InConfig, InGenerationConfig, Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
     FrozenSwapped, Trained, ExtraState, Counter, CounterByData, FrozenCounter,
 )  # fmt: skip
 
@@ -185,7 +189,10 @@ def model_with(writer: type[Writer] | nn.Module) -> Any:
         model.dropout = layer  # before the head
     else:
         model.bert.embeddings.dropout = layer
-    if isinstance(layer, InConfig):
+    if isinstance(layer, InGenerationConfig):
+        model.generation_config = GenerationConfig()
+        layer.config = model.generation_config
+    elif isinstance(layer, InConfig):
         layer.config = model.config
     return model, layer
 
@@ -208,7 +215,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_no_trace(folder: Path, start: dict[str, torch.Tensor], model: nn.Module) -> int:
     """Every file of weights below `folder` holds the start's values of all that is not trained."""
     trained = trained_by_the_optimizer(model)
-    for path in folder.rglob("config.json"):
+    for path in folder.rglob("*config.json"):
         assert "seen" not in path.read_text(), path
     files = sorted(folder.rglob("model.safetensors"))
     for path in files:
