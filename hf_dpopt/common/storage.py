@@ -17,7 +17,9 @@ _READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 _OF_THE_SYSTEM = _FULL | _READ_ONLY | {errno.EIO, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ENODEV, errno.ENXIO}
 _OF_SAFETENSORS = re.compile(r"\(os error (\d+)\)")
 _OF_TORCH = re.compile(
-    r"inline_container\.cc.*(?:strerror: (.*)|unexpected pos|failed)|basic_ios::clear: iostream error", re.DOTALL
+    r"inline_container\.cc.*(?:strerror: (.*)|unexpected pos|Writer failed|write failed)"
+    r"|basic_ios::clear: iostream error",
+    re.DOTALL,
 )
 
 
@@ -50,8 +52,13 @@ class StorageFault:
         Args:
             options: option -> the folder or file that it names.
         """
-        of = [f"{name}={place}" for name, place in options.items() if self.path is None or _is_in(self.path, place)]
-        done = "written" if of or self.number in _FULL else "read or written"
+        is_write = self.number is None or self.number in (*_FULL, errno.EROFS)  # others may be of a dataset
+        of = [
+            f"{name}={place}"
+            for name, place in options.items()
+            if (is_write if self.path is None else _is_in(self.path, place))
+        ]
+        done = "written" if of or is_write else "read or written"
         prefix = f"{' or '.join(of)}: " if of else ""
         return f"{prefix}{self.path or 'a file'} could not be {done} ({self.reason}{self._room(options)})"
 

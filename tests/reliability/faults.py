@@ -147,10 +147,10 @@ def _save_not_renamed(folders: Folders) -> None:
 
 
 def _temporary_files(folders: Folders) -> None:
+    kill_at_new_key(folders)
     (folders.ledger.parent / ".report.json.0123abcd.tmp").write_text("half")
     family = next(folders.keys.glob("used/*"))
     (family / f".{family.name}.mark.0123abcd.tmp").write_text("half")
-    kill_at_new_key(folders)
 
 
 OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "write", "fsync")
