@@ -285,6 +285,19 @@ def test_charges_that_no_name_leads_to_are_found(scene, made, name):
     _go_on(scene, made[1], False)
 
 
+def test_a_plan_with_more_noise_makes_no_step_cheaper(tmp_path):
+    """A run with a budget keeps the noise that its ledger names: steps that ran would be read as ones with more."""
+    scene, budget = Scene(tmp_path), {"noise_multiplier": None, "target_epsilon": 3.0}
+    train(scene.out, scene.keys, stop=RAN, **budget)
+    records = records_of(scene.out)
+    plan = next(one["plan"] for one in records if one["kind"] == "plan")
+    for name in ("noise_multiplier", "draw_stddev"):
+        plan[name] *= 3
+    write(scene.out, records)
+    with pytest.raises(DPConfigError, match="is not the one that the keys of this run were used for"):
+        train(scene.out, scene.keys, stop=NUM_STEPS, **budget)
+
+
 def test_a_ledger_that_is_as_it_was_goes_on(scene, made):
     """Else every forgery above could be refused for another reason."""
     write(scene.out, FORGERIES["as it is"](scene))
