@@ -35,7 +35,7 @@ from hf_dpopt.plan.options import (
 from hf_dpopt.run.dataset_ledger import DatasetBudget
 
 PRIVATE_PLACES = ("private_state_dir", "privacy_ledger")
-SECRET_WORDS = ("token", "key", "password", "secret", "credentials")  # last words of names
+SECRET_WORDS = ("token", "key", "keys", "apikey", "password", "passwd", "secret", "credentials")  # last words of names
 VOCABULARY = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask", "stop", "image"))
 
 
@@ -206,18 +206,23 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments with a placeholder, `<NAME>`, for each token, key and private place, at any depth."""
-    cleaned: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            cleaned[name] = without_secrets(value)
-        else:
-            cleaned[name] = f"<{name.upper()}>" if value is not None and is_secret(name) else value
-    return cleaned
+    return {
+        name: f"<{str(name).upper()}>"
+        if is_secret(name) and not isinstance(value, Mapping | None)
+        else _cleaned(value)
+        for name, value in values.items()
+    }
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return without_secrets(value)
+    return type(value)(map(_cleaned, value)) if type(value) in (list, tuple) else value
 
 
 def is_secret(name: Any) -> bool:
     """Whether the value of an argument must not be published; new options of transformers are found by their names."""
-    last = str(name).rpartition("_")[2]
+    last = str(name).lower().rpartition("_")[2]
     return name in PRIVATE_PLACES or (last in SECRET_WORDS and name not in VOCABULARY)
 
 

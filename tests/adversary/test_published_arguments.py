@@ -116,12 +116,16 @@ def _full(cls: type, folder: Path) -> Any:
     names = {f.name for f in dataclasses.fields(cls)}
     given = {name: value for name, value in SECRETS.items() if name in names}
     if "model_init_kwargs" in names:
-        given["model_init_kwargs"] = {"token": TOKEN, "nested": {"api_key": "hidden_api"}, "revision": "main"}
+        given["model_init_kwargs"] = {
+            "token": TOKEN,
+            "nested": {"api_key": "hidden_api", "trackers": [({"API_KEY": "hidden_list"},)]},
+            "revision": "main",
+        }
     return cls(output_dir=str(folder / "out"), noise_multiplier=1.0, report_to="none", use_cpu=True, **given)
 
 
 def _secrets_in(data: bytes) -> list[str]:
-    return [s for s in (*SECRETS.values(), "hidden_api") if s.encode() in data]
+    return [s for s in (*SECRETS.values(), "hidden_api", "hidden_list") if s.encode() in data]
 
 
 @pytest.mark.parametrize("cls", CLASSES)
