@@ -6,7 +6,7 @@
 #            make env TORCH='torch==2.13.0 --index-url <index of CPU wheels>'   or   TORCH=./torch-2.13.0+cpu-...whl
 #   EXTRAS   optional dependencies of pyproject.toml
 #   WORKERS  test processes; each of them uses one thread
-#   MARKS    which tests `make test` runs, by their marks; CI gives 'not nightly'
+#   MARKS    which tests `make test` runs, by their marks; 'not nightly' adds the slow ones
 #   GPU_ARGS options of benchmarks/gpu_queue.py, e.g. make gpu GPU_ARGS='--minutes 9 --data FOLDER'
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
