@@ -140,7 +140,7 @@ def test_a_save_that_fails_at_the_end_can_be_made_up_for(tmp_path, references, m
 
     with preempted.known_keys(), monkeypatch.context() as patch:
         patch.setattr(type(trainer), "_save_optimizer_and_scheduler", save_until_full)
-        with pytest.raises(OSError, match="No space"):
+        with pytest.raises(DPStorageError, match="No space"):
             trainer.train()
     _check(_finish(tmp_path, "gaussian"), tmp_path, references("gaussian"), set())
 

@@ -213,7 +213,7 @@ def test_a_model_that_fails_on_every_record_is_told_before_training(tmp_path):
             output_dir, dataset, model=NeverForSequenceClassification(tiny.model().config), data_collator=_masked
         )
 
-    assert_refused(make, rows(None), tmp_path, "fails on a training record: ValueError: there is no input")
+    assert_refused(make, rows(None), tmp_path, "fails on training records: ValueError: there is no input")
 
 
 # --- stored columns ----------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def _cancelling() -> nn.Module:
 
 def _in_bfloat16(model: nn.Module, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> Any:
     if not has_room:
-        monkeypatch.setattr("hf_dpopt.huggingface.self_check.conditions._free_bytes", lambda device: 0)
+        monkeypatch.setattr("hf_dpopt.huggingface.self_check.conditions.free_bytes", lambda device: 0)
     return lambda out, data: trainer(out, data, model=model, bf16=True)
 
 

@@ -14,7 +14,7 @@ from tests.fuzz.outcome import Case, outcome_of
 
 def _charge_and_fail(folder):
     with Ledger.open(folder / LEDGER) as ledger:
-        ledger.start_chain(chain_id="a" * 16, key_id="b" * 16, start_step=0)
+        ledger.start_chain(chain_id="a" * 16, key_id="b" * 32, start_step=0)
         ledger.charge("a" * 16, 1)
     raise DPConfigError("Something is wrong. Do something else.")
 

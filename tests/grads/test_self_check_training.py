@@ -356,7 +356,7 @@ def test_a_model_in_bfloat16_is_checked_in_float32_and_given_back_bit_for_bit():
 def test_without_room_for_copies_it_says_so(monkeypatch):
     from hf_dpopt.huggingface.self_check import conditions
 
-    monkeypatch.setattr(conditions, "_free_bytes", lambda device: 1000)
+    monkeypatch.setattr(conditions, "free_bytes", lambda device: 1000)
     done = check(bert().bfloat16())
     assert len(done.notes) == 1 and "no room for a float32 copy" in done.notes[0]
 

@@ -230,7 +230,7 @@ def test_it_asks_for_the_second_moment_of_all_records_and_divides_by_its_root(tm
     if by_rows:
         rows, columns = weight.mean(1).sqrt() + 1.5 * rms, weight.mean(0).sqrt() + 1.5 * rms
         want = 2.5 * rms * (weight.mean().sqrt() + 1.5 * rms) / torch.outer(rows, columns)
-        torch.testing.assert_close(inverse["weight"].matrix(weight.shape).double(), want, rtol=1e-4, atol=0)
+        torch.testing.assert_close(inverse["weight"].matrix(weight.float()).double(), want, rtol=1e-4, atol=0)
     else:
         want = 2.5 * rms / (weight.sqrt() + 1.5 * rms)
         torch.testing.assert_close(inverse["weight"].inverse.double(), want, rtol=1e-4, atol=0)

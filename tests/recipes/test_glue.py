@@ -167,7 +167,7 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
     "epsilon": ({"target_epsilon": "0"}, "target_epsilon=0.0 is not a budget. Use a finite number > 0"),
     "no privacy": ({"target_epsilon": None}, "Neither target_epsilon nor noise_multiplier .* Add --target_epsilon 8"),
-    "batch": ({"expected_batch_size": "41"}, "expected_batch_size=41 is outside .* Use a smaller batch"),
+    "batch": ({"expected_batch_size": "41"}, "expected_batch_size=41: .* larger than the dataset.* Use a smaller batch"),
     "fp16": ({"fp16": "true"}, "`fp16` .* Use --bf16"),
     "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
     "unknown flag": ({"train_fiel": "x"}, "not used .*--train_fiel"),

@@ -125,7 +125,7 @@ def test_a_scan_that_cannot_read_the_mark_of_the_data_says_so(finished, tmp_path
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     (tmp_path / "keys" / "chains" / "0123456789abcdef.data").mkdir()
     code, _, err = _command(monkeypatch, capsys, "scan", tmp_path / "out", "--private-state-dir", tmp_path / "keys")
-    assert code == 2 and "cannot be read (Is a directory)" in err
+    assert code == 2 and "cannot be read (not a regular file)" in err
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda one: repr(one)[:12])

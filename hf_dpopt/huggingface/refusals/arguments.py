@@ -213,8 +213,8 @@ def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
     ranks, known = collectives.world_size(), accelerator.num_processes
     yield (
         ranks != known,
-        f"torch.distributed has {ranks} processes, and the Trainer knows {known} (as accelerate's FSDP does on a "
-        "CPU): each would train and save alone.",
+        f"The launcher started {ranks} processes (torch.distributed), and the Trainer knows {known} (as accelerate's "
+        "FSDP does on a CPU): each would train and save alone.",
         "Start with torchrun --nproc_per_node N, or on a CPU add --use_cpu and leave FSDP out of `accelerate config`.",
     )
     yield (

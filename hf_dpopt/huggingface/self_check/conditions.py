@@ -72,7 +72,8 @@ def plain_operations(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
+    """Return the memory of a device that is free, in bytes."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -109,7 +110,7 @@ def bytes_to_widen(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
 
 def fits(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there is memory for `compute_wide`."""
-    return bytes_to_widen(model, dtype) <= SHARE_OF_MEMORY * _free_bytes(device_of(model))
+    return bytes_to_widen(model, dtype) <= SHARE_OF_MEMORY * free_bytes(device_of(model))
 
 
 @contextlib.contextmanager
