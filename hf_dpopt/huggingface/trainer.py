@@ -347,20 +347,26 @@ class DPTrainerMixin(_Trainer):
         refusals.check_accelerator(self.accelerator)
         checkpoint, goes_on = self._checkpoints.choose(resume_from_checkpoint)
         self._begins_anew, is_finished = not goes_on, False
+        with self._preemption.watching(replaces_handlers=self._stops_on_signals):
+            try:
+                with self._keeping_state():
+                    output = super().train(checkpoint, *args, **kwargs)
+                is_finished = True
+                self._checkpoints.drop_extra()
+                return output
+            finally:
+                self._close(is_finished=is_finished)
+
+    def _close(self, *, is_finished: bool) -> None:
+        """Write the report, and close what training opened."""
+        if self._run is None:
+            return
         try:
-            with self._preemption.watching(replaces_handlers=self._stops_on_signals), self._keeping_state():
-                output = super().train(checkpoint, *args, **kwargs)
-            is_finished = True
-            self._checkpoints.drop_extra()
-            return output
+            self._release.write_report()
         finally:
-            if self._run is not None:
-                try:
-                    self._release.write_report()
-                finally:
-                    self._run.close(is_finished=is_finished)
-                    if hasattr(self, "_stages"):  # a run may end before it has any
-                        self._stages.close()
+            self._run.close(is_finished=is_finished)
+            if hasattr(self, "_stages"):  # a run may end before it has any
+                self._stages.close()
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
         values = super().set_initial_training_values(args, dataloader)
