@@ -24,6 +24,8 @@ from hf_dpopt.common.sharding import give_back, is_sharded, local_of
 LARGEST_COPY = 2**24  # bytes of a buffer that is kept as a copy for a whole training
 SMALL = 2**20  # bytes of a buffer that is compared every time
 BLOCK = 2**24  # bytes that are hashed at once
+WORDS = 2**22  # that are summed at once
+EXTRA = "_extra_state"  # end of a name in a state dict
 CONFIGS = ("config", "generation_config")  # attributes of a model
 WRITTEN_BY_TRANSFORMERS = "problem_type"  # of a classifier, at its first loss; it depends on types and shapes alone
 SPOILT = "_changed_by_records"  # attribute of a module whose parameters were changed and cannot be restored
@@ -73,7 +75,8 @@ class KeptState:
         with ThreadPoolExecutor() as pool:
             for entry, digest in zip(hashed, pool.map(_digest, [entry.tensor for entry in hashed]), strict=True):
                 entry.digest = digest
-        self._extra = {name: (module, copy.deepcopy(module.get_extra_state())) for name, module in _with_extra(model)}
+        self._extra = [(module, copy.deepcopy(module.get_extra_state())) for _, module in _with_extra(model)]
+        self._added = _added(model)
         self._configs = _configs_of(model) if has_caches else None
 
     def release_trained(self) -> None:
@@ -126,14 +129,12 @@ class KeptState:
         if self._configs is not None:
             now_configs = _configs_of(self._model)
             names += [attribute for attribute in CONFIGS if now_configs[attribute] != self._configs[attribute]]
-        extra = {name: module.get_extra_state() for name, module in _with_extra(self._model)}
-        return names + [
-            f"extra state of {name}"
-            for name in {**self._extra, **extra}
-            if name not in extra
-            or name not in self._extra
-            or pickle.dumps(extra[name]) != pickle.dumps(self._extra[name][1])
-        ]
+        return names + self._changed_added(is_thorough=is_thorough)
+
+    def _changed_added(self, *, is_thorough: bool) -> list[str]:
+        now = _added(self._model, only_extra=not is_thorough)
+        before = {name: content for name, content in self._added.items() if is_thorough or name.endswith(EXTRA)}
+        return [name for name in {**before, **now} if now.get(name) != before.get(name)]
 
     def _is_changed(self, name: str, now: _Entry | None, is_thorough: bool) -> bool:
         was = self._entries.get(name)
@@ -175,9 +176,30 @@ class KeptState:
                 kept = {name: value for name, value in values.items() if name == WRITTEN_BY_TRANSFORMERS}
                 values.clear()
                 values.update(copy.deepcopy(self._configs[attribute]) | kept)
-        for module, value in self._extra.values() if names else ():
+        for module, value in self._extra if names else ():
             module.set_extra_state(copy.deepcopy(value))
+        if names and (left := self._changed_added(is_thorough=is_thorough)):
+            setattr(self._model, SPOILT, left[0])
         return names
+
+    def content_of_trained(self) -> dict[str, int]:
+        """Checksums of the parameters that `in_step` watches, which also writes through `.data` change."""
+        named = {n: p for n, p in self._model.named_parameters() if n in self._marks}
+        sums = [_checksum(p) for p in named.values()]
+        return dict(zip(named, torch.stack(sums).tolist(), strict=True)) if sums else {}
+
+    def check_trained(self, before: dict[str, int]) -> None:
+        """Refuse a model in which a forward wrote to a trained parameter.
+
+        Args:
+            before: `content_of_trained` before the forwards.
+
+        Raises:
+            UnsupportedModuleError: naming the parameter.
+        """
+        if names := [name for name, now in self.content_of_trained().items() if now != before[name]]:
+            setattr(self._model, SPOILT, names[0])
+            raise UnsupportedModuleError(changed_by_a_forward(names))
 
     def check(self, *, is_thorough: bool = True) -> None:
         """Restore what was changed, and refuse the model that changed it.
@@ -228,6 +250,32 @@ def _configs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
         attribute: {name: copy.deepcopy(value) for name, value in values.items() if name != WRITTEN_BY_TRANSFORMERS}
         for attribute, values in found.items()
     }
+
+
+def _added(model: nn.Module, *, only_extra: bool = False) -> dict[str, bytes]:
+    """Digests of what a state dict has beyond parameters and buffers: extra state, and what hooks put there."""
+    if only_extra:
+        found = {f"{name}.{EXTRA}".lstrip("."): module.get_extra_state() for name, module in _with_extra(model)}
+    else:
+        known = dict(model.named_parameters(remove_duplicate=False)) | dict(
+            model.named_buffers(remove_duplicate=False)
+        )
+        state = model.state_dict(keep_vars=True)
+        found = {name: value for name, value in state.items() if value is not known.get(name)}
+    return {
+        name: _digest(value) if isinstance(value, torch.Tensor) else pickle.dumps(value)
+        for name, value in found.items()
+    }
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the words of a tensor, each times an odd number of its place, int64: it changes with any one word."""
+    words = _bytes(tensor)
+    is_aligned = words.numel() % 4 == 0 and words.storage_offset() % 4 == 0
+    words = words.view(torch.int32) if is_aligned else words.int()
+    odd = 2 * torch.arange(min(WORDS, words.numel()), dtype=torch.int32, device=words.device) + 1
+    blocks = enumerate(words.split(WORDS))
+    return torch.stack([(block * odd[: len(block)]).sum() * (2 * i + 1) for i, block in blocks]).sum()
 
 
 def _with_extra(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import math
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
+from hf_dpopt.huggingface.preparation import tokenizer_of
 from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.plan.vetting import unvetted_stages
@@ -183,6 +185,41 @@ class ReleaseGuard:
             return
         card = strip_training_losses(path.read_text(encoding="utf-8", errors="replace"))
         path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")
+
+
+class TokenizerLengths:
+    """Truncation and padding of tokenizers as they are now; every call leaves its own there, and they are saved.
+
+    Args:
+        *owners: tokenizers, processors or collators that have one, or anything else.
+    """
+
+    def __init__(self, *owners: Any):
+        found = [getattr(owner, "backend_tokenizer", None) for one in owners for owner in (one, tokenizer_of(one))]
+        self._backends = [backend for backend in found if backend is not None]
+        self._start = self._now()
+
+    @contextlib.contextmanager
+    def saved(self) -> Iterator[None]:
+        """Set the tokenizers to what was there at the start, inside the context."""
+        now = self._now()
+        self._set(self._start)
+        try:
+            yield
+        finally:
+            self._set(now)
+
+    def _now(self) -> list[tuple[Any, Any]]:
+        return [(backend.truncation, backend.padding) for backend in self._backends]
+
+    def _set(self, lengths: list[tuple[Any, Any]]) -> None:
+        for backend, (truncation, padding) in zip(self._backends, lengths, strict=True):
+            backend.no_truncation()
+            backend.no_padding()
+            if truncation is not None:
+                backend.enable_truncation(**truncation)
+            if padding is not None:
+                backend.enable_padding(**padding)
 
 
 def digests_of_release(folder: Path) -> dict[str, str]:

@@ -39,7 +39,7 @@ from hf_dpopt.huggingface.private_evaluation import PrivateEvaluation, check_pri
 from hf_dpopt.huggingface.private_metrics import announce_metrics, complete_metrics
 from hf_dpopt.huggingface.processes import warn_if_alone
 from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
-from hf_dpopt.huggingface.release import ReleaseGuard
+from hf_dpopt.huggingface.release import ReleaseGuard, TokenizerLengths
 from hf_dpopt.huggingface.room import check_is_whole, room_for_noise
 from hf_dpopt.huggingface.search import search
 from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
@@ -199,6 +199,7 @@ class DPTrainerMixin(_Trainer):
         if not is_final:
             self._complete_recipe(args)
         self._check_records_are_kept()
+        self._lengths = TokenizerLengths(self.processing_class, self.data_collator)
         self._release = ReleaseGuard(self)
         self._private_evaluation = PrivateEvaluation(self)
 
@@ -575,9 +576,12 @@ class DPTrainerMixin(_Trainer):
         return self._run
 
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
+        assert self._kept is not None
+        before = self._kept.content_of_trained()
         for part in batch.physical(self.args.per_device_train_batch_size, self._collation):
             yield part
-            self._check_state(is_thorough=False)  # before the next one, and before the sum is released
+            self._check_state(is_thorough=False)  # before the next one
+        self._kept.check_trained(before)  # before the sum is released
 
     def _stand_in(self) -> Any:
         """A batch that is not added to a sum: a record, or a user of one row."""
@@ -779,7 +783,7 @@ class DPTrainerMixin(_Trainer):
         give_back(self.model)
         if state_dict is not None and any_sharded(state_dict.values()):
             state_dict = whole_state(state_dict, keeps=self.args.should_save)
-        with naming(folder), written_on_this_machine(model, self.args):
+        with naming(folder), written_on_this_machine(model, self.args), self._lengths.saved():
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
             self._release.check(folder)

@@ -7,6 +7,7 @@ a later step. Each writer is a class of model; each place is a way that records 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from hf_dpopt.huggingface import private_evaluation
 from hf_dpopt.records.scores import Scores
 from tests import tiny
 from tests.adversary.harness import SLACK
+from tests.adversary.test_collators import _words
 
 REFUSALS = (DPConfigError, UnsupportedModuleError)
 EVALUATION = {
@@ -148,6 +150,49 @@ class ExtraState(Writer):
         self.sum = self.sum + x
 
 
+class TrainedByData(Trained):
+    def step(self, x):
+        self.frozen.data.add_(x)
+
+
+class ExtraStateForGood(ExtraState):
+    """State that cannot be set, so it cannot be restored."""
+
+    def set_extra_state(self, state):
+        pass
+
+
+class WhenSaved(Writer):
+    """A sum in a plain attribute, which joins the state when that is saved."""
+
+    is_felt = False
+
+    def __init__(self, width: int = 16):
+        super().__init__(width)
+        self.sum = torch.zeros(width)
+
+    def step(self, x):
+        self.sum = self.sum + x
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "sum"] = self.sum
+
+
+class ByHook(WhenSaved):
+    """The same by a hook, in the place of a frozen parameter."""
+
+    def __init__(self, width: int = 16):
+        super().__init__(width)
+        self.register_state_dict_post_hook(self._hide)
+
+    _save_to_state_dict = nn.Module._save_to_state_dict
+
+    @staticmethod
+    def _hide(module, destination, prefix, local_metadata):
+        destination[prefix + "frozen"] = module.sum
+
+
 class Counter(Buffer):
     """Changes nothing but itself: an observer."""
 
@@ -178,7 +223,7 @@ class InGenerationConfig(InConfig):
 
 WRITERS = (
     InConfig, InGenerationConfig, Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
-    FrozenSwapped, Trained, ExtraState, Counter, CounterByData, FrozenCounter,
+    FrozenSwapped, Trained, TrainedByData, ExtraState, ExtraStateForGood, WhenSaved, ByHook, Counter, CounterByData, FrozenCounter,
 )  # fmt: skip
 
 
@@ -282,6 +327,32 @@ def test_what_the_trial_writes_reaches_no_file(writer, tmp_path):
         trainer.train()
     save_as_users_do(trainer)
     assert_no_trace(tmp_path, start, model)
+
+
+@pytest.mark.parametrize("start", [{}, {"padding": "max_length", "max_length": 24, "truncation": True}])
+def test_the_lengths_of_the_last_call_are_not_saved_with_the_tokenizer(start, tmp_path):
+    """Each call leaves its padding and truncation in a tokenizer, and `save_pretrained` writes them."""
+    tokenizer = _words("right", "<pad>")
+    tokenizer("w4", **start)
+    tokenizer.save_pretrained(tmp_path / "start")
+
+    def collate(rows):
+        longest = max(len(row["input_ids"]) for row in rows)
+        tokenizer("w4", padding="max_length", max_length=longest, truncation=True)
+        return tiny.collate(rows)
+
+    trainer = tiny.trainer(
+        tmp_path / "out", data_collator=collate, processing_class=tokenizer, save_strategy="steps", save_steps=3
+    )
+    trainer.train()
+    trainer.save_model()
+    want = json.loads((tmp_path / "start/tokenizer.json").read_text())
+    found = sorted((tmp_path / "out").rglob("tokenizer.json"))
+    assert len(found) == 3
+    for path in found:
+        saved = json.loads(path.read_text())
+        assert (saved["padding"], saved["truncation"]) == (want["padding"], want["truncation"]), path
+    assert tokenizer.backend_tokenizer.padding["length"] < 24  # the collator's own is left as it is
 
 
 # --- private evaluation ----------------------------------------------------------------------------------------------
