@@ -13,7 +13,7 @@ import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.form import Form
-from hf_dpopt.records.limits import LABEL_COLUMNS, Limits, Range
+from hf_dpopt.records.limits import LABEL_COLUMNS, MASKS, Limits, Range
 from hf_dpopt.records.rows import is_stored, read_one, spread
 
 SAMPLED = 64  # records of a dataset that makes them when they are asked for
@@ -42,6 +42,9 @@ def refuse_malformed(dataset: Any, limits: Limits, form: Form | None) -> None:
         return  # streams are refused by name
     if is_stored(dataset):
         wrong = _first_in_columns(dataset, limits)
+        masks = [column for column in MASKS if column in dataset.column_names]
+        if limits.first_tokens_count and masks and not wrong:
+            wrong = _first_in_rows(enumerate(dataset.select_columns(masks)), limits, None)
     elif isinstance(dataset, (list, tuple)):
         wrong = _first_in_rows(enumerate(dataset), limits, form)
     else:

@@ -68,6 +68,8 @@ class Limits:
         labels_are_targets: labels are the tokens that a decoder predicts, padded with `IGNORED` on the right.
         pooled_beside: padding token of a model that classifies at the last other token; None if it does not.
         labels_are_finite: a label of NaN or infinity has no finite loss; a custom loss may read it as missing.
+        first_tokens_count: a custom loss may count places that see masked tokens alone, and eager attention over these
+            depends on the width of the batch.
     """
 
     ranges: Mapping[str, Range] = dataclasses.field(default_factory=dict)
@@ -78,6 +80,7 @@ class Limits:
     labels_are_targets: bool = False
     pooled_beside: int | None = None
     labels_are_finite: bool = True
+    first_tokens_count: bool = False
 
     @classmethod
     def of(cls, model: nn.Module, kind: str) -> Limits:
@@ -111,6 +114,7 @@ class Limits:
             label_is_a_choice=kind == "ForMultipleChoice", labels_are_targets=kind == "ForConditionalGeneration",
             pooled_beside=getattr(config, "pad_token_id", None) if kind == "ForSequenceClassification" else None,
             labels_are_finite=kind != "custom",
+            first_tokens_count=kind == "custom" and getattr(config, "_attn_implementation", None) in (None, "eager"),
         )  # fmt: skip
 
     def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -190,6 +194,10 @@ class Limits:
         for column, table in self.positions.items():
             if num_entries(record.get(column)) > 0 and _num_places(record[column], table) > table.most:
                 return f"{column!r} is longer than the {table.most} positions of the model"
+        for column in MASKS if self.first_tokens_count else ():
+            mask: Any = record.get(column)
+            if is_flat(mask) and len(mask) and not mask[0] and any(mask):
+                return f"{column!r} masks its first tokens, and per_example_loss_func may count them"
         ids: Any = record.get("input_ids")
         if is_flat(ids):
             for column in self.per_token:

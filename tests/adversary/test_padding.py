@@ -13,6 +13,8 @@ import pytest
 import torch
 import transformers as tf
 
+from hf_dpopt import DPConfigError
+from hf_dpopt.records.losses import token_mean
 from tests import tiny
 from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, trainer
 from tests.adversary.matrix import HEADS, stock
@@ -87,6 +89,30 @@ def test_a_training_set_that_attends_to_nothing_is_refused(tmp_path):
         return trainer(out, data, model=_model("classes"), data_collator=stock("class", "right"))
 
     assert_refused(make, rows, tmp_path, "None of the records that were read can be used: .*masked as a whole")
+
+
+def _counts_every_target(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Whatever the mask says; the padding of a collator has no target."""
+    return token_mean(outputs.logits[:, :-1].clone(), labels[:, 1:])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_an_own_loss_that_counts_places_with_nothing_to_attend_to(attention, tmp_path):
+    """A causal model's first places see nothing where the record masks them: eager attention is uniform over all."""
+    rows = _rows("causal")
+    rows[7]["attention_mask"] = [0, 0, 1, 1]
+
+    def make(out: Path, data: Any) -> Any:
+        return trainer(out, data, model=_model("causal", attention), data_collator=stock("text", "right"),
+                       per_example_loss_func=_counts_every_target)  # fmt: skip
+
+    try:
+        together = clipped_sums(make, rows, [7, LONG], tmp_path / "together")
+    except DPConfigError as error:
+        assert attention == "eager" and "masks its first tokens" in str(error)
+        return
+    moved = _distance(together, [clipped_sums(make, rows, [i], tmp_path / f"alone {i}") for i in (7, LONG)])
+    assert moved <= SLACK, f"a record beside a longer one gives another gradient, by {moved:.3g} clipping norms"
 
 
 # --- targets -------------------------------------------------------------------------------------------------------------
