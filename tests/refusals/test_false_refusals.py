@@ -60,26 +60,42 @@ def smollm2(tmp_path_factory: Any) -> tuple[Any, Any]:
     return tf.AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32), tokenizer
 
 
-def _trains_a_step(folder: Path, model: Any, rows: list[dict[str, Any]], collate: Any) -> None:
+def _trains_a_step(folder: Path, model: Any, rows: list[dict[str, Any]], collate: Any, **options: Any) -> None:
     made = tiny.trainer(
         folder / "out", model=model, train_dataset=rows, data_collator=collate, max_steps=1, expected_batch_size=4,
-        skip_self_check=False, bf16=True,
+        skip_self_check=False, rows_are_records=True, **options,
     )  # fmt: skip
     assert made.train().global_step == 1
 
 
-@pytest.mark.parametrize("answers", [True, False], ids=["one word", "whole text"])
-def test_smollm2(answers, smollm2, texts, tmp_path):
-    model, tokenizer = smollm2
-    model = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=8, target_modules="all-linear"))
+def _with_answers(tokenizer: Any, texts: list[str]) -> list[dict[str, Any]]:
+    """Prompts, and targets of one word."""
     rows = []
     for i, text in enumerate(texts):
-        ids = tokenizer(f"Review: {text}\nSentiment:" if answers else text)["input_ids"][-LONGEST:]
+        ids = tokenizer(f"Review: {text}\nSentiment:")["input_ids"][-LONGEST:]
         target = tokenizer(" " + WORDS[i % 2])["input_ids"]
-        labels = [-100] * len(ids) + target if answers else ids
-        ids = ids + target if answers else ids
-        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": labels})
-    _trains_a_step(tmp_path, model, rows, tf.DataCollatorForTokenClassification(tokenizer))
+        rows.append({"input_ids": ids + target, "labels": [-100] * len(ids) + target})
+    return rows
+
+
+def _smollm2_trains(folder: Path, smollm2: tuple[Any, Any], texts: list[str], *, answers: bool, bf16: bool) -> None:
+    model, tokenizer = smollm2
+    model = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=8, target_modules="all-linear"))
+    whole = [tokenizer(text)["input_ids"][-LONGEST:] for text in texts]
+    rows = _with_answers(tokenizer, texts) if answers else [{"input_ids": ids, "labels": ids} for ids in whole]
+    rows = [row | {"attention_mask": [1] * len(row["input_ids"])} for row in rows]
+    _trains_a_step(folder, model, rows, tf.DataCollatorForTokenClassification(tokenizer), bf16=bf16)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["one word", "whole text"])
+def test_smollm2(answers, smollm2, texts, tmp_path):
+    _smollm2_trains(tmp_path, smollm2, texts, answers=answers, bf16=False)
+
+
+@pytest.mark.parametrize("texts", ["glue-sst2/train.tsv"], indirect=True)
+def test_smollm2_in_bf16(smollm2, texts, tmp_path):
+    """Minutes, on a processor without bfloat16."""
+    _smollm2_trains(tmp_path, smollm2, texts, answers=True, bf16=True)
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["LoRA", "all weights"])
@@ -89,4 +105,4 @@ def test_minilm(lora, minilm_path, texts, tmp_path):
     if lora:
         model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="SEQ_CLS"))
     rows = [{**tokenizer(text, truncation=True, max_length=LONGEST), "labels": i % 2} for i, text in enumerate(texts)]
-    _trains_a_step(tmp_path, model, rows, tf.DataCollatorWithPadding(tokenizer))
+    _trains_a_step(tmp_path, model, rows, tf.DataCollatorWithPadding(tokenizer), bf16=True)
