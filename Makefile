@@ -63,7 +63,7 @@ check: lint  ## before a commit: lint, types, and the fast tests of contracts, r
 test: lint  ## before a merge: lint, types, the fast tests and every block of the README; ten minutes on two free cores
 	$(PYTEST) -m "$(MARKS)" $(PYTEST_ARGS)
 
-audit: env  ## plant 26 faults into the running code: each is found, and exact code passes; a few minutes
+audit: env  ## plant 25 faults into a copy of the code: each is found, and exact code passes; a few minutes
 	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.audit.guard
 
 nightly: lint  ## all tests, those marked nightly too, and a kill storm of 200 kills; an hour

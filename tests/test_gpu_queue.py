@@ -7,13 +7,11 @@ import dataclasses
 import importlib
 import json
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from recipes import glue_options
@@ -125,43 +123,6 @@ def test_a_call_ends_in_its_time_and_begins_with_an_item_longer_than_it(item, ca
     assert found.keys() == {"long", "short", "too-long-now"}
 
 
-RECIPE = """
-import json, os, pathlib, signal, sys, time
-run = pathlib.Path('{folder}')
-if '--resume_from_checkpoint' in sys.argv:
-    assert sys.argv[-1] == str(run / 'checkpoint-12'), sys.argv
-    (run / 'privacy').mkdir()
-    plan = dict(epsilon=8.0, expected_batch_size=4)
-    (run / 'privacy' / 'report.json').write_text(json.dumps(dict(plan=plan, steps_charged=20)))
-    (run / 'eval_results.json').write_text(json.dumps(dict(eval_accuracy=0.5)))
-    raise SystemExit(0)
-def stop(*_):
-    for step in (4, 12):
-        (run / f'checkpoint-{{step}}').mkdir(parents=True)
-    os._exit(75)
-signal.signal(signal.SIGTERM, stop)
-time.sleep(60)
-"""
-
-
-def test_a_recipe_that_is_stopped_goes_on_from_its_checkpoint(item, call, capsys):
-    items = [item("recipe", RECIPE, reader="recipe", minutes=0.02)]
-    status, found = call(items)
-    assert (status, found["recipe"]["status"]) == (0, "interrupted")
-    status, found = call(items)
-    assert (status, found["recipe"]["status"]) == (0, "done")
-    assert found["recipe"]["result"]["steps"] == 20
-    assert "epsilon 8, 20 steps of 4: accuracy 0.5" in capsys.readouterr().out
-
-
-def test_tests_are_counted_from_their_report(item, call, capsys):
-    report = '<testsuites><testsuite tests="9" failures="1" errors="1" skipped="2"/></testsuites>'
-    items = [item("tests", f"open('{{output}}', 'w').write({report!r})", reader="junit")]
-    _, found = call(items)
-    assert found["tests"]["result"] == {"tests": 9, "failures": 1, "errors": 1, "skipped": 2}
-    assert "5 passed, 2 failed, 2 skipped" in capsys.readouterr().out
-
-
 def test_ratios_are_those_of_steps_that_were_interleaved(queue):
     """Two items with the same model and batch: each is compared with its own stock step."""
     summary, found = importlib.import_module("gpu_summary"), {}
@@ -182,12 +143,6 @@ def test_without_a_gpu_nothing_is_written(queue, tmp_path, monkeypatch, capsys):
     assert "no CUDA device" in capsys.readouterr().out and not (tmp_path / "out").exists()
 
 
-def test_the_device_is_named(queue):
-    found = queue.facts("cpu")
-    assert found["device"].startswith("cpu") and found["versions"]["torch"] == torch.__version__
-    assert torch.cuda.is_available() or queue.facts("cuda") is None
-
-
 def test_each_item_can_be_run(queue, repo):
     """Names are unique and fit for files; scripts are there; the options of gpu.py are options that it has."""
     gpu = importlib.import_module("gpu")
@@ -206,32 +161,6 @@ def test_each_item_can_be_run(queue, repo):
         if words[1] == "benchmarks/gpu.py":
             parsed = gpu.parser().parse_args(words[2:])
             assert (parsed.shapes, parsed.repetitions, parsed.device) == (["roberta-256x4"], 1, "cpu")
-
-
-BARE = """
-import sys
-for name in {absent}:
-    sys.modules[name] = None
-sys.path.insert(0, {benchmarks!r})
-for name in {modules}:
-    __import__(name)
-assert not [name for name in sys.modules if name.partition('.')[0] in {absent} and sys.modules[name] is not None]
-"""
-
-
-def test_items_need_no_more_than_they_say(queue, repo):
-    """A machine of which one knows that it has torch: what only recipes need is taken away, and every item imports."""
-    items = importlib.import_module("gpu_items")
-    absent = sorted(set(queue.ITEMS[-1].needs) - {"tqdm", *items.TESTS})  # tqdm comes with transformers
-    assert "dp_accounting" in absent and "datasets" in absent
-    plain = [item for item in queue.ITEMS if not set(item.needs) & set(absent)]
-    scripts = [word for item in plain for word in item.command if word.endswith(".py")]
-    modules = sorted({Path(word).stem for word in scripts if word.startswith("benchmarks/")})
-    modules += sorted({word.removesuffix(".py").replace("/", ".") for word in scripts if word.startswith("tests/")})
-    assert {"gpu", "sharded", "noise_memory", "tests.kernels.test_noise_kernel"} <= set(modules)
-    code = BARE.format(absent=[*absent, "opacus"], benchmarks=str(BENCHMARKS), modules=modules)
-    done = subprocess.run([sys.executable, "-c", code], cwd=repo, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_smallest_form_of_a_real_item(queue, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,8 @@ import pytest
 
 # Each test function in these files has a fast case: attacks, planted bugs, audits, contracts, frozen outputs, ranks, forgeries.
 GUARDS = (
-    "tests/adversary/", "tests/audit/", "tests/contract/", "tests/frozen/", "tests/sharded/", "tests/verify/",
+    "tests/adversary/", "tests/audit/", "tests/contract/", "tests/faults/", "tests/frozen/", "tests/sharded/",
+    "tests/verify/",
     "tests/mechanisms/test_slices.py", "tests/test_processes.py", "tests/test_two_nodes.py",
     "tests/test_two_processes.py", "tests/test_zones.py",
 )  # fmt: skip

@@ -71,14 +71,6 @@ def test_the_type_checker_sees_the_same_names(repo: Path) -> None:
     assert seen == hf_dpopt._ORIGIN
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", ["huggingface.trainer", "convex", "plan.plan", "clipping", "experimental.goe"])
-def test_a_part_may_be_imported_first(repo: Path, first: str) -> None:
-    """No circle of imports hides behind the order in which the names above are imported."""
-    result = python(repo, f"import hf_dpopt.{first}")
-    assert result.returncode == 0, result.stderr
-
-
 # --- the command line ---
 
 
@@ -125,12 +117,3 @@ def test_a_start_is_quiet(repo: Path, command: str) -> None:
     result = python(repo, f"{ANOTHER_PROCESSOR}\nsys.path.insert(0, {str(repo)!r})\n{COMMANDS[command]}")
     assert result.returncode == 0, result.stderr
     assert not result.stderr
-
-
-@pytest.mark.slow
-def test_the_processor_of_the_test_above_does_complain(repo: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="nobody complains without it")
-    result = python(repo, f"{ANOTHER_PROCESSOR}\nimport bitsandbytes\nprint('imported')")
-    if result.returncode == 0 and "gemm_4bit" not in result.stderr:
-        pytest.skip("this version of bitsandbytes looks for no such kernel")
-    assert "Failed to load CPU gemm_4bit_forward" in result.stderr, result.stderr

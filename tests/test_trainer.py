@@ -422,11 +422,7 @@ def test_private_state_is_private(tmp_path):
     folder = tmp_path / "keys"
     trainer = tiny.trainer(tmp_path / "out", private_state_dir=str(folder), max_steps=4)
 
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop = state.global_step == 2
-
-    trainer.add_callback(Stop())
+    trainer.add_callback(tiny.StopAt(2))
     trainer.train()
     keys = list(Path(folder).rglob("*.key"))
     assert len(keys) == 1 and keys[0].stat().st_mode & 0o777 == 0o600 and folder.stat().st_mode & 0o777 == 0o700

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
 from hf_dpopt import DPTrainer, DPTrainingArguments
 
@@ -63,6 +63,16 @@ def trainer(output_dir: Path | str, *, cls: type = DPTrainer, **changes: Any) ->
     for_trainer.setdefault("train_dataset", records())
     for_trainer.setdefault("data_collator", collate)
     return cls(args=arguments(output_dir, **changes), **for_trainer)
+
+
+class StopAt(TrainerCallback):
+    """Stops training after a step, as a preempted run stops."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
 
 
 def weights(m: torch.nn.Module) -> dict[str, torch.Tensor]:

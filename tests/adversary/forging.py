@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 LEDGER = Path("privacy") / "ledger.jsonl"
 
 
@@ -38,13 +36,3 @@ def digests_of(out: Path) -> list[str]:
 
 def _canonical(body: dict[str, Any]) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"))
-
-
-class StopAt(TrainerCallback):
-    """Stops training after a step, as a preempted run stops."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.step

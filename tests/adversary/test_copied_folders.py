@@ -15,7 +15,7 @@ from hf_dpopt import DPTrainer
 from hf_dpopt.accounting.filter import RenyiFilter, charge_of
 from hf_dpopt.cli.app import app
 from tests import tiny
-from tests.adversary.forging import StopAt, records_of, write
+from tests.adversary.forging import records_of, write
 
 SAVED_AT, NUM_STEPS, BUDGET = 2, 4, 40.0
 
@@ -30,7 +30,7 @@ def train(out: Path, *, stop: int = NUM_STEPS, resume: bool = False, **changes: 
     """Train a run that is charged to `people.jsonl` beside its folder."""
     options = dict(
         max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVED_AT, noise_multiplier=1.5, logging_strategy="no",
-        privacy_ledger=str(out.parent / "people.jsonl"), privacy_ledger_epsilon=BUDGET, callbacks=[StopAt(stop)],
+        privacy_ledger=str(out.parent / "people.jsonl"), privacy_ledger_epsilon=BUDGET, callbacks=[tiny.StopAt(stop)],
     )  # fmt: skip
     made = tiny.trainer(out, model=tiny.model(dropout=0.0), **options | changes)
     made.train(resume_from_checkpoint=resume)

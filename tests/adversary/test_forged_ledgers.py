@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from tests import tiny
-from tests.adversary.forging import LEDGER, StopAt, digests_of, records_of, write
+from tests.adversary.forging import LEDGER, digests_of, records_of, write
 
 ALPHA = 1e-6  # probability of a false alarm, per case
 SAVED_AT, RAN, NUM_STEPS = 2, 4, 6
@@ -49,7 +49,7 @@ def train(
     seen = Releases()
     options = dict(
         max_steps=NUM_STEPS, save_strategy="steps", save_steps=SAVED_AT, learning_rate=1e-3, clipping_norm=0.1,
-        logging_strategy="no", callbacks=[seen, StopAt(stop)], private_state_dir=str(keys),
+        logging_strategy="no", callbacks=[seen, tiny.StopAt(stop)], private_state_dir=str(keys),
     )  # fmt: skip
     made = tiny.trainer(out, model=tiny.model(dropout=0.0), **options | changes)
     made.train(resume_from_checkpoint=resume)

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.cli.app import app
 from tests import tiny
-from tests.adversary.forging import StopAt
 
 SECONDS = 20  # a command takes one; a pipe that nobody writes to, for ever
 STEPS, STOPPED_AT = 4, 3
@@ -41,7 +40,7 @@ def _impatience() -> Iterator[None]:
 
 def trainer(root: Path, stop: int = STEPS) -> DPTrainer:
     return tiny.trainer(
-        root / "out", model=tiny.model(dropout=0.0), private_state_dir=str(root / "keys"), callbacks=[StopAt(stop)],
+        root / "out", model=tiny.model(dropout=0.0), private_state_dir=str(root / "keys"), callbacks=[tiny.StopAt(stop)],
         privacy_ledger=str(root / "people.jsonl"), eval_dataset=tiny.records(20), **SETTING,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The guard of `make audit`: exact runs pass, and every planted fault is found by the audit or by a named test.
+"""The guard of `make audit`: exact runs pass, and the audit finds every fault of `tests.faults` that names a finding.
 
 python -m tests.audit.guard            all of it; exit code 1 if something was missed, or an exact run failed
 
@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from hf_dpopt.audit import audit
-from tests.audit.faults import CLOSE, FAULTS, Fault
+from tests.faults.plant import Copy, Fault, copy
+from tests.faults.table import CLOSE, FAULTS
 
 TOTAL_FALSE_ALARM = 1e-5
-OF_A_NAMED_TEST = 1e-6  # more than each of them states
-REPO = Path(__file__).resolve().parents[2]
+AUDITED = tuple(fault for fault in FAULTS if fault.finding)
 SETTINGS: dict[str, dict[str, Any]] = {
     "DP-SGD, every record in every step": {"expected_batch_size": 1000},
     "DP-SGD, Poisson, a quarter": {"expected_batch_size": 250},
@@ -49,69 +46,47 @@ EXACT = SETTINGS | {"hardly any noise": CLOSE}
 RANKS = 2
 
 
-def plant(fault: Fault) -> dict[str, Any]:
-    """Plant a fault, and look who finds it."""
-    with pytest.MonkeyPatch.context() as patch:
-        fault.plant(patch)
-        if fault.is_named:
-            is_red = pytest.main(["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--tb=no", fault.seen_by]) == 1
-            return row(fault, [fault.seen_by] if is_red else [], 0.0)
-        return row(fault, *failed_findings(fault.settings))
-
-
 def failed_findings(settings: dict[str, Any]) -> tuple[list[str], float]:
-    """Names of the findings that failed, and the smallest p-value."""
+    """Return the names of the findings that failed, and the smallest p-value."""
     found = audit({"skip_self_check": True} | settings)
     return [one.name for one in found.findings if not one.has_passed], min(one.p_value for one in found.findings)
 
 
-def row(fault: Fault, by: list[str], p_value: float) -> dict[str, Any]:
-    """What is written down of a fault."""
-    is_found = any(name.startswith(fault.seen_by) for name in by)
-    return {"what": fault.what, "found": is_found, "by": by, "p": p_value}
+def find(fault: Fault, within: Copy) -> dict[str, Any]:
+    """Plant a fault, audit, and return what is written down of it."""
+    with within.planted(fault):
+        by, p_value = on_ranks(within, fault.num_ranks, fault.settings)
+    return {"what": fault.what, "found": any(name.startswith(fault.finding) for name in by), "by": by, "p": p_value}
 
 
-def on_ranks() -> tuple[list[dict[str, Any]], list[str]]:
-    """Plant the faults that take two processes, in one launch of `tests/audit/ranks.py`.
+def on_ranks(within: Copy, num_ranks: int, settings: dict[str, Any]) -> tuple[list[str], float]:
+    """Audit the copy in one process or several; return the findings that failed, and the smallest p-value."""
 
-    Returns:
-        The rows of the faults, and the findings that failed without a fault.
-    """
-    faults = [fault for fault in FAULTS if fault.num_ranks == RANKS]
-    # `--cpu` alone starts one process; without a GPU --multi_gpu starts two of gloo
-    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(RANKS)]
-    launch += ["--main_process_port", "0", str(Path(__file__).with_name("ranks.py"))]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO)}
-        done = subprocess.run(
-            [sys.executable, *launch, folder], env=environment, capture_output=True, text=True, timeout=300
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-3000:])
-        seen = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    exact = [name for one in seen for name in one["exact"][0]]
-    rows = []
-    for fault in faults:
-        by = [f"{name} (rank {rank})" for rank, one in enumerate(seen) for name in one[fault.what][0]]
-        rows.append(row(fault, by, min(one[fault.what][1] for one in seen)))
-    return rows, exact
+    def audited() -> list[tuple[list[str], float]]:
+        from tests import ranks  # of the copy, as is the guard
+        from tests.audit import guard
 
+        def of_a_rank() -> None:
+            found = guard.failed_findings({"use_cpu": True} | settings)  # of gloo, wherever it runs
+            Path(f"findings-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
 
-def all_faults() -> tuple[list[dict[str, Any]], list[str]]:
-    """Rows of all faults in their order, and findings that failed on two exact ranks."""
-    rows = {fault.what: plant(fault) for fault in FAULTS if fault.num_ranks == 1}
-    ranked, exact = on_ranks()
-    rows |= {one["what"]: one for one in ranked}
-    return [rows[fault.what] for fault in FAULTS], exact
+        ranks.launch(of_a_rank, num_ranks, Path("ranks"))
+        return [json.loads(Path(f"findings-{rank}.json").read_text()) for rank in range(num_ranks)]
+
+    seen = within.run(audited)
+    if num_ranks == 1:
+        return seen[0]
+    return [f"{name} (rank {rank})" for rank, (by, _) in enumerate(seen) for name in by], min(p for _, p in seen)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     start = time.perf_counter()
     wrong = {name: failed for name, settings in EXACT.items() if (failed := failed_findings(settings)[0])}
-    rows, on_two = all_faults()
-    if on_two:
-        wrong["two ranks"] = on_two
+    with copy() as within:
+        rows = [find(fault, within) for fault in AUDITED]
+        if on_two := on_ranks(within, RANKS, {})[0]:
+            wrong["two ranks"] = on_two
     for one in rows:
         who = ", ".join(one["by"]) if one["found"] else "NOT FOUND"
         print(f"{'ok' if one['found'] else 'FAILED':<7} {one['what']}: {who} (p {one['p']:.0e})")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from transformers import TrainerCallback
 
 from hf_dpopt import (
     DPSeq2SeqTrainer,
@@ -52,14 +51,6 @@ FILTERS = (
 FILES = ("private_state_dir", "output_dir", "earlier_runs")  # never a place outside the case's folder
 
 
-class OneStep(TrainerCallback):
-    """Ends a run after its first step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        control.should_training_stop = True
-        return control
-
-
 def train(
     folder: Path, arguments: dict[str, Any], cls: type = DPTrainer, args_cls: type = DPTrainingArguments
 ) -> None:
@@ -70,7 +61,7 @@ def train(
         arguments: options of `args_cls`, and parameters of the trainer.
         cls, args_cls: the trainer and its arguments.
     """
-    given = {"callbacks": [OneStep()], **arguments}
+    given = {"callbacks": [tiny.StopAt(1)], **arguments}
     place = given.pop("output_dir", folder / "out")
     make = tiny.trainer if args_cls is DPTrainingArguments else _seq2seq
     with contextlib.closing(_Made(make(place, cls=cls, **given))) as made:
@@ -312,7 +303,7 @@ def heads_case() -> st.SearchStrategy[Case]:
 def trainer_case(family: str, given: dict[str, Any], *, note: str = "", **more: Any) -> Case:
     """A case that takes a step with these options; `more` are parameters of the trainer."""
     text = ", ".join([f"{name}={shown(value)}" for name, value in given.items()] + ([note] if note else []))
-    return Case(family, text, lambda folder: train(folder, _in_folder({**given, **more}, folder)))
+    return Case(family, text, lambda folder: train(folder, {**given, **more}))
 
 
 def _placed(given: dict[str, Any]) -> dict[str, Any]:
@@ -320,10 +311,6 @@ def _placed(given: dict[str, Any]) -> dict[str, Any]:
     return {
         k: v for k, v in given.items() if k not in FILES or not isinstance(v, (str, list, bytes, tuple)) or not v
     } or {"seed": -1}
-
-
-def _in_folder(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    return given
 
 
 def seq2seq_case() -> st.SearchStrategy[Case]:

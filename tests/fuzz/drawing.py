@@ -26,7 +26,7 @@ PARTS = {  # function of this package that makes the strategy -> share of the ca
     "arguments.plans_case": 0.06, "arguments.heads_case": 0.04,
     "command_line.plan_case": 0.06, "command_line.long_case": 0.06, "command_line.head_case": 0.02,
     "command_line.folder_case": 0.03, "command_line.script_case": 0.05,
-    "data.record_case": 0.07, "data.piece_case": 0.07, "data.pieces_case": 0.05, "files.any_case": 0.05, "files.head_case": 0.03,
+    "data.record_case": 0.07, "data.piece_case": 0.07, "data.pieces_case": 0.05, "files.any_case": 0.08,
 }  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -13,28 +12,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import torch
 from hypothesis import strategies as st
-from transformers import TrainerCallback
 
-from hf_dpopt.convex import (
-    HeadConfig,
-    HeadRun,
-    attach_head,
-    clip_features,
-    compute_features,
-    make_head_plan,
-    recorded_head_plan,
-    training,
-)
-from hf_dpopt.sampling import SAMPLERS
 from tests import tiny
 from tests.fuzz.outcome import Case, quiet
 
 STEPS, STOPPED = 6, 3  # planned and taken by the run that is damaged; it has a checkpoint at each
-HEAD_RECORDS, HEAD_STEPS, HEAD_KILLED = 24, 4, 2
 DEEP = 100_000  # brackets, more than a reader of JSON can follow
 WAYS = (
     "deleted", "emptied", "cut in half", "zeros", "random bytes", "{", "{}", "[]", "null", "5", '"text"', "NaN",
@@ -44,20 +28,6 @@ WAYS = (
 RESUMES: tuple[Any, ...] = (
     True, True, True, "checkpoint-3", "checkpoint-3", "checkpoint-2", "checkpoint-1", "missing", "", 5, ["x"], ".", False,
 )  # fmt: skip
-
-
-POISSON = SAMPLERS["poisson"]
-
-
-class Stop(TrainerCallback):
-    """Ends a run after some steps."""
-
-    def __init__(self, steps: int):
-        self.steps = steps
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> Any:
-        control.should_training_stop = state.global_step >= self.steps
-        return control
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,67 +107,17 @@ def make_of_users(folder: Path, **changes: Any) -> Any:
     return tiny.trainer(folder / "out", **given | changes)
 
 
-def train_head(folder: Path, *, is_finished: bool = True) -> None:
-    """Train a head as `recipes/linear_probe.py` does: features, weights, the model with its head, the statement."""
-    model, rows = tiny.model(dropout=0.0), tiny.records(HEAD_RECORDS)
-    config = HeadConfig(
-        head_radius=1.0, feature_norm=1.0, expected_batch_size=8, num_steps=HEAD_STEPS, noise_multiplier=1.0
-    )
-    recorded = recorded_head_plan(folder / "out")
-    plan = make_head_plan(config, num_examples=len(rows), recorded=recorded)
-    run = HeadRun(plan, output_dir=folder / "out", private_state_dir=folder / "keys")
-    inputs = [{"input_ids": row["input_ids"]} for row in rows]
-    features = compute_features(model, inputs, _inputs, cache=run.private_folder)
-    labels = torch.tensor([row["label"] for row in rows])
-    weights = run.train(clip_features(features, config.feature_norm, config.bias_feature), labels, 2)
-    if not is_finished:
-        return
-    attach_head(model, weights, config.bias_feature)
-    model.save_pretrained(folder / "out")
-    run.finish(2)
-
-
-def _inputs(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    batch = tiny.collate([{**row, "label": 0} for row in rows])
-    return {name: values for name, values in batch.items() if name != "labels"}
-
-
-def kill_head(folder: Path) -> None:
-    """Begin a head, and end its process after two steps, with features, key and state in the private folder."""
-
-    draw = POISSON.draw
-
-    def draw_or_end(self: Any, key: bytes, step: int) -> Any:
-        if step > HEAD_KILLED:
-            raise _Killed
-        return draw(self, key, step)
-
-    with mock.patch.object(training, "SAVE_EVERY", -1.0), mock.patch.object(POISSON, "draw", draw_or_end):
-        with contextlib.suppress(_Killed):
-            train_head(folder)
-
-
-class _Killed(BaseException):
-    """The end of a process, as `kill -9` makes it, with nothing caught or cleaned up."""
-
-
 BEGUN: dict[str, Callable[[Path], Any]] = {  # what a folder holds -> how it came to be
-    "run": lambda folder: make(folder, callbacks=[Stop(STOPPED)]).train(),
-    "run of users": lambda folder: make_of_users(folder, callbacks=[Stop(STOPPED)]).train(),
-    "head": train_head,
-    "head, not published": lambda folder: train_head(folder, is_finished=False),
-    "head, killed": kill_head,
+    "run": lambda folder: make(folder, callbacks=[tiny.StopAt(STOPPED)]).train(),
+    "run of users": lambda folder: make_of_users(folder, callbacks=[tiny.StopAt(STOPPED)]).train(),
 }
 
 
 def go_on(kind: str, folder: Path, resume: Any) -> None:
-    """Go on with a run, or begin it once more: a step more of the trainers, a head to its end."""
-    if kind.startswith("head"):
-        train_head(folder)
-        return
+    """Go on with a run, or begin it once more, for a step more."""
     where = str(folder / "out" / resume) if isinstance(resume, str) and resume else resume
     make_again = {"run": make, "run of users": make_of_users}[kind]
-    make_again(folder, callbacks=[Stop(STOPPED + 1)]).train(resume_from_checkpoint=where)
+    make_again(folder, callbacks=[tiny.StopAt(STOPPED + 1)]).train(resume_from_checkpoint=where)
 
 
 # --- damages ---
@@ -276,12 +196,3 @@ def any_case() -> st.SearchStrategy[Case]:
         return Case("files", what, lambda folder: go_on(damage.kind, folder, resume), damage.apply)
 
     return st.builds(case, damages(("run", "run", "run of users")), st.sampled_from(RESUMES))
-
-
-def head_case() -> st.SearchStrategy[Case]:
-    """A head whose files were damaged is trained on, or once more, in its folder."""
-
-    def case(damage: Damage) -> Case:
-        return Case("files", str(damage), lambda folder: go_on(damage.kind, folder, None), damage.apply)
-
-    return damages(tuple(kind for kind in BEGUN if kind.startswith("head"))).map(case)

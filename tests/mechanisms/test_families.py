@@ -130,25 +130,8 @@ def test_impossible_noise_multipliers_are_refused(mechanism, value):
         dataclasses.replace(mechanism, noise_multiplier=value)
 
 
-def test_mechanisms_are_frozen(mechanism):
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        mechanism.noise_multiplier = 0.1
-
-
 @pytest.mark.parametrize("name", sorted(set(MECHANISMS) - {"gaussian"}))
 def test_correlated_noise_cannot_be_switched_off(name):
     config = PrivacyConfig(noise_multiplier=0.0, expected_batch_size=25, **VARIANTS[name])
     with pytest.raises(DPConfigError, match="noise_mechanism='gaussian'"):
         make_plan(config, num_examples=100, num_steps=NUM_STEPS)
-
-
-def test_every_mechanism_says_what_it_takes():
-    for name in MECHANISMS:
-        config = PrivacyConfig(
-            noise_multiplier=1.0, expected_batch_size=25, noise_mechanism=name,
-            noise_kwargs={**OPTIONS.get(name, {}), "bandwidth": 3},
-        )  # fmt: skip
-        with pytest.raises(
-            DPConfigError, match=f"has bandwidth, which noise_mechanism='{name}' does not know. It takes"
-        ):
-            make_plan(config, num_examples=100, num_steps=NUM_STEPS)

@@ -162,24 +162,6 @@ def test_a_tensor_does_not_depend_on_its_neighbours_or_the_first_step(name, back
         assert torch.equal(sums["a.bias"], whole[step, :4])
 
 
-@pytest.mark.parametrize("name", ["blt", "bands", "nu", "honaker", "restarted"])
-def test_covariance(name):
-    """Sample covariances of 200,000 coordinates: all of 36 within 5 standard errors, a false alarm in 5e4 runs."""
-    n, size = 8, 200_000
-    strategy = _strategy(name)
-    stream = strategy.stream(_source(), scale=1.0, num_steps=n)
-    noise = []
-    for step in range(n):
-        sums = {"w": torch.zeros(size)}
-        stream.add_(sums, step)
-        noise.append(sums["w"].double())
-    noise = torch.stack(noise)
-    noising = torch.tensor(strategy.noising_matrix(n))
-    want = noising @ noising.T
-    spread = ((want.diagonal()[:, None] * want.diagonal()[None, :] + want**2) / size).sqrt()
-    assert ((noise @ noise.T / size - want).abs() <= 5 * spread).all()
-
-
 def test_what_is_kept():
     values = sum(int(np.prod(shape)) for shape in SHAPES.values())
     for name, backend, tensors in (

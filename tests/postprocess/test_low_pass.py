@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import secrets
 from fractions import Fraction
@@ -19,6 +18,7 @@ from hf_dpopt.postprocess import low_pass as module
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import start_up_gain
+from tests.contract import postprocess as contract
 
 ALPHA = 1e-6  # two-sided false-alarm probability per case, whatever the seed
 
@@ -80,13 +80,6 @@ def relative_error(actual: torch.Tensor, wanted: np.ndarray) -> float:
 
 def fresh(low_pass: LowPassFilter, **changes) -> LowPassFilter:
     return LowPassFilter.from_parameters({**low_pass.parameters(), **changes})
-
-
-def saved_and_loaded(state):
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 # --- the recursion ---------------------------------------------------------------------------------------------------
@@ -249,40 +242,11 @@ def test_designs_keep_their_specification(order):
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("check", contract.CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ["none", "momentum", "second_order", "f5", "chebyshev:3:0.2", "mean of 7"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_resumes_after_every_step_bit_for_bit(name, dtype):
-    recorded = recordings(14, dtype=torch.float32)
-    make = {"b": FILTERS[name].b, "a": FILTERS[name].a, "dtype": dtype}
-    wanted, low_pass, states = [], LowPassFilter(**make), []
-    for g in recorded:
-        states.append(low_pass.state_dict())  # a copy: the steps after it leave it as it was
-        wanted.append(run(low_pass, g[None])[0])
-    for t, state in enumerate(states):
-        resumed = LowPassFilter(**make)
-        run(resumed, recordings(3, dtype=torch.float32))  # what it did before does not matter
-        resumed.load_state_dict(saved_and_loaded(state))
-        assert resumed.num_steps == t
-        assert torch.equal(run(resumed, recorded[t:]), torch.stack(wanted[t:]))
-
-
-def test_a_state_can_be_loaded_twice():
-    low_pass, recorded = fresh(FILTERS["second_order"]), recordings(12, dtype=torch.float32)
-    run(low_pass, recorded[:6])
-    state = low_pass.state_dict()
-    outputs = []
-    for _ in range(2):
-        low_pass.load_state_dict(state)
-        outputs.append(run(low_pass, recorded[6:]))
-    assert torch.equal(*outputs)
-
-
-def test_float64_gradients_resume_bit_for_bit():
-    recorded, low_pass = recordings(20), fresh(FILTERS["butterworth:2:0.2"])
-    run(low_pass, recorded[:9])
-    resumed = fresh(low_pass)
-    resumed.load_state_dict(saved_and_loaded(low_pass.state_dict()))
-    assert torch.equal(run(resumed, recorded[9:]), run(low_pass, recorded[9:]))
+def test_keeps_the_contract_of_filters(check, name, dtype):
+    check(lambda: LowPassFilter(b=FILTERS[name].b, a=FILTERS[name].a, dtype=dtype))
 
 
 def test_the_state_of_another_filter_is_refused():
@@ -322,16 +286,6 @@ def test_the_names_are_those_of_the_state():
     resumed.load_state_dict(low_pass.state_dict())
     with pytest.raises(DPConfigError, match="1 are now missing, new or of another shape: w"):
         resumed({"w": torch.ones(4)})
-
-
-def test_it_is_a_stage_of_a_chain():
-    chain = [LowPassFilter.preset("momentum"), LowPassFilter.preset("f4")]
-    twice = [fresh(low_pass) for low_pass in chain]
-    for g in recordings(10, dtype=torch.float32):
-        filtered = {"w": g.clone()}
-        for stage in chain:
-            filtered = stage(filtered)
-        assert torch.equal(filtered["w"], twice[1](twice[0]({"w": g}))["w"])
 
 
 # --- choosing one ----------------------------------------------------------------------------------------------------

@@ -113,14 +113,6 @@ def test_every_row_of_the_head_runs_and_shares_its_records(name, tmp_path, monke
     head.files.cache_clear()
 
 
-def test_a_head_trains_on_features_of_a_frozen_encoder(tmp_path, monkeypatch):
-    monkeypatch.setattr(task, "encoded", lambda texts, name: {"features": torch.randn(len(texts), 6)})
-    _corpus(tmp_path)
-    data = task.load(tmp_path, "an encoder")
-    assert data.model()(data.public).shape == (500, 4)
-    assert sum(p.numel() for p in task.Head().parameters()) == 12_452
-
-
 def test_the_numbers_in_the_documentation_are_those_of_the_runs(pytestconfig):
     """All files name their command and its seeds, and hold no folder of the machine that they come from."""
     folder = pytestconfig.rootpath / "docs"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -14,8 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_dpopt import DPConfigError
 from recipes.embedded import corpus as corpus_module
-from recipes.embedded.build import MAX_TOKENS, build, make_tokenizer
-from recipes.embedded.corpus import LABELS, Corpus, read_corpus, split_sentences
+from recipes.embedded.build import MAX_TOKENS, build
+from recipes.embedded.corpus import LABELS, Corpus, read_corpus
 
 pytestmark = pytest.mark.slow
 
@@ -82,13 +81,6 @@ def test_kinds_of_text(found: dict[str, str]) -> None:
     }
 
 
-def test_only_prose_is_kept() -> None:
-    block = (
-        "Too short here. The second one is longer.\n\n>>> f(1) is not prose at all\n\nx = y + z / w - v\n\ntoo short"
-    )
-    assert list(split_sentences(block)) == ["The second one is longer."]
-
-
 def test_a_library_without_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DPConfigError, match="Use a Python with sources"):
         read_corpus(tmp_path)
@@ -124,17 +116,6 @@ def test_model_and_tokenizer_load(tmp_path: Path, corpus: Corpus) -> None:
     assert model(**ids).logits.shape == (1, 3)  # the longest input has a position for every token
     short = tokenizer("Return the größte of all.")["input_ids"]
     assert tokenizer.decode(short, skip_special_tokens=True).strip() == "Return the größte of all."
-
-
-def test_the_tokenizer_is_a_function_of_its_text(corpus: Corpus) -> None:
-    first, second = (make_tokenizer(corpus.public_text).get_vocab() for _ in range(2))
-    assert json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
-
-
-def test_an_existing_build_is_taken_as_it_is(tmp_path: Path, corpus: Corpus) -> None:
-    (tmp_path / "model").mkdir()
-    assert build(tmp_path / "model", corpus) == tmp_path / "model"
-    assert list((tmp_path / "model").iterdir()) == []
 
 
 @pytest.mark.slow

@@ -265,32 +265,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "MAX_RATES", 2)
 
 
-def test_the_commands_write_numbers_and_plots(
-    tmp_path: Path, folder: Path, small: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib", reason="plots are in the extra `docs`")
-    cells = (("dp_sgd", training.PLAIN, (8.0,)), ("dp_sgd", "first_order_v1", (8.0,)))
-    monkeypatch.setattr(from_scratch, "CELLS", cells)
-    chosen = {"dp_sgd": (training.PLAIN, "second_order"), "dp_adam_bc": (training.PLAIN, "none", "adaptive:8")}
-    monkeypatch.setattr(filters, "FILTERS", {**filters.FILTERS, **chosen})
-    monkeypatch.setattr(spectra, "NUM_COORDINATES", 50)
-    common = ("--data", str(folder), "--output_dir", str(tmp_path))
-    call(from_scratch, monkeypatch, *common, "--num_steps", "8", "--num_seeds", "2")
-    call(filters, monkeypatch, *common, "--num_steps", "8", "--num_seeds", "2")
-    call(spectra, monkeypatch, *common, "--num_steps", "16", "--segment", "8")
-    shown = capsys.readouterr().out
-    assert "LP-DPSGD at epsilon 8" in shown and "SNR of a gradient" in shown
-    names = ("from_scratch", "filters", "spectra")
-    written = {name: json.loads((tmp_path / f"doppler_{name}.json").read_text()) for name in names}
-    assert len(written["from_scratch"]["cells"]) == 2 and len(written["from_scratch"]["without_noise"]) == 2
-    assert [cell["filter"] for cell in written["filters"]["cells"]] == [*chosen["dp_sgd"], *chosen["dp_adam_bc"]]
-    assert len(written["spectra"]["runs"]["plain"]["frequencies"]) == 5
-    for numbers in written.values():
-        assert numbers["torch"] == torch.__version__ and str(folder) not in json.dumps(numbers)
-    for name in (*names, "responses"):
-        assert (tmp_path / f"doppler_{name}.png").stat().st_size > 10_000
-
-
 def test_a_job_is_what_the_recipe_reads(tmp_path: Path, folder: Path) -> None:
     job = finetuning.Job(
         optimizer="dp_adam_bc", filter="second_order", rate=0.004, seed=3, epsilon=8.0, num_steps=5, batch=12,
@@ -309,25 +283,3 @@ def test_a_job_is_what_the_recipe_reads(tmp_path: Path, folder: Path) -> None:
     assert model_args.lora_r == 8 and data_args.max_seq_length == 32
     plain = parsed(dataclasses.replace(job, optimizer="dp_adamw", filter=finetuning.PLAIN))[2]
     assert plain.optimizer_name() == "dp_adamw" and plain.filter is None
-
-
-def test_finetuning_reports_other_seeds_than_it_tunes_on(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib", reason="plots are in the extra `docs`")
-    done: list[finetuning.Job] = []
-
-    def fake(job: finetuning.Job, data: Path, model: str) -> dict[str, Any]:
-        done.append(job)
-        accuracy = 0.8 + 0.1 * (job.rate == 0.004) + 0.01 * (job.seed == 1)
-        return {"results": {"eval_accuracy": accuracy, "eval_loss": 0.5, "epsilon": 7.9}, "seconds": 1.0}
-
-    monkeypatch.setattr(finetuning, "finetune", fake)
-    words = ("--data", str(folder), "--output_dir", str(tmp_path), "--model", "none", "--num_seeds", "2")
-    for _ in range(2):
-        call(finetuning, monkeypatch, *words)
-    assert len(done) == 4 * len(finetuning.CELLS), "two rates, two seeds, each once"
-    cells = json.loads((tmp_path / "doppler_finetuning.json").read_text())["cells"]
-    assert [(cell["optimizer"], cell["filter"]) for cell in cells] == list(finetuning.CELLS)
-    assert all(cell["rate"] == 0.004 and cell["accuracies"] == pytest.approx([0.9, 0.91]) for cell in cells)
-    assert (tmp_path / "doppler_finetuning.png").stat().st_size > 10_000

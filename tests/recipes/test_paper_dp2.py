@@ -18,7 +18,7 @@ from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import private_step
 from recipes.glue_options import parse
 from recipes.paper.dp2 import ag_news, data, explain, imdb, lora, training
-from recipes.paper.dp2.training import Method, Runs, Setting
+from recipes.paper.dp2.training import Method, Setting
 
 pytestmark = pytest.mark.slow
 
@@ -176,71 +176,7 @@ def test_factored_is_full_for_one_output_and_not_for_four(task):
     assert not torch.allclose(trained(four, True), trained(four, False), rtol=0.1)
 
 
-def test_without_noise_the_loop_learns_and_reports_it(task):
-    method, hyper = Method("sgd", []), {"rate": 20.0, "clip": 1.0}
-    plan = training.make(method, hyper, Setting(20, 100, noise_multiplier=0.0), len(task.train))
-    outcome = training.train_once(task, plan, method, hyper, 0, evaluate_every=50)
-    assert outcome.steps == [50, 100] and outcome.signal_to_noise == 0
-    assert outcome.test[-1] > 0.95 and outcome.tuning[-1] > 0.95
-
-
 # --- runs that are kept, and the commands ---
-
-
-def test_runs_are_kept_and_the_tuning_records_choose(task, tmp_path):
-    method = Method("sgd", [{"rate": [1.0, 2.0], "clip": [0.1]}])
-    setting, path = Setting(8, 6, noise_multiplier=1.0), tmp_path / "runs.jsonl"
-    runs = Runs(path, task, evaluate_every=2)
-    runs.tune(method, setting)
-    first = path.read_text()
-    assert len(first.splitlines()) == 2
-    Runs(path, task, evaluate_every=2).tune(method, setting)
-    assert path.read_text() == first, "an interrupted command goes on"
-
-    lines = [json.loads(line) for line in first.splitlines()]
-    lines[0] |= {"tuning": [0.6, 0.6, 0.6], "test": [0.1, 0.1, 0.1]}
-    lines[1] |= {"tuning": [0.5, 0.5, 0.7], "test": [0.9, 0.9, 0.9]}
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    runs = Runs(path, task, evaluate_every=2)
-    best = runs.tune(method, setting)
-    assert best == {"rate": 1.0, "clip": 0.1}
-    row = runs.report(method, setting, best, num_seeds=3)
-    assert len(path.read_text().splitlines()) == 5, "the tuning seed is not among those reported"
-    accuracies = [json.loads(line)["test"][-1] for line in path.read_text().splitlines()[2:]]
-    assert row["mean"] == pytest.approx(np.mean(accuracies)) and row["std"] == pytest.approx(
-        np.std(accuracies, ddof=1)
-    )
-
-
-def test_the_command_writes_table_sweeps_and_plots(imdb_folder, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(imdb, "DELAY", 4)
-    monkeypatch.setattr(imdb, "DELAYS", (2, 4))
-    monkeypatch.setattr(imdb, "BUDGETS", {4.0: (0.3, 1.0)})
-    monkeypatch.setattr(imdb, "SETTING", Setting(8, 16, noise_multiplier=1.0))
-    delayed = imdb.dp2("DP2-RMSProp", delay=4)
-    monkeypatch.setattr(imdb, "DP2_RMSPROP", delayed)
-    monkeypatch.setattr(imdb, "METHODS", [imdb.DP_SGD, imdb.DP_RMSPROP, imdb.ADADPS, delayed])
-    monkeypatch.setattr(imdb, "VARIANT_1", imdb.dp2("variant 1", delay=4, variant="extra_query"))
-    for name in ("SWEPT", "PRESENCE", "NO_BIAS"):
-        monkeypatch.setattr(imdb, name, [imdb.DP_SGD, delayed])
-    monkeypatch.setattr(imdb, "PANELS", [("all", ["DP-SGD", "AdaDPS"]), ("one", ["DP2-RMSProp"])])
-    arguments = ["imdb", "--data", str(imdb_folder), "--output_dir", str(tmp_path), "--num_seeds", "2"]
-    monkeypatch.setattr("sys.argv", arguments)
-    imdb.main()
-    numbers = json.loads((tmp_path / "dp2_imdb.json").read_text())
-    assert [row["method"] for row in numbers["table"]][-1] == "variant 1, noise of DP-SGD per query"
-    assert numbers["table"][-1]["epsilon"] > numbers["table"][0]["epsilon"]
-    assert [row["delay"] for row in numbers["delays"]] == [2, 4]
-    assert {round(row["epsilon"], 1) for row in numbers["budgets"]} >= {4.0}
-    histograms = numbers["preconditioner"]["private"]["histograms"]
-    assert (
-        len(histograms) == len(numbers["preconditioner"]["decreases"]) == 2
-        and len(numbers["preconditioner"]["correlation_of_logs"]) == 2
-    )
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "dp2_imdb.png", "dp2_sweeps.png", "dp2_preconditioner.png"
-    }  # fmt: skip
 
 
 def test_the_grids_are_what_a_plan_takes():
@@ -263,19 +199,6 @@ def test_the_finetuning_command_is_one_that_glue_takes(tmp_path):
             assert data_args.max_seq_length == 32 and training_args.learning_rate == hyper["rate"]
             if method.name.startswith("DP2"):
                 assert config.preconditioner_kwargs == {**hyper["options"], "delay": lora.DELAY}
-
-
-def test_one_finetuning_gives_an_accuracy(minilm_path, tmp_path, monkeypatch):
-    monkeypatch.setattr(lora, "NUM_STEPS", 2)
-    monkeypatch.setattr(lora, "DELAY", 1)
-    monkeypatch.setattr(lora, "BATCH", 8)
-    rng = random.Random(0)
-    for split, size in (("train", 64), ("dev", 20)):
-        rows = [f"{review(i % 2, rng)}\t{i % 2}" for i in range(size)]
-        (tmp_path / f"{split}.tsv").write_text("\n".join(["sentence\tlabel", *rows]) + "\n")
-    method = lora.METHODS[-1]
-    found = lora.train_once(method, method.candidates()[0], 0, minilm_path, tmp_path)
-    assert 0 <= found["accuracy"] <= 1 and 0 < found["epsilon"] <= lora.EPSILON
 
 
 def test_the_predicted_decrease_is_that_of_noisy_steps(task):

@@ -119,25 +119,6 @@ def test_rows_of_one_seed_see_the_same_batches_and_other_noise(tasks, monkeypatc
     assert batches == same and noise != other
 
 
-@pytest.mark.parametrize("method", task.METHODS)
-def test_a_climb_moves_the_values_of_its_method_alone(method, tmp_path):
-    tried = []
-
-    def train(run):
-        tried.append(run)
-        return {"tuning": -abs(np.log2(run.rate / 4)) - abs(np.log(run.clip)), "test": 0.0}
-
-    made, runs = task.METHODS[method], KeptRuns(tmp_path / "runs.jsonl", train, lambda run, line: "")
-    best = task.tune(runs, "x", method, 3.0)
-    assert abs(np.log2(best.rate / 4)) <= 0.51 and abs(np.log(best.clip)) <= np.log(3) / 2 + 0.1
-    for i, name in enumerate(task.VALUES):
-        values = {getattr(run, name) for run in tried}
-        assert (len(values) > 1) == (i < made.climbed), name
-    assert {run.seed for run in tried} == set(task.TUNING_SEEDS)
-    again = task.tune(runs, "x", method, 3.0, start=best)
-    assert [getattr(again, name) for name in task.VALUES] == [getattr(best, name) for name in task.VALUES]
-
-
 def test_the_table_compares_pairs(tmp_path, monkeypatch):
     """Accuracies that are known: DP2 is 2 points above DP-SGD on each seed, whatever the seed adds."""
 
@@ -158,23 +139,6 @@ def test_the_table_compares_pairs(tmp_path, monkeypatch):
         assert row["features"] == ("frequencies, small bias" if row["method"] in task.SOME else task.PAPERS)
 
 
-def test_a_climb_begins_where_the_one_before_it_ended(tmp_path, monkeypatch):
-    starts = {}
-
-    def tune(runs, name, method, epsilon, start):
-        starts[name, epsilon, method] = start
-        return task.Run(name, method, epsilon, epsilon, 1.0, 1.0, 1.0, 1.0, 0)
-
-    monkeypatch.setattr(task, "tune", tune)
-    task.table(KeptRuns(tmp_path / "runs.jsonl", lambda run: {"tuning": 0.0, "test": run.rate}, lambda run, line: ""))
-    assert starts[task.PAPERS, 8.0, "DP-SGD"] is None and starts["frequencies, small bias", 8.0, "DP-SGD"] is None
-    for name in (task.PAPERS, "frequencies, small bias"):
-        before = starts[name, 3.0, "DP-SGD"]
-        assert (before.task, before.epsilon) == (name, 8.0)
-    before = starts["frequencies, no bias", 3.0, "DP-SGD"]
-    assert (before.task, before.epsilon) == ("frequencies, small bias", 3.0)
-
-
 def test_the_explanation_measures_what_it_says(tasks):
     sparse = task.sparsity(tasks("frequencies, no bias"))
     assert sparse["share of the bias in the squared norm"] == 0.0
@@ -187,21 +151,3 @@ def test_the_explanation_measures_what_it_says(tasks):
     refreshes = task.hidden_moments(tasks, run)
     assert [row["step"] for row in refreshes] == [3, 9]
     assert all(0 <= row["above the noise"] <= row["coordinates"] == 64 * len(task.CLASSES) for row in refreshes)
-
-
-def test_the_command_writes_what_the_page_shows(folder, small, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(task, "DELTA", 1e-3)
-    monkeypatch.setattr(task, "EPSILONS", (500.0,))
-    monkeypatch.setattr(task, "FEATURES", {task.PAPERS: task.Features(1.0, epsilons=(500.0,))})
-    monkeypatch.setattr(task, "tune", lambda runs, name, method, epsilon, start=None: task.Run(
-        name, method, epsilon, *task.METHODS[method].start, seed=0
-    ))  # fmt: skip
-    monkeypatch.setattr("sys.argv", ["stackexchange", "--data", str(folder), "--output_dir", str(tmp_path)])
-    task.main()
-    numbers = json.loads((tmp_path / "dp2_stackexchange.json").read_text())
-    assert [row["method"] for row in numbers["rows"]] == list(task.METHODS)
-    assert numbers["command"] == "python -m recipes.paper.dp2.stackexchange" and numbers["date"] and numbers["torch"]
-    assert (tmp_path / "dp2_stackexchange.png").exists()
-    lines = (tmp_path / "dp2_stackexchange.jsonl").read_text().splitlines()
-    assert len(lines) == len(task.METHODS) * (task.NUM_SEEDS + len(task.TUNING_SEEDS))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise import momentum_workload
-from recipes.paper.federated import next_word, task, training
+from recipes.paper.federated import task, training
 from recipes.stackoverflow_data import END, IGNORED, PAD, UNKNOWN, Collator
 
 pytestmark = pytest.mark.slow
@@ -102,38 +100,3 @@ def test_without_noise_it_learns(words: task.Task) -> None:
     assert (
         result["test"]["accuracy"] > 0.5 > 0.3 > result["before"]["accuracy"]
     )  # the next word is certain; 0.8 is usual
-
-
-def test_the_command_reports_other_seeds_than_it_tunes_on(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    done: list[training.Run] = []
-
-    def fake(run: training.Run, given: task.Task) -> dict[str, Any]:
-        done.append(run)
-        value = 0.3 - 0.1 * abs(np.log2(run.rate / 0.4)) + 0.01 * run.seed * (run.seed != training.TUNING_SEED)
-        metrics = {"accuracy": value, "perplexity": 100.0, "user_accuracy": value, "user_perplexity": 90.0}
-        return {
-            "before": metrics, "test": metrics, "validation": metrics, "curve": [(4, value), (8, value)],
-            "epsilon_spent": run.epsilon, "adjacency": "zero_out", "noise_multiplier": 1.0, "sampler": {},
-            "participation": None, "strategy": {}, "seconds": 1.0,
-        }  # fmt: skip
-
-    monkeypatch.setattr(training, "train", fake)
-    argv = ["next_word", "--data", str(folder), "--public_file", str(folder / "public.jsonl"), "--output_dir"]
-    argv += [str(tmp_path), "--num_rounds", "8", "--users", "6", "--mechanisms", "DP-SGD", "BLT"]
-    monkeypatch.setattr(sys, "argv", argv)
-    next_word.main()
-    numbers = json.loads((tmp_path / "federated_next_word.json").read_text())
-    assert [(c["mechanism"], c["epsilon"]) for c in numbers["cells"]] == [
-        ("DP-SGD", None), ("DP-SGD", 2.0), ("BLT", 2.0), ("DP-SGD", 8.0), ("BLT", 8.0),
-    ]  # fmt: skip
-    assert all(cell["rate"] == 0.4 for cell in numbers["cells"])
-    assert numbers["cells"][0]["accuracy"] == pytest.approx([0.3, 0.31, 0.32])
-    assert {run.seed for run in done if run.rate != 0.4} == {training.TUNING_SEED}
-    assert (tmp_path / "federated_next_word.png").stat().st_size > 10_000
-    before = len(done)
-    next_word.main()
-    assert len(done) == before, "finished runs are read"
-    assert "without noise" in capsys.readouterr().out
-    assert dataclasses.asdict(done[0])["num_rounds"] == 8

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.types import Released
 from recipes.paper.one_query.words import scale_of
-from recipes.paper.top_layer import low_pass, one_query, options, scales, task, training
+from recipes.paper.top_layer import one_query, task, training
 from recipes.paper.top_layer.training import Queries, Releases, Run, TopLayer
 
 pytestmark = pytest.mark.slow
@@ -126,18 +125,6 @@ def test_every_method_runs_and_seeds_say_all(made, given, monkeypatch):
     assert 0 <= result["test"] <= 1
 
 
-def test_without_much_noise_it_learns(made, monkeypatch):
-    monkeypatch.setattr(training, "DELTA", 1e-3)
-    means = torch.stack(
-        [part.float().mean(0) for part in made.train.states_LD.split(made.train.offsets.diff().tolist())]
-    )
-    labels = (means[:, 0] > means[:, 0].median()).long()  # half of the records, and a linear head can tell
-    records = dataclasses.replace(made.train, labels_N=labels)
-    run = Run(epsilon=3000.0, rate=0.05, seed=0, num_steps=60, batch=30)
-    learnt = training.train(task.Task(records, records, records, records, made.layer), Queries(), run)
-    assert learnt["test"] > 0.7
-
-
 def test_the_query_is_asked_once_for_a_seed_and_a_clip(made, monkeypatch):
     asked = []
     monkeypatch.setattr(training, "add", lambda *given: asked.append(given))
@@ -150,48 +137,3 @@ def test_the_query_is_asked_once_for_a_seed_and_a_clip(made, monkeypatch):
     assert float(again.abs().sum()) == 0.0  # the noise of one run is not that of the next
     queries.result(dataclasses.replace(run, seed=1), engine, made.train)
     assert len(asked) == 2
-
-
-def _fake(made, monkeypatch, module):
-    """Commands on made-up records whose runs are fast."""
-    monkeypatch.setattr(training, "DELTA", 1e-3)
-    monkeypatch.setattr(options, "task", lambda given: made)
-    monkeypatch.setattr(module, "Run", lambda **given: Run(**given, num_steps=3, batch=20))
-
-
-def test_the_commands_write_tables(made, monkeypatch, tmp_path):
-    given = ["x", "--data", "x", "--model", "x", "--output_dir", str(tmp_path), "--num_seeds", "2", "--epsilons", "9"]
-    _fake(made, monkeypatch, one_query)
-    monkeypatch.setattr("sys.argv", [*given, "--methods", "DP-AdamW", "banded, D from one query"])
-    one_query.main()
-    rows = json.loads((tmp_path / "one_query_top_layer.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["DP-AdamW", "banded, D from one query"]
-    assert rows[1]["over_dp_adamw"] == pytest.approx(rows[1]["mean"] - rows[0]["mean"])
-    _fake(made, monkeypatch, low_pass)
-    monkeypatch.setattr("sys.argv", [*given, "--optimizers", "dp_sgd"])
-    low_pass.main()
-    found = json.loads((tmp_path / "doppler_top_layer.json").read_text())
-    plain, filtered = (np.mean(cell["test"]) for cell in found["rows"][0]["cells"])
-    assert found["rows"][0]["gain"] == pytest.approx(filtered - plain)
-    assert sum(found["spectra"]["signal"]) == pytest.approx(1.0)
-
-
-def test_scales_of_the_parts_add_up(made):
-    run = Run(epsilon=300.0, rate=0.0, seed=0, scale="query", num_steps=3, batch=20)
-    parts = scales.measure(made, run, num_records=NUM)
-    assert sum(part["share"] for part in parts.values()) == pytest.approx(1.0)
-    assert parts["lora_A"]["share"] == 0.0  # the other matrix is zero at the first weights
-    assert parts["lora_A"]["correlation"] is None
-    assert all(part["divisor"] == sorted(part["divisor"]) and part["divisor"][0] > 0 for part in parts.values())
-
-
-def test_states_are_kept_as_tensors(tmp_path, encoder):
-    calls = []
-
-    def make():
-        calls.append(1)
-        return [task.below_the_top(encoder, _ids(), [i % 2 for i in range(NUM)])]
-
-    first, second = (task.kept_states(tmp_path / "states.pt", make)[0] for _ in range(2))
-    assert len(calls) == 1
-    assert all(torch.equal(value, vars(second)[name]) for name, value in vars(first).items())

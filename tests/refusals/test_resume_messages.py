@@ -12,13 +12,12 @@ from typer.testing import CliRunner
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from hf_dpopt.cli.app import app
 from tests import tiny
-from tests.adversary.forging import StopAt
 
 
 def trainer(root: Path, stop: int = 4, **changes: Any) -> DPTrainer:
     options = dict(
         max_steps=4, save_strategy="steps", save_steps=2, noise_multiplier=None, target_epsilon=3.0,
-        logging_strategy="no", callbacks=[StopAt(stop)], private_state_dir=str(root / "keys"),
+        logging_strategy="no", callbacks=[tiny.StopAt(stop)], private_state_dir=str(root / "keys"),
     )  # fmt: skip
     return tiny.trainer(root / "out", **options | changes)
 

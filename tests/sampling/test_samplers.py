@@ -5,7 +5,6 @@ Keys are fresh in every run. ALPHA is the false-alarm probability of each random
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from fractions import Fraction
@@ -50,25 +49,6 @@ def counts(sampler, key, num_steps):
 # --- every sampler ---
 
 
-def test_a_batch_is_a_set_of_indices(make, key):
-    sampler = make(100, 9)
-    for step in range(30):
-        batch = sampler.draw(key, step)
-        assert batch.dtype == np.int64 and batch.ndim == 1
-        assert np.all(np.diff(batch) > 0)  # ascending, so none twice
-        assert len(batch) == 0 or (batch[0] >= 0 and batch[-1] < 100)
-
-
-def test_draws_are_a_pure_function_of_key_and_step(make, key):
-    forwards = [make(200, 40).draw(key, step) for step in range(12)]
-    sampler = make(200, 40)
-    for step in reversed(range(12)):
-        np.testing.assert_array_equal(sampler.draw(bytes(key), step), forwards[step])
-    other_key = os.urandom(32)
-    sampler.draw(other_key, 3)  # another run in between changes nothing
-    np.testing.assert_array_equal(sampler.draw(key, 3), forwards[3])
-
-
 def test_keys_and_steps_matter(make, key):
     """Two batches of 40 of 200 agree by chance with probability < 1e-40."""
     sampler = make(200, 40)
@@ -84,22 +64,6 @@ def test_every_record_is_equally_likely(make):
         drawn[sampler.draw(os.urandom(32), 1)] += 1
     low, high = binomial_interval(num_keys, 0.2, ALPHA / 50)
     assert low <= drawn.min() and drawn.max() <= high
-
-
-def test_the_event_has_a_finite_epsilon_for_each_supported_adjacency(make):
-    sampler = make(500, 20)
-    assert sampler.adjacencies
-    for adjacency in sampler.adjacencies:
-        sampler.check_adjacency(adjacency)
-        spent = [epsilon(sampler.event(1.0, steps), 1e-5, adjacency).epsilon for steps in (0, 1, 60)]
-        assert spent[0] == 0.0 and 0 < spent[1] < spent[2] < math.inf
-
-
-def test_other_adjacencies_are_refused(make):
-    sampler = make(500, 20)
-    for adjacency in {*events.RELATIONS, "replace_special"} - set(sampler.adjacencies):
-        with pytest.raises(DPConfigError, match=f"Use adjacency='{sampler.adjacencies[0]}'"):
-            sampler.check_adjacency(adjacency)
 
 
 def test_full_batch(make, key):
@@ -125,14 +89,6 @@ def test_refuses_an_empty_dataset(make):
 @pytest.mark.parametrize("num_examples, batch, steps", [(67349, 1024, 66), (100, 10, 10), (101, 10, 11), (5, 1, 5)])
 def test_steps_per_epoch_rounds_up(make, num_examples, batch, steps):
     assert make(num_examples, batch).steps_per_epoch == steps
-
-
-def test_public_description(make):
-    sampler = make(1234, 77)
-    parameters = json.loads(json.dumps(sampler.parameters()))
-    assert SAMPLERS[parameters["name"]] is type(sampler)
-    assert (parameters["num_examples"], parameters["expected_batch_size"]) == (1234, 77)
-    assert "1234" in sampler.describe() and "77" in sampler.describe()
 
 
 def test_the_default_is_registered():

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import BertForSequenceClassification
-from transformers.trainer_callback import TrainerCallback
 
 from hf_dpopt.common.sharding import is_sharded, whole_of
 from tests import tiny
@@ -73,11 +72,6 @@ def load(how: str, case: str, source: Path) -> nn.Module:
     return model
 
 
-class Stop(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= 3
-
-
 def train(out: Path, source: Path, how: str, case: str, part: str) -> dict[str, Any]:
     """Train a case, or a part of its steps; the whole weights at the end, and which parameters were in shards."""
     model = load(how, case, source)
@@ -96,7 +90,7 @@ def train(out: Path, source: Path, how: str, case: str, part: str) -> dict[str, 
         options |= dict(save_strategy="steps", save_steps=2)
     trainer = tiny.trainer(out / case / "run", model=model, **options)
     if part == "first":
-        trainer.add_callback(Stop())
+        trainer.add_callback(tiny.StopAt(3))
     trainer.train(resume_from_checkpoint=True if part == "second" else None)
     sharded = [name for name, p in trainer.model.named_parameters() if is_sharded(p)]
     trained = {n: whole_of(p.detach()).clone() for n, p in trainer.model.named_parameters() if p.requires_grad}

@@ -258,14 +258,6 @@ def test_how_many_records_there_are_is_in_no_file(tmp_path, caplog, sampling):
     assert not {str(counted) for counted in (len(records), 2 * len(records), capped, 2 * capped)} & set(numbers)
 
 
-class _StopAfter(TrainerCallback):
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **_):
-        control.should_training_stop = state.global_step == self.step
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["user", "example"])
 def test_records_in_another_order_are_found_at_a_resume(tmp_path, unit):
@@ -276,7 +268,7 @@ def test_records_in_another_order_are_found_at_a_resume(tmp_path, unit):
     if unit == "example":
         options |= {"privacy_unit": "example", "user_id_column": None, "records_per_user": None}
         records = [{k: v for k, v in r.items() if k != "author"} for r in records]
-    _trainer(tmp_path / "out", records, callbacks=[_StopAfter(2)], **options).train()
+    _trainer(tmp_path / "out", records, callbacks=[tiny.StopAt(2)], **options).train()
     with pytest.raises(DPConfigError, match="not those that this run began with"):
         _trainer(tmp_path / "out", records[::-1], **options).train(resume_from_checkpoint=True)
     kept = [p for p in (tmp_path / "out").rglob("*") if p.suffix == ".data"]
