@@ -28,7 +28,6 @@ from scipy.optimize import brentq, minimize_scalar
 from hf_dpopt.accounting.balls_in_bins import (
     ADJACENCIES,
     BallsInBinsDpEvent,
-    bin_grams,
     bin_lags,
     computed_epsilon,
     without_amplification,
@@ -51,7 +50,7 @@ Method = Literal["auto", "sampling_free", "monte_carlo"]
 # --- samples of the privacy loss -------------------------------------------------------------------------------------
 
 
-class _Shares:
+class Shares:
     r"""Random variables in [0, ceiling] whose means are the two deltas; importance samples of the privacy loss.
 
     The loss is ``L(y) = log dP/dQ = log mean_j exp((2 <y, m_j> - |m_j|^2) / (2 s^2))``. With h = (1 - e^(eps - L))_+:
@@ -131,56 +130,6 @@ def _log_mean_exp(exponents: np.ndarray) -> np.ndarray:
     return top + np.log(exponents.mean(axis=1))
 
 
-# --- estimates: no guarantee -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaEstimate:
-    """Monte Carlo estimates of delta when a record is removed and when it is added, with their standard errors."""
-
-    remove: float
-    remove_error: float
-    add: float
-    add_error: float
-    num_samples: int
-
-    @property
-    def delta(self) -> float:
-        """The larger of the two."""
-        return max(self.remove, self.add)
-
-
-def balls_in_bins_delta(
-    strategy: StrategyMatrices,
-    draw_stddev: float,
-    epsilon: float,
-    *,
-    num_steps: int,
-    num_bins: int,
-    num_samples: int = 1_000_000,
-    seed: int = 0,
-) -> DeltaEstimate:
-    """Delta at `epsilon`, estimated: a number with a standard error, not a bound.
-
-    Args:
-        strategy: C, non-negative.
-        draw_stddev: sigma_z relative to the clipping norm, > 0.
-        epsilon: >= 0.
-        num_steps: steps of the run.
-        num_bins: b; a record takes part in every b-th step.
-        num_samples: samples for each of the two directions.
-        seed: seed of the samples, which protect nobody.
-    """
-    if not (math.isfinite(draw_stddev) and draw_stddev > 0) or not epsilon >= 0 or num_samples < 2:
-        raise DPConfigError("Use a finite draw_stddev > 0, an epsilon >= 0 and at least 2 samples.")
-    shares = _Shares(bin_grams(strategy, num_steps, num_bins), draw_stddev, epsilon)
-    means, errors = shares.moments(num_samples, seed)
-    return DeltaEstimate(
-        remove=float(means[0]), remove_error=float(errors[0]), add=float(means[1]), add_error=float(errors[1]),
-        num_samples=num_samples,
-    )  # fmt: skip
-
-
 # --- estimate, verify, release ---------------------------------------------------------------------------------------
 
 
@@ -241,7 +190,7 @@ class Certificate:
                 raise ValueError("a value is not finite")
             _check_target(values["epsilon"], values["delta"])
             found = cls(event=BallsInBinsDpEvent(**event), **values)
-            shares = _Shares(found.event.gram, found.event.noise_multiplier, found.epsilon)
+            shares = Shares(found.event.gram, found.event.noise_multiplier, found.epsilon)
             limits = _thresholds(shares, found.delta, found.num_samples, FAILURE, ATTEMPTS)
             if not np.allclose(limits, [found.remove_threshold, found.add_threshold], rtol=1e-6) or (
                 (found.failure, found.attempts) != (FAILURE, ATTEMPTS)
@@ -339,7 +288,7 @@ def verify(
     _check_target(epsilon, delta)
     check_count("num_samples", num_samples)
     check_count("attempts", attempts)
-    shares = _Shares(event.gram, event.noise_multiplier, epsilon)
+    shares = Shares(event.gram, event.noise_multiplier, epsilon)
     thresholds = _thresholds(shares, delta, num_samples, failure, attempts)
     means, _ = shares.moments(num_samples, seed)
     return Certificate(
@@ -349,7 +298,7 @@ def verify(
     )  # fmt: skip
 
 
-def _thresholds(shares: _Shares, delta: float, num_samples: int, failure: float, attempts: int) -> np.ndarray:
+def _thresholds(shares: Shares, delta: float, num_samples: int, failure: float, attempts: int) -> np.ndarray:
     if not 0 < failure <= 0.1:
         raise DPConfigError(f"failure={failure} is outside (0, 0.1]. Use 1e-3.")
     limit = delta / (1 + failure)
@@ -358,7 +307,7 @@ def _thresholds(shares: _Shares, delta: float, num_samples: int, failure: float,
 
 def _excess(event: BallsInBinsDpEvent, epsilon: float, delta: float, num_samples: int) -> float:
     """Log of how far the estimated deltas lie above where a verification accepts almost surely; guides searches."""
-    shares = _Shares(event.gram, event.noise_multiplier, epsilon)
+    shares = Shares(event.gram, event.noise_multiplier, epsilon)
     means, errors = shares.moments(NUM_GUESSES, seed=1)
     spread = errors * (math.sqrt(NUM_GUESSES / num_samples) + 1) * 3  # of the verification, and of this estimate
     try:

@@ -18,7 +18,8 @@ from hf_dpopt.noise import (
     linear_cooldown,
     momentum_workload,
 )
-from hf_dpopt.noise.finite_time import LinearRegression, last_iterate_errors
+from hf_dpopt.noise.finite_time import last_iterate_errors
+from tests.reference.linear_regression import LinearRegression
 
 STRATEGIES = {
     "identity": IdentityStrategy(),

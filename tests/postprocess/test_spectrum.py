@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.experimental.filter_plots import plot_filters, plot_spectra
+from hf_dpopt.experimental.filter_plots import plot_filters
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
@@ -81,12 +81,10 @@ def test_signal_to_noise():
 @pytest.mark.slow
 def test_plots(tmp_path):
     pytest.importorskip("matplotlib")
-    recorded = torch.randn(300, 5)
     own = {"mean": LowPassFilter(b=[0.5, 0.5]), "adaptive": AdaptiveFIR(4, IndependentNoise(0.0))}
     for folder, paths in (
         ("presets", plot_filters(tmp_path / "presets")),
         ("own", plot_filters(tmp_path / "own", own)),
-        ("spectra", plot_spectra(recorded, recorded / 2, tmp_path / "spectra", noise_variance=1.0)),
     ):
         assert [path.suffix for path in paths] == [".png", ".svg"]
         assert all(path.parent.name == folder and path.stat().st_size > 10_000 for path in paths)
