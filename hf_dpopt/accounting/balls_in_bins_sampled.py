@@ -16,9 +16,9 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
@@ -26,7 +26,6 @@ from dp_accounting import get_sigma_gaussian
 from scipy.optimize import brentq, minimize_scalar
 
 from hf_dpopt.accounting.balls_in_bins import (
-    ADJACENCIES,
     BallsInBinsDpEvent,
     bin_lags,
     computed_epsilon,
@@ -42,9 +41,6 @@ NUM_GUESSES = 100_000  # of an estimate that only guides a search
 FAILURE = 1e-3  # probability that a search verifies something false; delta pays for it
 FAR = 50.0  # the largest logarithm that a search looks at
 ATTEMPTS = 10  # verifications that share it
-SAMPLING_FREE, MONTE_CARLO = "sampling-free", "Monte Carlo"
-
-Method = Literal["auto", "sampling_free", "monte_carlo"]
 
 
 # --- samples of the privacy loss -------------------------------------------------------------------------------------
@@ -232,7 +228,7 @@ def largest_accepted_mean(limit: float, ceiling: float, num_samples: int, false_
         enough = math.ceil(-math.log(false_accept) / -math.log1p(-q))
         raise DPConfigError(
             f"{num_samples} samples prove nothing at delta={limit:.3g}. Use num_samples > {enough}, better ten times "
-            "that, or method='sampling_free'."
+            "that, or amplification_samples=0."
         )
     low, high = 0.0, q
     for _ in range(200):  # keeps spare(low) > 0
@@ -318,9 +314,7 @@ def _excess(event: BallsInBinsDpEvent, epsilon: float, delta: float, num_samples
 
 
 @functools.lru_cache(maxsize=64)
-def verified_epsilon(
-    event: BallsInBinsDpEvent, delta: float, *, num_samples: int = NUM_SAMPLES, seed: int | None = None
-) -> Certificate:
+def verified_epsilon(event: BallsInBinsDpEvent, delta: float, *, num_samples: int = NUM_SAMPLES) -> Certificate:
     """Certificate of nearly the smallest epsilon that a verification accepts, for an event that has taken place.
 
     Formal guarantee: with probability at least 1 - FAILURE over its samples, the event is (epsilon, delta)-DP. It may
@@ -334,61 +328,14 @@ def verified_epsilon(
         low, high = (middle, high) if _excess(event, middle, delta, num_samples) > 0 else (low, middle)
     for attempt in range(ATTEMPTS):
         found = verify(
-            event, min(known, high * 1.02**attempt), delta, num_samples=num_samples, attempts=ATTEMPTS,
-            seed=None if seed is None else seed + attempt,
+            event, min(known, high * 1.02**attempt), delta, num_samples=num_samples, attempts=ATTEMPTS
         )  # fmt: skip
         if found.is_accepted:
             return found
     raise DPConfigError(f"No epsilon was verified for {event}. Use more samples than {num_samples}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """An epsilon and how it was proven."""
-
-    epsilon: float
-    method: str
-    num_samples: int = 0  # in each direction; 0 for a computation
-
-    def describe(self) -> str:
-        """Name of the method and number of samples, for the privacy statement."""
-        if self.method == MONTE_CARLO:
-            return f"Monte Carlo, verified with {self.num_samples} samples in each direction"
-        return self.method
-
-
-def epsilon_of(
-    event: BallsInBinsDpEvent, delta: float, adjacency: str, certificates: Sequence[Certificate] = ()
-) -> Bound:
-    """The smallest proven epsilon of one chain: computed, or that of a given certificate that covers it.
-
-    Formal guarantee: a computed one is an upper bound. One from a certificate holds as `verify` says, for the
-    procedure that made it. Never draws samples itself.
-
-    Raises:
-        DPConfigError: under an adjacency without a proof.
-    """
-    if adjacency not in ADJACENCIES:
-        raise DPConfigError(
-            f"Balls in bins has no proof under adjacency={adjacency!r}. Use 'add_or_remove_one' or 'zero_out'."
-        )
-    bounds = [Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE)]
-    for certificate in certificates:
-        if certificate.covers(event, delta):
-            bounds.append(Bound(certificate.epsilon, MONTE_CARLO, certificate.num_samples))
-    return min(bounds, key=lambda bound: bound.epsilon)
-
-
 # --- calibration -----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """The mechanism with the least noise that was proven, and how it was."""
-
-    event: BallsInBinsDpEvent
-    bound: Bound
-    certificate: Certificate | None  # of a Monte Carlo proof; keep it with the run
 
 
 def calibrate_balls_in_bins(
@@ -398,21 +345,16 @@ def calibrate_balls_in_bins(
     *,
     epsilon: float,
     delta: float,
-    method: Method = "auto",
     num_samples: int = NUM_SAMPLES,
-    seed: int | None = None,
-) -> Calibration:
-    """Nearly the least noise with which a run is (epsilon, delta)-DP.
+) -> Certificate | None:
+    """Certify nearly the least noise with which a run is (epsilon, delta)-DP; None unless it is 1% less than computed.
 
-    Formal guarantee: training with the returned event, or not at all if this raises, is (epsilon, delta)-DP: by
-    computation ("sampling_free"), or by `verify` with at most ATTEMPTS attempts, each with 1% more noise than the one
-    before ("monte_carlo"). That is one search: of several, to take the least noise, adds up their chances of a false
-    acceptance.
+    Formal guarantee: training with the event of the certificate, or not at all if this raises, is (epsilon, delta)-DP:
+    by `verify` with at most ATTEMPTS attempts, each with 1% more noise than the one before. That is one search: of
+    several, to take the least noise, adds up their chances of a false acceptance.
 
     Args:
-        method: "auto" takes samples only where they promise at least 1% less noise.
         num_samples: samples of each verification, in each direction.
-        seed: fixed seed for tests. A known seed voids the guarantee of "monte_carlo".
 
     Raises:
         DPConfigError: if every attempt fails, or if the samples are too few for any proof.
@@ -426,23 +368,19 @@ def calibrate_balls_in_bins(
 
     known = math.sqrt(bin_lags(strategy, num_steps, num_bins)[0]) * get_sigma_gaussian(epsilon, delta)
     top = math.log(known) + 1e-6  # with the bin known, this is enough
-    computed = _sampling_free_stddev(at, epsilon, delta, top) if method != "monte_carlo" else top
-    if method != "sampling_free":
-        guess = _root(lambda x: _excess(at(x), epsilon, delta, num_samples), top)
-        if method == "monte_carlo" or guess < computed - 0.01:
-            for attempt in range(ATTEMPTS):
-                event = at(guess + 0.01 * attempt)
-                fresh = None if seed is None else seed + attempt
-                found = verify(event, epsilon, delta, num_samples=num_samples, attempts=ATTEMPTS, seed=fresh)
-                if found.is_accepted:
-                    return Calibration(event, Bound(epsilon, MONTE_CARLO, num_samples), found)
-            # what was refused has used up its share of delta: to fall back on a computation would exceed it
-            raise DPConfigError(
-                f"No noise was verified for epsilon={epsilon} in {ATTEMPTS} attempts. Use more samples than "
-                f"{num_samples}, or none (amplification_samples=0) for the computed bound."
-            )
-    event = at(computed)
-    return Calibration(event, Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE), None)
+    computed = _root(lambda x: computed_epsilon(((at(x), 1),), delta) - epsilon, top)
+    guess = _root(lambda x: _excess(at(x), epsilon, delta, num_samples), top)
+    if guess >= computed - 0.01:
+        return None
+    for attempt in range(ATTEMPTS):
+        found = verify(at(guess + 0.01 * attempt), epsilon, delta, num_samples=num_samples, attempts=ATTEMPTS)
+        if found.is_accepted:
+            return found
+    # what was refused has used up its share of delta: to fall back on a computation would exceed it
+    raise DPConfigError(
+        f"No noise was verified for epsilon={epsilon} in {ATTEMPTS} attempts. Use more samples than "
+        f"{num_samples}, or none (amplification_samples=0) for the computed bound."
+    )
 
 
 def _root(function: Callable[[float], float], top: float) -> float:
@@ -451,15 +389,6 @@ def _root(function: Callable[[float], float], top: float) -> float:
     while function(low) <= 0 and width < 100:
         low, width = low - width, 2 * width
     return top if low == top else float(brentq(function, low, top, xtol=1e-3)) + 1e-3
-
-
-def _sampling_free_stddev(
-    at: Callable[[float], BallsInBinsDpEvent], epsilon: float, delta: float, top: float
-) -> float:
-    found = _root(lambda x: computed_epsilon(((at(x), 1),), delta) - epsilon, top)
-    while computed_epsilon(((at(found), 1),), delta) > epsilon:
-        found += 1e-3
-    return found
 
 
 def _check_target(epsilon: float, delta: float) -> None:
