@@ -130,7 +130,7 @@ class NoiseStrategy(abc.ABC):
         return self.sensitivity(n, participation) * float(np.sqrt(self.per_query_error(n, workload).mean()))
 
     def restarted(self, every: int) -> NoiseStrategy | None:
-        """Itself with restarts of its own after `every` steps; None where copies do (`hf_dpopt.noise.restarted`)."""
+        """Itself with restarts of its own after `every` steps; None where copies do (`hf_dpopt.noise.copies`)."""
         return None
 
     # --- stream and cost ---------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from hf_dpopt.noise import (
     FourierStrategy,
     IdentityStrategy,
     NuDPFTRL,
-    Stamped,
+    Restarted,
     TreeAggregation,
     Workload,
     linear_cooldown,
@@ -28,7 +28,7 @@ STRATEGIES = {
     "bands": BandedToeplitz((1.0, 0.5, 0.2)),
     "honaker": TreeAggregation("honaker"),
     "fft": FourierStrategy("fourier"),
-    "stamped": Stamped(NuDPFTRL(0.0), 3),
+    "restarted": Restarted(NuDPFTRL(0.0), 9),
 }
 EIGENVALUES, START = np.array([1.0, 0.4, 0.1]), np.array([0.5, -1.0, 2.0])
 

@@ -16,7 +16,7 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     OptimalCC,
     Participation,
-    Stamped,
+    Restarted,
     TreeAggregation,
     linear_cooldown,
     momentum_workload,
@@ -104,8 +104,8 @@ def test_closed_forms(n, position, k, name):
 
 
 @pytest.mark.parametrize("n, want", [(64, (2.7885, 5.9654, 7.7755)), (512, (3.2312, 8.0537, 10.4404))])
-def test_stamped(n, want):
-    strategy, participation = Stamped(OptimalCC(), 4), Participation(4, n // 4)
+def test_restarted(n, want):
+    strategy, participation = Restarted(OptimalCC(), n // 4), Participation(4, n // 4)
     losses = strategy.mean_loss(n, participation), max_loss(strategy, n, participation)
     assert (strategy.sensitivity(n, participation), *losses) == pytest.approx(want, abs=5.01e-5)
 
