@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
-from hf_dpopt.postprocess.spectrum import frequency_response
-from hf_dpopt.report.noise_plots import FORMATS, pyplot
+from hf_dpopt.report.noise_plots import pyplot, save_figure
+from recipes.paper.doppler.spectrum import frequency_response
 
 LOWEST_GAIN = -60.0  # decibels
 LOWEST_FREQUENCY = 1e-3
@@ -54,14 +53,5 @@ def plot_filters(folder: Path, filters: Mapping[str, LowPassFilter | AdaptiveFIR
         weights.set_ylim(
             top=1.1 * largest
         )  # the whole weight that `none` gives to the present one would hide the rest
-    return _save(plt, figure, folder, "filters")
-
-
-def _save(plt: Any, figure: Any, folder: Path, name: str) -> list[Path]:
     figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{extension}" for extension in FORMATS]
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return paths
+    return save_figure(figure, folder, "filters")
