@@ -19,6 +19,7 @@ from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
 from hf_dpopt.postprocess.low_pass import LowPassFilter
+from hf_dpopt.postprocess.recursion import impulse_response
 from hf_dpopt.run.stages import Stages
 
 NUM_STEPS, DELAY, STOPS = 20, 5, (3, 5, 8, 10, 13)  # in and between the phases
@@ -127,7 +128,7 @@ def _predicted(cell: tuple[str, str, str, str], run: _Run) -> np.ndarray:
         gains[adaptive] = DP2["clipping_norm"] / 0.5 * DP2["learning_rate_ratio"]
     rows = gains[:, None] * noising
     if cell[3] == "sgd" and run.filter is not None:
-        h = run.filter.impulse_response(NUM_STEPS)
+        h = impulse_response(run.filter.b, run.filter.a, NUM_STEPS)
         response = np.array([[h[t - s] if s <= t else 0.0 for s in range(NUM_STEPS)] for t in range(NUM_STEPS)])
         rows = response @ rows / response.sum(axis=1, keepdims=True)
     return np.square(rows).sum(axis=1) * (run.plan.draw_stddev * run.plan.sensitivity / 4) ** 2

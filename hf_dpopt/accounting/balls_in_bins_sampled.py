@@ -16,9 +16,9 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
@@ -26,9 +26,7 @@ from dp_accounting import get_sigma_gaussian
 from scipy.optimize import brentq, minimize_scalar
 
 from hf_dpopt.accounting.balls_in_bins import (
-    ADJACENCIES,
     BallsInBinsDpEvent,
-    bin_grams,
     bin_lags,
     computed_epsilon,
     without_amplification,
@@ -43,15 +41,12 @@ NUM_GUESSES = 100_000  # of an estimate that only guides a search
 FAILURE = 1e-3  # probability that a search verifies something false; delta pays for it
 FAR = 50.0  # the largest logarithm that a search looks at
 ATTEMPTS = 10  # verifications that share it
-SAMPLING_FREE, MONTE_CARLO = "sampling-free", "Monte Carlo"
-
-Method = Literal["auto", "sampling_free", "monte_carlo"]
 
 
 # --- samples of the privacy loss -------------------------------------------------------------------------------------
 
 
-class _Shares:
+class Shares:
     r"""Random variables in [0, ceiling] whose means are the two deltas; importance samples of the privacy loss.
 
     The loss is ``L(y) = log dP/dQ = log mean_j exp((2 <y, m_j> - |m_j|^2) / (2 s^2))``. With h = (1 - e^(eps - L))_+:
@@ -131,56 +126,6 @@ def _log_mean_exp(exponents: np.ndarray) -> np.ndarray:
     return top + np.log(exponents.mean(axis=1))
 
 
-# --- estimates: no guarantee -----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaEstimate:
-    """Monte Carlo estimates of delta when a record is removed and when it is added, with their standard errors."""
-
-    remove: float
-    remove_error: float
-    add: float
-    add_error: float
-    num_samples: int
-
-    @property
-    def delta(self) -> float:
-        """The larger of the two."""
-        return max(self.remove, self.add)
-
-
-def balls_in_bins_delta(
-    strategy: StrategyMatrices,
-    draw_stddev: float,
-    epsilon: float,
-    *,
-    num_steps: int,
-    num_bins: int,
-    num_samples: int = 1_000_000,
-    seed: int = 0,
-) -> DeltaEstimate:
-    """Delta at `epsilon`, estimated: a number with a standard error, not a bound.
-
-    Args:
-        strategy: C, non-negative.
-        draw_stddev: sigma_z relative to the clipping norm, > 0.
-        epsilon: >= 0.
-        num_steps: steps of the run.
-        num_bins: b; a record takes part in every b-th step.
-        num_samples: samples for each of the two directions.
-        seed: seed of the samples, which protect nobody.
-    """
-    if not (math.isfinite(draw_stddev) and draw_stddev > 0) or not epsilon >= 0 or num_samples < 2:
-        raise DPConfigError("Use a finite draw_stddev > 0, an epsilon >= 0 and at least 2 samples.")
-    shares = _Shares(bin_grams(strategy, num_steps, num_bins), draw_stddev, epsilon)
-    means, errors = shares.moments(num_samples, seed)
-    return DeltaEstimate(
-        remove=float(means[0]), remove_error=float(errors[0]), add=float(means[1]), add_error=float(errors[1]),
-        num_samples=num_samples,
-    )  # fmt: skip
-
-
 # --- estimate, verify, release ---------------------------------------------------------------------------------------
 
 
@@ -241,7 +186,7 @@ class Certificate:
                 raise ValueError("a value is not finite")
             _check_target(values["epsilon"], values["delta"])
             found = cls(event=BallsInBinsDpEvent(**event), **values)
-            shares = _Shares(found.event.gram, found.event.noise_multiplier, found.epsilon)
+            shares = Shares(found.event.gram, found.event.noise_multiplier, found.epsilon)
             limits = _thresholds(shares, found.delta, found.num_samples, FAILURE, ATTEMPTS)
             if not np.allclose(limits, [found.remove_threshold, found.add_threshold], rtol=1e-6) or (
                 (found.failure, found.attempts) != (FAILURE, ATTEMPTS)
@@ -283,7 +228,7 @@ def largest_accepted_mean(limit: float, ceiling: float, num_samples: int, false_
         enough = math.ceil(-math.log(false_accept) / -math.log1p(-q))
         raise DPConfigError(
             f"{num_samples} samples prove nothing at delta={limit:.3g}. Use num_samples > {enough}, better ten times "
-            "that, or method='sampling_free'."
+            "that, or amplification_samples=0."
         )
     low, high = 0.0, q
     for _ in range(200):  # keeps spare(low) > 0
@@ -339,7 +284,7 @@ def verify(
     _check_target(epsilon, delta)
     check_count("num_samples", num_samples)
     check_count("attempts", attempts)
-    shares = _Shares(event.gram, event.noise_multiplier, epsilon)
+    shares = Shares(event.gram, event.noise_multiplier, epsilon)
     thresholds = _thresholds(shares, delta, num_samples, failure, attempts)
     means, _ = shares.moments(num_samples, seed)
     return Certificate(
@@ -349,7 +294,7 @@ def verify(
     )  # fmt: skip
 
 
-def _thresholds(shares: _Shares, delta: float, num_samples: int, failure: float, attempts: int) -> np.ndarray:
+def _thresholds(shares: Shares, delta: float, num_samples: int, failure: float, attempts: int) -> np.ndarray:
     if not 0 < failure <= 0.1:
         raise DPConfigError(f"failure={failure} is outside (0, 0.1]. Use 1e-3.")
     limit = delta / (1 + failure)
@@ -358,7 +303,7 @@ def _thresholds(shares: _Shares, delta: float, num_samples: int, failure: float,
 
 def _excess(event: BallsInBinsDpEvent, epsilon: float, delta: float, num_samples: int) -> float:
     """Log of how far the estimated deltas lie above where a verification accepts almost surely; guides searches."""
-    shares = _Shares(event.gram, event.noise_multiplier, epsilon)
+    shares = Shares(event.gram, event.noise_multiplier, epsilon)
     means, errors = shares.moments(NUM_GUESSES, seed=1)
     spread = errors * (math.sqrt(NUM_GUESSES / num_samples) + 1) * 3  # of the verification, and of this estimate
     try:
@@ -369,9 +314,7 @@ def _excess(event: BallsInBinsDpEvent, epsilon: float, delta: float, num_samples
 
 
 @functools.lru_cache(maxsize=64)
-def verified_epsilon(
-    event: BallsInBinsDpEvent, delta: float, *, num_samples: int = NUM_SAMPLES, seed: int | None = None
-) -> Certificate:
+def verified_epsilon(event: BallsInBinsDpEvent, delta: float, *, num_samples: int = NUM_SAMPLES) -> Certificate:
     """Certificate of nearly the smallest epsilon that a verification accepts, for an event that has taken place.
 
     Formal guarantee: with probability at least 1 - FAILURE over its samples, the event is (epsilon, delta)-DP. It may
@@ -385,61 +328,14 @@ def verified_epsilon(
         low, high = (middle, high) if _excess(event, middle, delta, num_samples) > 0 else (low, middle)
     for attempt in range(ATTEMPTS):
         found = verify(
-            event, min(known, high * 1.02**attempt), delta, num_samples=num_samples, attempts=ATTEMPTS,
-            seed=None if seed is None else seed + attempt,
+            event, min(known, high * 1.02**attempt), delta, num_samples=num_samples, attempts=ATTEMPTS
         )  # fmt: skip
         if found.is_accepted:
             return found
     raise DPConfigError(f"No epsilon was verified for {event}. Use more samples than {num_samples}.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """An epsilon and how it was proven."""
-
-    epsilon: float
-    method: str
-    num_samples: int = 0  # in each direction; 0 for a computation
-
-    def describe(self) -> str:
-        """Name of the method and number of samples, for the privacy statement."""
-        if self.method == MONTE_CARLO:
-            return f"Monte Carlo, verified with {self.num_samples} samples in each direction"
-        return self.method
-
-
-def epsilon_of(
-    event: BallsInBinsDpEvent, delta: float, adjacency: str, certificates: Sequence[Certificate] = ()
-) -> Bound:
-    """The smallest proven epsilon of one chain: computed, or that of a given certificate that covers it.
-
-    Formal guarantee: a computed one is an upper bound. One from a certificate holds as `verify` says, for the
-    procedure that made it. Never draws samples itself.
-
-    Raises:
-        DPConfigError: under an adjacency without a proof.
-    """
-    if adjacency not in ADJACENCIES:
-        raise DPConfigError(
-            f"Balls in bins has no proof under adjacency={adjacency!r}. Use 'add_or_remove_one' or 'zero_out'."
-        )
-    bounds = [Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE)]
-    for certificate in certificates:
-        if certificate.covers(event, delta):
-            bounds.append(Bound(certificate.epsilon, MONTE_CARLO, certificate.num_samples))
-    return min(bounds, key=lambda bound: bound.epsilon)
-
-
 # --- calibration -----------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """The mechanism with the least noise that was proven, and how it was."""
-
-    event: BallsInBinsDpEvent
-    bound: Bound
-    certificate: Certificate | None  # of a Monte Carlo proof; keep it with the run
 
 
 def calibrate_balls_in_bins(
@@ -449,21 +345,16 @@ def calibrate_balls_in_bins(
     *,
     epsilon: float,
     delta: float,
-    method: Method = "auto",
     num_samples: int = NUM_SAMPLES,
-    seed: int | None = None,
-) -> Calibration:
-    """Nearly the least noise with which a run is (epsilon, delta)-DP.
+) -> Certificate | None:
+    """Certify nearly the least noise with which a run is (epsilon, delta)-DP; None unless it is 1% less than computed.
 
-    Formal guarantee: training with the returned event, or not at all if this raises, is (epsilon, delta)-DP: by
-    computation ("sampling_free"), or by `verify` with at most ATTEMPTS attempts, each with 1% more noise than the one
-    before ("monte_carlo"). That is one search: of several, to take the least noise, adds up their chances of a false
-    acceptance.
+    Formal guarantee: training with the event of the certificate, or not at all if this raises, is (epsilon, delta)-DP:
+    by `verify` with at most ATTEMPTS attempts, each with 1% more noise than the one before. That is one search: of
+    several, to take the least noise, adds up their chances of a false acceptance.
 
     Args:
-        method: "auto" takes samples only where they promise at least 1% less noise.
         num_samples: samples of each verification, in each direction.
-        seed: fixed seed for tests. A known seed voids the guarantee of "monte_carlo".
 
     Raises:
         DPConfigError: if every attempt fails, or if the samples are too few for any proof.
@@ -477,23 +368,19 @@ def calibrate_balls_in_bins(
 
     known = math.sqrt(bin_lags(strategy, num_steps, num_bins)[0]) * get_sigma_gaussian(epsilon, delta)
     top = math.log(known) + 1e-6  # with the bin known, this is enough
-    computed = _sampling_free_stddev(at, epsilon, delta, top) if method != "monte_carlo" else top
-    if method != "sampling_free":
-        guess = _root(lambda x: _excess(at(x), epsilon, delta, num_samples), top)
-        if method == "monte_carlo" or guess < computed - 0.01:
-            for attempt in range(ATTEMPTS):
-                event = at(guess + 0.01 * attempt)
-                fresh = None if seed is None else seed + attempt
-                found = verify(event, epsilon, delta, num_samples=num_samples, attempts=ATTEMPTS, seed=fresh)
-                if found.is_accepted:
-                    return Calibration(event, Bound(epsilon, MONTE_CARLO, num_samples), found)
-            # what was refused has used up its share of delta: to fall back on a computation would exceed it
-            raise DPConfigError(
-                f"No noise was verified for epsilon={epsilon} in {ATTEMPTS} attempts. Use more samples than "
-                f"{num_samples}, or none (amplification_samples=0) for the computed bound."
-            )
-    event = at(computed)
-    return Calibration(event, Bound(computed_epsilon(((event, 1),), delta), SAMPLING_FREE), None)
+    computed = _root(lambda x: computed_epsilon(((at(x), 1),), delta) - epsilon, top)
+    guess = _root(lambda x: _excess(at(x), epsilon, delta, num_samples), top)
+    if guess >= computed - 0.01:
+        return None
+    for attempt in range(ATTEMPTS):
+        found = verify(at(guess + 0.01 * attempt), epsilon, delta, num_samples=num_samples, attempts=ATTEMPTS)
+        if found.is_accepted:
+            return found
+    # what was refused has used up its share of delta: to fall back on a computation would exceed it
+    raise DPConfigError(
+        f"No noise was verified for epsilon={epsilon} in {ATTEMPTS} attempts. Use more samples than "
+        f"{num_samples}, or none (amplification_samples=0) for the computed bound."
+    )
 
 
 def _root(function: Callable[[float], float], top: float) -> float:
@@ -502,15 +389,6 @@ def _root(function: Callable[[float], float], top: float) -> float:
     while function(low) <= 0 and width < 100:
         low, width = low - width, 2 * width
     return top if low == top else float(brentq(function, low, top, xtol=1e-3)) + 1e-3
-
-
-def _sampling_free_stddev(
-    at: Callable[[float], BallsInBinsDpEvent], epsilon: float, delta: float, top: float
-) -> float:
-    found = _root(lambda x: computed_epsilon(((at(x), 1),), delta) - epsilon, top)
-    while computed_epsilon(((at(found), 1),), delta) > epsilon:
-        found += 1e-3
-    return found
 
 
 def _check_target(epsilon: float, delta: float) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -36,6 +37,10 @@ WHY_POOLED = (
     "on SST-2 (MiniLM, epsilon 8, one run each) 84.6 % in 0.75 passes and 86.1 % in 9; 84.1 % in 3 "
     "without it (docs/results.md)"
 )
+ADVISED = {  # flags of `plan` that advice reads, or that change none of it
+    "num_examples", "target_epsilon", "target_delta", "epochs", "num_parameters", "weights", "finetuning", "objective",
+    "records_per_second", "model", "task", "as_json", "allow_large_delta", "amplification_samples", "records_per_user",
+}  # fmt: skip
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
 
@@ -116,15 +121,21 @@ def parse_count(text: str) -> int:
     return round(value)
 
 
-def refuse_without_batch(given: list[str]) -> None:
+def refuse_without_batch(ctx: typer.Context, given: Mapping[str, Any]) -> None:
     """Refuse flags that plan a run, where advice is asked for.
+
+    Args:
+        ctx: the command.
+        given: values of its flags.
 
     Raises:
         DPConfigError: if there are any.
     """
-    if given:
+    flags = [one for one in ctx.command.params if one.name not in ADVISED and given.get(str(one.name))]
+    planning = [one.opts[-1] for one in flags if given[str(one.name)] != one.default]
+    if planning:
         raise DPConfigError(
-            f"{', '.join(given)} plans a run, which needs a batch: add --batch 1024. Without them, --epsilon 8 "
+            f"{', '.join(planning)} plans a run, which needs a batch: add --batch 1024. Without them, --epsilon 8 "
             "advises which batch to take."
         )
 

@@ -71,16 +71,17 @@ def common(
 
 @app.command()
 def plan(
+    ctx: typer.Context,
     num_examples: NumExamples,
-    batch_size: MaybeBatchSize = None,
+    expected_batch_size: MaybeBatchSize = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
     epochs: Annotated[
         float | None,
         typer.Option("--epochs", "--passes", help="Or passes over the data, counted as the Trainer does."),
     ] = None,
-    epsilon: Epsilon = None,
+    target_epsilon: Epsilon = None,
     noise_multiplier: NoiseMultiplier = None,
-    delta: Delta = None,
+    target_delta: Delta = None,
     allow_large_delta: AllowLargeDelta = False,
     sampling: Annotated[str, flag("sampling")] = "auto",
     adjacency: Annotated[str, flag("adjacency")] = "auto",
@@ -126,56 +127,31 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Plan a run: noise, epsilon, and which noise suits it. Without a batch: advice which to take. No data is read."""
+    given = dict(locals())
     from hf_dpopt.cli import advising
 
     trained = None if num_parameters is None else advising.parse_count(num_parameters)
     request = advising.Request(
-        num_examples=num_examples, epsilon=epsilon, delta=delta, passes=epochs, trained=trained,
+        num_examples=num_examples, epsilon=target_epsilon, delta=target_delta, passes=epochs, trained=trained,
         weights=None if weights is None else advising.parse_count(weights), finetuning=finetuning,
         objective="generation" if task == "e2e" else objective, records_per_second=records_per_second,
         model=model, task=task,
     )  # fmt: skip
-    if batch_size is None:
-        given = {
-            "--steps": steps, "--noise-multiplier": noise_multiplier, "--noise-kwargs": noise_kwargs, "--plots": plots,
-            "--noise-restart-every": noise_restart_every, "--compare": compare or None,
-            "--noise-at-changes": None if noise_at_changes == "auto" else noise_at_changes,
-            "--preconditioner": None if preconditioner == "none" else preconditioner,
-            "--preconditioner-kwargs": preconditioner_kwargs,
-            "--sampling": None if sampling == "auto" else sampling,
-            "--noise-mechanism": None if noise_mechanism == "gaussian" else noise_mechanism,
-            "--adjacency": None if adjacency == "auto" else adjacency, "--momentum": momentum or None,
-            "--optimizer": None if optimizer == "adamw" else optimizer, "--users": users,
-            "--schedule": None if schedule == "linear" else schedule,
-        }  # fmt: skip
-        advising.refuse_without_batch([name for name, value in given.items() if value is not None])
+    if expected_batch_size is None:
+        advising.refuse_without_batch(ctx, given)
         advising.show_advice(request, as_json=as_json)
         return
     from hf_dpopt.cli import planning
 
-    asked = {
-        "target_epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "target_delta": delta,
-        "allow_large_delta": allow_large_delta,
-        "expected_batch_size": batch_size,
-        "sampling": sampling,
-        "adjacency": adjacency,
-        "noise_mechanism": noise_mechanism,
-        "noise_kwargs": noise_kwargs,
-        "noise_restart_every": noise_restart_every,
-        "noise_at_changes": noise_at_changes,
-        "preconditioner": preconditioner,
-        "preconditioner_kwargs": preconditioner_kwargs,
-        "amplification_samples": amplification_samples,
-    }
-    length = planning.Length(num_examples=num_examples, batch_size=batch_size, steps=steps, epochs=epochs)
+    num_steps = planning.steps_of_run(num_examples, expected_batch_size, steps=steps, epochs=epochs)
     if users is not None:
-        planning.plan_users(asked, length, users=users, records_per_user=records_per_user, as_json=as_json)
+        planning.plan_users(
+            planning.config_of(given), num_steps, users=users, records_per_user=records_per_user, as_json=as_json
+        )
         return
     planning.plan_run(
-        asked,
-        length,
+        given,
+        num_steps,
         planning.Training(optimizer=optimizer, momentum=momentum, schedule=schedule, num_parameters=trained or 10**6),
         request=request,
         compare=compare if compare is not None else not as_json or plots is not None,
@@ -218,10 +194,10 @@ def verify(
 
 @app.command()
 def audit(
-    epsilon: Epsilon = None,
+    target_epsilon: Epsilon = None,
     noise_multiplier: NoiseMultiplier = None,
-    delta: Delta = None,
-    batch_size: MaybeBatchSize = None,
+    target_delta: Delta = None,
+    expected_batch_size: MaybeBatchSize = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 32,
     canaries: Annotated[int, typer.Option(help="Records (or users) whose gradients are known.")] = 1000,
     noise_mechanism: Annotated[str | None, flag("noise_mechanism", says_default=False)] = None,
@@ -256,32 +232,18 @@ def audit(
     Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
     no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
     """
-    from hf_dpopt.cli.auditing import settings_like, show_audit, show_scores, significance_of
+    given = dict(locals())
+    from hf_dpopt.cli.auditing import settings_of, show_audit, show_scores, significance_of
 
     significance = significance_of(confidence)
     if scores is not None:
-        code = show_scores(scores, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
+        code = show_scores(
+            scores, delta=target_delta, epsilon=target_epsilon, significance=significance, as_json=as_json
+        )
     else:
-        settings = (settings_like(like) if like is not None else {}) | {
-            name: value
-            for name, value in {
-                "target_epsilon": epsilon,
-                "noise_multiplier": noise_multiplier,
-                "target_delta": delta,
-                "expected_batch_size": batch_size,
-                "noise_mechanism": noise_mechanism,
-                "noise_kwargs": noise_kwargs,
-                "sampling": sampling,
-                "adjacency": adjacency,
-                "preconditioner": preconditioner,
-                "preconditioner_kwargs": preconditioner_kwargs,
-                "privacy_unit": privacy_unit,
-            }.items()
-            if value is not None
-        }
         code = show_audit(
-            settings, num_canaries=canaries, num_steps=steps, significance=significance, plot=plot, as_json=as_json,
-            like=like,
+            settings_of(given), num_canaries=canaries, num_steps=steps, significance=significance, plot=plot,
+            as_json=as_json, like=like,
         )  # fmt: skip
     if code:
         raise typer.Exit(code)
@@ -377,14 +339,10 @@ def tune(
 
     Exit code 1: no run gave a score, and nothing was released. A tuning that was interrupted goes on where it was.
     """
-    from hf_dpopt.cli.tune import Asked, run_tuning
+    given = dict(locals())
+    from hf_dpopt.cli.tune import run_tuning
 
-    asked = Asked(
-        command=command, output_dir=output_dir, epsilon=epsilon, space=space, metric=metric, runs=runs, shape=shape,
-        minimize=minimize, private_state_dir=private_state_dir, privacy_ledger=privacy_ledger,
-        privacy_ledger_epsilon=privacy_ledger_epsilon,
-    )  # fmt: skip
-    if not run_tuning(asked):
+    if not run_tuning(**given):
         raise typer.Exit(1)
 
 
@@ -402,13 +360,13 @@ def ledger(
 @app.command()
 def plan_head(
     num_examples: NumExamples,
-    batch_size: BatchSize,
-    steps: Annotated[int, typer.Option(help="Steps of the whole run.")],
+    expected_batch_size: BatchSize,
+    num_steps: Annotated[int, typer.Option("--steps", help="Steps of the whole run.")],
     head_radius: Annotated[float, flag("head_radius")],
     feature_norm: Annotated[float, flag("feature_norm")],
-    epsilon: Epsilon = None,
+    target_epsilon: Epsilon = None,
     noise_multiplier: NoiseMultiplier = None,
-    delta: Delta = None,
+    target_delta: Delta = None,
     allow_large_delta: AllowLargeDelta = False,
     learning_rate: Annotated[float | None, typer.Option(help="Default: half of what is allowed.")] = None,
     l2: Annotated[float, flag("l2")] = 0.0,
@@ -424,21 +382,10 @@ def plan_head(
     as_json: AsJson = False,
 ) -> None:
     """Plan a linear head of which only the final weights leave. Noise, epsilon, and from where on steps are free."""
+    given = dict(locals())
     from hf_dpopt.cli.head import show_head
 
-    asked = {
-        "head_radius": head_radius,
-        "feature_norm": feature_norm,
-        "expected_batch_size": batch_size,
-        "num_steps": steps,
-        "target_epsilon": epsilon,
-        "noise_multiplier": noise_multiplier,
-        "target_delta": delta,
-        "allow_large_delta": allow_large_delta,
-        "learning_rate": learning_rate,
-        "l2": l2,
-    }
-    show_head(asked, num_examples=num_examples, num_weights=num_weights, as_json=as_json, plots=plots)
+    show_head(given, num_examples=num_examples, num_weights=num_weights, as_json=as_json, plots=plots)
 
 
 if __name__ == "__main__":

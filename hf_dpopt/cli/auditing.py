@@ -20,7 +20,17 @@ from hf_dpopt.report.audits import INSTALLATION
 from hf_dpopt.report.report import add_audit, read_report
 
 IMAGES = (".png", ".svg")
+SETTINGS = (
+    "target_epsilon", "noise_multiplier", "target_delta", "expected_batch_size", "noise_mechanism", "noise_kwargs",
+    "sampling", "adjacency", "preconditioner", "preconditioner_kwargs", "privacy_unit",
+)  # fmt: skip
 LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
+
+
+def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of the audited run: those of the run that it is like, and those given."""
+    like = {} if given["like"] is None else settings_like(given["like"])
+    return like | {name: given[name] for name in SETTINGS if given[name] is not None}
 
 
 def settings_like(output_dir: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,19 @@ from hf_dpopt.report.statement import round_up
 
 
 def show_head(
-    asked: dict[str, Any], *, num_examples: int, num_weights: int | None, as_json: bool, plots: Path | None = None
+    given: dict[str, Any], *, num_examples: int, num_weights: int | None, as_json: bool, plots: Path | None = None
 ) -> None:
     """Print the plan of a head.
 
     Args:
-        asked: fields of `HeadConfig`.
+        given: flags, those with the names of fields of `HeadConfig` among them.
         num_examples: records in the training set.
         num_weights: weights of the head; None if how far noise carries them is not asked.
         as_json: whether JSON is printed.
         plots: folder of plots of both bounds against the steps; None for none.
     """
-    config = HeadConfig(**asked)
+    fields = {field.name for field in dataclasses.fields(HeadConfig)}
+    config = HeadConfig(**{name: value for name, value in given.items() if name in fields})
     if num_weights is not None:
         check_count("num_weights", num_weights)
     plan = make_head_plan(config, num_examples=num_examples)

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,30 +39,18 @@ from hf_dpopt.report.statement import round_up
 PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Length:
-    """Length of a run: either so many steps, or epochs, which are converted as `Trainer` does."""
-
-    num_examples: int
-    batch_size: int
-    steps: int | None
-    epochs: float | None
-
-    def num_steps(self) -> int:
-        """Optimizer steps of the run."""
-        if (self.steps is None) == (self.epochs is None):
-            given = "Neither of --steps and --epochs is" if self.steps is None else "Both --steps and --epochs are"
-            raise DPConfigError(f"{given} given. Give exactly one, such as --epochs 3.")
-        if self.steps is not None:
-            check_count("num_steps", self.steps)
-            return self.steps
-        assert self.epochs is not None
-        if not 0 < self.epochs < math.inf:
-            raise DPConfigError(
-                f"--epochs {self.epochs} is not a number of passes. Use a finite number > 0, such as 3."
-            )
-        check_count("num_examples", self.num_examples)
-        return steps_of(self.epochs, self.num_examples, self.batch_size)
+def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epochs: float | None) -> int:
+    """Return the optimizer steps of a run: those given, or those of epochs, which are converted as `Trainer` does."""
+    if (steps is None) == (epochs is None):
+        given = "Neither of --steps and --epochs is" if steps is None else "Both --steps and --epochs are"
+        raise DPConfigError(f"{given} given. Give exactly one, such as --epochs 3.")
+    if epochs is None:
+        check_count("num_steps", steps)
+        return steps  # type: ignore[return-value]  # a count
+    if not 0 < epochs < math.inf:
+        raise DPConfigError(f"--epochs {epochs} is not a number of passes. Use a finite number > 0, such as 3.")
+    check_count("num_examples", num_examples)
+    return steps_of(epochs, num_examples, batch_size)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,8 +77,8 @@ class Training:
 
 
 def plan_run(
-    asked: dict[str, Any],
-    length: Length,
+    given: Mapping[str, Any],
+    num_steps: int,
     training: Training,
     *,
     request: Request,
@@ -100,28 +89,27 @@ def plan_run(
     """Print the plan of a run, and beside it that of every mechanism at the same budget.
 
     Args:
-        asked: fields of `PrivacyConfig`, with noise_kwargs and preconditioner_kwargs as JSON.
-        request: what advice is for.
+        given: flags, with the names of fields of `PrivacyConfig`.
+        num_steps: optimizer steps.
+        training: weights and optimizer.
+        request: records, and what advice is for.
         compare: whether to compare mechanisms.
         plots: folder for plots of the comparison, or None.
     """
     log.show(True)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        config = _config(asked)
     check_count("num_parameters", training.num_parameters)
     if plots is not None:
         pyplot()  # what cannot be drawn is found before anything is computed
-    num_steps = length.num_steps()
-    check_sizes(length.num_examples, num_steps)
-    check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
-    workload = training.workload(num_steps)
-    sizes = {"num_examples": length.num_examples, "num_steps": num_steps, "workload": workload}
-    with warnings.catch_warnings(record=True) as later:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        config = config_of(given)
+        check_sizes(request.num_examples, num_steps)
+        check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
+        workload = training.workload(num_steps)
+        sizes = {"num_examples": request.num_examples, "num_steps": num_steps, "workload": workload}
         made = make_plan(config, **sizes)  # type: ignore[arg-type]
         rows = _compare(config, made, sizes, wanted=compare)
-    for message in dict.fromkeys(str(warning.message) for warning in [*caught, *later]):
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
         sys.stderr.write(f"hf-dpopt: warning: {message}\n")
     beside = advice_beside(made, request, is_adaptive=training.optimizer == "adamw")
     if as_json:
@@ -143,20 +131,21 @@ def plan_run(
             sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
-def plan_users(asked: dict[str, Any], length: Length, *, users: int, records_per_user: int, as_json: bool) -> None:
+def plan_users(config: PrivacyConfig, num_steps: int, *, users: int, records_per_user: int, as_json: bool) -> None:
     """Print two plans that protect users, one that samples users and one that samples records.
 
     Args:
-        asked: fields of `PrivacyConfig`, with noise_kwargs and preconditioner_kwargs as JSON.
+        config: the settings, with records as the batch.
+        num_steps: optimizer steps.
         users: users in the training set.
         records_per_user: records of a user that take part.
     """
     compared = plan_for_users(
-        _config(asked),
+        config,
         num_users=users,
         records_per_user=records_per_user,
-        records_per_step=length.batch_size,
-        num_steps=length.num_steps(),
+        records_per_step=config.expected_batch_size,
+        num_steps=num_steps,
     )
     if as_json:
         print_json({"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()})
@@ -164,15 +153,17 @@ def plan_users(asked: dict[str, Any], length: Length, *, users: int, records_per
         typer.echo(_users_text(compared))
 
 
-def _config(asked: dict[str, Any]) -> PrivacyConfig:
-    options = {}
+def config_of(given: Mapping[str, Any]) -> PrivacyConfig:
+    """Make the settings of a run from flags that have the names of its fields; some are JSON."""
+    names = {field.name for field in dataclasses.fields(PrivacyConfig)} - {"records_per_user"}  # of `plan_users` alone
+    asked = {name: value for name, value in given.items() if name in names}
     for name, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"clipping_norm": 5}')):
         text, flag = asked[name], f"--{name.replace('_', '-')}"
         try:
-            options[name] = None if text is None else json.loads(text)
+            asked[name] = None if text is None else json.loads(text)
         except (ValueError, RecursionError):
             raise DPConfigError(f"{flag} {shown(text)} is not JSON. Use {flag} '{example}'.") from None
-    return PrivacyConfig(**{**asked, **options})
+    return PrivacyConfig(**asked)
 
 
 def _compare(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_dpopt.cli.advising import Request
-from hf_dpopt.cli.planning import Length
+from hf_dpopt.cli.planning import steps_of_run
 from hf_dpopt.cli.show import print_json
 from hf_dpopt.plan.advice import advise
 from hf_dpopt.plan.config import PrivacyConfig
@@ -44,7 +44,6 @@ def show_tuning_plans(
     job = request.job()
     batch = advise(job).batch if batch_size is None else batch_size
     passes = None if steps is not None else job.passes
-    length = Length(num_examples=job.num_units, batch_size=batch, steps=steps, epochs=passes)
     config = PrivacyConfig(
         target_epsilon=job.target_epsilon,
         target_delta=job.target_delta,
@@ -55,7 +54,7 @@ def show_tuning_plans(
         plan_tunings(
             config,
             num_examples=job.num_units,
-            num_steps=length.num_steps(),
+            num_steps=steps_of_run(job.num_units, batch, steps=steps, epochs=passes),
             means=means or MEANS,
             shapes=shapes if shapes is not None else SHAPES,
             kind=job.kind,

@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from hf_dpopt.common.durable import UNSUPPORTED, is_open_at
+from hf_dpopt.common.durable import UNSUPPORTED
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.storage import naming
 
@@ -62,11 +62,6 @@ class FileLock:
             os.close(descriptor)
             raise
         return cls(path, descriptor, is_enforced=is_enforced)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the lock file is still at its place; where it is not, another process can take a new one."""
-        return self._descriptor is not None and is_open_at(self._descriptor, self.path)
 
     def close(self) -> None:
         """Give up the lock."""

@@ -12,7 +12,7 @@ from hf_dpopt.accounting.last_iterate import last_iterate_epsilon
 from hf_dpopt.accounting.last_iterate_lower import last_iterate_lower_epsilons
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex.plan import HeadPlan
-from hf_dpopt.report.noise_plots import FORMATS, pyplot
+from hf_dpopt.report.noise_plots import pyplot, save_figure
 
 NUM_LENGTHS = 13  # numbers of steps, whose bounds are computed
 BEYOND = 10  # times the steps of the plan, or those after which more are free, are shown
@@ -99,9 +99,4 @@ def plot_head(plan: HeadPlan, folder: Path) -> list[Path]:
         f"{sgd.noise_multiplier:.3g}, ball of radius {sgd.diameter / 2:g}"
     )
     figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"head.{extension}" for extension in FORMATS]
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return paths
+    return save_figure(figure, folder, "head")

@@ -5,10 +5,8 @@ Shape legend: k = rank of the subspace.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -136,19 +134,3 @@ class GoePreconditioner:
         self._factor = torch.linalg.qr(self._factor @ transition_kk.T).R
         if self.matrix is not None:
             self.matrix = transition_kk @ self.matrix @ transition_kk.T
-
-    def secret_state_dict(self) -> dict[str, Any]:
-        """**Secret**, un-noised state: it belongs beside the noise keys, never into a checkpoint that is shared."""
-        return {
-            "factor": self._factor,
-            "num_steps": self._num_steps,
-            "last_released": self._last_released,
-            "matrix": self.matrix,
-            "floor": self.floor,
-            "releases": [dataclasses.astuple(r) for r in self.releases],
-        }
-
-    def load_secret_state_dict(self, state: dict[str, Any]) -> None:
-        self._factor, self._num_steps = state["factor"].clone(), state["num_steps"]
-        self._last_released, self.matrix, self.floor = state["last_released"], state["matrix"], state["floor"]
-        self.releases = [GoeRelease(*r) for r in state["releases"]]

@@ -11,15 +11,14 @@ from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, LambdaCGD, optimize_
 from hf_dpopt.noise.banded import BandedToeplitz, ColumnNormalized, choose_num_bands, optimize_banded
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.blt import BufferedLinearToeplitz, fit_blt, optimize_blt
+from hf_dpopt.noise.copies import Phased, Restarted
 from hf_dpopt.noise.dense import DenseStrategy, optimize_dense
 from hf_dpopt.noise.fourier import FourierStrategy
 from hf_dpopt.noise.gaussian import IdentityStrategy, IndependentStream
 from hf_dpopt.noise.mechanism import NoiseMechanism, independent_noise
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL, OptimalCC, optimize_nu
 from hf_dpopt.noise.participation import Participation
-from hf_dpopt.noise.phased import Phased
 from hf_dpopt.noise.registry import MECHANISMS, Mechanism, Setting, make_strategy, register
-from hf_dpopt.noise.restarted import Restarted, Stamped
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
 from hf_dpopt.noise.tree import TreeAggregation
@@ -51,7 +50,6 @@ __all__ = [
     "Phased",
     "Restarted",
     "Setting",
-    "Stamped",
     "StreamCost",
     "ToeplitzStrategy",
     "TreeAggregation",

@@ -40,7 +40,7 @@ class FourierStrategy(NoiseStrategy):
     With "fourier" the noise has the law of the paper's, ``A B (A B)^T = K`` for prefix sums A; its sensitivity is that
     of ``C^T C = A^T K^-1 A``, which is the exact one, and at most that of K, which the paper charges. With "optimal"
     ``C^T C = K`` and ``B = C^-1``: the paper's encoder with its best linear decoder. For one participation the paper's
-    mechanism has the error `fourier_error` in every prefix sum, sensitivity included.
+    mechanism has the error ``K[0, 0] = ln(n) / pi + 0.981`` (long runs) in every prefix sum, sensitivity included.
 
     Departures from the code published with the paper: it takes the sensitivity of ``S F``, not of ``S^(1/2) F``, which
     is ``sqrt(n)`` for one participation; here C is what its comments say, with ``sqrt(ln(n) / pi + 0.981)``. For
@@ -89,15 +89,6 @@ def fourier_covariances(n: int) -> np.ndarray:
     """First column of K, (n,)."""
     window = np.concatenate([np.ones(n), np.zeros(n)])
     return np.fft.irfft(np.abs(np.fft.rfft(window)), 2 * n)[:n]
-
-
-def fourier_error(n: int) -> float:
-    """Error of every prefix sum by the paper, root mean square, at noise multiplier 1, clip 1 and one participation.
-
-    ``K[0, 0] = 1/2 + (1 / 2n) sum_{j < n} 1 / sin(pi (2j + 1) / 2n)``, that is ``ln(n) / pi + 0.981`` for long runs:
-    the sensitivity of the encoder is its root, and so is the stddev of the noise in a prefix sum.
-    """
-    return 0.5 + float((1 / np.sin(np.pi * (2 * np.arange(n) + 1) / (2 * n))).sum()) / (2 * n)
 
 
 @register("fft", sampler="fixed_order", summary="Fourier factorisation of prefix sums, a baseline")

@@ -13,9 +13,8 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.copies import Phased, Phases, restart
 from hf_dpopt.noise.participation import Participation
-from hf_dpopt.noise.phased import Phased, Phases
-from hf_dpopt.noise.restarted import restart
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.workloads import Workload
 

@@ -129,12 +129,8 @@ class NoiseStrategy(abc.ABC):
         """Root mean square error of the iterates at noise multiplier 1 and clip 1."""
         return self.sensitivity(n, participation) * float(np.sqrt(self.per_query_error(n, workload).mean()))
 
-    def max_loss(self, n: int, participation: Participation, workload: Workload | None = None) -> float:
-        """Root of the largest mean square error of an iterate at noise multiplier 1 and clip 1."""
-        return self.sensitivity(n, participation) * float(np.sqrt(self.per_query_error(n, workload).max()))
-
     def restarted(self, every: int) -> NoiseStrategy | None:
-        """Itself with restarts of its own after `every` steps; None where copies do (`hf_dpopt.noise.restarted`)."""
+        """Itself with restarts of its own after `every` steps; None where copies do (`hf_dpopt.noise.copies`)."""
         return None
 
     # --- stream and cost ---------------------------------------------------------------------------------------------

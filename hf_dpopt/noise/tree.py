@@ -55,7 +55,7 @@ class TreeAggregation(NoiseStrategy):
             object.__setattr__(self, "restart_every", int(self.restart_every))
             if self.variant == "full_honaker":
                 raise DPConfigError(
-                    "variant='full_honaker' reads all nodes together. Use Stamped to restart it, or 'honaker'."
+                    "variant='full_honaker' reads all nodes together. Use variant='honaker', which can be restarted."
                 )
 
     @property

@@ -29,15 +29,6 @@ def profile_of_plan(plan: PrivacyPlan, chains: Sequence[int] | None = None) -> P
     return profile.or_larger(_of(plan, beyond, plan.adjacency, plan.epsilon(beyond)))
 
 
-def swapped_profile_of_plan(plan: PrivacyPlan, chains: Sequence[int] | None = None) -> Profile:
-    """Profile for datasets of which one unit is replaced by any other.
-
-    Two changes, one after the other: a unit is removed (or zeroed), and another one added. Where the sampler has a
-    proof for `replace_one` itself, the smaller one of both bounds.
-    """
-    return _swapped(profile_of_plan(plan, chains), _replaced(plan, chains), plan.adjacency)
-
-
 def meaning_of_plan(plan: PrivacyPlan, chains: Sequence[int] | None = None) -> dict[str, Any]:
     """Meaning of the profile of a plan, as values that JSON has but for infinities; empty without a promise.
 

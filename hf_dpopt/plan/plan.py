@@ -539,7 +539,7 @@ def _calibrate(
     multiplier = made.event.noise_multiplier / _stddev(config, strategy, sampler, 1.0, num_steps)
     while _stddev(config, strategy, sampler, multiplier, num_steps) < made.event.noise_multiplier:
         multiplier = math.nextafter(multiplier, math.inf)  # the proof is for this much noise, not for an ulp less
-    return (multiplier, made.certificate) if multiplier < computed else (computed, None)
+    return (multiplier, made) if multiplier < computed else (computed, None)
 
 
 def _kept_certificate(recorded: Mapping[str, Any], strategy: NoiseStrategy) -> Certificate | None:

@@ -43,7 +43,7 @@ def choose_noise(
         workload: what the optimizer makes of the gradients, for which the strategy is tuned.
         recorded: the plan of the run that this one continues: its strategy is kept if it was asked for in the same
             words. If not, what was asked for now is made, and the ledger will refuse it.
-        phases: steps of each kind of phase, where each has a stream of its own; see `hf_dpopt.noise.phased`.
+        phases: steps of each kind of phase, where each has a stream of its own; see `hf_dpopt.noise.copies`.
 
     Raises:
         DPConfigError: for options that the mechanism does not know.

@@ -13,7 +13,6 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients
 from hf_dpopt.postprocess.base import Filter
 from hf_dpopt.postprocess.buffers import (
-    STORAGE,
     Shapes,
     arithmetic,
     check_same_filter,
@@ -104,7 +103,7 @@ class AdaptiveFIR(Filter):
         self._counts = [0] * taps
 
     def parameters(self) -> dict[str, Any]:
-        """Description of the filter, as JSON can hold it; `from_parameters` takes it back."""
+        """Description of the filter, as JSON can hold it."""
         return {
             "taps": self.taps,
             "refresh_every": self.refresh_every,
@@ -115,11 +114,6 @@ class AdaptiveFIR(Filter):
 
     def set_noise(self, level: NoiseLevel) -> None:
         self.noise = level
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, Any], noise: NoiseLevel) -> AdaptiveFIR:
-        """The filter whose `parameters` these are, before its first step."""
-        return cls(noise=noise, **{**parameters, "dtype": STORAGE[parameters["dtype"]]})
 
     @torch.no_grad()
     def update(self, grads: Gradients) -> Gradients:

@@ -16,7 +16,6 @@ from hf_dpopt.common.types import Gradients
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.base import Filter
 from hf_dpopt.postprocess.buffers import (
-    STORAGE,
     Shapes,
     arithmetic,
     check_same_filter,
@@ -187,22 +186,13 @@ class LowPassFilter(Filter):
         return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype, as_printed=as_printed)
 
     def parameters(self) -> dict[str, Any]:
-        """Description of the filter, as JSON can hold it; `from_parameters` takes it back."""
+        """Description of the filter, as JSON can hold it."""
         return {
             "b": list(self.b),
             "a": list(self.a),
             "dtype": storage_name(self.dtype),
             "bias_correction": self.bias_correction,
         }
-
-    @classmethod
-    def from_parameters(cls, parameters: Mapping[str, Any]) -> LowPassFilter:
-        """The filter whose `parameters` these are, before its first step."""
-        return cls(**{**parameters, "dtype": STORAGE[parameters["dtype"]]})
-
-    def impulse_response(self, num_steps: int) -> np.ndarray:
-        """Weights of the gradient of 0, 1 ... steps ago in m_t, float64, (num_steps,). Their sums are the c_t."""
-        return self._recursion.impulse_response(num_steps)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 

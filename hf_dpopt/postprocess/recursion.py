@@ -57,10 +57,6 @@ class Recursion:
             p = [*[0.0] * (n + 1 - len(p)), *p]
             self.form, self._p, self._q = "delta", [*p[1:-1], q[-1]], q[1:]  # gain 1, exactly
 
-    def impulse_response(self, num_steps: int) -> np.ndarray:
-        """Weights of the input of 0, 1 ... steps ago in the output, float64, (num_steps,)."""
-        return impulse_response(self.b, self.a, num_steps)
-
     def advance(self, g: Tensors, x: list[Tensors]) -> Tensors:
         """The outputs of a step; replaces the buffers by the next ones.
 

@@ -170,7 +170,7 @@ def _num_in(hashes: np.ndarray, known: np.ndarray) -> int:
 def _combine_hashes(columns: list[np.ndarray]) -> np.ndarray:
     total = np.zeros_like(columns[0])
     for hashes in columns:
-        total = (total ^ hashes) * np.uint64(row_hashes.BASE)
+        total = (total ^ hashes) * row_hashes.BASE
     return total
 
 

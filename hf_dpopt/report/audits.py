@@ -14,6 +14,7 @@ from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
 from hf_dpopt.report.facts import RunFacts
+from hf_dpopt.report.statement import fill_joined
 
 AUDIT = "audit.json"
 INSTALLATION, CANARIES = "installation", "canaries"  # kinds of audits, one of each
@@ -22,24 +23,6 @@ KINDS: dict[str, Any] = {
     "claimed_epsilon": (int, float), "delta": (int, float), "confidence": (int, float), "passed": bool,
     "num_canaries": int, "num_steps": int, "ledger_digest": str, "lower_bounds": dict,
 }  # fmt: skip
-
-_FOUND = {
-    INSTALLATION: (
-        "`hf-dpopt audit --like` trained {num_canaries} canaries for {num_steps} steps on the installation that "
-        "audited, with the noise, the sampling, the clip and the budget of this run: {outcome}. Its attack showed an "
-        "epsilon of at least {bound:.2f} ({method}, confidence {confidence:.0%}), where {claimed_epsilon:.4g} is "
-        "claimed."
-    ),
-    CANARIES: (
-        "{num_canaries} canaries were drawn for the training records of this run, each in or out with probability "
-        "1/2: {outcome}. The losses of the final model showed an epsilon of at least {bound:.2f} ({method}, "
-        "confidence {confidence:.0%}), where {claimed_epsilon:.4g} is claimed."
-    ),
-}
-_MEANING = (
-    "A lower bound is what one attack could show. It is no estimate of epsilon, and a low one does not make the "
-    "promise stronger: the promise rests on the proof. That nothing was found does not show that there is no fault."
-)
 
 
 def read_audits(folder: Path) -> dict[str, dict[str, Any]]:
@@ -83,18 +66,7 @@ def section(folder: Path, facts: RunFacts) -> str:
     audits = {kind: one for kind, one in read_audits(folder).items() if one["ledger_digest"] == facts.ledger_digest}
     if not audits:
         return ""
-    told = [_sentence(kind, one) for kind, one in sorted(audits.items())]
-    return "\n\n".join(["\n## What an audit found", *told, _MEANING]) + "\n"
-
-
-def _sentence(kind: str, audit: Mapping[str, Any]) -> str:
-    method = QUOTED[kind]
-    outcome = {
-        INSTALLATION: ("A TEST FAILED, and the epsilon of that installation is not to be trusted", "no test failed"),
-        CANARIES: ("THE CLAIM IS REFUTED", "the claim is not refuted"),
-    }[kind][audit["passed"]]
-    bound = audit["lower_bounds"][method]
-    return _FOUND[kind].format(**dict(audit) | {"outcome": outcome, "method": method, "bound": bound})
+    return "\n" + fill_joined("report/audits.md.j2", audits=audits, quoted_bounds=QUOTED)
 
 
 def _check(kind: str, audit: Mapping[str, Any]) -> None:

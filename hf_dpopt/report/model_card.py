@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.meaning import attacker_sentence
-from hf_dpopt.report.statement import STAMP, plain, round_up, unit_of
+from hf_dpopt.report.statement import STAMP, fill_joined, plain, round_up, unit_of
 
 START = "<!-- hf_dpopt privacy statement: start (generated, edits are lost) -->"
 END = "<!-- hf_dpopt privacy statement: end -->"
-FOLDER, STATEMENT = "privacy", "statement.md"  # beside the card, and published with it
 NOT_RELEASED = "not released"
 NO_LOG = "No log"  # the Trainer's own word for a loss it never logged
 
@@ -40,7 +37,11 @@ def add_privacy_section(card_text: str, facts: RunFacts) -> str:
         card_text: a model card in Markdown, YAML front matter included; may be empty.
         facts: the facts of the run that the section states.
     """
-    section = f"{START}\n{_ten_lines(facts)}\n{END}"
+    lines = fill_joined(
+        "report/card.md.j2", facts=facts, plan=facts.plan, unit=unit_of(facts.plan), stamp=STAMP,
+        no_protection=no_protection, attacker_sentence=attacker_sentence,
+    )  # fmt: skip
+    section = f"{START}\n{lines}{END}"
     card = _with_metadata(_SECTION.sub("\n\n", card_text), facts)
     for heading in _BEFORE:
         match = re.search(rf"^{re.escape(heading)}", card, flags=re.MULTILINE)
@@ -52,43 +53,6 @@ def add_privacy_section(card_text: str, facts: RunFacts) -> str:
 def mark_verified(card_text: str) -> str:
     """The card whose metadata says that `hf-dpopt verify` succeeded; unchanged if it has none of ours."""
     return re.sub(r"(?m)^(  verified: )false$", r"\1true", card_text, count=1)
-
-
-def _ten_lines(facts: RunFacts) -> str:
-    """Ten lines that a reader of the card has to know; the rest is in the statement beside it."""
-    if facts.not_private_reasons:
-        promise = f"**{STAMP}:** {'; '.join(facts.not_private_reasons)}. Epsilon is infinite."
-    else:
-        promise = (
-            f"**epsilon = {round_up(facts.epsilon)}, delta = {facts.delta:g}** for single {unit_of(facts.plan)}s "
-            f"(`{facts.plan['adjacency']}`)."
-        )
-    outputs = len(facts.non_private_outputs)
-    plan, says_more = facts.plan, facts.meaning and not facts.not_private_reasons
-    lines = [
-        no_protection(facts.epsilon, unit_of(plan)),
-        attacker_sentence(facts.meaning, unit_of(plan)) if says_more else "",
-        f"{facts.steps_charged} of {facts.steps_planned} steps, `{plan['noise_mechanism']}` noise with multiplier "
-        f"{plan['noise_multiplier']:.4g}, sampler `{plan['sampler']['name']}`, clip {plan['clipping_norm']:g}.",
-        f"**{outputs} outputs left without noise**; the statement names them." if outputs else "",
-        f"**Not vetted**: {', '.join(f'`{plain(name)}`' for name in facts.unvetted)}." if facts.unvetted else "",
-        _evaluations(facts.evaluations),
-        f"Not covered: {'' if facts.evaluations else 'evaluation data, '}choices made by looking at the data, the "
-        "base model's own training data, prompts and predictions, other runs on the same people.",
-        f"The whole statement: [{FOLDER}/{STATEMENT}]({FOLDER}/{STATEMENT}). To check it: `hf-dpopt verify` on this "
-        "folder.",
-    ]
-    return "\n".join(["## Privacy", "", promise, "", *(f"- {line}" for line in lines if line)])
-
-
-def _evaluations(made: Mapping[str, Any]) -> str:
-    """Sentence about a private evaluation set; empty where there was none."""
-    if not made:
-        return ""
-    return (
-        f"Metrics on the evaluation set have noise: epsilon = {round_up(made['target_epsilon'])}, delta = "
-        f"{made['delta']:g} for its single records, a budget of their own."
-    )
 
 
 def _with_metadata(card: str, facts: RunFacts) -> str:

@@ -57,11 +57,16 @@ def plot_comparison(
     lines, labels = axes[0, 2].get_legend_handles_labels()
     figure.legend(lines, labels, loc="lower center", ncols=min(len(labels), 4), fontsize=9)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
+    return save_figure(figure, folder, "noise")
+
+
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure of `pyplot` in each of `FORMATS`, and close it; makes the folder if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"noise.{extension}" for extension in FORMATS]
+    paths = [folder / f"{name}.{extension}" for extension in FORMATS]
     for path in paths:
         figure.savefig(path, dpi=120)
-    plt.close(figure)
+    pyplot().close(figure)
     return paths
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hf_dpopt.accounting.meaning import FALSE_POSITIVES, pair_alone
 from hf_dpopt.accounting.profile import Profile
 from hf_dpopt.report.meaning import percent
-from hf_dpopt.report.noise_plots import FORMATS, pyplot
+from hf_dpopt.report.noise_plots import pyplot, save_figure
 
 SHOWN_GROUPS = (2, 5)
 LEAST_DELTA = 1e-12  # of the axis
@@ -39,12 +39,7 @@ def plot_profile(
     _deltas(right, profile, epsilon, delta)
     figure.suptitle(title or f"What epsilon {epsilon:.3g} at delta {delta:g} means")
     figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"profile.{extension}" for extension in FORMATS]
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return paths
+    return save_figure(figure, folder, "profile")
 
 
 def _attackers(axis: Any, profile: Profile, epsilon: float, delta: float, unit: str) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
 from hf_dpopt.accounting.balls_in_bins_sampled import (
-    Calibration,
     Certificate,
     calibrate_balls_in_bins,
     verified_epsilon,
@@ -117,14 +116,13 @@ class BallsInBinsSampler(Sampler):
 
     def calibrate(
         self, strategy: NoiseStrategy, num_steps: int, *, epsilon: float, delta: float, num_samples: int
-    ) -> Calibration | None:
+    ) -> Certificate | None:
         if strategy.is_independent or num_samples == 0 or self.steps_per_epoch > MAX_CERTIFIED_BINS:
             return None
         _announce(num_samples)
-        made = calibrate_balls_in_bins(
+        return calibrate_balls_in_bins(
             strategy, num_steps, self.steps_per_epoch, epsilon=epsilon, delta=delta, num_samples=num_samples
         )
-        return made if made.certificate is not None else None
 
     def excess(self, strategy: NoiseStrategy, chains: Sequence[int], planned: int) -> int | None:
         return sum(chains) - planned if len(chains) == 1 else None

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.accounting.balls_in_bins_sampled import Calibration, Certificate
+from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
@@ -188,8 +188,8 @@ class Sampler(abc.ABC):
 
     def calibrate(
         self, strategy: NoiseStrategy, num_steps: int, *, epsilon: float, delta: float, num_samples: int
-    ) -> Calibration | None:
-        """Least noise that samples prove, and their certificate; None where a computation finds it."""
+    ) -> Certificate | None:
+        """Certificate of the least noise that samples prove; None where a computation finds it."""
         return None
 
     def steps_for_log(self, num_steps: int, planned: int) -> int:

@@ -12,8 +12,8 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.noise.copies import Phased
 from hf_dpopt.noise.participation import Participation
-from hf_dpopt.noise.phased import Phased
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.randomness.cipher import WORD_BLOCK, derive_key, word_blocks
 from hf_dpopt.sampling.base import Sampler, Steps, as_chains, repeat, sensitivity_over

@@ -190,9 +190,7 @@ def _nodes(size: int) -> np.ndarray:
 
 
 def _copies(strategy: Strategy, n: int) -> np.ndarray:
-    every = (
-        strategy.fields.count("every") if strategy.name == "restarted" else -(-n // strategy.fields.count("repeats"))
-    )
+    every = strategy.fields.count("every")
     return block_diag(*[strategy.base.matrix(min(every, n - first)) for first in range(0, n, every)])
 
 
@@ -215,6 +213,5 @@ MATRICES = {
     "fft": _fft,
     "tree": _tree,
     "restarted": _copies,
-    "stamped": _copies,
     "phased": _phased,
 }

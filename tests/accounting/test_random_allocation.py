@@ -16,7 +16,6 @@ from scipy import stats
 
 from hf_dpopt.accounting import random_allocation
 from hf_dpopt.accounting.balls_in_bins import bin_grams, bin_lags
-from hf_dpopt.accounting.balls_in_bins_sampled import balls_in_bins_delta
 from hf_dpopt.accounting.random_allocation import (
     Law,
     Ring,
@@ -30,6 +29,7 @@ from hf_dpopt.accounting.random_allocation import (
     trim,
 )
 from hf_dpopt.noise import BandedToeplitz, IdentityStrategy, NuDPFTRL
+from tests.reference.balls_in_bins import balls_in_bins_delta
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,7 @@ from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.types import ClippedSums, JointSums
 from hf_dpopt.noise import BandedToeplitz, NuDPFTRL, TreeAggregation, independent_noise
-from hf_dpopt.noise.phased import Phased
-from hf_dpopt.noise.restarted import Restarted
+from hf_dpopt.noise.copies import Phased, Restarted
 from hf_dpopt.randomness import ahead, chacha
 from hf_dpopt.randomness.ahead import Ahead
 from hf_dpopt.randomness.blocks import CHUNK, NormalsOfBlocks

@@ -12,13 +12,14 @@ from hf_dpopt.noise import (
     FourierStrategy,
     IdentityStrategy,
     NuDPFTRL,
-    Stamped,
+    Restarted,
     TreeAggregation,
     Workload,
     linear_cooldown,
     momentum_workload,
 )
-from hf_dpopt.noise.finite_time import LinearRegression, last_iterate_errors
+from hf_dpopt.noise.finite_time import last_iterate_errors
+from tests.reference.linear_regression import LinearRegression
 
 STRATEGIES = {
     "identity": IdentityStrategy(),
@@ -27,7 +28,7 @@ STRATEGIES = {
     "bands": BandedToeplitz((1.0, 0.5, 0.2)),
     "honaker": TreeAggregation("honaker"),
     "fft": FourierStrategy("fourier"),
-    "stamped": Stamped(NuDPFTRL(0.0), 3),
+    "restarted": Restarted(NuDPFTRL(0.0), 9),
 }
 EIGENVALUES, START = np.array([1.0, 0.4, 0.1]), np.array([0.5, -1.0, 2.0])
 

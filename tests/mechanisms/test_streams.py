@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,10 +18,10 @@ from hf_dpopt.noise import (
     DenseStrategy,
     NuDPFTRL,
     Restarted,
-    Stamped,
     TreeAggregation,
 )
 from hf_dpopt.noise import tree as tree_stream
+from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.tree import _tree
 from hf_dpopt.randomness.cipher import make_noise_source
 
@@ -34,7 +36,7 @@ STRATEGIES = {
     "normalized": ColumnNormalized(BandedToeplitz((1, 0.6, 0.2)), N),
     "blt": BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)),
     "dense": DenseStrategy(np.tril(np.random.default_rng(3).uniform(-1, 1, (N, N)), -1) + 2 * np.eye(N)),
-    "stamped": Stamped(NuDPFTRL(0.1), 3),
+    "restarted-nu": Restarted(NuDPFTRL(0.1), 9),
     "full-honaker": TreeAggregation("full_honaker"),
     "restarted-blt": Restarted(BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)), 7),
     "restarted-bands": Restarted(BandedToeplitz((1.1, 0.5, 0.1)), 5),
@@ -230,10 +232,23 @@ def test_a_state_goes_back_to_where_it_came_from(name, backend):
         assert other.num_steps == 0
 
 
-@pytest.mark.parametrize("strategy", [Stamped(TreeAggregation("honaker"), 2), Stamped(TreeAggregation("vanilla"), 2)])
-def test_what_has_more_draws_than_steps_is_refused(strategy):
+class _TwoRows(NoiseStrategy):
+    name = "test two rows a step"
+    is_square = False
+
+    def strategy_matrix(self, n: int) -> np.ndarray:
+        return np.repeat(np.eye(n), 2, axis=0) / np.sqrt(2)
+
+    def noising_matrix(self, n: int) -> np.ndarray:
+        return self.strategy_matrix(n).T
+
+    def parameters(self) -> dict[str, Any]:
+        return {"name": self.name}
+
+
+def test_what_has_more_draws_than_steps_is_refused():
     with pytest.raises(DPConfigError, match="restart_every"):
-        strategy.stream(_source(), scale=1.0, num_steps=16)
+        _TwoRows().stream(_source(), scale=1.0, num_steps=16)
 
 
 def test_noise_that_grows_is_refused():

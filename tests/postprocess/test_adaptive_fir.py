@@ -12,6 +12,7 @@ import torch
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
+from hf_dpopt.postprocess.buffers import STORAGE
 from hf_dpopt.postprocess.recursion import start_up_gain
 from tests.contract import postprocess as contract
 from tests.reference.low_pass import adaptive_fir, adaptive_fir_as_printed, is_usable
@@ -221,7 +222,8 @@ def test_parameters_and_states():
     noise = IndependentNoise(0.1)
     for options in ({"subtract_at_zero": False}, {"as_printed": True}):
         low_pass = AdaptiveFIR(5, noise, refresh_every=9, dtype=torch.bfloat16, **options)
-        again = AdaptiveFIR.from_parameters(json.loads(json.dumps(low_pass.parameters())), noise)
+        parameters = json.loads(json.dumps(low_pass.parameters()))
+        again = AdaptiveFIR(noise=noise, **{**parameters, "dtype": STORAGE[parameters["dtype"]]})
         assert again.parameters() == low_pass.parameters() and again.dtype == torch.bfloat16 and again.noise is noise
         assert again.as_printed == ("as_printed" in options)
     with pytest.raises(DPConfigError, match="taps=5.*taps=6.*Continue with the filter"):

@@ -7,7 +7,6 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hf_dpopt.records import row_hashes
 from hf_dpopt.records.row_hashes import of_rows, of_table
 
 RNG = np.random.default_rng(0)
@@ -19,7 +18,7 @@ def lists(low: int, high: int, num: int = 50) -> list[list[int]]:
 
 CASES = {
     "lists": [{"x": v} for v in lists(0, 9)],
-    "long lists, of which the ends are hashed": [{"x": v} for v in lists(900, 2100)],
+    "long lists": [{"x": v} for v in lists(900, 2100)],
     "texts": [{"x": "".join(map(chr, v))} for v in [np.abs(v) % 5000 for v in map(np.array, lists(1, 30))]],
     "texts with none": [{"x": None if i % 3 else f"text {i}"} for i in range(50)],
     "bytes": [{"x": bytes(np.array(v) % 256)} for v in map(np.abs, map(np.array, lists(1, 30)))],
@@ -56,12 +55,9 @@ def test_slices_formats_and_types_do_not_matter():
 
 
 def test_rows_that_differ_have_other_hashes():
-    """Order, length, zeros at the end, one number; 1e6 of them at once."""
+    """Order, length, zeros at the end, one number."""
     some = [[1, 2], [2, 1], [1, 2, 0], [0, 1, 2], [1], [], [0], [0, 0], [-1], [2**40], [2**40 + 1]]
     assert len(np.unique(of_rows([{"x": v} for v in some])["x", "ints"][0])) == len(some)
-    values = np.arange(10**6).repeat(2)
-    bounds = np.arange(0, len(values) + 1, 2)
-    assert len(np.unique(row_hashes._polynomials(values, bounds))) == 10**6
     long = np.zeros((4, 5000), dtype=int)
     long[1, 0] = long[2, -1] = 1
     found = of_rows([{"x": v} for v in (*long[:3], np.zeros(5001, dtype=int))])["x", "ints"][0]

@@ -13,7 +13,7 @@ import pytest
 
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.cli import tune
-from hf_dpopt.cli.tune import Asked, run_tuning
+from hf_dpopt.cli.tune import run_tuning
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report import read_report
@@ -255,14 +255,14 @@ def test_runs_of_unlike_cost_are_not_released(tmp_path: Path, plans, match):
 # --- the command line, with real runs ---
 
 
-def asked(tmp_path: Path, **changes: Any) -> Asked:
+def asked(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     options = {
         "command": TOY, "output_dir": tmp_path / "out", "epsilon": 8.0, "space": json.dumps(RATES),
         "metric": "eval_rate", "runs": 2.0, "shape": 1.0, "minimize": False,
         "private_state_dir": tmp_path / "private", "privacy_ledger": str(tmp_path / "people.jsonl"),
         "privacy_ledger_epsilon": 40.0,
     }  # fmt: skip
-    return Asked(**options | changes)
+    return options | changes
 
 
 @pytest.mark.slow
@@ -271,7 +271,7 @@ def test_the_best_run_alone_is_released(tmp_path: Path, capfd, monkeypatch):
     monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
     drawn = iter([0.2, 0.3])
     monkeypatch.setattr(Space, "draw", lambda self, source: {"learning_rate": next(drawn)})
-    assert run_tuning(asked(tmp_path, command=[*TOY, "--fails_above", "0.25"]))
+    assert run_tuning(**asked(tmp_path, command=[*TOY, "--fails_above", "0.25"]))
     out = tmp_path / "out"
     said = json.loads((out / "tuning.json").read_text())
     assert said["options"] == {"learning_rate": 0.2} and said["score"] == 0.2
@@ -315,7 +315,7 @@ def test_two_tunings_have_two_entries_in_the_ledger_of_the_people(tmp_path: Path
     monkeypatch.setattr(Tuning, "_check_same_mechanism", lambda self, candidates: None)  # it reads their ledgers
     monkeypatch.setattr(tune, "release", lambda *a, **k: Winner({}, 1.0, 8.0, 1e-5, 4.0))
     for private in ("first", "second"):
-        assert run_tuning(asked(tmp_path, command=words, private_state_dir=tmp_path / private / "private"))
+        assert run_tuning(**asked(tmp_path, command=words, private_state_dir=tmp_path / private / "private"))
     first, again, second, last = said.read_text().split()
     assert first == again and second == last and first != second
 
@@ -324,7 +324,7 @@ def test_a_command_that_is_refused_says_why(tmp_path: Path):
     refuses = [sys.executable, "-c", "import sys; print('error: this is wrong.'); sys.exit(2)"]
     words = [*refuses, "--eval_data_privacy", "public"]
     with pytest.raises(DPConfigError, match="refused before it took a step: error: this is wrong"):
-        run_tuning(asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
+        run_tuning(**asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
     assert not (tmp_path / "out").exists()
 
 
@@ -332,7 +332,7 @@ def test_a_command_that_is_refused_says_why(tmp_path: Path):
 def test_a_command_that_begins_no_private_run_ends_the_tuning(tmp_path: Path, program: str):
     words = [sys.executable, "-c", f"print('what I print'); {program}", "--eval_data_privacy", "public"]
     with pytest.raises(DPConfigError, match="no private run took a step") as refused:
-        run_tuning(asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
+        run_tuning(**asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
     (log,) = (tmp_path / "private" / "tuning").glob("run-*.log")
     assert log.read_text() == "what I print\n" and str(log) in str(refused.value)
     assert "what I print" not in str(refused.value)
@@ -347,7 +347,7 @@ def test_nothing_begins_with_what_no_run_can_use(tmp_path: Path):
         ({"privacy_ledger": str(tmp_path / "file")}, "line 1"),
     ]:
         with pytest.raises(DPConfigError, match=match):
-            run_tuning(asked(tmp_path, **changes))
+            run_tuning(**asked(tmp_path, **changes))
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 

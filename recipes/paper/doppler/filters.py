@@ -17,11 +17,11 @@ import numpy as np
 import scipy.linalg
 import scipy.signal
 
-from hf_dpopt.experimental.filter_plots import plot_filters
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.doppler import output
+from recipes.paper.doppler.filter_plots import plot_filters
 from recipes.paper.doppler.task import Size, read_data
 from recipes.paper.doppler.training import PLAIN, START_RATES, Run, Runs, mean_and_error
 

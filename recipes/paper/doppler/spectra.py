@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
-from hf_dpopt.postprocess.spectrum import power_spectral_density, signal_to_noise
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.doppler import output
 from recipes.paper.doppler.filters import DESIGNS, passed_on
+from recipes.paper.doppler.spectrum import power_spectral_density, signal_to_noise
 from recipes.paper.doppler.task import Size, read_data
 from recipes.paper.doppler.training import PLAIN, Run, train
 

@@ -23,6 +23,7 @@ from hf_dpopt.noise import (
     optimize_dense,
     optimize_nu,
 )
+from tests.reference.strategies import max_loss
 
 ABOVE, BELOW = 2e-4, 1e-3  # relative
 
@@ -89,7 +90,7 @@ def main() -> int:
         is_right = -BELOW < off < ABOVE and (want[0] is None or abs(sensitivity / want[0] - 1) < ABOVE)
         num_wrong += not is_right
         k, b = participation.max_participations, participation.min_sep
-        ours = _text((sensitivity, loss, strategy.max_loss(n, participation)))
+        ours = _text((sensitivity, loss, max_loss(strategy, n, participation)))
         mark = "" if is_right else " WRONG"
         print(f"| {label} | {n} | {k}, {b} | {ours} | {_text(want)} | {off:+.1e}{mark} | {seconds:.1f} |", flush=True)
     return 1 if num_wrong else 0

@@ -20,7 +20,6 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     Phased,
     Restarted,
-    Stamped,
     TreeAggregation,
 )
 from hf_dpopt.noise.strategy import from_parameters, strategies
@@ -39,8 +38,8 @@ STRATEGIES = [
     FourierStrategy("fourier"),
     TreeAggregation("full_honaker"),
     TreeAggregation("vanilla", restart_every=7, tree_completion=False),
-    Stamped(NuDPFTRL(0.1), 3),
-    Stamped(Stamped(ColumnNormalized(BANDS, 30), 2), 4),
+    Restarted(NuDPFTRL(0.1), 3),
+    Restarted(Restarted(ColumnNormalized(BANDS, 30), 2), 4),
     Restarted(BANDS, 8),
     Phased(BANDS, (3, 2)),
 ]
@@ -88,9 +87,9 @@ EDITED = [
     {"name": "tree", "variant": "vanilla", "restart_every": None},  # a default is no parameter
     {"name": "banded_normalized", "base": {"name": "nu_dpftrl", "nu": 0.1}, "num_steps": 3},
     {"name": "banded_normalized", "base": [1.0], "num_steps": 3},
-    {"name": "stamped", "base": {"name": "sparse"}, "repeats": 3},
-    {"name": "stamped", "base": None, "repeats": 3},
-    {"name": "stamped", "base": {"name": "identity"}, "repeats": 0},
+    {"name": "restarted", "base": {"name": "sparse"}, "every": 3},
+    {"name": "restarted", "base": None, "every": 3},
+    {"name": "restarted", "base": {"name": "identity"}, "every": 0},
     {"name": "restarted", "base": TreeAggregation().parameters(), "every": 3},
 ]
 

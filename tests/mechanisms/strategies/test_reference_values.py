@@ -16,7 +16,7 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     OptimalCC,
     Participation,
-    Stamped,
+    Restarted,
     TreeAggregation,
     linear_cooldown,
     momentum_workload,
@@ -26,6 +26,7 @@ from hf_dpopt.noise import (
     optimize_dense,
     optimize_nu,
 )
+from tests.reference.strategies import max_loss
 
 SEPARATION = {64: {1: 64, 4: 16, 6: 10}, 512: {1: 512, 4: 128, 6: 85}}
 CLOSED_FORMS = {
@@ -97,22 +98,22 @@ def test_closed_forms(n, position, k, name):
     got = [
         strategy.sensitivity(n, participation),
         strategy.mean_loss(n, participation),
-        strategy.max_loss(n, participation),
+        max_loss(strategy, n, participation),
     ]
     assert got == pytest.approx(VALUES[n][name][position], abs=5.01e-5)
 
 
 @pytest.mark.parametrize("n, want", [(64, (2.7885, 5.9654, 7.7755)), (512, (3.2312, 8.0537, 10.4404))])
-def test_stamped(n, want):
-    strategy, participation = Stamped(OptimalCC(), 4), Participation(4, n // 4)
-    losses = strategy.mean_loss(n, participation), strategy.max_loss(n, participation)
+def test_restarted(n, want):
+    strategy, participation = Restarted(OptimalCC(), n // 4), Participation(4, n // 4)
+    losses = strategy.mean_loss(n, participation), max_loss(strategy, n, participation)
     assert (strategy.sensitivity(n, participation), *losses) == pytest.approx(want, abs=5.01e-5)
 
 
 @pytest.mark.parametrize("n, want", [(64, (4.4721, 6.6214, 9.2950)), (512, (5.6569, 9.6442, 13.6297))])
 def test_a_restarted_tree(n, want):
     strategy, participation = TreeAggregation("honaker", restart_every=n // 4), Participation(4, n // 4)
-    losses = strategy.mean_loss(n, participation), strategy.max_loss(n, participation)
+    losses = strategy.mean_loss(n, participation), max_loss(strategy, n, participation)
     assert (strategy.sensitivity(n, participation), *losses) == pytest.approx(want, abs=5.01e-5)
 
 
@@ -143,7 +144,7 @@ def test_buffers(n, position, k):
 def test_buffers_for_the_largest_error():
     participation = Participation(4, 16)
     for_mean, for_max = (optimize_blt(64, participation, 2, error=e) for e in ("mean", "max"))
-    assert for_max.max_loss(64, participation) < for_mean.max_loss(64, participation)
+    assert max_loss(for_max, 64, participation) < max_loss(for_mean, 64, participation)
     assert for_max.mean_loss(64, participation) > for_mean.mean_loss(64, participation)
 
 
@@ -163,7 +164,7 @@ def test_as_many_bands_as_the_separation(n, position, k):
     got = [
         strategy.sensitivity(n, participation),
         strategy.mean_loss(n, participation),
-        strategy.max_loss(n, participation),
+        max_loss(strategy, n, participation),
     ]
     assert got == pytest.approx(AS_MANY_BANDS_AS_THE_SEPARATION[n][position], rel=1e-4)
 

@@ -18,7 +18,7 @@ from hf_dpopt.noise import (
     IdentityStrategy,
     NuDPFTRL,
     Participation,
-    Stamped,
+    Restarted,
     TreeAggregation,
     fit_blt,
 )
@@ -96,7 +96,7 @@ BOUNDED = {
     "inverse": BandedInverse((1, 0.6, 0.3)),
     "normalized": ColumnNormalized(BandedToeplitz((1, -0.5, 0.9)), 12),
     "dense": DenseStrategy(np.tril(np.random.default_rng(0).normal(size=(12, 12)), -1) + 2 * np.eye(12)),
-    "stamped": Stamped(NuDPFTRL(0.1), 3),
+    "restarted-nu": Restarted(NuDPFTRL(0.1), 4),
     "restarted": TreeAggregation("honaker", restart_every=5),
     "restarted-early": TreeAggregation("vanilla", restart_every=3, tree_completion=False),
 }
@@ -109,7 +109,7 @@ def test_never_below_the_worst_pattern(name, participation):
     assert strategy.sensitivity(n, participation) >= brute_force(strategy.strategy_matrix(n), participation) - 1e-12
 
 
-@pytest.mark.parametrize("name", ["rising", "signs", "normalized", "stamped"])
+@pytest.mark.parametrize("name", ["rising", "signs", "normalized", "restarted-nu"])
 def test_exact_where_a_record_meets_orthogonal_columns(name):
     strategy, participation = BOUNDED[name], Participation(3, 4)
     want = brute_force(strategy.strategy_matrix(12), participation)

@@ -21,7 +21,7 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     OptimalCC,
     Participation,
-    Stamped,
+    Restarted,
     TreeAggregation,
     linear_cooldown,
     momentum_workload,
@@ -42,7 +42,7 @@ ALL = {
     **TOEPLITZ,
     "normalized": ColumnNormalized(BandedToeplitz((1, 0.6, 0.3)), 32),
     "dense": DenseStrategy(NuDPFTRL(0.2).strategy_matrix(32)),
-    "stamped": Stamped(NuDPFTRL(0.1), 4),
+    "restarted-nu": Restarted(NuDPFTRL(0.1), 8),
     "tree": TreeAggregation("vanilla"),
     "honaker": TreeAggregation("honaker"),
     "full-honaker": TreeAggregation("full_honaker"),
@@ -136,7 +136,7 @@ def test_equal_parameters_are_an_equal_strategy():
     assert (
         NuDPFTRL(0).digest() == NuDPFTRL(0.0).digest() and NuDPFTRL(np.float32(0.5)).digest() == NuDPFTRL(0.5).digest()
     )
-    assert Stamped(NuDPFTRL(0.1), np.int64(2)).digest() == Stamped(NuDPFTRL(0.1), 2).digest()
+    assert Restarted(NuDPFTRL(0.1), np.int64(2)).digest() == Restarted(NuDPFTRL(0.1), 2).digest()
     assert DenseStrategy(-0.0 * np.tri(3, k=-1) + np.eye(3)) == DenseStrategy(np.eye(3))
     assert NuDPFTRL(0.1).digest() == NuDPFTRL(0.1).digest() != NuDPFTRL(0.1 + 1e-16 * 10).digest()
     with pytest.raises(ValueError, match="read-only"):
@@ -157,12 +157,12 @@ def test_equal_parameters_are_an_equal_strategy():
         (lambda: BufferedLinearToeplitz((1.0,), (0.7,)), "interlaced"),
         (lambda: TreeAggregation("binary"), "honaker"),
         (lambda: TreeAggregation(restart_every=0), "restart_every=0"),
-        (lambda: TreeAggregation("full_honaker", restart_every=4), "Stamped"),
+        (lambda: TreeAggregation("full_honaker", restart_every=4), "variant='honaker'"),
         (lambda: DenseStrategy(np.ones((3, 3))), "lower-triangular"),
         (lambda: DenseStrategy(np.zeros((3, 3))), "positive diagonal"),
         (lambda: ALL["dense"].strategy_matrix(33), "32 steps"),
         (lambda: ALL["normalized"].noising_matrix(33), "32 steps"),
-        (lambda: Stamped(NuDPFTRL(0.1), 0), "repeats=0"),
+        (lambda: Restarted(NuDPFTRL(0.1), 0), "every=0"),
         (lambda: Participation(0), "max_participations=0"),
         (lambda: Participation(2, 0), "min_sep=0"),
         (lambda: Participation(2, 3, "shuffled"), "fixed_epoch"),

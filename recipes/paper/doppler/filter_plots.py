@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
-from hf_dpopt.postprocess.spectrum import frequency_response, power_spectral_density
-from hf_dpopt.report.noise_plots import FORMATS, pyplot
+from hf_dpopt.report.noise_plots import pyplot, save_figure
+from recipes.paper.doppler.spectrum import frequency_response
 
 LOWEST_GAIN = -60.0  # decibels
 LOWEST_FREQUENCY = 1e-3
@@ -55,42 +53,5 @@ def plot_filters(folder: Path, filters: Mapping[str, LowPassFilter | AdaptiveFIR
         weights.set_ylim(
             top=1.1 * largest
         )  # the whole weight that `none` gives to the present one would hide the rest
-    return _save(plt, figure, folder, "filters")
-
-
-def plot_spectra(
-    before: torch.Tensor, after: torch.Tensor, folder: Path, *, noise_variance: float | None = None, segment: int = 256
-) -> list[Path]:
-    """Write ``spectra.png`` and ``spectra.svg``: power of the gradients over frequency, before and after a filter.
-
-    Args:
-        before: released gradients of consecutive steps, or some coordinates of them, (T, d).
-        after: the same gradients after the filter, (T, d).
-        folder: folder of the two files; made if it does not exist.
-        noise_variance: noise variance of a coordinate of `before` if the noise is independent over the steps, drawn as
-            a line; None for no line.
-        segment: length of the segments that `power_spectral_density` averages over, in steps.
-
-    Raises:
-        DPConfigError: if matplotlib is not installed.
-    """
-    plt = pyplot()
-    figure, axis = plt.subplots(figsize=(6.5, 4.5))
-    for label, recorded in (("released", before), ("filtered", after)):
-        frequencies, density = power_spectral_density(recorded, segment)
-        axis.semilogy(frequencies, np.maximum(density, np.finfo(float).tiny), label=label)
-    if noise_variance is not None:
-        axis.axhline(noise_variance, color="black", linestyle=":", label="noise of a release")
-    axis.set(title="power of a coordinate", xlabel="frequency / Nyquist frequency", ylabel="density", xlim=(0, 1))
-    axis.legend()
-    return _save(plt, figure, folder, "spectra")
-
-
-def _save(plt: Any, figure: Any, folder: Path, name: str) -> list[Path]:
     figure.tight_layout()
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{extension}" for extension in FORMATS]
-    for path in paths:
-        figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return paths
+    return save_figure(figure, folder, "filters")
