@@ -20,8 +20,7 @@ import torch
 from step_cost import Case, seconds
 
 from hf_dpopt.clipping.units import Units
-from hf_dpopt.run.batches import LogicalBatch
-from hf_dpopt.run.units import add_batch
+from hf_dpopt.run.batches import LogicalBatch, add_batch
 from hf_dpopt.users import UserBatch
 from hf_dpopt.users.local import LocalTraining, LocalUserBatch
 

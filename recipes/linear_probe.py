@@ -89,7 +89,8 @@ def main(argv: list[str]) -> None:
     head = model.get_submodule(find_head(model))
     splits = tokenize(data, tokenizer, model, data_args, training_args)
     config = training_args.head_config(len(splits["train"]), has_bias=head_takes_bias(model))
-    plan = plan_of(config, len(splits["train"]), recorded_head_plan(training_args.output_dir))
+    recorded = recorded_head_plan(training_args.output_dir, training_args.private_state_dir)
+    plan = plan_of(config, len(splits["train"]), recorded)
     logger.info(announcement(plan))
     if isinstance(plan, HeadPlan):
         warn_of_large_noise(plan, len(data.labels) * (head.in_features + head_takes_bias(model)))

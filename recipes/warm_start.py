@@ -24,9 +24,8 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
 from hf_dpopt.huggingface.features import compute_features
 from hf_dpopt.huggingface.head import find_head
-from hf_dpopt.run.keys import private_folder
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.keys import private_dir, private_folder
+from hf_dpopt.run.ledger import LEDGER, Ledger
 from recipes.frozen import FeatureRows
 from recipes.glue_model import is_pooled
 from recipes.pooled_model import FEATURE_NORM
@@ -90,13 +89,8 @@ def warm_start(model: PreTrainedModel, records: Any, collate: Any, args: DPTrain
     head_args = _arguments(args, folder, len(records), epsilon, head)
     saved, mark = Path(folder) / "model.safetensors", _mark(model, name, records, head_args)
     for directory in (args.private_state_dir, head_args.private_state_dir):  # features and keys are never published
-        private_folder(directory, args.output_dir)
+        private_dir(directory, args.output_dir, is_read=True)
     private = private_folder(head_args.private_state_dir, folder)
-    if private.resolve().is_relative_to(Path(args.output_dir).resolve()):
-        raise DPConfigError(
-            f"The private folder of the warm start, {private}, lies in {args.output_dir}, which may be published. "
-            "Name another place with --private_state_dir."
-        )
     if saved.is_file():  # of a run that was stopped later
         _check_mark(Path(folder) / MARK, mark)
         ledger = Ledger.read(Path(folder) / LEDGER)

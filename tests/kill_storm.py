@@ -7,7 +7,8 @@
 A run is started with ``resume_from_checkpoint=True``, killed, started again in the same way, and so on; nothing else is
 done to its folder. Points are drawn from the phases of a run (`PHASES`), and within a phase by time. When a run is done,
 its final weights must equal, bit for bit, those of a run that nothing disturbed under the same key; where its ledger
-notes lost steps, those of a run in which these steps made no update. Epsilon must be the plan's and within the target.
+notes lost steps, those of a run in which these steps made no update. Epsilon must be the plan's and within the target,
+every charged step was taken or noted as lost, the ledger is what the log says, and no key and nothing half-written is left.
 
 Processes are forked from one that has imported everything, so that a start costs tenths of a second. Every result is
 written at once: the same command goes on where it was stopped. The same seed draws the same points, as far as time does.
@@ -42,30 +43,38 @@ import torch.distributed as dist
 
 import hf_dpopt.noise.cache as cache_module
 import hf_dpopt.run.run as run_module
+import hf_dpopt.run.step as step_module
+from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.sharding import whole_of
 from hf_dpopt.huggingface.private_evaluation import PrivateEvaluation
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 from hf_dpopt.report.facts import collect_versions
+from hf_dpopt.run.checkpoint import UNFINISHED
 from hf_dpopt.run.dataset_ledger import DatasetLedger
-from hf_dpopt.run.evaluations import ANSWER, CHARGE, Evaluations
-from hf_dpopt.run.journal import Journal
-from hf_dpopt.run.key_memory import KeyMemory
+from hf_dpopt.run.journal import JOURNAL, Journal
+from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.log import RunLog, find_run
 from tests import preempted, tiny
 from tests.sharded.trained import allow_fsdp_on_cpus
 
 # Phase -> share of the kills. "cache" falls to "start" where a mechanism has nothing to tune.
-PHASES = {"start": 0.15, "cache": 0.1, "ledger": 0.25, "save": 0.25, "journal": 0.15, "anywhere": 0.1}
+# "log" is a record that is written there, "export" its line in the ledger, "read" the time between a charge and its
+# release, "key" the making of a key.
+PHASES = {
+    "start": 0.15, "cache": 0.1, "log": 0.15, "export": 0.15, "read": 0.1, "key": 0.05, "save": 0.15, "journal": 0.1,
+    "anywhere": 0.05,
+}  # fmt: skip
+LETTERS = {
+    "cache": "c", "log": "l", "export": "x", "read": "r", "key": "k", "save": "s", "journal": "j", "evaluation": "e",
+    "dataset": "d",
+}  # fmt: skip
 WITH_CACHE = ("blt", "banded")
 MORE_PHASES = {
     "evaluation": {"evaluation": 0.5},
-    "evaluation_with_spares": {"evaluation": 0.5},
     "dataset_ledger": {"dataset": 0.5},
 }
-OF_TWO = (
-    "gaussian", "nu_dpftrl", "dp2", "users", "banded", "evaluation_with_spares", "dataset_ledger", "shards"
-)  # fmt: skip
-EVALUATIONS = preempted.NUM_STEPS // preempted.SAVE_STEPS  # of a run with private evaluation
+OF_TWO = ("gaussian", "nu_dpftrl", "dp2", "users", "banded", "evaluation", "dataset_ledger", "shards")
 PATIENCE = 120.0  # seconds after which a process that neither ends nor dies is a failure
 
 
@@ -95,9 +104,9 @@ def _telling(pipe: int) -> Iterator[None]:
 
     with contextlib.ExitStack() as stack:
         for owner, name, letter in (
-            (Ledger, "_append", "l"),
-            (KeyMemory, "note", "l"),
-            (KeyMemory, "begin", "l"),
+            (RunLog, "_append", "l"),
+            (Keys, "add", "k"),
+            (step_module, "clip_and_sum", "r"),
             (DPTrainerMixin, "_save_checkpoint", "s"),
             (Journal, "_append", "j"),
             (cache_module, "_write", "c"),
@@ -105,7 +114,23 @@ def _telling(pipe: int) -> Iterator[None]:
             (run_module, "charge_run", "d"),
         ):
             stack.enter_context(wrap(owner, name, letter))
+        stack.enter_context(_telling_of_exports(pipe))
         yield
+
+
+def _telling_of_exports(pipe: int) -> Any:
+    """Tell of lines of the ledger: when they begin, the log has the record."""
+    whole = ChainedFile.append
+
+    def told(self: ChainedFile, *records: dict[str, Any]) -> None:
+        letter = LETTERS["export"] if self.path.name == "ledger.jsonl" else ""
+        _tell(pipe, letter.upper())
+        try:
+            whole(self, *records)
+        finally:
+            _tell(pipe, letter)
+
+    return mock.patch.object(ChainedFile, "append", told)
 
 
 def _train(folder: Path, setting: str, resumes: bool) -> None:
@@ -128,7 +153,8 @@ def _leave(folder: Path, trainer: Any) -> None:
     weights = {name: whole_of(p).clone() for name, p in tiny.weights(trainer.model).items()}
     if trainer.args.process_index == 0:
         result = {"weights": weights, "spent": spent.epsilon, "planned": trainer.plan.epsilon()}
-        torch.save(result | {"steps": spent.num_steps}, folder / "result.tmp")
+        evaluations = len(Ledger.read(folder / "out/privacy/ledger.jsonl").evaluations)
+        torch.save(result | {"steps": spent.num_steps, "evaluations": evaluations}, folder / "result.tmp")
         os.replace(folder / "result.tmp", folder / "result.pt")
 
 
@@ -280,7 +306,7 @@ class Storm:
         phase = chance.choices(list(phases), list(phases.values()))[0] if chance is not None else ""
         if phase == "cache" and self.setting not in WITH_CACHE:
             phase = "start"
-        letter = "" if phase in ("start", "anywhere") else phase[:1]
+        letter = LETTERS.get(phase, "")
         # fewer are left to one that goes on
         most = self._counts[letter.upper()] // (2 if kills else 1) if letter else 0
         awaited = chance.randint(1, max(1, most)) if chance is not None and letter else 0
@@ -313,9 +339,10 @@ class Storm:
     def _compare(self, folder: Path) -> dict[str, Any]:
         """Compare the weights of a run that is done; an AssertionError says what is wrong."""
         ledger = Ledger.read(folder / "out/privacy/ledger.jsonl")
-        chains = [chain for chain in ledger.chains if ledger.last_step(chain.chain_id)]
+        chains = [chain for chain in ledger.chains if ledger.steps(chain.chain_id)]
         assert len(chains) == 1, f"{len(chains)} chains were charged"
-        lost = frozenset(ledger.lost(chains[0].chain_id))
+        lost = ledger.lost(chains[0].chain_id)
+        _check_ended(folder, ledger)
         result = torch.load(folder / "result.pt", weights_only=True)
         loses_opening = any("it is not asked again" in path.read_text() for path in folder.glob("log-*.txt"))
         want = self._wanted(preempted.number_of(chains[0].key_id), lost, loses_opening)
@@ -323,6 +350,9 @@ class Storm:
         assert not other, f"{len(other)} tensors differ ({other[0]}); lost steps {sorted(lost)}"
         assert result["steps"] == preempted.NUM_STEPS == want["steps"], f"{result['steps']} steps are charged"
         assert result["spent"] == result["planned"] <= preempted.TARGET, f"epsilon {result['spent']}"
+        # one that was lost is neither asked nor charged again
+        asked, planned = result["evaluations"], want["evaluations"]
+        assert asked == planned, f"{asked} evaluations were charged, not {planned}"
         return {"lost": sorted(lost), "epsilon": result["spent"]} | _other_charges(folder, result["spent"])
 
     def _wanted(self, key: int, lost: frozenset[int], loses_opening: bool) -> dict[str, Any]:
@@ -337,19 +367,31 @@ class Storm:
         return self._known[of]
 
 
+def _check_ended(folder: Path, ledger: Ledger) -> None:
+    """Check that the ledger says what the log does, and that nothing is left that a person would have to delete."""
+    logs = list((folder / "keys/runs").glob("*/log.jsonl"))
+    assert len(logs) == 1, f"{len(logs)} runs have a log"
+    log = find_run(folder / "out", folder / "keys").log
+    assert log is not None and log.run == ledger.run == logs[0].parent.name, "the ledger is not that of the log"
+    for chain in log.chains:
+        assert log.steps(chain.chain_id) == ledger.steps(chain.chain_id), "the ledger is not what the log says"
+        assert log.lost(chain.chain_id) == ledger.lost(chain.chain_id), "the ledger is not what the log says"
+    files = [path for path in folder.rglob("*") if not path.is_relative_to(folder / "cache")]
+    left = [path for path in files if path.suffix in (".key", ".noise", ".tmp") or path.name in (JOURNAL, UNFINISHED)]
+    assert not left, f"{left[0].relative_to(folder)} is left"
+
+
 def _other_charges(folder: Path, epsilon: float) -> dict[str, Any]:
     """What the run charged besides its steps; an AssertionError says what is wrong with it."""
     found: dict[str, Any] = {}
-    records = Evaluations.read(folder / "out").records
-    if records:
-        kinds = Counter(record["type"] for record in records)
-        assert kinds[ANSWER] >= EVALUATIONS, f"{kinds[ANSWER]} of {EVALUATIONS} evaluations were answered"
-        found["evaluations_lost"] = kinds[CHARGE] - kinds[ANSWER]
+    evaluations = Ledger.read(folder / "out/privacy/ledger.jsonl").evaluations.values()
+    if evaluations:
+        found["evaluations_lost"] = sum(one.metrics is None for one in evaluations)
     path = folder / "people.jsonl"
     if path.exists():
         ledger = DatasetLedger.read(path)
         assert ledger.spent >= epsilon, f"the run costs {epsilon}, and {ledger.spent} is charged to the dataset"
-        found["charged_again"] = len(ledger.entries) - 1
+        assert len(ledger.entries) == 1, f"the dataset was charged for {len(ledger.entries)} runs"
     return found
 
 
@@ -397,7 +439,6 @@ def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
             "runs_bit_equal": len(outcomes) - len(errors),
             "lost_steps": sum(len(outcome.get("lost", ())) for outcome in outcomes),
             "evaluations_lost": sum(outcome.get("evaluations_lost", 0) for outcome in outcomes),
-            "charged_again": sum(outcome.get("charged_again", 0) for outcome in outcomes),
             "budget_exceeded": sum("DPBudgetExceeded" in error for error in errors),
             "errors": errors,
         }

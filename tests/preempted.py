@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +20,12 @@ import torch
 from transformers import Trainer
 
 import hf_dpopt.huggingface.trainer as trainer_module
+from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.run.journal import Journal
-from hf_dpopt.run.key_memory import KeyMemory
-from hf_dpopt.run.keys import Chain, PrivateState
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.opening import ask
-from hf_dpopt.run.step import clip_and_sum, in_step
+from hf_dpopt.run.keys import Chain
+from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.step import ask, clip_and_sum, in_step
 from tests import tiny
 
 NUM_STEPS, SAVE_STEPS, TARGET = 8, 3, 6.0
@@ -53,12 +54,6 @@ def _held_out() -> list[dict[str, Any]]:
     return [record | {"input_ids": record["input_ids"][::-1]} for record in tiny.records(100)[64:]]
 
 
-_EVALUATION: dict[str, Any] = {
-    "noise_mechanism": "nu_dpftrl", "optim": "sgd", "eval_dataset": _held_out, "eval_data_privacy": "private",
-    "eval_target_epsilon": 2.0, "eval_target_delta": 1e-3, "eval_strategy": "steps", "eval_steps": 3,
-}  # fmt: skip
-
-
 # What is given to the trainer: options, or functions that make them. The privacy ledger is a file of the run's folder.
 SETTINGS: dict[str, dict[str, Any]] = {
     "gaussian": {"optim": "adamw_torch", "lr_scheduler_type": "linear"},
@@ -79,8 +74,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "one_query": {"preconditioner": "one_query", "noise_mechanism": "nu_dpftrl", "optim": "sgd"},
     "lora": {"model": adapted, "optim": "adamw_torch", "max_grad_norm": 0.5},
-    "evaluation": _EVALUATION,
-    "evaluation_with_spares": {**_EVALUATION, "eval_times": 9},
+    "evaluation": {
+        "noise_mechanism": "nu_dpftrl", "optim": "sgd", "eval_dataset": _held_out, "eval_data_privacy": "private",
+        "eval_target_epsilon": 2.0, "eval_target_delta": 1e-3, "eval_strategy": "steps", "eval_steps": 3,
+    },
     "dataset_ledger": {
         "privacy_ledger": "people.jsonl", "privacy_ledger_epsilon": 16.0, "optim": "adamw_torch",
     },
@@ -103,17 +100,21 @@ def root_of(number: int) -> bytes:
 @contextlib.contextmanager
 def known_keys(first: int = 0) -> Iterator[None]:
     """Give chains keys that can be told in advance: the number of the chain decides. For comparisons only."""
-    made = PrivateState.new_chain
+    made = PrivateRun._chain
 
-    def new_chain(self: PrivateState, ledger: Path | None = None) -> Chain:
-        count = self.directory.parent / "keys_made"  # also those that a kill left without a chain
-        number = first + (len(count.read_text()) if count.exists() else 0)
-        with open(count, "a") as file:
-            file.write(".")
-        with mock.patch("hf_dpopt.run.keys.os.urandom", lambda n: root_of(number)):
-            return made(self, ledger)
+    def chain_of(self: PrivateRun, resume: Any) -> Chain:
+        count = self.log.keys.folder.parents[2] / "keys_made"  # also those that a kill left without a chain
 
-    with mock.patch.object(PrivateState, "new_chain", new_chain):
+        def new_chain() -> Chain:
+            number = first + (len(count.read_text()) if count.exists() else 0)
+            with open(count, "a") as file:
+                file.write(".")
+            return Chain(secrets.token_hex(8), root_of(number))
+
+        with mock.patch("hf_dpopt.run.run.new_chain", new_chain):
+            return made(self, resume)
+
+    with mock.patch.object(PrivateRun, "_chain", chain_of):
         yield
 
 
@@ -219,8 +220,8 @@ def _around(owner: Any, name: str, at: Callable[..., bool], die: Callable[..., N
 
 
 def _half_an_entry(die: Callable[..., None], step: int) -> Any:
-    def patched(self: Journal, kind: str, of_step: int, charge: str, values: Any) -> None:
-        whole(self, kind, of_step, charge, values)
+    def patched(self: Journal, kind: str, of_step: int, values: Any) -> None:
+        whole(self, kind, of_step, values)
         if of_step == step and kind == "step":
             path = Path(self._file.name)
             start = max(entry.start for entry in self.contents().entries if entry.path == path)
@@ -232,14 +233,17 @@ def _half_an_entry(die: Callable[..., None], step: int) -> Any:
     return mock.patch.object(Journal, "write", patched)
 
 
+def _exports(file: ChainedFile, records: tuple[Any, ...], step: int) -> bool:
+    """Whether a step, which is in the log by now, comes into the ledger."""
+    return file.path.name == "ledger.jsonl" and records[0].get("step") == step
+
+
 POINTS: dict[str, Callable[[Callable[..., None], int], Any]] = {
-    "before the charge": lambda die, step: _around(
-        Ledger, "charge", lambda ledger, chain, t: t == step, die, after=False
+    "before the charge": lambda die, step: _around(RunLog, "charge", lambda log, chain, t: t == step, die, after=False),
+    "in the charge": lambda die, step: _around(
+        ChainedFile, "append", lambda file, *records: _exports(file, records, step), die, after=False
     ),
-    "after the charge": lambda die, step: _around(
-        Ledger, "charge", lambda ledger, chain, t: t == step, die, after=True
-    ),
-    "after the mark": lambda die, step: _around(KeyMemory, "note", lambda memory, t: t == step, die, after=True),
+    "after the charge": lambda die, step: _around(RunLog, "charge", lambda log, chain, t: t == step, die, after=True),
     "after the noise": lambda die, step: _around(
         Journal, "write", lambda journal, kind, t, *rest: (kind, t) == ("step", step), die, after=False
     ),
@@ -265,4 +269,4 @@ POINTS: dict[str, Callable[[Callable[..., None], int], Any]] = {
         Journal, "write", lambda journal, kind, t, *rest: (kind, t) == ("opening", step), die, after=True
     ),
 }  # fmt: skip
-LOSES = {"after the charge", "after the mark", "after the noise", "in the entry"}
+LOSES = {"in the charge", "after the charge", "after the noise", "in the entry"}

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 LEDGER = "privacy/ledger.jsonl"
-EVALUATIONS = "privacy/evaluations.jsonl"
-MARK = "privacy_ledger.json"  # in a checkpoint: its files, and the record of the ledger that it is at
+MANIFEST = "privacy_ledger.json"  # in a checkpoint: its run, chain and step, and its files
 UNFINISHED = "_unfinished_checkpoints"
 JOURNAL = "_journal"
 
@@ -77,6 +76,12 @@ def ledger(output_dir: Path) -> Records:
 def charged(output_dir: Path) -> tuple[int, ...]:
     """Steps that were charged under each key; none where there is no ledger."""
     return ledger(output_dir).charged if (output_dir / LEDGER).exists() else ()
+
+
+def charged_in_log(private_dir: Path) -> int:
+    """Steps that the logs in a private folder know, of all runs and keys."""
+    logs = (path.read_text() for path in private_dir.glob("runs/*/log.jsonl"))
+    return sum(log.count('"kind":"step"') for log in logs)
 
 
 def forge(path: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:

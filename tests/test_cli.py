@@ -19,8 +19,8 @@ from hf_dpopt.plan.advice import TrainingJob, advise
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.report import RunFacts, write_report
-from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
-from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.keys import default_private_dir, new_chain, private_dir, secrets_in
+from hf_dpopt.run.log import RunLog
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -266,17 +266,17 @@ def test_a_delta_above_one_over_n_needs_a_flag_and_a_weak_one_is_a_warning(run: 
 
 
 @pytest.fixture
-def output_dir(tmp_path: Path) -> Path:
+def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run of five steps: ledger and report that agree, and keys in the private directory."""
+    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path / "private"))
     folder = tmp_path / "out"
     plan = make_plan(PrivacyConfig(noise_multiplier=1.0, expected_batch_size=10), num_examples=100, num_steps=5)
-    with Ledger.open(folder / "privacy" / "ledger.jsonl") as ledger:
-        ledger.record_plan(plan.public_dict(), must_match=())
-        chain = PrivateState(default_private_dir(folder), forbidden=folder).new_chain()
-        ledger.start_chain(chain_id=chain.chain_id, key_id=chain.key_id, start_step=0)
+    with open_log(folder) as log:
+        log.record_plan(plan.public_dict(), must_match=())
+        chain = log.start_chain(new_chain(), 0, "first run")
         for step in range(1, 6):
-            ledger.charge(chain.chain_id, step)
-        digest = ledger.digest()
+            log.charge(chain.chain_id, step)
+        digest = log.digest()
     facts = RunFacts(
         plan=plan.public_dict(),
         epsilon_spent=plan.epsilon(),
@@ -297,8 +297,12 @@ def output_dir(tmp_path: Path) -> Path:
     return folder
 
 
-def key_of(folder: Path) -> bytes:
-    return PrivateState(default_private_dir(folder), forbidden=folder).secrets()[0]
+def open_log(folder: Path) -> RunLog:
+    return RunLog.open(folder, private_dir(None, folder))
+
+
+def key_of_the_run() -> bytes:
+    return secrets_in(default_private_dir())[0]
 
 
 def test_report_prints_the_statement_and_verifies_the_ledger(run: Run, output_dir: Path) -> None:
@@ -309,8 +313,8 @@ def test_report_prints_the_statement_and_verifies_the_ledger(run: Run, output_di
 
 
 def test_report_notices_that_the_ledger_went_on(run: Run, output_dir: Path) -> None:
-    with Ledger.open(output_dir / "privacy" / "ledger.jsonl") as ledger:
-        ledger.charge(ledger.chains[0].chain_id, 6)
+    with open_log(output_dir) as log:
+        log.charge(log.state.chains[0].chain_id, 6)
     code, _, err = run("report", output_dir)
     assert code == 1 and "the ledger went on after the report: 6 steps charged now, 5 then" in err
 
@@ -345,16 +349,16 @@ def test_report_and_scan_need_a_run(run: Run, tmp_path: Path) -> None:
 
 def test_scan_passes_a_clean_folder_and_finds_the_runs_own_keys(run: Run, output_dir: Path) -> None:
     code, out, _ = run("scan", output_dir)
-    assert code == 0 and "0 finding(s)" in out and "looked for 7 keys" in out
-    (output_dir / "notes.txt").write_text(key_of(output_dir).hex())
+    assert code == 0 and "0 finding(s)" in out and "looked for 5 keys" in out
+    (output_dir / "notes.txt").write_text(key_of_the_run().hex())
     code, out, _ = run("scan", output_dir)
-    assert code == 1 and "notes.txt" in out and key_of(output_dir).hex() not in out
+    assert code == 1 and "notes.txt" in out and key_of_the_run().hex() not in out
 
 
 def test_scan_leaves_out_what_no_push_takes(run: Run, output_dir: Path) -> None:
     for name in ("_journal", "_unfinished_checkpoints", "_torn_checkpoints"):
         (output_dir / name).mkdir()
-        (output_dir / name / "torn.pkl").write_bytes(key_of(output_dir) + b"\x80\x04\x95garbage")
+        (output_dir / name / "torn.pkl").write_bytes(key_of_the_run() + b"\x80\x04\x95garbage")
     assert run("scan", output_dir)[0] == 0
     (output_dir / "link").symlink_to("/etc/hostname")
     code, out, _ = run("scan", output_dir)
@@ -362,7 +366,9 @@ def test_scan_leaves_out_what_no_push_takes(run: Run, output_dir: Path) -> None:
 
 
 def test_scan_takes_another_private_directory(run: Run, output_dir: Path, tmp_path: Path) -> None:
-    chain: Chain = PrivateState(tmp_path / "elsewhere", forbidden=output_dir).new_chain()
+    chain = new_chain()
+    with RunLog.open(tmp_path / "other", private_dir(tmp_path / "elsewhere", tmp_path / "other")) as log:
+        log.start_chain(chain, 0, "first run")
     (output_dir / "notes.bin").write_bytes(os.urandom(8) + chain.sampling_key)
     assert run("scan", output_dir)[0] == 0  # the default directory does not hold this key
     assert run("scan", output_dir, "--private-state-dir", tmp_path / "elsewhere")[0] == 1

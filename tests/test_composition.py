@@ -20,6 +20,7 @@ from hf_dpopt.clipping import make_engine
 from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
+from hf_dpopt.run.checkpoint import write_manifest
 from hf_dpopt.run.stages import Stages
 
 NUM_STEPS, DELAY, STOPS = 20, 5, (3, 5, 8, 10, 13)  # in and between the phases
@@ -116,7 +117,7 @@ class _Run:
         torch.save(self.model.state_dict(), folder / "model.pt")
         torch.save(self.optimizer.state_dict(), folder / "optimizer.pt")
         self.stages.save(folder)
-        self.run.mark_checkpoint(folder)
+        write_manifest(folder, *self.run.stand())
 
 
 def _predicted(cell: tuple[str, str, str, str], run: _Run) -> np.ndarray:

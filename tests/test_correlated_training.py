@@ -17,8 +17,9 @@ from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.noise import BandedToeplitz, Participation
 from hf_dpopt.noise.streams import CorrelatedStream
 from hf_dpopt.report.release_scan import scan_for_secrets
-from hf_dpopt.run.keys import PrivateState
+from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.log import RunLog
 from tests import tiny
 
 NUM_STEPS = 8  # two epochs of four
@@ -287,8 +288,8 @@ def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):
 def test_the_ledger_of_a_run_of_another_kind_is_refused_in_words(tmp_path):
     first = trainer(tmp_path, **CASES["blt"])
     plan = {key: value for key, value in first.plan.public_dict().items() if not key.startswith("noise_str")}
-    with Ledger.open(tmp_path / "out/privacy/ledger.jsonl") as ledger:
-        ledger.record_plan(plan, must_match=())
+    with RunLog.open(tmp_path / "out", private_dir(tmp_path / "keys", tmp_path / "out")) as log:
+        log.record_plan(plan, must_match=())
     with pytest.raises(DPConfigError, match="of another kind.*another output_dir"):
         trainer(tmp_path, **CASES["blt"])
 
@@ -331,10 +332,9 @@ def test_neither_a_finished_run_nor_its_upload_holds_keys_or_buffers(tmp_path, m
 
     class Collect(TrainerCallback):
         def on_save(self, args, state, control, **kwargs):
-            kept = PrivateState(tmp_path / "keys", forbidden=tmp_path / "out")
             noise = list((tmp_path / "keys").rglob("*.noise"))
             assert noise and all(file.stat().st_mode & 0o077 == 0 for file in noise)
-            secrets.extend(kept.secrets())
+            secrets.extend(secrets_in(tmp_path / "keys"))
             for tensors in torch.load(noise[0], weights_only=True)["buffers"].values():
                 secrets.extend(t.flatten()[:16].numpy().tobytes() for t in tensors if t.numel() >= 16)
 

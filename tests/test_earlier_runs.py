@@ -12,7 +12,8 @@ from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.convex import HeadTrainingArguments, check_convex_arguments
 from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
 from hf_dpopt.run.earlier import read_earlier_runs
-from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.keys import private_dir
+from hf_dpopt.run.log import RunLog
 from tests.tiny import records, trainer
 
 N, DELTA = 10_000, 1e-5
@@ -184,7 +185,7 @@ def test_a_trainer_of_another_mechanism_publishes_nothing_here(tmp_path):
 
 def test_a_run_that_is_going_on_is_refused(tmp_path):
     both(tmp_path)
-    with Ledger.open(tmp_path / "a" / "privacy" / "ledger.jsonl"):
+    with RunLog.open(tmp_path / "a", private_dir(None, tmp_path / "a")):
         with pytest.raises(DPConfigError, match="still going on"):
             read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))
     assert read_earlier_runs([str(tmp_path / "a")], str(tmp_path / "b"))

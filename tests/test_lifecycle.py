@@ -43,7 +43,7 @@ def _trainer(folder: Path, **changes):
     executed = Executed(folder / "executed.txt")
     trainer = tiny.trainer(
         folder / "out", max_steps=NUM_STEPS, save_strategy="steps", save_steps=5, learning_rate=1e-3,
-        private_state_dir=str(folder / "keys"), callbacks=[executed], **changes,
+        callbacks=[executed], **{"private_state_dir": str(folder / "keys"), **changes},
     )  # fmt: skip
     executed.trainer = trainer
     return trainer
@@ -160,7 +160,7 @@ def test_resuming_from_an_older_checkpoint_branches_and_adds_up(tmp_path):
         ({"clipping_norm": 0.5}, "clipping_norm"),
         ({"expected_batch_size": 8}, "expected_batch_size"),
         ({"sampling": "poisson"}, "sampler"),
-        ({"train_dataset": tiny.records(60)}, "num_examples"),
+        ({"train_dataset": tiny.records(60)}, "a run on another dataset, of 64 records"),
         ({"target_delta": 1e-4}, "delta"),
         ({"clipping": "automatic"}, "clipping"),
     ],
@@ -184,7 +184,7 @@ def test_a_resume_keeps_the_delta_of_a_release_with_another_default(tmp_path, mo
     assert resumed.plan.delta == resumed.privacy_spent().delta == 1e-2
 
 
-def test_a_missing_or_edited_ledger_stops_a_resume(tmp_path):
+def test_an_edited_ledger_stops_a_resume_and_a_missing_one_is_written_again(tmp_path):
     _trainer(tmp_path).train()
     path = tmp_path / "out/privacy/ledger.jsonl"
     content = path.read_text()
@@ -192,8 +192,11 @@ def test_a_missing_or_edited_ledger_stops_a_resume(tmp_path):
     with pytest.raises(DPConfigError, match="edited"):
         _trainer(tmp_path).train(resume_from_checkpoint=True)
     path.unlink()
-    with pytest.raises(DPConfigError, match="ledger"):
-        _trainer(tmp_path).train(resume_from_checkpoint=True)
+    with pytest.raises(DPConfigError, match="ledger"):  # where the log of the run is not either
+        _trainer(tmp_path, private_state_dir=str(tmp_path / "none")).train(resume_from_checkpoint=True)
+    again = _trainer(tmp_path)
+    again.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-20"))  # it is written again from the log
+    assert Ledger.read(path).num_charged == NUM_STEPS + 4 == again.privacy_spent().num_steps
 
 
 def test_a_branch_over_the_budget_is_refused_and_mended(tmp_path):

@@ -20,7 +20,7 @@ from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.convex import HeadTrainingArguments
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.plan import options
-from hf_dpopt.postprocess.low_pass import STORAGE
+from hf_dpopt.postprocess.buffers import STORAGE
 from hf_dpopt.postprocess.mirror_descent import SCHEDULES
 from hf_dpopt.sampling import SAMPLERS
 from tests import arguments_table
@@ -30,14 +30,16 @@ CONFIGURED = {f.name: f for f in dataclasses.fields(PrivacyConfig)}
 
 FLAGS = {  # flag of a command -> the option whose words it takes
     "plan": {
-        "batch_size": "expected_batch_size", "epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier",
-        "delta": "target_delta", "allow_large_delta": "allow_large_delta", "sampling": "sampling",
+        "expected_batch_size": "expected_batch_size", "target_epsilon": "target_epsilon",
+        "noise_multiplier": "noise_multiplier", "target_delta": "target_delta",
+        "allow_large_delta": "allow_large_delta", "sampling": "sampling",
         "adjacency": "adjacency", "noise_mechanism": "noise_mechanism", "noise_kwargs": "noise_kwargs",
         "records_per_user": "records_per_user",
     },
     "plan-head": {
-        "batch_size": "expected_batch_size", "epsilon": "target_epsilon", "noise_multiplier": "noise_multiplier",
-        "delta": "target_delta", "allow_large_delta": "allow_large_delta", "head_radius": "head_radius",
+        "expected_batch_size": "expected_batch_size", "target_epsilon": "target_epsilon",
+        "noise_multiplier": "noise_multiplier", "target_delta": "target_delta",
+        "allow_large_delta": "allow_large_delta", "head_radius": "head_radius",
         "feature_norm": "feature_norm", "l2": "l2",
     },
 }  # fmt: skip

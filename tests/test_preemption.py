@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from hf_dpopt import DPConfigError, DPStorageError
 from hf_dpopt.cli.app import app
 from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.log import RunLog
 from tests import preempted, tiny
 from tests.preempted import LOSES, NUM_STEPS
 
-OF_A_STEP = ("before the charge", "after the charge", "after the mark", "after the noise", "in the entry",
+OF_A_STEP = ("before the charge", "in the charge", "after the charge", "after the noise", "in the entry",
              "after the entry", "after the optimizer")  # fmt: skip
 
 
@@ -60,6 +61,7 @@ def _check(trainer, left, want, lost):
     statement = (left / "out/privacy/statement.md").read_text()
     assert ("charged and made no update" in statement) == bool(lost)
     assert not (left / "out/_journal").exists()  # nothing is left to go on with
+    assert not [*left.rglob("*.key"), *left.rglob("*.noise")]
 
 
 @pytest.mark.slow_but(4)
@@ -91,7 +93,7 @@ def test_every_kind_of_run_goes_on_twice(tmp_path, references, setting):
 def test_several_lost_steps(tmp_path, references, setting):
     """Of DP^2 with a delay of two steps, all releases that a scale would have been made of."""
     folders = [tmp_path / f"left{i}" for i in range(3)]
-    _kill(tmp_path / "alive", folders[0], setting, "after the mark", 1, save_strategy="no")
+    _kill(tmp_path / "alive", folders[0], setting, "in the charge", 1, save_strategy="no")
     _kill(folders[0], folders[1], setting, "in the entry", 2, resumes=True, save_strategy="no")
     _kill(folders[1], folders[2], setting, "after the noise", 6, resumes=True, save_strategy="no")
     want = references(setting, frozenset({1, 2, 6}))
@@ -150,7 +152,7 @@ def test_nothing_is_read_or_charged_in_a_replay(tmp_path, monkeypatch):
     _kill(tmp_path / "alive", left, "users", "after the optimizer", 5, save_strategy="no")
     trainer = preempted.make(left, "users")
     read, charged = [], []
-    records, charge = trainer.train_dataset, Ledger.charge
+    records, charge = trainer.train_dataset, RunLog.charge
 
     class Counting(list):
         def __getitem__(self, i):
@@ -158,7 +160,7 @@ def test_nothing_is_read_or_charged_in_a_replay(tmp_path, monkeypatch):
             return super().__getitem__(i)
 
     trainer.train_dataset = Counting(records)
-    monkeypatch.setattr(Ledger, "charge", lambda *a: charged.append(a[-1]) or charge(*a))
+    monkeypatch.setattr(RunLog, "charge", lambda *a: charged.append(a[-1]) or charge(*a))
     with preempted.known_keys():
         trainer.train(resume_from_checkpoint=True)
     assert charged == list(range(6, NUM_STEPS + 1))
@@ -214,17 +216,18 @@ def test_other_initial_weights_are_refused(tmp_path):
 ANYHOW = {"target_epsilon": None, "noise_multiplier": 1.0}  # a run that starts over costs more than was planned
 
 
-def test_a_checkpoint_of_another_chain_proves_nothing_of_the_records(tmp_path):
+def test_a_chain_goes_on_with_its_own_records_alone(tmp_path):
     """A chain of steps has one order of the records: with two, a record may come back sooner than its noise allows."""
     first, second = tiny.records(64), tiny.records(64)[32:] + tiny.records(64)[:32]
     _kill(tmp_path / "a", tmp_path / "b", "banded", "before the charge", 7, train_dataset=first, **ANYHOW)
     over = {"train_dataset": second, "save_strategy": "no", **ANYHOW}
     with preempted.known_keys(), preempted.dying(tmp_path / "b", tmp_path / "c", "after the optimizer", 6):
         preempted.make(tmp_path / "b", "banded", **over).train()
+    with pytest.raises(DPConfigError, match="not those that this run began with"):
+        _finish(tmp_path / "c", "banded", train_dataset=second, **ANYHOW)
     _finish(tmp_path / "c", "banded", train_dataset=first, **ANYHOW)
     ledger = Ledger.read(tmp_path / "c/out/privacy/ledger.jsonl")
-    assert ledger.charged == (6, 6, 2), "a chain of its own goes on from the first one's checkpoint"
-    assert len({chain.key_id for chain in ledger.chains}) == 3 and ledger.last_chain.start_step == 6
+    assert ledger.charged == (8, 6), "the first chain goes on from its own checkpoint"
 
 
 def test_a_branch_goes_on_by_its_own_journal(tmp_path):

@@ -15,9 +15,10 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
-from hf_dpopt.run.checkpoint import MARK
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER, recorded_plan
+from hf_dpopt.run.checkpoint import MANIFEST, write_manifest
+from hf_dpopt.run.keys import private_dir
+from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run import recorded_plan
 
 NUM_STEPS, EXPECTED, SIZE = 6, 4, 5
 
@@ -70,42 +71,42 @@ def test_a_budget_is_not_kept_on_top_of_steps_without_noise(tmp_path):
     silent = make_plan(config, num_examples=40, num_steps=NUM_STEPS)
     _start(silent, tmp_path).close()
     with pytest.raises(DPConfigError, match="had no noise.*another output_dir"):
-        recorded_plan(tmp_path / "out", keeps_budget=True)
-    recorded = recorded_plan(tmp_path / "out", keeps_budget=False)
+        recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=True)
+    recorded = recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=False)
     assert recorded is not None and recorded["noise_multiplier"] == 0
 
 
 def test_a_folder_with_a_private_run_gives_its_plan_to_both(plan, tmp_path):
-    assert recorded_plan(tmp_path / "out", keeps_budget=True) is None
+    assert recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=True) is None
     _start(plan, tmp_path).close()
     for keeps_budget in (True, False):
-        recorded = recorded_plan(tmp_path / "out", keeps_budget=keeps_budget)
+        recorded = recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=keeps_budget)
         assert recorded is not None and recorded["noise_multiplier"] == 1.0
 
 
 @pytest.mark.parametrize("keeps_budget", [True, False])
 def test_a_ledger_that_does_not_say_how_the_noise_was_correlated_is_not_continued(tmp_path, keeps_budget):
-    ledger = Ledger.open(tmp_path / LEDGER)
-    ledger.record_plan({"noise_multiplier": 1.0}, must_match=())
-    ledger.close()
+    out, kept = tmp_path / "out", tmp_path / "keys"
+    with RunLog.open(out, private_dir(kept, out)) as log:
+        log.record_plan({"noise_multiplier": 1.0}, must_match=())
     with pytest.raises(DPConfigError, match="of another kind.*Choose another output_dir"):
-        recorded_plan(tmp_path, keeps_budget=keeps_budget)
+        recorded_plan(out, kept, keeps_budget=keeps_budget)
 
 
-@pytest.mark.parametrize("mark", [None, {"ledger_digest": "0" * 64}])
-def test_a_checkpoint_that_the_ledger_does_not_know_is_refused_before_a_step(plan, tmp_path, mark):
-    """Without a mark, and with that of another ledger; the one of this run is taken."""
+@pytest.mark.parametrize("other", [None, {"run": "0" * 16, "chain": "0" * 16, "step": 1, "files": {}}])
+def test_a_checkpoint_that_the_ledger_does_not_know_is_refused_before_a_step(plan, tmp_path, other):
+    """Without a manifest, and with that of another run; the one of this run is taken."""
     run, checkpoint = _start(plan, tmp_path), tmp_path / "checkpoint-1"
     checkpoint.mkdir()
     _release(run, 1)
-    run.mark_checkpoint(checkpoint)
+    write_manifest(checkpoint, *run.stand())
     run.close()
-    own = (checkpoint / MARK).read_text()
-    (checkpoint / MARK).unlink()
-    if mark is not None:
-        (checkpoint / MARK).write_text(json.dumps(mark))
+    own = (checkpoint / MANIFEST).read_text()
+    (checkpoint / MANIFEST).unlink()
+    if other is not None:
+        (checkpoint / MANIFEST).write_text(json.dumps(other))
     options = {"output_dir": tmp_path / "out", "private_state_dir": tmp_path / "keys", "resume_step": 1}
     with pytest.raises(DPConfigError, match="no checkpoint to resume from.*ledger"):
         PrivateRun(plan, checkpoint=checkpoint, **options)
-    (checkpoint / MARK).write_text(own)
+    (checkpoint / MANIFEST).write_text(own)
     PrivateRun(plan, checkpoint=checkpoint, **options).close()

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_dpopt.run.checkpoint import NEEDED, examine
-from hf_dpopt.run.seal import Seal
 from tests import tiny, two_node_run, two_nodes
 from tests.reference import clipping as reference
 from tests.two_node_run import USERS, authored, collate
@@ -31,7 +30,7 @@ def _facts(root: Path, name: str) -> list[dict]:
 def test_the_disks_are_two(root):
     """Else nothing here tests anything: each node has files of its own, under the paths that both use."""
     assert not any((root / "disk").iterdir())
-    assert (root / "node-0/records-keys/used").is_dir() and not (root / "node-1/records-keys").exists()
+    assert (root / "node-0/records-keys/runs").is_dir() and not (root / "node-1/records-keys").exists()
 
 
 @pytest.mark.parametrize("name", ["records", "users", "killed"])
@@ -62,19 +61,18 @@ def test_a_killed_run_takes_its_journal_again_on_both(root):
 
 
 @pytest.mark.parametrize("step", [2, 4, 6])
-def test_every_machine_has_whole_and_signed_checkpoints(root, step):
-    """With save_on_each_node: each list of files is that of its own disk, under the one key of the run."""
-    (kept,) = (root / "node-0/each-keys/used").glob("*/seal")
-    seal, marks = Seal.load(kept.parent), []
+def test_every_machine_has_whole_checkpoints(root, step):
+    """With save_on_each_node: each list of files is that of its own disk, and the run and the moment are the same."""
+    manifests = []
     for node in (0, 1):
         folder = root / f"node-{node}/each/out/checkpoint-{step}"
-        found = examine(folder, None, seal, needed=NEEDED)
-        assert found.is_whole and not found.cautions, (found.reasons, found.cautions)
-        assert {"model.safetensors", "config.json", "optimizer.pt", "scheduler.pt"} <= found.mark["files"].keys()
-        marks.append(found.mark)
+        found = examine(folder, None, needed=NEEDED)
+        assert found.is_whole, found.reasons
+        assert {"model.safetensors", "config.json", "optimizer.pt", "scheduler.pt"} <= found.manifest.files.keys()
+        manifests.append(found.manifest)
         (folder / "scheduler.pt").write_bytes(b"other")
-        assert examine(folder, None, seal).reasons == ("scheduler.pt is not what was saved",)
-    assert marks[0]["ledger_digest"] == marks[1]["ledger_digest"]
+        assert examine(folder, None).reasons == ("scheduler.pt is not what was saved",)
+    assert len({(one.run, one.chain, one.step) for one in manifests}) == 1
 
 
 def test_a_statement_stands_beside_the_ledger_alone(root):

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import typer
 
-from hf_dpopt.common.durable import fsync_directory, move_aside
+from hf_dpopt.cli.examination import Examination, entries
+from hf_dpopt.common.durable import fsync_directory, make_folder, move_aside
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.run.checkpoint import MARK, NEEDED
-from hf_dpopt.run.cleaning import TORN, clean, leftovers
-from hf_dpopt.run.examination import Examination, entries
-from hf_dpopt.run.keys import PrivateState
+from hf_dpopt.run.checkpoint import MANIFEST, NEEDED, TORN, clean, leftovers
 from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.log import RunLog, lock_ledger
 
 
 def show_health(output_dir: Path, private_state_dir: Path | None, *, fix: bool) -> bool:
@@ -50,24 +49,28 @@ def _fix(found: Examination) -> Iterator[str]:
     if lock.is_symlink() or (lock.is_file() and lock.stat().st_nlink > 1):
         lock.unlink()
         yield f"removed {lock}, which led to another file"
-    if found.ledger is None:
+    if found.ledger is None or found.private_dir is None:
         return
-    with Ledger.open(found.output_dir / LEDGER, create=False) as ledger:
-        if found.state is not None and not found.problems:
-            yield from _clean(found.output_dir, ledger, found.state)
+    left = leftovers(found.output_dir)
+    with _locked(found.output_dir, found.private_dir, has_log=found.found.log is not None) as ledger:
+        clean(found.output_dir, ledger)
+        yield from (f"settled {path}" for path in left)
         for one in Examination(found.output_dir, found.private_dir).checkpoints:
-            if not one.is_whole and ((one.folder / MARK).exists() or not (one.folder / NEEDED[-1]).exists()):
+            if not one.is_whole and ((one.folder / MANIFEST).exists() or not (one.folder / NEEDED[-1]).exists()):
                 yield f"moved {one.folder.name} to {_move_torn(one.folder)}"
         lock.unlink(missing_ok=True)  # it is ours now, and nobody can be waiting for it
     fsync_directory(lock.parent)
 
 
-def _clean(output_dir: Path, ledger: Ledger, state: PrivateState) -> Iterator[str]:
-    with contextlib.closing(state.memory(ledger)) as memory:
-        memory.lock()
-        found = leftovers(output_dir, ledger, state)
-        clean(output_dir, ledger, state)
-    yield from (f"settled {path}" for path in found)
+@contextlib.contextmanager
+def _locked(output_dir: Path, directory: Path, *, has_log: bool) -> Iterator[Ledger]:
+    """Record of the run, under its locks. Where its log is somewhere else, no other log is begun in its place."""
+    if has_log:
+        with RunLog.open(output_dir, directory) as log:
+            yield log.state
+    else:
+        with contextlib.closing(lock_ledger(output_dir / LEDGER)):
+            yield Ledger.read(output_dir / LEDGER)
 
 
 def _move_torn(folder: Path) -> Path | None:
@@ -76,7 +79,7 @@ def _move_torn(folder: Path) -> Path | None:
     names = itertools.chain([folder.name], (f"{folder.name}.{number}" for number in itertools.count(2)))
     name = next(name for name in names if not os.path.lexists(aside / name))
     try:
-        aside.mkdir(exist_ok=True)
+        make_folder(aside)
         return move_aside(folder, aside, name)
     except OSError as error:
         raise DPConfigError(f"{folder} could not be moved to {aside} ({error.strerror}). Move it by hand.") from None

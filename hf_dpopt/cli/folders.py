@@ -12,8 +12,8 @@ from hf_dpopt.report.audits import read_audits
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, is_of_this_release, read_report, statement_in
-from hf_dpopt.run.cleaning import UNPUBLISHED
-from hf_dpopt.run.keys import PrivateState, default_private_dir
+from hf_dpopt.run.checkpoint import UNPUBLISHED
+from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import Ledger
 
 
@@ -44,8 +44,8 @@ def show_findings(output_dir: Path, private_state_dir: Path | None) -> int:
         output_dir: folder that is about to be copied.
         private_state_dir: where the run kept its keys; None for the default.
     """
-    directory = private_state_dir or default_private_dir(output_dir)
-    secrets = PrivateState(directory, forbidden=output_dir, is_read=True).secrets() if directory.is_dir() else []
+    directory = private_dir(private_state_dir, output_dir, is_read=True)
+    secrets = secrets_in(directory)
     findings = scan_for_secrets(output_dir, secrets, unpublished=UNPUBLISHED)
     for finding in findings:
         typer.echo(str(finding))

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.log import warn_once
+from hf_dpopt.common.log import logger, warn_once
 from hf_dpopt.common.storage import naming
 
 # What a filesystem answers that does not have an operation; anything else (EIO, ENOSPC) is a failure of one that has.
@@ -66,6 +66,18 @@ def make_folder(folder: Path) -> None:
             "folder itself there."
         )
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def remove_links(folder: Path) -> None:
+    """Remove links to files, which a library that writes files by their names would follow to others.
+
+    Args:
+        folder: folder that is about to be written to; it need not be there.
+    """
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_symlink() and not path.is_dir():
+            path.unlink(missing_ok=True)
+            logger.warning(f"{path} was a link, and is removed: a save would write to what it leads to.")
 
 
 def fsync_directory(directory: Path) -> None:
@@ -209,7 +221,7 @@ def remove_folder(folder: Path, by_way_of: Path) -> None:
     Args:
         by_way_of: a folder on the same filesystem from which it is deleted.
     """
-    by_way_of.mkdir(exist_ok=True)
+    make_folder(by_way_of)
     moved = move_aside(folder, by_way_of)
     if moved is not None:
         remove(moved)

@@ -1,23 +1,17 @@
-"""State that a killed run of a head goes on from: signed, in the private folder, as private as the data."""
+"""State that a killed run of a head goes on from: in the private folder, as private as the data."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_dpopt.common.durable import read_whole, write_durably
+from hf_dpopt.common.durable import write_durably
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.randomness.cipher import derive_key
-from hf_dpopt.run.keys import Chain
-
-_SIGNATURE_BYTES = 32  # behind what torch wrote, which reads over them
+from hf_dpopt.run.keys import Chain, read_state, write_state
 
 
 class HeadState:
@@ -29,13 +23,12 @@ class HeadState:
 
     Args:
         directory: private folder of the run.
-        chain: its chain of steps, whose key signs the file.
+        chain: its chain of steps.
     """
 
     def __init__(self, directory: Path, chain: Chain):
         self.path = directory / f"head-{chain.chain_id}.pt"
         self._note = directory / f"head-{chain.chain_id}.pt.returned"
-        self._key = derive_key(chain.root, "head state")
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Keep the iterates after a step, in place of earlier ones.
@@ -44,10 +37,7 @@ class HeadState:
             step: steps taken.
             state: state of the descent, what its `state_dict` returns.
         """
-        file = io.BytesIO()
-        torch.save({"step": step, **state}, file)
-        content = file.getvalue()
-        write_durably(self.path, content + self._signature(content), mode=0o600)
+        write_state(self.path, {"step": step, **state})
 
     def load(self, num_steps: int) -> dict[str, Any] | None:
         """State that was saved last, its step under "step"; None if the run begins.
@@ -75,20 +65,14 @@ class HeadState:
 
     def _read(self, num_steps: int) -> dict[str, Any] | None:
         """The state in the file; None, and a warning, if it is not what was saved."""
-        content = read_whole(self.path)
-        body, signature = content[:-_SIGNATURE_BYTES], content[-_SIGNATURE_BYTES:]
-        if hmac.compare_digest(self._signature(body), signature):
-            kept = _loaded(body)
-            if kept is not None and 0 <= kept["step"] <= num_steps:
-                return kept
+        kept = read_state(self.path)
+        if kept is not None and 0 <= kept["step"] <= num_steps and math.isfinite(float(kept["weights"].norm())):
+            return kept
         logger.warning(
             f"{self.path} is damaged: the run begins at its first step again, under its key. That takes time, and "
             "costs nothing: none of it has been seen."
         )
         return None
-
-    def _signature(self, content: bytes) -> bytes:
-        return hashlib.blake2b(content, key=self._key, digest_size=_SIGNATURE_BYTES).digest()
 
 
 def check_shape(kept: dict[str, Any], shape: torch.Size, output_dir: Path) -> None:
@@ -102,13 +86,3 @@ def check_shape(kept: dict[str, Any], shape: torch.Size, output_dir: Path) -> No
             f"The run of {output_dir} was killed with weights of shape {tuple(kept['weights'].shape)}, and those of "
             f"now have {tuple(shape)}. Go on with the same model and labels, or use another output_dir."
         )
-
-
-def _loaded(content: bytes) -> dict[str, Any] | None:
-    """A state as torch reads it, whose weights are numbers; None for anything else."""
-    try:
-        kept = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-        is_state = type(kept["step"]) is int and math.isfinite(float(kept["weights"].norm()))
-    except Exception:  # whatever a damaged file makes its reader do
-        return None
-    return kept if is_state else None

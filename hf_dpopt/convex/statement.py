@@ -55,15 +55,15 @@ def write_statement(
     output_dir: Path,
     plan: HeadPlan | SubspaceHeadPlan,
     num_labels: int,
-    ledger: Ledger,
+    digest: str,
     noise: str,
     declared: Mapping[str, str],
 ) -> None:
     """Write `statement.md` for people and `head.json` for programs."""
     folder = output_dir / FOLDER
-    text = render(plan, num_labels, ledger.digest(), noise, declared)
+    text = render(plan, num_labels, digest, noise, declared)
     report = {
-        **plan.public_dict(), **declared, "num_labels": num_labels, "ledger_digest": ledger.digest(),
+        **plan.public_dict(), **declared, "num_labels": num_labels, "ledger_digest": digest,
         "statement_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }  # fmt: skip
     write_durably(folder / STATEMENT, text.encode(), mode=0o644)

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from hf_dpopt.convex.state import HeadState, check_shape
 from hf_dpopt.convex.statement import write_statement
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source, source_of
-from hf_dpopt.run.keys import Chain, PrivateState, default_private_dir
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.keys import Chain, new_chain, private_dir, private_folder
+from hf_dpopt.run.ledger import LEDGER
+from hf_dpopt.run.log import RunLog, find_run
 
 INTERMEDIATE = ("checkpoint-*", "trainer_state.json", "optimizer.pt", "runs")  # of finetuning runs
 SAVE_EVERY = 20.0  # seconds, of the state that a crashed run goes on from
@@ -78,12 +78,14 @@ class HeadRun:
         self._declared = dict(declared or {})
         self.plan, self.output_dir = plan, Path(output_dir)
         self._noise_rng = noise_rng
-        self.state = PrivateState(private_state_dir or default_private_dir(output_dir), forbidden=output_dir)
+        self._run: str | None = None
+        self._private_state_dir = private_state_dir
+        self._directory = private_dir(private_state_dir, output_dir)
 
     @property
     def private_folder(self) -> Path:
         """Folder for private data other than keys, such as features."""
-        return self.state.directory
+        return private_folder(self._private_state_dir, self.output_dir)
 
     def train(
         self,
@@ -115,58 +117,70 @@ class HeadRun:
         """
         self._check(features, labels, num_labels)
         descent = self._start(num_labels, features, public)
-        with Ledger.open(self.output_dir / LEDGER) as ledger:
+        # a copy of this folder that shares the key would train other records with its noise: one process at a time
+        with self._log() as log:
             stream = source_of(self._noise_rng).stream
             known = {**self.plan.public_dict(), "num_labels": num_labels, "noise_rng": stream}
             if public is not None:
                 known |= {"num_public_records": len(public[0]), "public_records": _digest(*public)}
             # whether a large delta was allowed in words is no part of the mechanism
-            ledger.record_plan(known, must_match=[name for name in known if name != "allow_large_delta"])
-            chain = self._chain(ledger)
-            with contextlib.closing(self.state.memory(ledger)) as memory:
-                memory.lock()  # a copy of this folder that shares the key would train other records with its noise
-                state = HeadState(self.state.directory, chain)
-                kept = state.load(self.plan.config.num_steps)
-                if kept is not None:
-                    check_shape(kept, descent.weights.shape, self.output_dir)
-                    descent.load_state_dict(kept)
-                first = 0 if kept is None else kept["step"]
-                source = make_noise_source(self._noise_rng, chain.noise_key)
-                self._descend(features, labels, chain, source, first, descent, state, progress)
-                state.save(self.plan.config.num_steps, descent.state_dict())
-                state.note_return()
+            log.record_plan(known, must_match=[name for name in known if name != "allow_large_delta"])
+            chain = self._chain(log)
+            state = HeadState(log.keys.folder, chain)
+            kept = state.load(self.plan.config.num_steps)
+            if kept is not None:
+                check_shape(kept, descent.weights.shape, self.output_dir)
+                descent.load_state_dict(kept)
+            first = 0 if kept is None else kept["step"]
+            source = make_noise_source(self._noise_rng, chain.noise_key)
+            self._descend(features, labels, chain, source, first, descent, state, progress)
+            state.save(self.plan.config.num_steps, descent.state_dict())
+            state.note_return()
         return descent.result.float()
 
     def finish(self, num_labels: int) -> None:
         """Write the statement, then delete key and state; call it when the final weights are published."""
-        with Ledger.open(self.output_dir / LEDGER) as ledger:
-            last = ledger.last_chain
-            assert last is not None, "finish comes after train"
+        with self._log() as log:
+            if log.state.last_chain is None:
+                raise DPConfigError(
+                    f"{self.output_dir} records no training of a head, so there is nothing to state. Train it first."
+                )
             noise = source_of(self._noise_rng).description
-            write_statement(self.output_dir, self.plan, num_labels, ledger, noise, self._declared)
-            for path in self.state.directory.glob(f"*head-{last.chain_id}.pt*"):  # and what a kill left half-written
+            write_statement(self.output_dir, self.plan, num_labels, log.digest(), noise, self._declared)
+            for path in log.keys.folder.glob("*head-*.pt*"):  # and what a kill left half-written
                 path.unlink()
-            self.state.forget([last.chain_id])
-            self.state.memory(ledger).remove()
+            log.keys.destroy()
 
-    def _chain(self, ledger: Ledger) -> Chain:
+    @contextlib.contextmanager
+    def _log(self) -> Iterator[RunLog]:
+        """The log of the run, open for writing; the same one every time."""
+        with RunLog.open(self.output_dir, self._directory) as log:
+            if self._run not in (None, log.state.run):
+                raise DPConfigError(
+                    f"{self.output_dir / LEDGER} was deleted or replaced after a head was trained here: it is that of "
+                    "another run now. Put it back."
+                )
+            self._run = log.state.run
+            yield log
+
+    def _chain(self, log: RunLog) -> Chain:
         """The chain of a killed run, or a new one, charged."""
-        last = ledger.last_chain
+        last = log.state.last_chain
         if last is None:
-            chain = self.state.new_chain()
-            ledger.start_chain(chain_id=chain.chain_id, key_id=chain.key_id, start_step=0, note=self.plan.note)
-            ledger.charge(chain.chain_id, self.plan.config.num_steps)
+            chain = new_chain()
+            log.start_chain(chain, 0, self.plan.note)
+            log.charge(chain.chain_id, self.plan.config.num_steps)
             return chain
-        kept = self.state.load_chain(last.chain_id)
-        if kept is None or kept.key_id != last.key_id:
+        kept = log.keys.load(last.chain_id, last.key_id) if last.is_own else None
+        if kept is None:
             again = self.plan.epsilon(2)
             raise DPBudgetExceeded(
                 f"{self.output_dir} records a run that has ended, or whose key is gone: it cannot be continued, and a "
                 f"second one on the same records would bring epsilon to {again:.4g}. Use another output_dir for a run "
                 "with a budget of its own; both come on top of each other."
             )
-        if ledger.last_step(last.chain_id) is None:
-            ledger.charge(last.chain_id, self.plan.config.num_steps)
+        if not log.state.steps(last.chain_id):
+            log.charge(last.chain_id, self.plan.config.num_steps)
         return kept
 
     def _start(
@@ -257,10 +271,15 @@ class HeadRun:
             )
 
 
-def recorded_head_plan(output_dir: str | Path) -> dict[str, Any] | None:
-    """The plan in the ledger of a head's run, for `make_head_plan`; None if there is no ledger."""
-    ledger = Ledger.find(output_dir)
-    return None if ledger is None else ledger.plan
+def recorded_head_plan(output_dir: str | Path, private_state_dir: str | Path | None = None) -> dict[str, Any] | None:
+    """The plan in the log of a head's run, for `make_head_plan`; None if there is no log.
+
+    Args:
+        output_dir: folder of the run.
+        private_state_dir: where its log lies; None for the default.
+    """
+    found = find_run(Path(output_dir), private_dir(private_state_dir, output_dir, is_read=True))
+    return None if found.log is None else found.log.plan
 
 
 class ProjectedDescent:

@@ -15,6 +15,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.refusals.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
@@ -236,11 +237,14 @@ class RefuseStockTraining(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not isinstance(args, DPTrainingArguments):
             return
-        budget = "noise_multiplier" if args.target_epsilon is None else "target_epsilon"
+        budget = "target_epsilon" if args.target_epsilon is not None else "noise_multiplier"
+        if (value := getattr(args, budget)) is None:
+            logger.warning("NOT PRIVATE: a stock trainer trains, and no privacy budget is set.")
+            return
         raise DPConfigError(
-            f"{budget}={shown(getattr(args, budget))}: this trainer would train without privacy, because it does not "
-            "have DPTrainerMixin. Use DPTrainer or class MyDPTrainer(DPTrainerMixin, MyTrainer); to train without "
-            "privacy, transformers.TrainingArguments."
+            f"{budget}={shown(value)}: this trainer would train without privacy, because it does not have "
+            "DPTrainerMixin. Use DPTrainer or class MyDPTrainer(DPTrainerMixin, MyTrainer); to train without privacy, "
+            "transformers.TrainingArguments."
         )
 
 

@@ -7,32 +7,35 @@ The stock Trainer writes into ``output_dir/checkpoint-N`` file by file; a kill l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import sort_checkpoints
 
 from hf_dpopt.common import collectives
-from hf_dpopt.common.durable import check_renames, move_into_place, remove, remove_folder
+from hf_dpopt.common.durable import check_renames, make_folder, move_into_place, remove, remove_folder
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.checkpoint import (
     NEEDED,
+    STATE,
+    UNFINISHED,
     Checkpoint,
-    Standing,
+    Manifest,
     checkpoints,
+    clean,
     examine,
     last_whole,
     refuse,
     step_of,
-    write_mark,
+    write_manifest,
 )
-from hf_dpopt.run.cleaning import UNFINISHED, clean
-from hf_dpopt.run.keys import PrivateState, default_private_dir
-from hf_dpopt.run.ledger import LEDGER, Ledger
-from hf_dpopt.run.recovery import find_recovery
-from hf_dpopt.run.seal import Seal
+from hf_dpopt.run.keys import private_dir
+from hf_dpopt.run.log import Found, RunLog, find_run
+from hf_dpopt.run.resume import decide
 
 
 class Checkpoints:
@@ -65,7 +68,8 @@ class Checkpoints:
         """
         place = Path(output_dir) / f"checkpoint-{self.trainer.state.global_step}"
         unfinished, was_there, self._pushes = place.parent / UNFINISHED, place.exists(), []
-        if self.trainer.args.should_save and (unfinished / place.name).exists():
+        if self.trainer.args.should_save:
+            make_folder(unfinished)
             remove(unfinished / place.name)  # of a save that failed in this process
         with self._writing_to(unfinished):
             write()
@@ -110,14 +114,14 @@ class Checkpoints:
         if best == place or best.exists():
             state.best_model_checkpoint = str(best)
 
-    def _finish(self, made: Path, place: Path, standing: Standing, *, adopts: bool) -> None:
+    def _finish(self, made: Path, place: Path, standing: tuple[str, str, int], *, adopts: bool) -> None:
         """Complete the checkpoint, and put it in its place."""
         self.trainer.state.save_to_json(str(made / "trainer_state.json"))  # with the name of the best checkpoint
         if adopts and place.is_dir():  # a subclass of the Trainer wrote a file there by name
             for path in place.iterdir():
                 if not (made / path.name).exists():
                     path.rename(made / path.name)
-        write_mark(made, standing)
+        write_manifest(made, *standing)
         move_into_place(made, place)
 
     def _remove_older(self, unfinished: Path, place: Path, *, is_extra: bool) -> None:
@@ -159,12 +163,12 @@ class Checkpoints:
         """
         ranks, without, said = collectives.current_ranks(), frozenset[int](), ""
         while True:
-            folder, goes_on, wanted, seal = ranks.same(lambda: self._choose(asked, without))  # noqa: B023
+            folder, goes_on, wanted = ranks.same(lambda: self._choose(asked, without))  # noqa: B023
             if folder is None and without:
                 raise DPConfigError(f"No checkpoint is whole on all machines: {said}")
             if folder is None:
                 return None, goes_on
-            found = ranks.every(lambda: self._wrong_here(Path(folder), wanted, seal))  # noqa: B023
+            found = ranks.every(lambda: self._wrong_here(Path(folder), wanted))  # noqa: B023
             other = next((rank for rank, reason in enumerate(found) if reason), None)
             if other is None:
                 return folder, goes_on
@@ -174,21 +178,20 @@ class Checkpoints:
             logger.warning(f"{Path(folder).name} is skipped: {said}")
             without |= {step_of(Path(folder))}
 
-    def _wrong_here(self, folder: Path, wanted: Mapping[str, Any] | None, seal: Seal | None) -> str:
+    def _wrong_here(self, folder: Path, wanted: Manifest | None) -> str:
         """Say what is wrong with the copy of a checkpoint that this process reads; an empty text if nothing is.
 
         Args:
             folder: the checkpoint that rank 0 chose, and found whole on its disk.
-            wanted: its mark there.
-            seal: seal of the run, which rank 0 has.
+            wanted: its manifest there.
         """
         if not folder.is_dir():
             return "it is not there"
         if collectives.rank() == 0 or not self.trainer.args.save_on_each_node or not self.trainer.args.should_save:
             return ""
-        theirs = (wanted or {}).get("files", {})
-        found = examine(folder, None, seal, needed={*NEEDED, *theirs})
-        if found.is_whole and wanted and (found.mark or {}).get("ledger_digest") != wanted["ledger_digest"]:
+        found = examine(folder, None, needed={*NEEDED, *({} if wanted is None else wanted.files)})
+        mine = found.manifest
+        if found.is_whole and wanted and mine and (mine.run, mine.origin) != (wanted.run, wanted.origin):
             return "it is that of another run, or of another moment"
         return "; ".join(found.reasons)
 
@@ -199,25 +202,23 @@ class Checkpoints:
             best = str(Path(str(self.trainer.args.output_dir), Path(best).name))
             self.trainer.state.best_model_checkpoint = best
 
-        def check() -> tuple[Mapping[str, Any] | None, Seal | None]:
-            ledger, seal = self._known()
-            found = examine(Path(best), ledger, seal)
+        def check() -> Manifest | None:
+            run = self.trainer._run  # whose log is open, and knows more than what lies on the disk
+            found = examine(Path(best), self._found().known if run is None else run.ledger)
             if not found.is_whole:
                 raise refuse(found)
-            return found.mark, seal
+            return found.manifest
 
         if best is not None:
             ranks = collectives.current_ranks()
-            wanted, seal = ranks.same(check)
-            found = ranks.every(lambda: self._wrong_here(Path(best), wanted, seal))
+            wanted = ranks.same(check)
+            found = ranks.every(lambda: self._wrong_here(Path(best), wanted))
             other = next((rank for rank, reason in enumerate(found) if reason), None)
             if other is not None:
                 raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {_where(other, found[other])}")
 
-    def _choose(
-        self, asked: str | bool | None, without: frozenset[int]
-    ) -> tuple[str | None, bool, Mapping[str, Any] | None, Seal | None]:
-        """Choose as `choose`, on rank 0; return also the mark of the checkpoint, and the seal.
+    def _choose(self, asked: str | bool | None, without: frozenset[int]) -> tuple[str | None, bool, Manifest | None]:
+        """Choose as `choose`, on rank 0; return also the manifest of the checkpoint.
 
         Args:
             without: steps of checkpoints that other machines do not have.
@@ -226,31 +227,29 @@ class Checkpoints:
         if self.trainer.args.save_strategy != "no":
             check_renames(output_dir / UNFINISHED)
         if asked is None or asked is False:
-            return None, False, None, None
+            return None, False, None
         self._clean(output_dir)
-        ledger, seal = self._known()
+        known = self._found()
         if asked is True:
-            newest = self._newest(output_dir, ledger, seal, without)
+            newest = self._newest(output_dir, known, without)
             if newest is None:
-                return None, True, None, None
+                return None, True, None
             found = newest
         else:
-            found = examine(Path(str(asked)), ledger, seal, needed=NEEDED)
+            found = examine(Path(str(asked)), known.known, needed=NEEDED)
             if not found.is_whole:
-                last, _ = last_whole(output_dir, ledger, seal, needed=NEEDED)
+                last, _ = last_whole(output_dir, known.known, needed=NEEDED)
                 raise refuse(found, _instead(last, output_dir))
-        for caution in found.cautions:
-            logger.warning(f"It cannot be checked whether the files of {found.folder} are those saved: {caution}.")
-        return str(found.folder), False, found.mark, seal
+        with loading(str(found.folder)):
+            TrainerState.load_from_json(str(found.folder / STATE))
+        return str(found.folder), False, found.manifest
 
-    def _newest(
-        self, output_dir: Path, ledger: Ledger | None, seal: Seal | None, without: frozenset[int]
-    ) -> Checkpoint | None:
+    def _newest(self, output_dir: Path, known: Found, without: frozenset[int]) -> Checkpoint | None:
         """The last whole checkpoint, None if none is needed; say which ones after it are skipped, and why."""
-        last, skipped = last_whole(output_dir, ledger, seal, needed=NEEDED, without=without)
+        last, skipped = last_whole(output_dir, known.known, needed=NEEDED, without=without)
         if last is None:
             torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
-            if skipped and (ledger is None or find_recovery(ledger, self._state(), output_dir, 0) is None):
+            if skipped and not _has_recovery(known, output_dir):
                 raise DPConfigError(
                     f"There is no whole checkpoint in {output_dir} to resume from.{torn} Leave resume_from_checkpoint "
                     "out to start over; steps that were charged there stay charged."
@@ -263,22 +262,43 @@ class Checkpoints:
 
     def _clean(self, output_dir: Path) -> None:
         """Finish or remove what a killed run left, under its locks."""
-        if not (output_dir / LEDGER).exists():
-            return
-        with Ledger.open(output_dir / LEDGER) as ledger:
-            state = self._state()
-            with contextlib.closing(state.memory(ledger)) as memory:
-                memory.lock()
-                clean(output_dir, ledger, state)
+        if self._found().known is not None:
+            with RunLog.open(output_dir, self._private_dir()) as log:
+                clean(output_dir, log.state)
 
-    def _known(self) -> tuple[Ledger | None, Seal | None]:
-        """Ledger and seal of the run in `output_dir`, where there are any."""
-        ledger = Ledger.find(str(self.trainer.args.output_dir))
-        return ledger, None if ledger is None else self._state().seal(ledger)
+    def _found(self) -> Found:
+        """All records of the run in `output_dir`."""
+        return find_run(Path(str(self.trainer.args.output_dir)), self._private_dir())
 
-    def _state(self) -> PrivateState:
+    def _private_dir(self) -> Path:
         args = self.trainer.args
-        return PrivateState(args.private_state_dir or default_private_dir(args.output_dir), forbidden=args.output_dir)
+        return private_dir(args.private_state_dir, args.output_dir)
+
+
+@contextlib.contextmanager
+def loading(folder: str | None) -> Iterator[None]:
+    """Say of a checkpoint that its files do not fit the run, or are none of their kind: somebody made others."""
+    try:
+        yield
+    except (DPConfigError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if folder is None:
+            raise
+        raise DPConfigError(
+            f"{folder} cannot be loaded ({type(error).__name__}: {error}). Its files were edited, or are those of "
+            "another model or optimizer. Resume with the options of the run, or from another checkpoint."
+        ) from error
+
+
+def _has_recovery(known: Found, output_dir: Path) -> bool:
+    """Whether a journal leads on from the initial weights."""
+    if known.log is None:
+        return False
+    try:
+        return decide(known.log, known.keys, output_dir, step=0).recovery is not None
+    except DPConfigError:
+        return False
 
 
 def _delete(folder: Path, by_way_of: Path) -> None:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 
 from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_count, check_positive
-from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError, shown
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.huggingface.private_metrics import usual_bound
@@ -35,8 +36,10 @@ from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
-from hf_dpopt.run.evaluations import Evaluations, charge, note_answer
-from hf_dpopt.run.replay import digest_of
+from hf_dpopt.run.keys import private_dir
+from hf_dpopt.run.ledger import Evaluation, Ledger
+from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.step import digest_of
 
 TRIED = 16  # records that are collated before the charge
 KEY_BYTES = 32
@@ -63,10 +66,87 @@ class PrivateEvaluation:
 
     @property
     def facts(self) -> dict[str, Any] | None:
-        """Public facts for the report; None before the first evaluation of this process."""
-        if self.budget is None:
+        """Public facts for the report; None if no evaluation was charged."""
+        known = self._known()
+        if known is None or not known.evaluations:
             return None
-        return Evaluations.read(self._trainer.args.output_dir).facts(self.budget)
+        made = list(known.evaluations.values())
+        budget = self.budget or self._budget_before(made)
+        spent = budget.spent(made)
+        return {
+            **dataclasses.asdict(budget),
+            "noise_multiplier": min(one.noise_multiplier for one in made),
+            "target_epsilon": max(budget.target_epsilon, spent),  # earlier runs here may have had a larger one
+            "num_charged": len(made),
+            "num_lost": sum(one.metrics is None for one in made),
+            "epsilon_spent": spent,
+        }
+
+    def _budget_before(self, made: list[Evaluation]) -> EvaluationBudget:
+        """Budget by which to state evaluations of earlier processes; at the delta of the run if none is named now."""
+        args, sets, plan = self._trainer.args, self._trainer.eval_dataset, self._trainer.plan
+        if args.eval_data_privacy == "private" and hasattr(sets, "__len__"):
+            return self._budget(0 if isinstance(sets, dict) else len(sets))
+        return EvaluationBudget(0.0, args.eval_target_delta or plan.delta, made[0].adjacency, len(made))
+
+    def _known(self) -> Ledger | None:
+        """Record of the run, in which all evaluations are; on rank 0."""
+        run, args = self._trainer._run, self._trainer.args
+        if run is not None and run.ledger is not None:
+            return run.ledger
+        return find_run(Path(args.output_dir), private_dir(args.private_state_dir, args.output_dir)).known
+
+    @contextlib.contextmanager
+    def _log(self) -> Iterator[RunLog]:
+        """The log of the run: that of the training in progress, or opened for this."""
+        run, args = self._trainer._run, self._trainer.args
+        if run is not None and run.log is not None:
+            yield run.log
+            return
+        with RunLog.open(args.output_dir, private_dir(args.private_state_dir, args.output_dir)) as log:
+            yield log
+
+    def _charge(self, budget: EvaluationBudget, query: Mapping[str, Any]) -> str:
+        """Charge an evaluation, on the disk; return its id.
+
+        Raises:
+            DPBudgetExceeded: if all evaluations would cost more than the budget. Nothing is charged then.
+        """
+        with self._log() as log:
+            made = [*log.state.evaluations.values(), Evaluation(budget.noise_multiplier, budget.adjacency, query)]
+            budget.spent(made[:-1])  # of one adjacency
+            spent = budget.spent(made)
+            if spent > budget.target_epsilon * (1 + 1e-9):
+                raise DPBudgetExceeded(
+                    f"{len(made) - 1} evaluations of the private evaluation set were charged, and another would bring "
+                    f"their epsilon to {spent:.4g}, above eval_target_epsilon={budget.target_epsilon:g}. Evaluate "
+                    "less often (--eval_steps), plan for more from the start (--eval_times), or raise "
+                    "--eval_target_epsilon."
+                )
+            return log.charge_evaluation(budget.noise_multiplier, budget.adjacency, query)
+
+    def _note_answer(self, evaluation: str, metrics: Mapping[str, float]) -> None:
+        with self._log() as log:
+            log.note_answer(evaluation, metrics)
+
+    def _answered(self, query: Mapping[str, Any], scores: Scores) -> dict[str, float] | None:
+        """Metrics that were released for the same query; no numbers if that release was lost, None for a new query."""
+        known = self._known()
+        before = None if known is None else known.answer(query)
+        if before is None:
+            return None
+        if before.metrics is not None:
+            logger.info(
+                f"These weights were evaluated before, on {query['set']!r}: the same answer, at no cost. If an "
+                "earlier process called another set so, give this one a metric_key_prefix of its own."
+            )
+            return dict(before.metrics)
+        logger.warning(
+            f"An evaluation of these weights on {query['set']!r} was charged, and the run was killed before it was "
+            "answered. It is lost, as a step is: its noise is not drawn again, and the metrics are no numbers. To ask "
+            "once more, and pay once more, give it another metric_key_prefix."
+        )
+        return dict.fromkeys(scores.metrics, math.nan)
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
         """Noisy metrics of a set, by their names with a prefix, and the epsilon of all evaluations so far.
@@ -102,24 +182,24 @@ class PrivateEvaluation:
             "num_labels": scores.num_labels,
         }
         ranks = collectives.current_ranks()
-        known = ranks.same(lambda: Evaluations.read(args.output_dir).answer(query))
-        if known is not None:
-            logger.info(
-                f"These weights were evaluated before, on {query['set']!r}: the same answer, at no cost. If an "
-                "earlier process called another set so, give this one a metric_key_prefix of its own."
-            )
-        else:
+        known = ranks.same(lambda: self._answered(query, scores))
+        if known is None:
             self._announce(budget, scores, len(dataset))
             with self._evaluating(model) as start:
                 vectors = self._vectors(losses, scores, dataset)
                 ranks.every(lambda: self._try(vectors, start))
-                charged = ranks.same(lambda: charge(args.output_dir, budget, query))
+                charged = ranks.same(lambda: self._charge(budget, query))
                 sums = ranks.every(lambda: self._sum(vectors, start).tolist())
             total = torch.tensor(sums, dtype=torch.float64).sum(dim=0)
             known = ranks.same(lambda: self._release(total, scores, budget, len(dataset)))
-            ranks.same(lambda: note_answer(args.output_dir, charged, known))
-        spent = ranks.same(lambda: Evaluations.read(args.output_dir).epsilon(budget.delta, budget.adjacency))
+            ranks.same(lambda: self._note_answer(charged, known))
+        spent = ranks.same(self._spent)
         return {f"{prefix}_{name}": value for name, value in {**known, "epsilon": spent}.items()}
+
+    def _spent(self) -> float:
+        known = self._known()
+        assert known is not None and self.budget is not None
+        return self.budget.spent(known.evaluations.values())
 
     def _name_of(self, dataset: Any, prefix: str) -> str:
         """Name of a set in the ledger: another one under the same prefix has another number."""

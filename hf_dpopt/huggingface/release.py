@@ -25,10 +25,10 @@ from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
 from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_release, scan_for_secrets
 from hf_dpopt.report.report import read_report, write_report
-from hf_dpopt.run.cleaning import UNPUBLISHED
+from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
-from hf_dpopt.run.keys import PrivateState, default_private_dir
-from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.keys import private_dir
+from hf_dpopt.run.log import Found, RunLog, find_run
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
 CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")
@@ -43,19 +43,26 @@ class ReleaseGuard:
         self._released: dict[str, str] = {}
 
     def charged(self) -> Sequence[int]:
-        """Charged steps of each chain: of the run in progress, else of the ledger on disk, else none."""
-        ledger = self._ledger()
+        """Charged steps of each chain: of the run in progress, else of its log, else of the ledger, else none."""
         if self.trainer._run is not None:
             return self.trainer._run.charged
-        return ledger.charged if ledger else ()
+        known = self._found().known
+        return known.charged if known else ()
 
-    def _ledger(self) -> Ledger | None:
-        return Ledger.find(self.trainer.args.output_dir)
+    def _found(self) -> Found:
+        """Return what is known of the run, after writing its ledger anew where a log here knows more."""
+        output_dir, given = Path(self.trainer.args.output_dir), self.trainer.args.private_state_dir
+        found, run = find_run(output_dir, private_dir(given, output_dir, is_read=True)), self.trainer._run
+        is_open = run is not None and run.log is not None  # and writes the ledger itself
+        if found.num_unknown and not is_open and self.trainer.is_world_process_zero():
+            RunLog.open(output_dir, private_dir(given, output_dir)).close()
+            found = find_run(output_dir, private_dir(given, output_dir, is_read=True))
+        return found
 
     def facts(self) -> RunFacts:
         """Collect the facts that the report states now."""
         trainer, plan = self.trainer, self.trainer._planned()
-        ledger = self._ledger()
+        ledger = self._found().ledger
         if ledger is not None and trainer._run is None:  # a trainer that only publishes says what was run
             ledger.check_plan(plan.public_dict(), must_match=RESUME_KEYS)
         spent = trainer.privacy_spent()
@@ -90,7 +97,7 @@ class ReleaseGuard:
             released_files=self._released or self._released_before(),
             meaning=meaning_of_plan(plan, self.charged()),
             unvetted=unvetted_stages(plan),
-            evaluations=trainer._private_evaluation.facts or self._evaluated_before(),
+            evaluations=trainer._private_evaluation.facts or {},
         )
 
     def _replace_one(self) -> float | None:
@@ -119,20 +126,13 @@ class ReleaseGuard:
         except DPConfigError:
             return {}
 
-    def _evaluated_before(self) -> dict[str, Any]:
-        """Private evaluations in the report that lies there; none if there is no report that can be read."""
-        try:
-            return read_report(self.trainer.args.output_dir).evaluations
-        except DPConfigError:
-            return {}
-
     def write_report(self) -> None:
         """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger.
 
         Other machines have no ledger, and could not say how many keys were used (`save_on_each_node`).
         """
         run = self.trainer._run
-        if run is not None and run.ledger is not None and not run.ledger.is_intact:
+        if run is not None and run.log is not None and not run.log.is_intact:
             return  # the run stops for it
         if self.trainer.is_world_process_zero() and self.trainer.plan is not None:
             write_report(self.trainer.args.output_dir, self.facts())
@@ -154,12 +154,8 @@ class ReleaseGuard:
         if run is not None:
             keys = run.secrets()
         else:  # another process trained: the keys it left behind
-            directory = Path(args.private_state_dir or default_private_dir(args.output_dir))
-            keys = (
-                PrivateState(directory, forbidden=args.output_dir, is_read=True).secrets()
-                if directory.exists()
-                else []
-            )
+            found = find_run(Path(args.output_dir), private_dir(args.private_state_dir, args.output_dir, is_read=True))
+            keys = [] if found.keys is None else found.keys.secrets()
         allowed = [*ALLOWED_NAMES, *self._names_saved_with_it()] if is_push else None
         findings = scan_for_secrets(folder, keys, allowed=allowed, unpublished=UNPUBLISHED, reads_everything=is_push)
         tolerated = () if is_push else (LINK, UNCHECKED)

@@ -21,7 +21,6 @@ from transformers.trainer_utils import BestRun
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.run.keys import default_private_dir
 from hf_dpopt.tuning.command import DECLARED
 from hf_dpopt.tuning.release import release
 from hf_dpopt.tuning.search import Candidate, RunFailed, Tuning
@@ -60,7 +59,7 @@ def search(
         law=law,
         space=space,
         output_dir=args.output_dir,
-        private_dir=args.private_state_dir or default_private_dir(args.output_dir),
+        private_dir=args.private_state_dir,
         asked={"metric": metric, "epsilon": args.target_epsilon, "plan": trainer._planned().public_dict()},
         is_greater_better=direction == "maximize",
     )

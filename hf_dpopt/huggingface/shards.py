@@ -37,7 +37,7 @@ from hf_dpopt.common.sharding import (
     scattered,
     whole_of,
 )
-from hf_dpopt.run.shard_files import read_shards, write_shards
+from hf_dpopt.run.shards import read_shards, write_shards
 from hf_dpopt.run.stages import OPTIMIZER_STATE
 
 FULL = "FULL_STATE_DICT"

@@ -9,9 +9,8 @@ from typing import Any, TypeVar, cast
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError
 from hf_dpopt.common.storage import find_fault
-from hf_dpopt.run.evaluations import Evaluations
 from hf_dpopt.run.keys import default_private_dir
-from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.log import find_run
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -30,9 +29,10 @@ def explains_storage_faults(method: Method) -> Method:
             fault = find_fault(error, places.values()) if places else None
             if fault is None:
                 raise
+            charged = _charged(places["output_dir"], places["private_state_dir"])
             raise DPStorageError(
-                f"{fault.describe(places)}. {_charged(places['output_dir'])} {fault.remedy}, then run the same "
-                "command with --resume_from_checkpoint True."
+                f"{fault.describe(places)}. {charged} {fault.remedy}, then run the same command with "
+                "--resume_from_checkpoint True."
             ) from error
 
     return cast(Method, explained)
@@ -41,17 +41,17 @@ def explains_storage_faults(method: Method) -> Method:
 def _places(args: Any) -> dict[str, Path]:
     """Option -> folder or file that a run writes to."""
     ledger = {} if args.privacy_ledger is None else {"privacy_ledger": Path(args.privacy_ledger)}
-    keys = args.private_state_dir or default_private_dir(args.output_dir)
+    keys = args.private_state_dir or default_private_dir()
     return {**ledger, "private_state_dir": Path(keys).expanduser(), "output_dir": Path(args.output_dir)}
 
 
-def _charged(output_dir: Path) -> str:
-    """Say what the ledgers of a run charge, as they lie on the disk."""
+def _charged(output_dir: Path, private_state_dir: Path) -> str:
+    """Say what a run is charged for, as its log and its ledger lie on the disk."""
     try:
-        ledger, evaluations = Ledger.find(output_dir), Evaluations.read(output_dir).noise_multipliers
+        known = find_run(output_dir, private_state_dir).known
     except (DPConfigError, OSError):
         return "What was charged before stays charged."
-    steps = 0 if ledger is None else ledger.num_charged
+    steps, evaluations = (0, {}) if known is None else (known.num_charged, known.evaluations)
     if not steps and not evaluations:
         return "Nothing is charged."
     also = f" and {len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)}" if evaluations else ""

@@ -22,6 +22,7 @@ from hf_dpopt.accounting.meaning import no_protection
 from hf_dpopt.clipping import UnprivatizedStatistics, choose_engine, explain, make_engine, unruled
 from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.common import collectives, log
+from hf_dpopt.common.durable import remove_links
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import any_sharded, give_back
@@ -29,7 +30,7 @@ from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments, RefuseStockTraining
-from hf_dpopt.huggingface.checkpoints import Checkpoints, written_on_this_machine
+from hf_dpopt.huggingface.checkpoints import Checkpoints, loading, written_on_this_machine
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.kept_state import KeptState, changed_by_a_forward, refuse_spoilt
 from hf_dpopt.huggingface.loader import TrainingRecords
@@ -80,10 +81,9 @@ from hf_dpopt.run.dataset_ledger import check_is_open, check_run
 from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.keys import private_folder
-from hf_dpopt.run.replay import digest_of, replay_step
-from hf_dpopt.run.run import PrivacySpent, PrivateRun, recorded_plan, spent_for
+from hf_dpopt.run.run import PrivacySpent, PrivateRun, reading_plan, recorded_plan, spent_for
 from hf_dpopt.run.stages import Stages
-from hf_dpopt.run.step import private_step
+from hf_dpopt.run.step import digest_of, private_step, replay_step
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.users import UserData
 from hf_dpopt.users.batches import UsersBatch
@@ -248,7 +248,7 @@ class DPTrainerMixin(_Trainer):
                 recorded=recorded,
                 preclip=self._own_preclip,
                 recipe=self._recipe.recorded,
-                earlier=earlier_runs_for(args.earlier_runs, str(args.output_dir), recorded),
+                earlier=earlier_runs_for(args.earlier_runs, str(args.output_dir), recorded, args.private_state_dir),
             )
             if recorded is not None or not is_left_open(config):
                 return plan
@@ -256,10 +256,10 @@ class DPTrainerMixin(_Trainer):
             return choose_way(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
 
         # tuning on other hardware may end in other digits
-        plan = collectives.current_ranks().same(planned)
+        with reading_plan(recorded, str(args.output_dir)):
+            plan = collectives.current_ranks().same(planned)
         # the cost of a run that continues is known when its ledger and keys are open
-        chains = (plan.num_steps,) if recorded is None else None
-        collectives.current_ranks().same(lambda: check_run(args.dataset_budget(), plan, chains, recorded))
+        collectives.current_ranks().same(lambda: check_run(args.dataset_budget(), plan, recorded))
         self._recipe.apply(args)
         return plan
 
@@ -270,9 +270,12 @@ class DPTrainerMixin(_Trainer):
 
         def chosen() -> tuple[dict[str, Any] | None, Recipe]:
             keeps_budget = config.target_epsilon is not None
-            recorded = recorded_plan(str(args.output_dir), keeps_budget=keeps_budget, num_examples=num_units)
+            recorded = recorded_plan(
+                str(args.output_dir), args.private_state_dir, keeps_budget=keeps_budget, num_examples=num_units
+            )
             given = self._given
-            return recorded, choose_recipe(args, given, num_units=num_units, batch=batch, recorded=recorded)
+            with reading_plan(recorded, str(args.output_dir)):
+                return recorded, choose_recipe(args, given, num_units=num_units, batch=batch, recorded=recorded)
 
         recorded, self._recipe = collectives.current_ranks().same(chosen)
         return recorded
@@ -421,7 +424,8 @@ class DPTrainerMixin(_Trainer):
         give_back(model)  # stages keep what belongs to a parameter under its identity
         self._stages = self._make_stages(model)
         if resume_from_checkpoint is not None:
-            self._stages.load(resume_from_checkpoint)
+            with loading(resume_from_checkpoint):
+                self._stages.load(resume_from_checkpoint)
         reseed_from_the_system()  # args.seed is public: nothing drawn from here on may depend on it
         self._release.write_report()
         self._announce()
@@ -755,15 +759,16 @@ class DPTrainerMixin(_Trainer):
             self._stages.save(output_dir, writes=self.args.should_save, in_shards=in_shards)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with optimizer_in_files(self, checkpoint, saves=False):
+        with loading(checkpoint), optimizer_in_files(self, checkpoint, saves=False):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         model = self.model if model is None else model
-        if is_in_shards(model):
-            load_weights(model, resume_from_checkpoint)
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        with loading(resume_from_checkpoint):
+            if is_in_shards(model):
+                load_weights(model, resume_from_checkpoint)
+            else:
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         return None
@@ -783,6 +788,8 @@ class DPTrainerMixin(_Trainer):
         give_back(self.model)
         if state_dict is not None and any_sharded(state_dict.values()):
             state_dict = whole_state(state_dict, keeps=self.args.should_save)
+        if self.args.should_save and folder == Path(self.args.output_dir):
+            remove_links(folder)
         with naming(folder), written_on_this_machine(model, self.args), self._lengths.saved():
             super()._save(output_dir, state_dict=state_dict)
         if self.args.should_save:
@@ -791,16 +798,25 @@ class DPTrainerMixin(_Trainer):
 
     @explains_storage_faults
     def save_state(self) -> None:
-        with naming(Path(self.args.output_dir)):
+        with self._writing_results():
             super().save_state()
 
     @explains_storage_faults
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        with naming(Path(self.args.output_dir)):
+        with self._writing_results():
             super().save_metrics(split, metrics, combined)
 
+    @contextlib.contextmanager
+    def _writing_results(self) -> Iterator[None]:
+        folder = Path(self.args.output_dir)
+        if self.args.should_save:
+            remove_links(folder)
+        with naming(folder):
+            yield
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        super().create_model_card(*args, **kwargs)
+        with self._writing_results():
+            super().create_model_card(*args, **kwargs)
         self._release.complete_model_card()
 
     @explains_storage_faults

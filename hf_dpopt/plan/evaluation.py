@@ -11,7 +11,7 @@ add up (Balle and Wang 2018, arXiv:1805.06530), adaptively chosen weights includ
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import dp_accounting
@@ -21,6 +21,7 @@ from hf_dpopt.accounting.calibrate import calibrate_gaussian
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_count
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.bounds import check_budget
 
 
@@ -66,6 +67,25 @@ class EvaluationBudget:
         precision = self.num_planned / events.noise_stddev_over_clip(1.0, self.adjacency) ** 2
         return calibrate_gaussian(epsilon_at, self.target_epsilon, self.delta, precision, self.adjacency)
 
+    def spent(self, evaluations: Iterable[Any]) -> float:
+        """Epsilon of evaluations that were charged.
+
+        Args:
+            evaluations: each with its `noise_multiplier` and `adjacency`, see `hf_dpopt.run.ledger.Evaluation`.
+
+        Raises:
+            DPConfigError: if one was made under another adjacency, for which its noise says something else.
+        """
+        made = list(evaluations)
+        others = sorted({one.adjacency for one in made} - {self.adjacency})
+        if others:
+            raise DPConfigError(
+                f"adjacency={self.adjacency!r} is not that of earlier evaluations, {', '.join(map(repr, others))}: "
+                "their noise was made for another change of the evaluation set. Use the same adjacency, or another "
+                "output_dir."
+            )
+        return epsilon_of([one.noise_multiplier for one in made], self.delta, self.adjacency)
+
     @property
     def noise_stddev(self) -> float:
         """Stddev of the noise of every coordinate of the sum, in norms of one record."""
@@ -75,10 +95,6 @@ class EvaluationBudget:
     def knows_size(self) -> bool:
         """Whether the number of records is public: neighbouring sets are of one size."""
         return self.adjacency != "add_or_remove_one"
-
-    def parameters(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {**dataclasses.asdict(self), "noise_multiplier": self.noise_multiplier}
 
 
 def epsilon_of(noise_multipliers: Sequence[float], delta: float, adjacency: str) -> float:

@@ -406,6 +406,7 @@ def build_plan(
         recorded=recorded,
     )  # fmt: skip
     config, sampler, strategy, noise_steps = chosen
+    check_sizes(num_examples, noise_steps)  # which a recorded plan names
     preclip.check_config(config)
     if preclip.opening is not None and sampler.samples_records_of_users:
         raise DPConfigError(

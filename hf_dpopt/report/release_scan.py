@@ -26,7 +26,7 @@ ALLOWED_NAMES = (
     "README.md", "LICENSE*", ".gitattributes", ".gitignore", "config.json", "generation_config.json",
     "model.safetensors*", "model-*.safetensors", "pytorch_model*.bin*", "training_args.bin",
     "trainer_state.json", "*_results.json", "adapter_config.json", "adapter_model.*",
-    "privacy/ledger.jsonl", "privacy/ledger.jsonl.lock", "privacy/evaluations.jsonl", "privacy/report.json",
+    "privacy/ledger.jsonl", "privacy/ledger.jsonl.lock", "privacy/report.json",
     "privacy/head.json", "privacy/audit.json", "privacy/statement.md", "privacy/*.png", "privacy/*.svg", "tuning.json",
     "runs/*events.out.tfevents.*", "privacy_ledger.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt",
     "released_state*", "*_shards/*", "pytorch_model_fsdp_*/*",

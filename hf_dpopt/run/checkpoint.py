@@ -1,12 +1,13 @@
-"""Checkpoints that are whole: a signed list of their files, and what is wrong with one that is not.
+"""Checkpoints that are whole: a list of their files with checksums, and what is wrong with one that is not.
 
-The last file that is written into a checkpoint is its mark, `privacy_ledger.json`: the record of the ledger that it
-stands at, size and SHA-256 of each other file, and a signature under the `Seal` of the run. Weights, optimizer,
-scheduler and filters are released values, so plain digests of them tell nothing new.
+The last file that is written into a checkpoint is its manifest, `privacy_ledger.json`: the run, the chain and the step
+that its weights come from, size and SHA-256 of each other file. It finds what a kill or a disk tore. Whoever can write
+to ``output_dir`` can write another manifest as well: he may spoil the model, and gets no step for less.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import functools
@@ -14,17 +15,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import stat
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import is_file_name, open_regular, write_durably
+from hf_dpopt.common.durable import is_file_name, move_into_place, open_regular, remove, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.json_text import parse_json
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.seal import Seal
+from hf_dpopt.common.log import logger
+from hf_dpopt.run.journal import JOURNAL
+from hf_dpopt.run.ledger import LEDGER, Ledger, is_run_id
 
-MARK = "privacy_ledger.json"
+MANIFEST = "privacy_ledger.json"
 FOLDER_NAME = re.compile(r"checkpoint-(\d+)")  # what the Trainer looks for
 # Files that a resume reads if they are there: one that was added is as good as one that was replaced.
 READ = (
@@ -32,8 +35,38 @@ READ = (
     "scheduler*", "scaler*", "released_state*", "trainer_state.json",
 )  # fmt: skip
 
-NEEDED = ("optimizer.pt", "scheduler.pt", "trainer_state.json")  # for the Trainer to go on as the run it was
+STATE = "trainer_state.json"  # names the step that the Trainer goes on after
+NEEDED = ("optimizer.pt", "scheduler.pt", STATE)  # for the Trainer to go on as the run it was
+# In output_dir, while a checkpoint is written or deleted. The Trainer does not take what is in there for a checkpoint,
+# and does not push a folder of this name.
+UNFINISHED = "_unfinished_checkpoints"
+TORN = "_torn_checkpoints"  # beside it: where `hf-dpopt doctor` moves what cannot be resumed
+UNPUBLISHED = (JOURNAL, UNFINISHED, TORN)  # folders in output_dir that no push takes
+_REMOVED = re.compile(r"removed-checkpoint-.+\.[0-9a-f]{8}")
+_TEMPORARY = re.compile(r"\.(ledger\.jsonl|report\.json|statement\.md)\.[0-9a-f]{8}\.tmp")  # see `write_durably`
 _FOREIGN = "it was not written"
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """Origin of a checkpoint, and its files.
+
+    Attributes:
+        run: id of the run that wrote it.
+        chain: name of the chain whose steps led to it; empty before the first.
+        step: the last of these steps.
+        files: name -> size and SHA-256.
+    """
+
+    run: str
+    chain: str
+    step: int
+    files: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def origin(self) -> tuple[str, int]:
+        """Chain and step: the weights of two checkpoints with the same ones are the same."""
+        return self.chain, self.step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +76,12 @@ class Checkpoint:
     Attributes:
         folder: its path.
         reasons: reasons why a run cannot go on from it; none for a whole one.
-        cautions: reasons why it cannot be told whether the files are those that were saved.
-        mark: content of its mark; None if there is none that can be read.
+        manifest: None if there is none that can be read.
     """
 
     folder: Path
     reasons: tuple[str, ...]
-    cautions: tuple[str, ...]
-    mark: dict[str, Any] | None
+    manifest: Manifest | None
 
     @property
     def is_whole(self) -> bool:
@@ -69,86 +100,60 @@ def step_of(folder: Path) -> int:
     return int(match[1]) if match else 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Standing:
-    """Common part of the checkpoints of a step, on the disks of all machines.
-
-    Attributes:
-        ledger_digest: digest of the run's ledger, which has charged every step up to this one.
-        seal: the run's; secret.
-        data_mark: digest of the training records where the run keeps one; it goes in under the key of the seal.
-    """
-
-    ledger_digest: str
-    seal: Seal
-    data_mark: str | None = dataclasses.field(default=None, repr=False)
+def write_manifest(folder: Path, run: str, chain: str, step: int) -> None:
+    """Finish a checkpoint: list the files that are in it. Only the list is durable yet."""
+    files = {name: _entry(folder / name) for name in _files(folder) if name != MANIFEST}
+    made = dataclasses.asdict(Manifest(run, chain, step, files))
+    write_durably(folder / MANIFEST, (json.dumps(made, indent=1, sort_keys=True) + "\n").encode(), mode=0o644)
 
 
-def write_mark(folder: Path, standing: Standing) -> None:
-    """Finish a checkpoint: list the files that are in it and sign the list. Only the list is durable yet."""
-    seal, data_mark = standing.seal, standing.data_mark
-    mark: dict[str, Any] = {
-        "ledger_digest": standing.ledger_digest,
-        "files": {name: _entry(folder / name) for name in _files(folder) if name != MARK},
-        "data": None if data_mark is None else seal.sign(data_mark.encode(), "data"),
-        "key": seal.key_id,
-    }
-    mark["seal"] = seal.sign(_signed_part(mark), "checkpoint")
-    write_durably(folder / MARK, (json.dumps(mark, indent=1, sort_keys=True) + "\n").encode(), mode=0o644)
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None if there is none, or it is damaged."""
+    try:
+        with open_regular(folder / MANIFEST) as file:
+            read = parse_json(file.read())
+        files = {str(name): dict(entry) for name, entry in read["files"].items()}
+        made = Manifest(read["run"], read["chain"], read["step"], files)
+    except (ValueError, KeyError, TypeError, AttributeError, OSError):
+        return None
+    return made if is_run_id(made.run) and isinstance(made.chain, str) and type(made.step) is int else None
 
 
-def examine(folder: Path, ledger: Ledger | None, seal: Seal | None, *, needed: Iterable[str] = ()) -> Checkpoint:
-    """Find out whether a checkpoint is whole, and one that this run saved.
+def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = ()) -> Checkpoint:
+    """Find out whether a checkpoint is whole, and what it costs is known.
 
     Args:
-        ledger: ledger of the run; None if there is none.
-        seal: seal of the run; None if its private folder is not here.
+        ledger: record of the run; None to look at the files alone.
         needed: names of files without which there is nothing to go on from.
     """
     if not folder.is_dir():
-        return Checkpoint(folder, ("there is no such folder",), (), None)
-    try:
-        with open_regular(folder / MARK) as file:
-            mark = parse_json(file.read())
-        digest = mark["ledger_digest"]
-        listed = {str(name): dict(entry) for name, entry in mark["files"].items()}
-    except FileNotFoundError:
-        mark, digest, listed = None, None, {}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return Checkpoint(folder, (f"its {MARK} is damaged",), (), None)
-    reasons, cautions = list(_origin(digest, mark, ledger)), list[str]()
-    if mark is not None and not reasons:
-        forged, unknown = _signature(mark, ledger, seal)
-        reasons += forged
-        cautions += unknown
-    reasons += _differences(folder, listed, needed, is_listed=mark is not None)
-    return Checkpoint(folder, tuple(reasons), tuple(cautions), mark)
+        return Checkpoint(folder, ("there is no such folder",), None)
+    manifest = read_manifest(folder)
+    if manifest is None and os.path.lexists(folder / MANIFEST):
+        return Checkpoint(folder, (f"its {MANIFEST} is damaged",), None)
+    reasons = [*_origin(folder, manifest, ledger), *_differences(folder, manifest, needed)]
+    return Checkpoint(folder, tuple(reasons), manifest)
 
 
-def _origin(digest: Any, mark: dict[str, Any] | None, ledger: Ledger | None) -> Iterator[str]:
+def _origin(folder: Path, manifest: Manifest | None, ledger: Ledger | None) -> Iterator[str]:
     """Reasons to think that another run, or none, wrote a checkpoint."""
     where = f" by a run of {ledger.path}" if ledger is not None else ""
-    if mark is None:
-        yield f"{_FOREIGN}{where}, or only in part: it has no {MARK}, so what its weights cost is unknown"
-    elif ledger is not None and not ledger.contains(digest):
-        yield f"{_FOREIGN}{where}, so what its weights cost is unknown"
+    if manifest is None:
+        yield f"{_FOREIGN}{where}, or only in part: it has no {MANIFEST}, so what its weights cost is unknown"
+        return
+    if FOLDER_NAME.fullmatch(folder.name) and manifest.step != step_of(folder):
+        yield f"its {MANIFEST} is that of step {manifest.step}"
+    if (folder / STATE).is_file() and _step_in(folder / STATE) != manifest.step:
+        yield f"its {STATE} is not that of step {manifest.step}"
+    if ledger is not None:
+        chain = ledger.chain(manifest.chain)
+        if chain is None or not chain.start_step <= manifest.step <= ledger.reached(chain.chain_id):
+            yield f"{_FOREIGN}{where}, so what its weights cost is unknown"
 
 
-def _signature(mark: dict[str, Any], ledger: Ledger | None, seal: Seal | None) -> tuple[list[str], list[str]]:
-    """Reasons to refuse the list of files, and reasons to doubt it."""
-    if seal is not None and mark.get("key") == seal.key_id:
-        is_signed = seal.is_signed(_signed_part(mark), "checkpoint", mark.get("seal"))
-        return ([] if is_signed else [f"its {MARK} was edited: the signature does not fit"]), []
-    if seal is not None and ledger is not None and seal.covers(ledger, mark["ledger_digest"]):
-        return [f"its {MARK} was replaced: it has no signature of this run"], []
-    return [], ["the private folder that has the key of its signature is not here"]
-
-
-def _differences(
-    folder: Path, listed: dict[str, dict[str, Any]], needed: Iterable[str], *, is_listed: bool
-) -> Iterator[str]:
+def _differences(folder: Path, manifest: Manifest | None, needed: Iterable[str]) -> Iterator[str]:
     """Differences between a folder and the list of its files."""
-    there = set(_files(folder)) - {MARK}
+    there, listed = set(_files(folder)) - {MANIFEST}, {} if manifest is None else manifest.files
     for name in sorted(there):
         if not (folder / name).is_file():
             yield f"{name} is not a regular file"
@@ -163,7 +168,7 @@ def _differences(
             is_same = False
         if not is_same:
             yield f"{name} is not what was saved"
-    if is_listed:
+    if manifest is not None:
         for name in sorted(there - listed.keys()):
             if any(fnmatch.fnmatch(name, pattern) for pattern in READ):
                 yield f"{name} was put in after it was saved"
@@ -198,12 +203,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def last_whole(
-    output_dir: Path,
-    ledger: Ledger | None,
-    seal: Seal | None,
-    *,
-    needed: Sequence[str] = (),
-    without: Collection[int] = (),
+    output_dir: Path, ledger: Ledger | None, *, needed: Sequence[str] = (), without: Collection[int] = ()
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest checkpoint that a run can go on from, and those after it that it cannot.
 
@@ -214,15 +214,59 @@ def last_whole(
     for folder in checkpoints(output_dir):
         if step_of(folder) in without:
             continue
-        found = examine(folder, ledger, seal, needed=needed)
+        found = examine(folder, ledger, needed=needed)
         if found.is_whole:
             return found, skipped
         skipped.append(found)
     return None, skipped
 
 
-def _signed_part(mark: dict[str, Any]) -> bytes:
-    return json.dumps({key: value for key, value in mark.items() if key != "seal"}, sort_keys=True).encode()
+# --- what killed runs left ---
+
+
+def clean(output_dir: Path, ledger: Ledger) -> None:
+    """Remove what killed runs left in a folder, under the locks of a run, and say so; finish whole saves.
+
+    What a person may have to decide on (a torn checkpoint, a lock that leads elsewhere) is left to `hf-dpopt doctor`.
+
+    Args:
+        output_dir: folder of the run.
+        ledger: record of the run.
+    """
+    done = []
+    for path in _entries(output_dir / UNFINISHED):
+        is_due = FOLDER_NAME.fullmatch(path.name) and not os.path.lexists(output_dir / path.name)
+        if is_due and not path.is_symlink() and examine(path, ledger).is_whole:
+            move_into_place(path, output_dir / path.name)  # the run was killed before it renamed it
+            done.append(f"finished {path.name}")
+    for path in leftovers(output_dir):
+        remove(path)
+        done.append(f"removed {path.name}")
+    with contextlib.suppress(OSError):  # it is not there, a link, or something of another save is left in it
+        (output_dir / UNFINISHED).rmdir()
+    if done:
+        logger.info(f"A run was killed here and left unfinished work: {', '.join(done)}.")
+
+
+def leftovers(output_dir: Path) -> list[Path]:
+    """Files and folders of killed runs that nothing can need any more, or that are whole but for their place."""
+    found = [
+        path
+        for path in _entries(output_dir / UNFINISHED)
+        if FOLDER_NAME.fullmatch(path.name) or _REMOVED.fullmatch(path.name)
+    ]
+    return found + [path for path in _entries((output_dir / LEDGER).parent) if _is_temporary(path)]
+
+
+def _is_temporary(path: Path) -> bool:
+    """Whether a file is what `write_durably` leaves when it is killed."""
+    status = path.lstat()
+    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return is_own and _TEMPORARY.fullmatch(path.name) is not None
+
+
+def _entries(folder: Path) -> list[Path]:
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -230,6 +274,16 @@ def _files(folder: Path) -> Iterator[str]:
     for parent, folders, files in os.walk(folder):
         links = [name for name in folders if Path(parent, name).is_symlink()]
         yield from (Path(parent, name).relative_to(folder).as_posix() for name in files + links)
+
+
+def _step_in(state: Path) -> int | None:
+    """Step in a state of the Trainer; None if there is none."""
+    try:
+        with open_regular(state) as file:
+            step = parse_json(file.read())["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
 
 
 def _names_in(index: Path) -> list[Any]:

@@ -26,6 +26,7 @@ from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.resume import Resume
 
 VERSION = 1
 LEAST_SHARE = 0.001  # of the budget; with less left, the ledger is closed
@@ -68,6 +69,7 @@ class DatasetLedger:
     def __init__(self, path: Path, file: ChainedFile):
         """Use `DatasetLedger.read`."""
         self.path, self.digest = path, file.digest
+        self._file = file
         header, *records = file.records
         if header.get("kind") != "dataset" or header.get("version") != VERSION:
             raise DPConfigError(f"{path} is no ledger of a dataset of format {VERSION}. Name another file.")
@@ -90,6 +92,10 @@ class DatasetLedger:
         if file is None or not file.records:
             raise DPConfigError(f"There is no ledger of a dataset at {path}. Give the path that the runs were given.")
         return cls(path, file)
+
+    def contains(self, digest: str) -> bool:
+        """Whether the ledger had that digest at some moment."""
+        return self._file.contains(digest)
 
     @property
     def name(self) -> str:
@@ -153,46 +159,55 @@ def reserve(
     reservation: Reservation,
     *,
     budget: float | None,
-    entry: str | None = None,
-    name: str | None = None,
-) -> dict[str, Any]:
-    """Charge a run to a ledger of its dataset, durably, before it begins.
+    entry: str,
+    since: Mapping[str, str] | None = None,
+) -> DatasetLedger:
+    """Charge a run to a ledger of its dataset, durably, before it begins; return the ledger as it is now.
 
     Args:
         path: the ledger, which is begun if there is none.
         reservation: cost of the run, with all its steps.
         budget: epsilon of a ledger that is begun; one that is there has its own, with which this has to agree.
-        entry: name of the run in it, which the run's private folder proves (`hf_dpopt.run.seal.Seal.entry`), or which
-            the runs of a tuning share; a run that has it already pays what it costs more. None for a new one.
-        name: name of the ledger that the run was charged to before, or None.
-
-    Returns:
-        Public values for the ledger of the run: which ledger and which entry.
+        entry: id of the run, or a name that the runs of a tuning share; a run that was charged under it already pays
+            what it costs more.
+        since: name of the ledger that the run was charged to before -> its digest then.
 
     Raises:
         DPBudgetExceeded: if it costs more than what is left.
-        DPConfigError: for a ledger of other people or another promise, or none without a budget.
+        DPConfigError: for a ledger of other people or another promise, one that was put back, or none without a
+            budget.
     """
     path = Path(path)
     with ChainedFile.writing(path) as file:
         if not file.records:
-            if name is not None:
-                raise DPConfigError(f"This run is charged to the ledger {name}, and {path} is not there. Put it back.")
+            _check_since(path, None, since)
             file.append(_header(path, reservation, budget))
         ledger = DatasetLedger(path, file)
-        if name is not None and name != ledger.name:
-            raise DPConfigError(
-                f"This run is charged to the ledger {name}, and {path} is {ledger.name}. Give the path of the former."
-            )
+        _check_since(path, ledger, since)
         _check_budget(ledger, budget)
         charge = ledger.check(reservation, entry)
-        entry = entry or secrets.token_hex(8)
         if entry not in ledger.entries or ledger.entries[entry].charge != charge:
             file.append(
                 {"kind": "charge", "entry": entry, "what": reservation.what, "num_units": reservation.num_units}
                 | dataclasses.asdict(charge)
             )
-        return {"name": ledger.name, "entry": entry}
+        return DatasetLedger(path, file)
+
+
+def _check_since(path: Path, ledger: DatasetLedger | None, since: Mapping[str, str] | None) -> None:
+    """Refuse a ledger that lacks what a run noted when it was charged there."""
+    for name, digest in (since or {}).items():
+        if ledger is None or ledger.name != name:
+            found = "not there" if ledger is None else ledger.name
+            raise DPConfigError(
+                f"privacy_ledger={path}: this run is charged to the ledger {name}, and the one there is {found}. Give "
+                "the path of the former, or put it back."
+            )
+        if not ledger.contains(digest):
+            raise DPConfigError(
+                f"privacy_ledger={path}: it lacks a charge of this run, so it was put back to an earlier state, and "
+                "what others spent since may be missing, too. Put the newest copy back."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,57 +219,58 @@ class DatasetBudget:
     entry: str | None = None
 
 
-def charge_run(
-    dataset: DatasetBudget | None,
-    plan: PrivacyPlan,
-    chains: Sequence[int],
-    recorded: Mapping[str, Any] | None,
-    entry: str,
-) -> dict[str, Any] | None:
+def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: Ledger, resume: Resume) -> DatasetLedger | None:
     """Charge all steps of a run to the ledger of its dataset, before the first of them; see `reserve`.
+
+    Steps that were taken in from elsewhere count, too, also where the run that took them was charged under an id of
+    its own: only a file in `output_dir` says which one that was.
 
     Args:
         dataset: the ledger that was named; None for none.
         plan: plan of the run.
-        chains: steps of each of its chains when it will have ended.
-        recorded: plan in the run's own ledger, or None. Its entry proves nothing: a copy of the folder has it, too.
-        entry: name of the run, from its private folder.
+        log: record of the run.
+        resume: how it goes on.
 
     Returns:
-        Public values for that ledger; None without a ledger of the dataset.
+        The ledger as it is now; None without one.
 
     Raises:
         DPConfigError: if the run was charged to a ledger and none is named now; see `reserve`.
     """
-    name = _charged_to(dataset, recorded)
+    _check_named(dataset, log.plan)
     if dataset is None:
         return None
-    return reserve(
-        dataset.path, reservation_of(plan, chains), budget=dataset.epsilon, entry=dataset.entry or entry, name=name
-    )
+    reservation, entry = reservation_of(plan, resume.in_the_end(plan.num_steps)), dataset.entry or log.run
+    return reserve(dataset.path, reservation, budget=dataset.epsilon, entry=entry, since=log.datasets)
 
 
 def check_run(
     dataset: DatasetBudget | None,
     plan: PrivacyPlan,
-    chains: Sequence[int] | None,
     recorded: Mapping[str, Any] | None,
-    entry: str | None = None,
+    log: Ledger | None = None,
+    resume: Resume | None = None,
 ) -> None:
     """Refuse a run that does not fit into the ledger of its dataset; nothing is written. See `charge_run`.
 
-    Without `chains`, only what the run's own ledger says of it is checked.
+    Args:
+        recorded: plan of the run that goes on; None for one that begins.
+        log: record of the run, where it is open; else only what `recorded` says is checked, or a run that begins.
+        resume: how it goes on.
     """
-    _charged_to(dataset, recorded)
-    if dataset is None or chains is None:
+    _check_named(dataset, recorded)
+    if dataset is None or (recorded is not None and resume is None):
         return
-    reservation, path = reservation_of(plan, chains), Path(dataset.path)
-    if not path.exists():
+    path = Path(dataset.path)
+    before = DatasetLedger.read(path) if path.exists() else None
+    reservation = reservation_of(plan, (plan.num_steps,) if resume is None else resume.in_the_end(plan.num_steps))
+    if log is not None:
+        _check_since(path, before, log.datasets)
+    if before is None:
         _header(path, reservation, dataset.epsilon)
         return
-    ledger = DatasetLedger.read(path)
-    _check_budget(ledger, dataset.epsilon)
-    ledger.check(reservation, dataset.entry or entry)
+    _check_budget(before, dataset.epsilon)
+    before.check(reservation, dataset.entry or (log.run if log is not None else None))
 
 
 def check_is_open(dataset: DatasetBudget | None, output_dir: str | Path) -> None:
@@ -313,9 +329,14 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
     )
 
 
-def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> str | None:
-    """Name of the ledger that a run was charged to before, as its own ledger has it; None for none."""
-    before = dict((recorded or {}).get("privacy_ledger") or {})
+def _check_named(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> None:
+    """Refuse to go on without the ledger that a run was charged to, or under another shared entry."""
+    before = (recorded or {}).get("privacy_ledger") or {}
+    if not isinstance(before, dict) or (before and not {"name", "entry"} <= before.keys()):
+        raise DPConfigError(
+            f"The plan of this run names a ledger of its dataset that no run names: {before!r}. Put the ledger of the "
+            "run back."
+        )
     if before and dataset is None:
         raise DPConfigError(
             f"This run is charged to the ledger {before['name']} of its dataset, and no privacy_ledger is named. Give "
@@ -324,10 +345,9 @@ def _charged_to(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | Non
     shared = dataset.entry if dataset is not None else None
     if before and shared not in (None, before["entry"]):
         raise DPConfigError(
-            f"This run is charged to the entry {before['entry']} of its ledger, and {shared} is named now. Leave "
+            f"privacy_ledger_entry={shared}: this run is charged to the entry {before['entry']} of its ledger. Leave "
             "privacy_ledger_entry out."
         )
-    return before.get("name")
 
 
 def _check_budget(ledger: DatasetLedger, budget: float | None) -> None:

@@ -8,13 +8,16 @@ from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
-from hf_dpopt.run.keys import PrivateState, default_private_dir
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.keys import default_private_dir
+from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.log import find_run
 
 
 def earlier_runs_for(
-    folders: Iterable[str] | str | None, output_dir: str, recorded: Mapping[str, Any] | None
+    folders: Iterable[str] | str | None,
+    output_dir: str,
+    recorded: Mapping[str, Any] | None,
+    private_state_dir: str | None = None,
 ) -> tuple[EarlierRun, ...]:
     """Earlier runs of a run that begins, or those that are recorded for one that goes on or is published.
 
@@ -22,15 +25,16 @@ def earlier_runs_for(
         folders: what was asked for now; None for nothing.
         output_dir: folder of the run.
         recorded: the plan in its ledger, or None.
+        private_state_dir: private folder of the run; None for the default.
 
     Raises:
         DPConfigError: if other runs, or further steps of them, are named than were recorded; see `read_earlier_runs`.
     """
     if recorded is None:
-        return read_earlier_runs(folders or (), output_dir)
+        return read_earlier_runs(folders or (), output_dir, private_state_dir)
     known = tuple(EarlierRun.read(entry) for entry in recorded.get("earlier_runs", ()))
     if folders:
-        named = {run.ledger_digest for run in read_earlier_runs(folders, output_dir)}
+        named = {run.ledger_digest for run in read_earlier_runs(folders, output_dir, private_state_dir)}
         if named != {run.ledger_digest for run in known}:
             raise DPConfigError(
                 f"The run of {output_dir} began with {len(known)} earlier runs, and earlier_runs names others now, or "
@@ -40,7 +44,9 @@ def earlier_runs_for(
     return known
 
 
-def read_earlier_runs(folders: Iterable[str] | str, output_dir: str) -> tuple[EarlierRun, ...]:
+def read_earlier_runs(
+    folders: Iterable[str] | str, output_dir: str, private_state_dir: str | None = None
+) -> tuple[EarlierRun, ...]:
     """Read what earlier runs were charged, with the runs that they were built on.
 
     A ledger counts once for each state in which it was read: a run that went on after another was built on it counts
@@ -49,6 +55,8 @@ def read_earlier_runs(folders: Iterable[str] | str, output_dir: str) -> tuple[Ea
     Args:
         folders: their output folders, or the only one.
         output_dir: folder of the run that comes after them.
+        private_state_dir: private folder of that run; None for the default. Logs of the earlier ones are looked for
+            in both.
 
     Raises:
         DPConfigError: for a folder without a ledger, with one that was edited or is in use, or with a cost that cannot
@@ -62,29 +70,20 @@ def read_earlier_runs(folders: Iterable[str] | str, output_dir: str) -> tuple[Ea
                 "earlier_runs, or choose another output_dir."
             )
         path = Path(folder) / LEDGER
-        if Ledger.is_in_use(path):
+        ledger = Ledger.read(path)
+        private = {default_private_dir(), Path(private_state_dir or default_private_dir()).expanduser()}
+        known = [find_run(Path(folder), directory) for directory in private]
+        if Ledger.is_in_use(path) or any(found.is_in_use for found in known):
             raise DPConfigError(
                 f"The run of {folder} is still going on, and what it charges from now on would not be counted. Wait "
                 "until it has ended."
             )
-        ledger = Ledger.read(path)
-        _check_keys(folder, ledger)
-        for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
-            found[run.ledger_digest] = run
-    return tuple(found.values())
-
-
-def _check_keys(folder: str, ledger: Ledger) -> None:
-    """Refuse a ledger that is behind the keys of its run, as far as they are in the default private folder.
-
-    A folder that was put back to a backup, or edited, would lower the cost of the run that comes after it.
-    """
-    private = default_private_dir(folder)
-    if private.is_dir():
-        memory = PrivateState(private, forbidden=folder, is_read=True).memory(ledger)
-        if num_steps := memory.num_unknown():
+        if num_unknown := max(found.num_unknown for found in known):
             raise DPConfigError(
-                f"earlier_runs={folder}: its keys were used for {num_steps} steps that its ledger does not know, so "
+                f"earlier_runs={folder}: its keys were used for {num_unknown} steps that its ledger does not know, so "
                 "the folder was put back to an earlier state. Resume that run once, which charges them, or put the "
                 "newest ledger back."
             )
+        for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
+            found[run.ledger_digest] = run
+    return tuple(found.values())

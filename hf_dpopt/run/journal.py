@@ -1,24 +1,23 @@
 """The journal of releases: what each step released since the last checkpoint, on the disk before the optimizer steps.
 
 Released values are public, so a run that was killed takes them again after its last checkpoint: no record is read,
-nothing is charged, and the weights are those of the undisturbed run, bit for bit (`hf_dpopt.run.recovery`).
+nothing is charged, and the weights are those of the undisturbed run, bit for bit (`hf_dpopt.run.resume`).
 
 Entries are appended to files in ``output_dir/_journal`` (transformers uploads nothing that begins with an underscore),
 a new file after every checkpoint, so that what a checkpoint holds is dropped by removing files. A file that a chain or
 a checkpoint begins says first what it continues. An entry is::
 
-    b"DPJ1" | length of the header, 4 bytes | header, JSON | values, float32, little-endian | HMAC-SHA256, 32 bytes
+    b"DPJ1" | length of the header, 4 bytes | header, JSON | values, float32, little-endian | SHA-256, 32 bytes
 
-The seal is keyed with a key of the chain and covers chain, step and the digest that the ledger had when the step was
-charged: nobody without the key can write, edit or move an entry. The header says which slice of how many its values
-are: replicas hold the same sums, so rank 0 writes all of them, slice 0 of 1. A rank that holds a shard would have a
-file of its own.
+The checksum finds what a kill or a disk tore. Whoever can write to ``output_dir`` can write other entries, too: he may
+spoil the model, which is then a function of what he wrote and of releases. Ranks hold the same sums, so rank 0 writes
+all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hmac
+import hashlib
 import itertools
 import json
 import math
@@ -40,7 +39,7 @@ from hf_dpopt.common.types import Released
 JOURNAL = "_journal"  # in output_dir
 SUFFIX = ".releases"
 MAGIC = b"DPJ1"
-SEAL_BYTES = 32
+CHECKSUM_BYTES = 32
 LONGEST_HEADER = 2**26  # bytes; names and shapes of the tensors
 LEAST_STEPS = 10  # that have to fit into the limit, else checkpoints would be all that a run does
 GIGABYTE = 10**9
@@ -52,13 +51,12 @@ STEP, OPENING, BASE = "step", "opening", "base"
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """Place of an entry whose seal was found to be right, and its header.
+    """Place of an entry whose checksum is right, and its header.
 
     Attributes:
         path: file that holds it.
         start: position of its first byte.
-        header: ``chain``, ``step``, ``kind``, ``slice`` (number, of how many), ``tensors`` ([name, shape] each);
-            ``charge``, the digest of the ledger's record of the step; in place of it ``base`` for what is continued.
+        header: ``chain``, ``step``, ``kind``, ``tensors`` ([name, shape] each); ``base`` for what is continued.
     """
 
     path: Path
@@ -81,7 +79,7 @@ class Contents:
     """Contents of the files of a chain.
 
     Attributes:
-        entries: those with a right seal, in the order in which they were written.
+        entries: those with a right checksum, in the order in which they were written.
         torn: files in which something else follows the last of them.
     """
 
@@ -92,18 +90,16 @@ class Contents:
 class Journal:
     """The journal of one chain of steps.
 
-    Formal guarantee: when `write` returns, the entry is on the disk. `read` and `contents` return nothing that was not
-    written under the same key for the same chain.
+    Formal guarantee: when `write` returns, the entry is on the disk. `read` and `contents` return no torn one.
 
     Args:
         output_dir: folder of the run.
         chain_id: public name of the chain.
-        key: seals the entries; see `hf_dpopt.run.keys.Chain.journal_key`.
         limit: bytes that the files may fill before a checkpoint is wanted; 0 for a journal that is only read.
     """
 
-    def __init__(self, output_dir: Path, chain_id: str, key: bytes, *, limit: float = 0.0):
-        self.folder, self.chain_id, self._key = output_dir / JOURNAL, chain_id, key
+    def __init__(self, output_dir: Path, chain_id: str, *, limit: float = 0.0):
+        self.folder, self.chain_id = output_dir / JOURNAL, chain_id
         self._limit = limit
         self._file: BinaryIO | None = None
         self._last_steps: dict[Path, int] = {}  # of every file
@@ -118,7 +114,7 @@ class Journal:
 
         Args:
             step: steps done so far.
-            base: digest of the initial weights, or of the ledger when the checkpoint was written.
+            base: digest of the initial weights, or the origin of the checkpoint.
         """
         self.close()
         self._is_broken = False
@@ -139,13 +135,12 @@ class Journal:
             if not any(self.folder.iterdir()):
                 self.folder.rmdir()
 
-    def write(self, kind: str, step: int, charge: str, values: Released) -> None:
+    def write(self, kind: str, step: int, values: Released) -> None:
         """Make what a step released durable.
 
         Args:
             kind: `STEP` or `OPENING`.
             step: the step, 1-based.
-            charge: digest of the ledger's record that charged it.
             values: name -> released tensor, float32.
         """
         if self._is_off:
@@ -162,7 +157,7 @@ class Journal:
             )
             return
         self._largest = max(self._largest, size)
-        self._append({"kind": kind, "step": step, "charge": charge}, values)
+        self._append({"kind": kind, "step": step}, values)
 
     def takes(self, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether a step of these values would be written, and not be too large for the limit."""
@@ -171,7 +166,7 @@ class Journal:
     def _append(self, header: dict[str, Any], values: Mapping[str, torch.Tensor]) -> None:
         names = list(values)  # their order tells the queries of a step apart
         tensors = [[name, list(values[name].shape)] for name in names]
-        public: dict[str, Any] = {"chain": self.chain_id, "slice": [0, 1], "tensors": tensors, **header}
+        public: dict[str, Any] = {"chain": self.chain_id, "tensors": tensors, **header}
         body = json.dumps(public, sort_keys=True).encode()
         assert len(body) <= LONGEST_HEADER, len(body)
         parts: Iterable[Any] = (_bytes_of(values[name]) for name in names)
@@ -179,7 +174,7 @@ class Journal:
             self._write_out(int(header["step"]), itertools.chain((_PREFIX.pack(MAGIC, len(body)), body), parts))
 
     def _write_out(self, step: int, parts: Iterable[Any]) -> None:
-        """Append an entry and its seal to the file in use, and wait for the disk."""
+        """Append an entry and its checksum to the file in use, and wait for the disk."""
         if self._file is not None and not is_open_at(self._file.fileno(), Path(self._file.name)):
             logger.warning(
                 f"{self._file.name} was deleted or replaced while the run was going on. Its steps are lost to a "
@@ -190,11 +185,11 @@ class Journal:
             self._is_broken = True
         if self._file is None:
             self._file = self._open(step)
-        seal = hmac.new(self._key, digestmod="sha256")
+        checksum = hashlib.sha256()
         for part in parts:
-            seal.update(part)
+            checksum.update(part)
             self._file.write(part)
-        self._file.write(seal.digest())
+        self._file.write(checksum.digest())
         self._file.flush()
         _fdatasync(self._file.fileno())
         self._last_steps[Path(self._file.name)] = step
@@ -203,10 +198,9 @@ class Journal:
         if not self.folder.is_dir() or self.folder.is_symlink():
             make_folder(self.folder)
             fsync_directory(self.folder.parent)
-        begun = f"{self.chain_id}-{step:09d}-"
-        taken = [int(path.name.removeprefix(begun).partition("-")[0]) for path in self.folder.glob(f"{begun}*")]
-        number = max(taken, default=-1) + 1  # a kill, or a checkpoint that was written again, may have left some
-        file = open(self.folder / f"{begun}{number:03d}-0of1{SUFFIX}", "xb")
+        names = (f"{self.chain_id}-{step:09d}-{number:03d}{SUFFIX}" for number in itertools.count())
+        # a kill, or a checkpoint that was written again, may have left some
+        file = open(next(path for name in names if not os.path.lexists(path := self.folder / name)), "xb")
         fsync_directory(self.folder)
         return file
 
@@ -242,7 +236,7 @@ class Journal:
     # --- reading ---
 
     def contents(self) -> Contents:
-        """Look through the files of the chain, checking every seal.
+        """Look through the files of the chain, checking every entry.
 
         Raises:
             DPConfigError: for something else than a file, or a file that cannot be read.
@@ -283,7 +277,7 @@ class Journal:
                 start = file.tell()
 
     def read(self, entry: Entry) -> Released:
-        """Read what was released, on the CPU: the seal says that `PrivateRun.release` handed it over as it is.
+        """Read what was released, on the CPU.
 
         Raises:
             DPConfigError: if the file has changed since it was looked through.
@@ -298,7 +292,7 @@ class Journal:
         return Released(values)
 
     def _read(self, file: BinaryIO, start: int, values: dict[str, torch.Tensor] | None) -> dict[str, Any] | None:
-        """Header of the entry that begins there, if its seal is right; its tensors are put into `values`."""
+        """Header of the entry that begins there, if it is whole; its tensors are put into `values`."""
         file.seek(start)
         prefix = file.read(_PREFIX.size)
         if len(prefix) < _PREFIX.size:
@@ -307,24 +301,25 @@ class Journal:
         body = file.read(length) if magic == MAGIC and length <= LONGEST_HEADER else b""
         try:
             header = json.loads(body)
-            shapes = [(str(name), tuple(map(int, shape))) for name, shape in header["tensors"]]
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            shapes = [(str(name), tuple(shape)) for name, shape in header["tensors"]]
+            is_entry = type(header["step"]) is int and header["kind"] in (STEP, OPENING, BASE)
+        except (ValueError, TypeError, KeyError, RecursionError):
             return None
-        if min((size for _, shape in shapes for size in shape), default=0) < 0:
+        if not is_entry or not all(map(_is_shape, (shape for _, shape in shapes))):
             return None
         remaining = os.fstat(file.fileno()).st_size - file.tell()
-        if 4 * _num_values(header) + SEAL_BYTES > remaining:
+        if 4 * _num_values(header) + CHECKSUM_BYTES > remaining:
             return None
-        seal = hmac.new(self._key, prefix + body, digestmod="sha256")
+        checksum = hashlib.sha256(prefix + body)
         for name, shape in shapes:
             content = bytearray(4 * math.prod(shape))
             file.readinto(content)  # type: ignore[attr-defined]
-            seal.update(content)
+            checksum.update(content)
             if values is not None:
                 flat = torch.frombuffer(content, dtype=torch.float32) if content else torch.empty(0)
                 values[name] = flat.view(shape)
-        is_sealed = hmac.compare_digest(seal.digest(), file.read(SEAL_BYTES))
-        return header if is_sealed and header.get("chain") == self.chain_id else None
+        is_whole = checksum.digest() == file.read(CHECKSUM_BYTES)
+        return header if is_whole and header.get("chain") == self.chain_id else None
 
 
 def _check_readable(path: Path) -> None:
@@ -339,9 +334,9 @@ def _check_readable(path: Path) -> None:
         raise DPConfigError(f"{path} cannot be read: its owner has to allow it (chmod u+r).")
 
 
-def chains_with_journals(output_dir: Path) -> set[str]:
-    """Names of the chains that files of a journal are named after."""
-    return {path.name.partition("-")[0] for path in (output_dir / JOURNAL).glob(f"*{SUFFIX}")}
+def _is_shape(sizes: tuple[Any, ...]) -> bool:
+    """Whether torch makes a tensor of it."""
+    return all(type(size) is int and size >= 0 for size in sizes) and math.prod(max(1, size) for size in sizes) < 2**63
 
 
 def _num_values(header: Mapping[str, Any]) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,30 +26,18 @@ from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.plan.private_metrics import MetricsAtWork, NoMetrics
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.sharded import ShardedSource
-from hf_dpopt.randomness.source import NoiseSource
-from hf_dpopt.run.checkpoint import Standing, examine, refuse, write_mark
-from hf_dpopt.run.cleaning import clean
+from hf_dpopt.run.checkpoint import Manifest, clean, examine, refuse
 from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run, check_run
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
-from hf_dpopt.run.key_memory import KeyMemory, is_own
-from hf_dpopt.run.keys import (
-    Chain,
-    PrivateState,
-    check_resumable,
-    continue_or_branch,
-    default_private_dir,
-    last_own_chain,
-    opening_key,
-    stays_on_its_chain,
-)
+from hf_dpopt.run.keys import RUNS, Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from hf_dpopt.run.private_metrics import MetricsAtWork, NoMetrics
-from hf_dpopt.run.recovery import Journals, Recovery
-from hf_dpopt.run.seal import Seal, beginning
+from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.resume import Recovery, Resume, decide
 from hf_dpopt.sampling.check import ParticipationCheck
 
 TRAINING = "training"  # entry of the recorded plan
@@ -70,43 +60,69 @@ class PrivacySpent:
     accountant: str
 
 
+class _Door(enum.Enum):
+    """State of the one way out of a step."""
+
+    IDLE = enum.auto()  # the next step may be charged
+    ASKING = enum.auto()  # a step is charged, and the query before it is asked
+    OPENED = enum.auto()  # that query was answered
+    BEGUN = enum.auto()  # a step is charged, and its sums may be released
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """The same on every rank, when a run was opened on rank 0."""
+
+    run: str
+    chain: Chain
+    charged: tuple[int, ...]  # the chain in progress comes last
+    start: int  # steps that were done before it began
+    noise: dict[str, Any] | None
+    recovery: Recovery | None
+    directory: Path
+
+
 class PrivateRun:
-    """Keys, ledger and noise of one call to `train`, on every rank.
+    """Keys, log and noise of one call to `train`, on every rank.
 
-    Rank 0 alone touches the ledger and the key files; the others get the key in memory.
+    Rank 0 alone touches the log and the key files; the others get the key in memory.
 
-    Formal guarantee: `charge` returns only after the step is on the disk, in the ledger and then beside the key, never
-    lets (key, step) be used twice, also where the ledger was put back to an earlier state or copied, and never lets
-    the charged steps exceed `target_epsilon`. It fails if the private directory is put back together with the ledger.
-    `release` is the one way from the secret sums of a step to what may be stored; with a journal it returns only after
-    what it released is on the disk.
+    Formal guarantee: `charge` returns only after the step is on the disk, in the log beside the key and then in the
+    ledger, never lets (key, step) be used twice, also where ``output_dir`` was put back to an earlier state or copied,
+    and never lets the charged steps exceed `target_epsilon`. It fails if the private folder is put back together with
+    the ledger. `release` is the one way from the secret sums of a step to what may be stored; with a journal it
+    returns only after what it released is on the disk.
 
     Args:
         plan: what is executed.
         output_dir: the ledger lives in its `privacy` folder.
-        private_state_dir: secret keys; never inside `output_dir`. None takes the user's state directory.
+        private_state_dir: log and secret keys; never inside `output_dir`. None takes the user's state directory.
         resume_step: optimizer step of the checkpoint that training continues from, 0 for the initial weights of a run
             that was killed before its first; None for a fresh call to `train`.
         checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
-        data_mark: digest of the records in their order, see `hf_dpopt.huggingface.data_mark`; kept beside the key,
+        data_mark: digest of the records in their order, see `hf_dpopt.huggingface.data_mark`; kept in the log,
             and a chain goes on with the same one only. None: the caller answers for it.
         training: public options that a record's gradient depends on, see `hf_dpopt.huggingface.refusals.resume`; a
             resumed run has to share them with the run that it goes on with. None: the caller answers for it.
         journal_limit: bytes that the journal of releases may fill, see `hf_dpopt.run.journal`; 0 keeps none. Steps
-            that come from it (`recovery`) are taken with `hf_dpopt.run.replay.replay_step`, without a batch.
+            that come from it (`recovery`) are taken with `hf_dpopt.run.step.replay_step`, without a batch.
         initial_weights: gives the digest of the weights that a chain from step 0 begins with, see
-            `hf_dpopt.run.replay.digest_of`. None: the caller answers for them.
+            `hf_dpopt.run.step.digest_of`. None: the caller answers for them.
         dataset: ledger of the people in the data, which the run is charged to before its first step; None for none.
         parameters: trained parameters, name -> parameter; needed where they lie in shards on the ranks (FSDP2), of
             which each rank then draws, keeps and adds the noise of its own.
 
     Attributes:
+        chain: key of the steps.
+        charged: steps of each chain; the last entry is this run's.
+        first_step: steps that were done before this chain began.
+        log: log of the run, on rank 0; None on others, and when the run is closed.
         recovery: steps that were charged after the checkpoint and are taken again; None for none.
         metrics: noisy numbers that are released with the gradients.
 
     Raises:
         DPConfigError: if the ledger was written for another plan, was edited, or does not know the checkpoint; for a
-            journal that is not the run's own, see `hf_dpopt.run.recovery.find_recovery`.
+            journal that is not the run's own, see `hf_dpopt.run.resume.decide`.
         DPBudgetExceeded: if the steps still to run would spend more than `target_epsilon`.
     """
 
@@ -125,48 +141,44 @@ class PrivateRun:
         parameters: Mapping[str, torch.Tensor] | None = None,
         dataset: DatasetBudget | None = None,
     ):
-        self.plan = plan
+        self.plan, self.output_dir, self.ranks = plan, Path(output_dir), current_ranks()
         self._dataset = dataset
-        self.ranks = current_ranks()
         self._is_sharded = any_sharded((parameters or {}).values())
-        self.output_dir = Path(output_dir)
-        self.ledger: Ledger | None = None
-        self.state: PrivateState | None = None
-        self._memory: KeyMemory | None = None
-        self._seal: Seal | None = None
+        self._journal_limit = journal_limit if plan.is_private else 0.0
+        self.log: RunLog | None = None
         self._journal: Journal | None = None
-        self._journal_limit, self._initial_weights = journal_limit, initial_weights
         self._is_closed = False
         self._preclip: Preconditioning | None = None
-        self._begun: int | None = None  # step that was charged and is not released yet
-        self._opened: int | None = None  # step that was charged when its opening query began, until it begins itself
-        self._is_asking = False  # between the charge of an opening query and its release
-        opened = self.ranks.same(lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training))
-        self.chain: Chain = opened[0]
-        self.charged: list[int] = list(opened[1])  # steps of each chain; the last entry is this run's
-        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        source = self._of_shards(drawn_from)
-        self._start, noise_state, self.recovery = opened[2:]
-        done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self._start
+        self._door, self._step = _Door.IDLE, 0
+        opened = self.ranks.same(
+            lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
+        )
+        self.chain, self.charged, self.first_step, self.recovery = (
+            opened.chain, list(opened.charged), opened.start, opened.recovery,
+        )  # fmt: skip
+        self._keys = Keys(opened.directory / RUNS / opened.run)
+        done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
         self._taken = done  # steps of this chain that the model has taken
+        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
+        self._shards = ShardedSource(drawn_from, self.ranks) if self._is_sharded else None
+        source = drawn_from if self._shards is None else self._shards
+        num_steps = max(1, plan.num_steps - self.first_step)
         try:
             self.noise = plan.mechanism.stream(
-                source,
-                plan.sensitivity,
-                first_step=self._start + 1,
-                num_steps=max(1, plan.num_steps - self._start),
+                source, plan.sensitivity, first_step=self.first_step + 1, num_steps=num_steps
             )
-            if self._is_sharded:
-                noise_state = self._load_shard(output_dir, private_state_dir)
-            self.noise.continue_at(self.charged[-1], noise_state)
+            shard = (self.ranks.rank, self.ranks.size)
+            if self._is_sharded and self.charged[-1]:
+                self.noise.continue_at(self.charged[-1], self._keys.load_noise(self.chain, self.charged[-1], shard))
+            else:
+                self.noise.continue_at(self.charged[-1], opened.noise)
             if not self._is_sharded:  # else each rank has its own sums
                 self.noise.share_over(self.ranks)
         except BaseException:
-            self._release_ledger()
+            self._let_go()
             raise
-        num_steps = max(1, plan.num_steps - self._start)
         self._participations = (
-            ParticipationCheck(plan.sampler, self.chain.sampling_key, self._start + 1)
+            ParticipationCheck(plan.sampler, self.chain.sampling_key, self.first_step + 1)
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
             else None
         )
@@ -184,18 +196,6 @@ class PrivateRun:
         self.noise_generator = source.name
         self.noise_generator_class = type(drawn_from).__name__
 
-    def _of_shards(self, source: NoiseSource) -> NoiseSource:
-        """The source of the noise that this rank adds."""
-        self._shards = ShardedSource(source, self.ranks) if self._is_sharded else None
-        return source if self._shards is None else self._shards
-
-    def _load_shard(self, output_dir: str | Path, private_state_dir: str | Path | None) -> dict[str, Any] | None:
-        """The state of the noise of this rank's shards; None where it is drawn again: for another number of ranks."""
-        directory = Path(private_state_dir) if private_state_dir else default_private_dir(output_dir)
-        self._shard_state = PrivateState(directory, forbidden=self.output_dir)
-        shard = (self.ranks.rank, self.ranks.size)
-        return self._shard_state.load_noise(self.chain, self.charged[-1], shard) if self.charged[-1] else None
-
     def _open(
         self,
         private_state_dir: str | Path | None,
@@ -203,135 +203,169 @@ class PrivateRun:
         checkpoint: str | Path | None,
         data_mark: str | None,
         training: Mapping[str, Any] | None,
-    ) -> tuple[Chain, list[int], int, dict[str, Any] | None, Recovery | None]:
-        """The chain of this run, the steps charged to all, the step it starts after, the state of its noise, and
-        the steps that are taken again."""
-        directory = Path(private_state_dir) if private_state_dir else default_private_dir(self.output_dir)
-        self.state = PrivateState(directory, forbidden=self.output_dir)
-        self.ledger = Ledger.open(self.output_dir / LEDGER)
-        self._memory, began = self.state.memory(self.ledger), beginning(self.ledger)
+        initial_weights: Callable[[], str] | None,
+    ) -> _Opened:
+        """Decide how the run goes on, refuse what is not affordable, and charge the dataset. On rank 0."""
+        directory = private_dir(private_state_dir, self.output_dir)
+        self.log = RunLog.open(self.output_dir, directory)
         try:
-            check_resumable(self.ledger, resume_step)
-            mark, data_digest = self._check_checkpoint(resume_step, checkpoint)
-            self._memory.lock()
-            self._charge_unknown()
-            clean(self.output_dir, self.ledger, self.state)
-            journals = Journals(self.plan, self.output_dir, self.ledger, self.state, self._journal_limit)
-            recovery = journals.find(resume_step, mark, self._initial_weights)
-            reached = resume_step if recovery is None else recovery.last
-            left_at = mark if recovery is None else None  # what is taken again leads to the end of the chain
-            self._check_budget(reached, left_at)
-            chains, known = self.chains_to_run(reached, left_at), self.state.seal(self.ledger)
-            check_run(self._dataset, self.plan, chains, self.ledger.plan, known.entry if known is not None else None)
-            self._record_plan(training, (self.ledger.plan or {}).get(DATASET), is_resumed=resume_step is not None)
-            fixed = self.plan.config.unsafe_fixed_noise_key
-            chain = continue_or_branch(self.ledger, self.state, reached, mark=left_at, unsafe_fixed_noise_key=fixed)
-            self._memory.lock()  # of a family that began just now
-            assert self._memory.folder is not None
-            self._seal = Seal.load_or_make(self._memory.folder, began)
-            charged_to = charge_run(self._dataset, self.plan, chains, self.ledger.plan, self._seal.entry)
-            self._record_plan(training, charged_to, is_resumed=resume_step is not None)
-            if data_mark is not None:
-                # a checkpoint of another chain tells nothing of the records of this one
-                charge = self.ledger.charge_digest(chain.chain_id, resume_step or 0)
-                goes_on = charge is not None and mark is not None and self.ledger.is_not_before(mark, charge)
-                is_told = goes_on and data_digest is not None
-                same = self._seal.is_signed(data_mark.encode(), "data", data_digest) if is_told else None
-                self.state.check_data(chain, data_mark, is_proven=same)
-            self._journal = journals.take_up(chain, recovery, reached or 0, mark, self._initial_weights)
-            if not chain.unsafe:
-                self._memory.use(chain.chain_id)
+            state = self.log.state
+            resume = decide(
+                state,
+                self.log.keys,
+                self.output_dir,
+                step=resume_step,
+                manifest=self._manifest(resume_step, checkpoint),
+                num_steps=self.plan.num_steps,
+                initial_weights=initial_weights,
+                has_opening=self.plan.preclip.opening is not None,
+                is_private=self.plan.is_private,
+            )
+            clean(self.output_dir, state)
+            self._check_budget(resume)
+            check_run(self._dataset, self.plan, state.plan, state, resume)
+            self._check_plan(training, is_resumed=resume_step is not None)
+            dataset = charge_run(self._dataset, self.plan, state, resume)
+            charged_to = (
+                (state.plan or {}).get(DATASET)
+                if dataset is None or self._dataset is None
+                else {"name": dataset.name, "entry": self._dataset.entry or state.run}
+            )
+            self._record_plan(training, charged_to)
+            if dataset is not None:
+                self.log.note_dataset(dataset.name, dataset.digest)
+            chain = self._chain(resume)
+            if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
+                self.log.check_data(chain.chain_id, data_mark)
+            self._journal = self._take_up(chain, resume, initial_weights)
         except BaseException:
-            self._release_ledger()
+            self._let_go()
             raise
-        charged = list(self.ledger.charged)
-        position = [c.chain_id for c in self.ledger.chains].index(chain.chain_id)
-        start = self.ledger.chains[position].start_step
-        charged.append(charged.pop(position))  # the chain in progress comes last
-        noise = self.state.load_noise(chain, charged[-1]) if charged[-1] and not self._is_sharded else None
-        return chain, charged, start, noise, recovery
+        charged = resume.charged if resume.chain is not None else (*resume.charged, 0)
+        noise = None
+        if charged[-1] and not self._is_sharded:
+            noise = self.log.keys.load_noise(chain, charged[-1])
+        start = resume.chain.start_step if resume.chain is not None else resume.reached
+        return _Opened(state.run, chain, charged, start, noise, resume.recovery, directory)
+
+    def _manifest(self, resume_step: int | None, checkpoint: str | Path | None) -> Manifest | None:
+        """Refuse a checkpoint that is torn, or of unknown cost; return its manifest."""
+        if not resume_step or checkpoint is None:
+            return None
+        assert self.log is not None
+        found = examine(Path(checkpoint), self.log.state)
+        if found.manifest is not None and found.manifest.step != resume_step:
+            reason = (
+                f"its weights are those of step {found.manifest.step}, and its trainer_state.json says {resume_step}"
+            )
+            found = dataclasses.replace(found, reasons=(*found.reasons, reason))
+        if not found.is_whole:
+            raise refuse(found)
+        return found.manifest
+
+    def _public_plan(self, training: Mapping[str, Any] | None) -> dict[str, Any]:
+        return self.plan.public_dict() | ({} if training is None else {TRAINING: dict(training)})
+
+    def _check_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
+        """Check that what is executed is what the run was charged for."""
+        assert self.log is not None
+        # trained anew, a run may be another one; a loop of one's own need not say its options
+        compared = is_resumed and training is not None and TRAINING in (self.log.state.plan or {})
+        keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS
+        self.log.state.check_plan(self._public_plan(training), must_match=keys)
+
+    def _record_plan(self, training: Mapping[str, Any] | None, charged_to: Mapping[str, Any] | None) -> None:
+        assert self.log is not None
+        public = self._public_plan(training) | ({} if charged_to is None else {DATASET: dict(charged_to)})
+        self.log.record_plan(public, must_match=RESUME_KEYS)
+
+    def _chain(self, resume: Resume) -> Chain:
+        """The chain that goes on, or a new one; a run that has no step left begins none."""
+        assert self.log is not None
+        if resume.chain is not None:
+            kept = self.log.keys.load(resume.chain.chain_id, resume.chain.key_id)
+            assert kept is not None, "a chain goes on where its key is"
+            return kept
+        fixed = self.plan.config.unsafe_fixed_noise_key
+        chain = new_chain() if fixed is None else fixed_chain(fixed)
+        if resume.reached < self.plan.num_steps:
+            note = resume.note if fixed is None else "NOT PRIVATE: unsafe_fixed_noise_key"
+            self.log.start_chain(chain, resume.reached, note)
+        return chain
+
+    def _take_up(self, chain: Chain, resume: Resume, initial_weights: Callable[[], str] | None) -> Journal:
+        """Go on with the journal that was found, or begin one for what comes after the checkpoint."""
+        assert self.log is not None
+        is_kept = not chain.unsafe and self.log.state.chain(chain.chain_id) is not None
+        journal = Journal(self.output_dir, chain.chain_id, limit=self._journal_limit if is_kept else 0.0)
+        if resume.recovery is not None:
+            if resume.recovery.is_new:
+                self.log.lose(chain.chain_id, resume.recovery.last)
+            journal.cut_torn()
+            resume.recovery.announce()
+        elif not is_kept or not self._journal_limit:
+            journal.remove()
+        else:
+            journal.contents()
+            weights = "" if initial_weights is None or resume.reached else initial_weights()
+            journal.begin(resume.reached, resume.base or weights)
+        return journal
 
     @property
-    def first_step(self) -> int:
-        """Steps that were done before this chain began."""
-        return self._start
+    def ledger(self) -> Ledger | None:
+        """Record of the run, on rank 0; None on others, and when the run is closed."""
+        return None if self.log is None else self.log.state
 
-    def _release_ledger(self) -> None:
-        if self.ledger is not None:
-            self.ledger.close()
-        if self._memory is not None:
-            self._memory.close()
+    def _let_go(self) -> None:
+        if self.log is not None:
+            self.log.close()
         if self._journal is not None:
             self._journal.close()
 
-    def _record_plan(
-        self, training: Mapping[str, Any] | None, charged_to: Mapping[str, Any] | None, *, is_resumed: bool
-    ) -> None:
-        """Note what is executed, or check that it is what the ledger's run was."""
-        assert self.ledger is not None
-        before, public = self.ledger.plan, self.plan.public_dict()
-        if training is not None:
-            public[TRAINING] = dict(training)
-        if charged_to is not None:
-            public[DATASET] = dict(charged_to)
-        # trained anew, a run may be another one; a loop of one's own need not say its options
-        compared = is_resumed and training is not None and before is not None and TRAINING in before
-        self.ledger.record_plan(public, must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)
-
-    def _charge_unknown(self) -> None:
-        """A ledger that is behind its keys takes in what they were used for."""
-        assert self.ledger is not None and self._memory is not None
-        if num_steps := self._memory.charge_unknown():
-            logger.warning(
-                f"{num_steps} steps ran under keys of this run that {self.ledger.path} did not know: it was put back "
-                "to an earlier state, or a copy of it went on. They were seen, perhaps, so they are charged now, and "
-                "their noise is not used again."
-            )
-
-    def mark_checkpoint(self, folder: str | Path) -> None:
-        """Finish a checkpoint of a run of one process, after all other files were written: `stand`, then its mark.
-
-        Raises:
-            DPConfigError: if the ledger was taken from under the run.
-        """
-        write_mark(Path(folder), self.stand())
-
-    def stand(self) -> Standing:
+    def stand(self) -> tuple[str, str, int]:
         """Keep the noise's state, and say on every rank what the checkpoints of now stand at; all ranks together.
 
-        `hf_dpopt.run.checkpoint.write_mark` makes the mark of a checkpoint of it, on every machine that has one of
-        its own. The noise's state stays in the private directory. Only the last one is kept: a run
-        that goes on from an older checkpoint needs noise of its own.
+        The noise's state stays in the private folder. Only the last one is kept: a run that goes on from an older
+        checkpoint needs noise of its own.
+
+        Returns:
+            Run, chain and step, as `hf_dpopt.run.checkpoint.write_manifest` takes them.
 
         Raises:
-            DPConfigError: if the ledger was taken from under the run.
+            DPConfigError: if log or ledger were taken from under the run.
         """
         if self._is_sharded:
-            self.ranks.every(self._keep_shard)
+            self.ranks.every(lambda: self._keep_noise((self.ranks.rank, self.ranks.size)))
         return self.ranks.same(self._stand)
 
-    def _keep_shard(self) -> None:
-        """Keep the noise of the shards of this rank, in the private directory of its machine."""
+    def _keep_noise(self, shard: tuple[int, int] | None = None) -> None:
         noise = self.noise.state()
         if noise and not self.chain.unsafe:
-            self._shard_state.save_noise(self.chain, noise, (self.ranks.rank, self.ranks.size))
+            self._keys.save_noise(self.chain, noise, shard)
 
-    def _stand(self) -> Standing:
-        assert self.ledger is not None and self.state is not None and self._seal is not None
-        self.ledger.check_intact()
-        noise = {} if self._is_sharded else self.noise.state()
-        if noise and not self.chain.unsafe:
-            self.state.save_noise(self.chain, noise)
-        return Standing(self.ledger.digest(), self._seal, self.state.data_mark(self.chain))
+    def _stand(self) -> tuple[str, str, int]:
+        assert self.log is not None
+        self.log.check_intact()
+        if not self._is_sharded:
+            self._keep_noise()
+        state, step = self.log.state, self.first_step + self.charged[-1]
+        if state.chain(self.chain.chain_id) is not None:
+            return state.run, self.chain.chain_id, step
+        # no step was left: the weights are those of a chain before
+        return (
+            state.run,
+            next(one.chain_id for one in state.chains if one.start_step <= step <= state.reached(one.chain_id)),
+            step,
+        )
 
     def secrets(self) -> list[bytes]:
-        """Secrets that no release may contain: those of `PrivateState.secrets`, or of this run where they are not."""
-        return self.state.secrets() if self.state is not None else self.chain.secrets()
+        """Secrets that no release may contain: keys of the run."""
+        return [*self._keys.secrets(), *self.chain.secrets()]
 
     def checkpoint_written(self, step: int) -> None:
         """Drop what the journal holds up to a step: a whole checkpoint that training can continue from has it."""
-        if self._journal is not None and self.ledger is not None:
-            self._journal.begin(step, self.ledger.digest())
+        if self._journal is not None:
+            self._journal.begin(step, f"{self.chain.chain_id}:{step}")
 
     def describe_journal(self, num_values: int) -> str:
         """Say what the journal takes for so many coordinates; empty where none is kept, and on other ranks."""
@@ -342,42 +376,24 @@ class PrivateRun:
         """Whether the journal has reached its limit; on rank 0."""
         return self._journal is not None and self._journal.is_full
 
-    def _check_checkpoint(
-        self, resume_step: int | None, checkpoint: str | Path | None
-    ) -> tuple[str | None, str | None]:
-        """Refuse a checkpoint that is torn, or of unknown cost; return the digests that it has of ledger and data."""
-        if not resume_step or checkpoint is None:
-            return None, None
-        assert self.ledger is not None and self._memory is not None
-        seal = Seal.load(self._memory.folder)
-        found = examine(Path(checkpoint), self.ledger, seal)
-        if not found.is_whole:
-            raise refuse(found)
-        assert found.mark is not None, "a whole checkpoint has a mark"
-        is_signed = seal is not None and found.mark.get("key") == seal.key_id
-        return str(found.mark["ledger_digest"]), found.mark.get("data") if is_signed else None
-
     @property
     def _target(self) -> float | None:
         # without privacy (a fixed key in a test) there is no budget to keep
         return self.plan.config.target_epsilon if self.plan.is_private else None
 
-    def _check_budget(self, resumed_at: int | None, mark: str | None) -> None:
+    def _check_budget(self, resume: Resume) -> None:
         """Refuse a call whose steps are not all affordable, before anything runs."""
-        assert self.ledger is not None and self.state is not None
-        target, charged = self._target, self.ledger.charged
-        resume_step = resumed_at or 0
-        needed = self.plan.num_steps - resume_step
+        target, num_steps = self._target, self.plan.num_steps
+        needed = num_steps - resume.reached
         if target is None or needed <= 0:
             return
-        *before, in_all = self.chains_to_run(resumed_at, mark)
-        same_chain = in_all - needed
+        *before, in_all = resume.in_the_end(num_steps)
         spent = self.plan.epsilon((*before, in_all))
         if spent <= target:
             return
-        affordable = self.plan.max_steps_within(target, after=before) - same_chain
+        affordable = self.plan.max_steps_within(target, after=before) - (in_all - needed)
         after = (
-            f"The next {affordable} are affordable: --max_steps {resume_step + affordable} ends there. "
+            f"The next {affordable} are affordable: --max_steps {resume.reached + affordable} ends there. "
             if affordable > 0
             else ""
         )
@@ -385,26 +401,15 @@ class PrivateRun:
             "To continue that run, add --resume_from_checkpoint True: steps that were charged are not charged again "
             f"(`hf-dpopt doctor {self.output_dir}` shows where it continues). "
             "Another dataset needs another output_dir. "
-            if resumed_at is None
+            if resume.step is None
             else ""
         )
         raise DPBudgetExceeded(
-            f"{sum(charged)} steps of this run are already charged in {self.ledger.path}; the {needed} steps still "
-            f"to run would bring epsilon to {spent:.4g}, above target_epsilon={target:g}. "
+            f"{sum(resume.charged)} steps of this run are already charged in {self.output_dir / LEDGER}; the {needed} "
+            f"steps still to run would bring epsilon to {spent:.4g}, above target_epsilon={target:g}. "
             f"{continues}{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or "
             "start over in another output_dir (what was spent here stays spent)."
         )
-
-    def chains_to_run(self, resumed_at: int | None, mark: str | None) -> tuple[int, ...]:
-        """Steps of each chain when this call will have ended; the chain in progress comes last."""
-        assert self.ledger is not None and self.state is not None
-        needed, charged = max(0, self.plan.num_steps - (resumed_at or 0)), self.ledger.charged
-        if not stays_on_its_chain(self.ledger, self.state, resumed_at, mark):
-            return (*charged, needed)
-        last = last_own_chain(self.ledger)
-        assert last is not None
-        place = self.ledger.chains.index(last)
-        return (*charged[:place], *charged[place + 1 :], charged[place] + needed)
 
     def charge(self, step: int) -> None:
         """Write the step to the ledger, on disk, before any record of its batch is looked at.
@@ -421,23 +426,21 @@ class PrivateRun:
                 f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
                 "output_dir, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
             )
-        if self._dataset is not None and next_charged[-1] > self.plan.num_steps - self._start:
+        if self._dataset is not None and next_charged[-1] > self.plan.num_steps - self.first_step:
             raise DPBudgetExceeded(
                 f"Step {step} was not run: the ledger of the dataset was charged with {self.plan.num_steps} steps. "
                 "Plan more steps."
             )
         # all steps of the plan on this chain were found affordable at the start
-        if target is not None and next_charged[-1] > self.plan.num_steps - self._start:
+        if target is not None and next_charged[-1] > self.plan.num_steps - self.first_step:
             spent = self.plan.epsilon(next_charged)
             if spent > target:
                 raise DPBudgetExceeded(
                     f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not "
                     "run. Raise --target_epsilon, or stop here: the model so far is within the budget."
                 )
-        if self.ledger is not None:
-            self.ledger.charge(self.chain.chain_id, step)
-            if self._memory is not None and not self.chain.unsafe:
-                self._memory.note(step)
+        if self.log is not None:
+            self.log.charge(self.chain.chain_id, step)
         self.charged[-1] += 1
         self._taken = self.charged[-1]
 
@@ -456,14 +459,14 @@ class PrivateRun:
             DPBudgetExceeded: see `charge`.
         """
         opening = self.plan.preclip.opening
-        if opening is None or not self.preclip.awaits_opening or self.charged[-1] or step != self._start + 1:
+        if opening is None or not self.preclip.awaits_opening or self.charged[-1] or step != self.first_step + 1:
             raise DPConfigError(
                 f"The opening query cannot be asked before step {step}: it is asked once, before the first step of a "
                 "run, and was paid for there. Resume from a whole checkpoint, which keeps its answer."
             )
         self._check_clip(engine)
         self.charge(step)
-        self._opened, self._is_asking = step, True
+        self._door, self._step = _Door.ASKING, step
         return opening.empty_sum(engine.parameters)
 
     def begin(self, step: int, engine: ClippingEngine) -> tuple[Scale | None, ...]:
@@ -482,7 +485,8 @@ class PrivateRun:
                 more. Nothing is charged then.
             DPBudgetExceeded: see `charge`.
         """
-        following = self._start + self.charged[-1] + (self._opened is None)
+        is_charged = self._door is _Door.OPENED
+        following = self.first_step + self.charged[-1] + (not is_charged)
         if step != following:
             raise DPConfigError(
                 f"Step {step} is not the one after those charged: {following} is next. Samplers draw by the number of "
@@ -518,9 +522,9 @@ class PrivateRun:
                 f"One unit moves the sums of a step by up to {moved:.6g}, and the noise was calibrated to "
                 f"{self.plan.sensitivity:.6g}: sensitivity_ratio of the preconditioner leaves a query or a count out."
             )
-        if self._opened is None:
+        if not is_charged:
             self.charge(step)
-        self._begun, self._opened = step, None
+        self._door, self._step = _Door.BEGUN, step
         self.noise.draw_ahead(step)  # paid for: while the gradients are computed, spare cores draw
         return scales
 
@@ -568,12 +572,12 @@ class PrivateRun:
         if is_opening:
             self._answer_opening(sums, step)
             return self._write_down(OPENING, Released(sums), step)
-        if step != self._begun:
+        if self._door is not _Door.BEGUN or step != self._step:
             raise DPConfigError(
                 f"Step {step} was not begun, so nobody paid for its release. Call run.begin(step, engine) first, once "
                 "for every release."
             )
-        self._begun = None
+        self._door = _Door.IDLE
         if self._shards is not None:
             self._shards.place(sums)
         mine = {
@@ -590,10 +594,8 @@ class PrivateRun:
             # rank 0 writes all of it, one file for any number of ranks; the others only take part
             whole = {name: whole_of(value) for name, value in released.items()}
             written = Released({name: value.cpu() for name, value in whole.items()} if self.ranks.rank == 0 else {})
-        if self._journal is not None and self.ledger is not None:
-            charge = self.ledger.charge_digest(self.chain.chain_id, step)
-            assert charge is not None, f"step {step} is not charged"
-            self._journal.write(kind, step, charge, written)
+        if self._journal is not None:
+            self._journal.write(kind, step, written)
         return released
 
     def take_again(self, step: int, *, is_opening: bool = False) -> Released | None:
@@ -603,27 +605,27 @@ class PrivateRun:
             step: one that `recovery` covers; every one of them, in order.
             is_opening: the answer to the query before it is asked for.
         """
-        assert self.recovery is not None and self.recovery.covers(step) and step > self._start, step
+        assert self.recovery is not None and self.recovery.covers(step) and step > self.first_step, step
         recovery, journal = self.recovery, self._journal
 
         def read() -> Released | None:
             entry = recovery.opening if is_opening else recovery.entries.get(step)
             return None if entry is None or journal is None else journal.read(entry)
 
-        self._taken = step - self._start
+        self._taken = step - self.first_step
         return self.ranks.same(read)
 
     def _answer_opening(self, sums: JointSums, step: int) -> None:
         """Make the noised mean over all units of the sums of the query, in place."""
         opening = self.plan.preclip.opening
-        if opening is None or not self._is_asking or step != self._opened:
+        if opening is None or self._door is not _Door.ASKING or step != self._step:
             raise DPConfigError(f"No query was opened before step {step}. Call run.open(step, engine) first.")
         if any(total.dtype != torch.float64 for total in sums.values()):
             raise DPConfigError(
                 "The sums of an opening query are float64: in float32, rounding over so many units would move them by "
                 "more than one unit may. Let empty_sum of the query keep float64 totals."
             )
-        self._is_asking = False
+        self._door = _Door.OPENED
         units = opening.sensitivity(self.plan.clipper.clipping_norm) * SENSITIVITY_FACTOR[self.plan.adjacency]
         source = make_noise_source(self.plan.config.noise_rng, opening_key(self.chain.noise_key))
         for tensor, name in enumerate(sorted(sums)):
@@ -693,7 +695,7 @@ class PrivateRun:
     def draw(self, step: int) -> np.ndarray:
         """Indices of the logical batch of a step, over all ranks; int64, possibly empty. A function of (key, step)."""
         drawn = self.plan.sampler.draw(self.chain.sampling_key, step)
-        if self._participations is not None and step > self._start:
+        if self._participations is not None and step > self.first_step:
             self._participations.observe(step, drawn)
         return drawn
 
@@ -702,7 +704,7 @@ class PrivateRun:
         return spent_for(self.plan, self.charged)
 
     def close(self, *, is_finished: bool = True) -> None:
-        """Release the ledger.
+        """Close the log.
 
         Keys and journal of a run that reached its last step are deleted: nothing can need them again.
 
@@ -710,25 +712,21 @@ class PrivateRun:
             is_finished: False if an error ended the run, perhaps before its last weights were saved.
         """
         self.noise.forget()
-        if self._is_sharded and is_finished and self._start + self.charged[-1] >= self.plan.num_steps:
-            self._shard_state.forget_noise(self.chain)
-        if self.ledger is not None:
-            last = self.ledger.last_step(self.chain.chain_id)
-            # other runs, copies of this one too, may keep their keys in the same place
-            memory, chains = self._memory, [one.chain_id for one in self.ledger.chains if is_own(one)]
-            mine = [one for one in chains if memory is not None and memory.knows(one)]
-            self._release_ledger()
-            is_over = last is not None and last >= self.plan.num_steps
-            if self.state is not None and is_over and is_finished:
-                self.state.forget(mine)
-                if self._journal is not None:
-                    self._journal.remove()
-            elif is_finished and last is not None:
+        last = self.first_step + self.charged[-1]
+        is_over = is_finished and last >= self.plan.num_steps
+        if is_over and (self._is_sharded or self.log is not None):
+            self._keys.secrets()  # still known to the scan of what is released
+            self._keys.destroy()
+        if self.log is not None:
+            self._let_go()
+            if is_over and self._journal is not None:
+                self._journal.remove()
+            elif is_finished and last > self.first_step:
                 logger.info(
                     f"Training ended after step {last} of {self.plan.num_steps}. Keys, and the journal in "
                     f"{self.output_dir / JOURNAL}, stay, so that it can go on; delete the journal if it will not."
                 )
-        self.ledger, self._is_closed = None, True
+        self.log, self._is_closed = None, True
 
 
 def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
@@ -747,19 +745,50 @@ def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
     )
 
 
+@contextlib.contextmanager
+def reading_plan(recorded: Mapping[str, Any] | None, output_dir: str | Path) -> Iterator[None]:
+    """Say of a recorded plan that cannot be read that it was edited; of one that anybody may have made.
+
+    Args:
+        recorded: what `recorded_plan` returned.
+        output_dir: folder of the run.
+    """
+    try:
+        yield
+    except (DPBudgetExceeded, DPConfigError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if recorded is None or recorded["delta"] is not None:
+            raise
+        raise DPConfigError(
+            f"output_dir={output_dir}: the plan in its ledger is none that a run writes ({type(error).__name__}: "
+            f"{error}). Put the original ledger back, or choose another output_dir."
+        ) from error
+
+
 def recorded_plan(
-    output_dir: str | Path, *, keeps_budget: bool, num_examples: int | None = None
+    output_dir: str | Path,
+    private_state_dir: str | Path | None,
+    *,
+    keeps_budget: bool,
+    num_examples: int | None = None,
 ) -> dict[str, Any] | None:
-    """The plan that an earlier run in this folder was charged under, or None. Rank 0's file counts.
+    """The plan that an earlier run in this folder was charged under, or None. What rank 0 finds counts.
+
+    From a ledger without its log, no delta is taken over, and no proof of an epsilon.
 
     Raises:
         DPConfigError: if that run was on another number of records or users, or if a budget is to be kept and it had
             no noise.
     """
-    path = Path(output_dir) / LEDGER
-    if current_ranks().rank != 0 or not path.exists():
+    if current_ranks().rank != 0 or not Path(output_dir).is_dir():
         return None
-    plan = Ledger.read(path).plan
+    found = find_run(Path(output_dir), private_dir(private_state_dir, output_dir, is_read=True))
+    known = found.known
+    plan, path = (None, LEDGER) if known is None else (known.plan, known.path)
+    if plan is not None and known is not None and found.log is None:  # anybody who writes there may have made it
+        plan = None if not known.num_charged else {**plan, "delta": None}
+        (plan or {}).pop("certificate", None)
     if plan is not None and "noise_strategy" not in plan:
         raise DPConfigError(
             f"output_dir={output_dir}: {path} records a run of another kind, without a noise strategy. Choose another "
@@ -771,7 +800,7 @@ def recorded_plan(
             f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
             "another output_dir."
         )
-    if keeps_budget and plan is not None and plan["noise_multiplier"] == 0:
+    if keeps_budget and plan is not None and plan.get("noise_multiplier") == 0:
         raise DPConfigError(
             f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "
             "Choose another output_dir."

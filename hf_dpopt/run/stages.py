@@ -20,7 +20,7 @@ from hf_dpopt.postprocess import Filter, Map, Postprocess, as_postprocess
 from hf_dpopt.postprocess.iterates import AfterStep
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run.run import PrivateRun
-from hf_dpopt.run.shard_files import has_marks, read_shards, write_shards
+from hf_dpopt.run.shards import has_marks, read_shards, write_shards
 
 RELEASED_STATE = "released_state.pt"
 OPTIMIZER_STATE = "optimizer.pt"
@@ -107,7 +107,7 @@ class Stages:
         Args:
             folder: folder of the checkpoint.
             writes: whether this rank writes what is whole; the others take part.
-            in_shards: whether every rank writes its shards, see `hf_dpopt.run.shard_files`; else they become whole.
+            in_shards: whether every rank writes its shards, see `hf_dpopt.run.shards`; else they become whole.
         """
         if not self._has_state:
             return

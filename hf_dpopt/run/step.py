@@ -1,7 +1,12 @@
-"""The private step on one page: charge, clip, sum, noise, release. Nothing else may stand between the stages."""
+"""The private step on one page: charge, clip, sum, noise, release. Nothing else may stand between the stages.
+
+Below it: the query that a preconditioner may ask before the first step, and a step that is taken again from the
+journal of a killed run.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +17,15 @@ from hf_dpopt.clipping.measures import Measures
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
 from hf_dpopt.common.reduction import Reduction
+from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.postprocess import Map
 from hf_dpopt.preclip import queries
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.run.opening import ask
+from hf_dpopt.run.batches import add_batch
 from hf_dpopt.run.run import PrivateRun
-from hf_dpopt.run.units import add_batch
 
 
 def private_step(
@@ -163,3 +169,122 @@ def write_gradients(parameters: Mapping[str, torch.nn.Parameter], released: Rele
     """Assign the gradient of every trained parameter, in its dtype: whatever was there is gone."""
     for name, p in parameters.items():
         p.grad = released[name].to(p.dtype)
+
+
+# --- the query before the first step ---
+
+
+def ask(
+    engine: ClippingEngine, losses: RecordLosses, everything: Iterable[Any], *, run: PrivateRun, step: int
+) -> None:
+    """Ask the query of the preconditioner over all units, and give it the answer.
+
+    Formal guarantee: if `everything` of all ranks together holds each unit once, the answer is one release of the
+    query that `run.plan` composes with the steps, and it was charged before any record was looked at.
+
+    Args:
+        engine: made once for the model, with the clipping rule of the plan.
+        losses: the model's per-record losses.
+        everything: this rank's share of all units, as physical batches.
+        run: run of the plan, which awaits the answer.
+        step: the first step of its chain.
+
+    Raises:
+        DPConfigError, DPBudgetExceeded: see `PrivateRun.open`.
+    """
+    query = run.open(step, engine)
+    if run.ranks.rank == 0:
+        logger.info(f"Query before the first step: one pass over all {run.plan.num_examples:,} units.")
+    # private from here
+    for batch in everything:
+        add_batch(query, engine, losses, batch, sums_users=run.plan.sums_users)
+    joint = run.ranks.sum(query.result())
+    released = run.release(joint, step, is_opening=True)
+    # released from here
+    run.preclip.receive_opening(released)
+
+
+# --- taken again: post-processing of what was released; no record is read, nothing is charged, no noise is drawn ---
+
+
+def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Sequence[Map] = ()) -> bool:
+    """Leave in `p.grad` what a step left there before the run was killed, bit for bit.
+
+    Call it in place of `private_step` for every step that `run.recovery` covers, in order, then `optimizer.step()`
+    where it returns True.
+
+    Args:
+        engine: the one that the step would be clipped with.
+        run: run that was continued.
+        step: optimizer step, 1-based.
+        chain: maps of the released mean gradient.
+
+    Returns:
+        Whether there is an update. False for a step whose release was lost with the kill: it stays charged and is done
+        without one, so the optimizer must not step; schedules go past it. Gradients are zeros then.
+    """
+    if run.preclip.awaits_opening:
+        _answer_again(engine, run, step)
+    for scale in run.preclip.scales():
+        engine.empty_sum(scale)  # a subspace of public gradients begins its step with it
+    released = run.take_again(step)
+    if released is None:
+        run.preclip.pass_over()
+        for p in engine.parameters.values():
+            p.grad = torch.zeros_like(p)
+        return False
+    _check_fits(engine, released, step)
+    released = run.metrics.receive(_on_device_of(engine, released))
+    released = run.preclip.receive(released)
+    for stage in chain:
+        released = stage(released)
+    write_gradients(engine.parameters, released)
+    return True
+
+
+def _answer_again(engine: ClippingEngine, run: PrivateRun, step: int) -> None:
+    """Give the preconditioner the answer to its opening query, or none if it was lost: its charge is spent."""
+    released = run.take_again(step, is_opening=True)
+    if released is None:
+        run.preclip.pass_over_opening()
+        logger.warning(
+            "The run was killed while it asked the query before its first step. The query is charged, so it is not "
+            "asked again, and its answer is lost: the run goes on without the division that was to be made of it. To "
+            "have it, start over in another output_dir; what was spent here comes on top."
+        )
+    else:
+        run.preclip.receive_opening(_on_device_of(engine, released))
+
+
+def _check_fits(engine: ClippingEngine, released: Released, step: int) -> None:
+    """Refuse an entry of another model's tensors, as somebody may write who can write to `output_dir`."""
+    found = {queries.parameter_of(name): tuple(value.shape) for name, value in released.items()}
+    differing = [name for name, p in engine.parameters.items() if found.get(name) != tuple(p.shape)]
+    if differing:
+        raise DPConfigError(
+            f"What the journal has of step {step} does not fit the model: {', '.join(differing[:3])}. Remove the "
+            "folder _journal: the run then goes on from its last checkpoint, and the steps since are paid for again."
+        )
+
+
+def _on_device_of(engine: ClippingEngine, released: Released) -> Released:
+    def placed(name: str, value: torch.Tensor) -> torch.Tensor:
+        p = engine.parameters.get(queries.parameter_of(name))
+        return value.to(first.device) if p is None else cut_like(p, value)  # None: counts and numbers
+
+    first = next(iter(engine.parameters.values()))
+    return Released({name: placed(name, value) for name, value in released.items()})
+
+
+def digest_of(parameters: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 of names, types, shapes and values of the trained parameters, in hexadecimal.
+
+    Args:
+        parameters: name -> parameter, in any order. Of those in shards the whole is taken, by all ranks together.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(parameters):
+        value = whole_of(parameters[name].detach()).contiguous().cpu()
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

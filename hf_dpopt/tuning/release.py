@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.durable import fsync_tree, write_durably
+from hf_dpopt.common.durable import fsync_tree, make_folder, write_durably
 from hf_dpopt.report.report import read_report
 from hf_dpopt.tuning.search import Best
 
@@ -68,7 +68,8 @@ def _copy(source: Path, target: Path) -> None:
         if is_left or path.is_symlink():
             continue
         if path.is_dir():
-            (target / path.name).mkdir(exist_ok=True)
+            make_folder(target / path.name)
             _copy(path, target / path.name)
         else:
+            (target / path.name).unlink(missing_ok=True)  # a link there would lead the copy to another file
             shutil.copyfile(path, target / path.name)

@@ -19,8 +19,7 @@ from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.collation import Collation, Collator
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.run.batches import LogicalBatch, StepIndices, physical_parts
-from hf_dpopt.run.units import WholeUnits
+from hf_dpopt.run.batches import LogicalBatch, StepIndices, WholeUnits, physical_parts
 
 MAX_FILLED = 1.25  # rows that users are filled up to / rows they have
 

@@ -18,6 +18,7 @@ from hf_dpopt.verify.reading import MOST_BYTES, Fields, read_regular, strict_jso
 
 FORMAT = 1
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+RUN = re.compile(r"[0-9a-f]{16}\Z")
 
 
 @dataclasses.dataclass
@@ -44,6 +45,7 @@ class LedgerFile:
     plans: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     chains: dict[str, Chain] = dataclasses.field(default_factory=dict)
     keys: set[str] = dataclasses.field(default_factory=set)
+    evaluations: dict[str, bool] = dataclasses.field(default_factory=dict)  # id -> whether it was answered
     digests: list[str] = dataclasses.field(default_factory=list)
     num_torn: int = 0
 
@@ -121,6 +123,8 @@ def _apply(found: LedgerFile, record: Fields, *, is_first: bool) -> None:
     if kind == "header":
         if record.count("version") > FORMAT:
             raise Contradiction(f"{record.where}: format {record.count('version')} is newer than this release knows")
+        if not RUN.match(record.text("run")):
+            raise Contradiction(f"{record.where}: {record.text('run')!r:.40} is no id of a run")
     elif kind == "plan":
         found.plans.append(dict(record.inner("plan").content))
     elif kind == "chain":
@@ -132,6 +136,8 @@ def _apply(found: LedgerFile, record: Fields, *, is_first: bool) -> None:
         if not chain.steps or step != chain.steps[-1] or step in chain.lost:
             raise Contradiction(f"{record.where}: step {step} is noted as lost, and is not the last one charged")
         chain.lost.add(step)
+    elif kind in ("evaluation", "answer"):
+        _evaluate(found, record, is_answer=kind == "answer")
     else:
         raise Contradiction(f"{record.where}: records of kind {kind!r:.40} are unknown here")
 
@@ -157,6 +163,15 @@ def _charge(found: LedgerFile, record: Fields) -> None:
     if step <= reached:
         raise Contradiction(f"{record.where}: step {step} is charged after step {reached} of its chain")
     chain.steps.append(step)
+
+
+def _evaluate(found: LedgerFile, record: Fields, *, is_answer: bool) -> None:
+    name = record.text("evaluation")
+    if not is_answer and name in found.evaluations:
+        raise Contradiction(f"{record.where}: the private evaluation {name:.40} is charged twice")
+    if is_answer and found.evaluations.get(name) is not False:
+        raise Contradiction(f"{record.where}: the private evaluation {name:.40} was not charged, or has an answer")
+    found.evaluations[name] = is_answer
 
 
 def _chain(found: LedgerFile, record: Fields) -> Chain:

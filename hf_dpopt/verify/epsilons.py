@@ -12,7 +12,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from hf_dpopt.verify import accountants, bins
 from hf_dpopt.verify.accountants import SLACK, TOLERANCE, Recomputed
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.events import ALLOWED, Leaves
+from hf_dpopt.verify.events import ALLOWED, BINS, Leaves
 from hf_dpopt.verify.outcome import (
     EPSILON,
     FAILED,
@@ -36,7 +36,6 @@ ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
     PRV: accountants.by_prv,
 }
 TIGHT = ("exact Gaussian", "dp-accounting PLD")
-BINS = "balls_in_bins"
 
 
 def check_epsilons(report: Report, charged: tuple[int, ...] | None) -> list[Check]:

@@ -21,6 +21,7 @@ from hf_dpopt.verify.reading import Fields
 from hf_dpopt.verify.selection import best_of, read_law
 from hf_dpopt.verify.sensitivity import Uses, by_formula
 
+BINS = "balls_in_bins"
 Leaves = list[tuple[DpEvent, int]]
 
 MOVES = {"add_or_remove_one": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # of a sum of vectors of norm <= 1

@@ -29,10 +29,5 @@ def write(out: Path, records: list[dict[str, Any]]) -> None:
     path.write_text(text)
 
 
-def digests_of(out: Path) -> list[str]:
-    """The hash of each record, which checkpoints name."""
-    return [json.loads(line)["sha256"] for line in (out / LEDGER).read_text().splitlines()]
-
-
 def _canonical(body: dict[str, Any]) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_dpopt import DPTrainer
+from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.accounting.filter import RenyiFilter, charge_of
 from hf_dpopt.cli.app import app
 from tests import tiny
@@ -62,8 +62,8 @@ def test_copies_that_are_trained_are_all_charged(tmp_path):
     for one in [out, *copies]:
         made = train(one, resume=True)
     ledger = dataset_ledger(tmp_path)
-    truth = epsilon_of(made, ledger, (NUM_STEPS,), *[(NUM_STEPS - SAVED_AT,)] * len(copies))
-    assert ledger["spent"] >= truth and len(ledger["runs"]) == 1 + len(copies)
+    truth = epsilon_of(made, ledger, (NUM_STEPS, *[NUM_STEPS - SAVED_AT] * len(copies)))
+    assert ledger["spent"] == pytest.approx(truth) and len(ledger["runs"]) == 1, "copies share the log of the run"
 
 
 def test_a_copy_of_a_copy_is_charged(tmp_path):
@@ -74,7 +74,7 @@ def test_a_copy_of_a_copy_is_charged(tmp_path):
     other = copy(one, "other")
     made = train(other, resume=True, save_steps=1)
     ledger = dataset_ledger(tmp_path)
-    assert ledger["spent"] >= epsilon_of(made, ledger, (SAVED_AT,), (2,), (1,)) and len(ledger["runs"]) == 3
+    assert ledger["spent"] >= epsilon_of(made, ledger, (SAVED_AT + 1, 1)) and len(ledger["runs"]) == 1
 
 
 def test_a_run_whose_keys_are_gone_is_charged_again(tmp_path):
@@ -82,8 +82,45 @@ def test_a_run_whose_keys_are_gone_is_charged_again(tmp_path):
     out = tmp_path / "out"
     train(out, stop=SAVED_AT)
     shutil.rmtree(tmp_path / "private")
-    train(out, resume=True)
-    assert len(dataset_ledger(tmp_path)["runs"]) == 2
+    made = train(out, resume=True)
+    ledger = dataset_ledger(tmp_path)
+    truth = epsilon_of(made, ledger, (NUM_STEPS,), (SAVED_AT, NUM_STEPS - SAVED_AT))
+    assert len(ledger["runs"]) == 2 and ledger["spent"] == pytest.approx(truth)
+
+
+def test_the_id_of_a_run_that_was_charged_makes_nothing_cheaper(tmp_path):
+    """Who can write to `output_dir` names another run there, which has paid: the steps there are not its steps."""
+    out = tmp_path / "out"
+    train(out, stop=SAVED_AT, privacy_ledger=None, privacy_ledger_epsilon=None)
+    train(tmp_path / "other")
+    shutil.rmtree(tmp_path / "private")
+    header, *rest = records_of(out)
+    write(out, [header | {"run": records_of(tmp_path / "other")[0]["run"]}, *rest])
+    made = train(out)
+    ledger = dataset_ledger(tmp_path)
+    assert ledger["spent"] == pytest.approx(epsilon_of(made, ledger, (NUM_STEPS,), (SAVED_AT, NUM_STEPS)))
+
+
+def test_a_run_that_was_not_charged_before_pays_for_all(tmp_path):
+    """Its steps from elsewhere came from the same people, and no entry has them."""
+    out = tmp_path / "out"
+    train(out, stop=SAVED_AT, privacy_ledger=None, privacy_ledger_epsilon=None)
+    shutil.rmtree(tmp_path / "private")
+    made = train(out, resume=True)
+    ledger = dataset_ledger(tmp_path)
+    truth = epsilon_of(made, ledger, (SAVED_AT, NUM_STEPS - SAVED_AT))
+    assert len(ledger["runs"]) == 1 and ledger["spent"] == pytest.approx(truth)
+
+
+def test_a_dataset_ledger_that_was_put_back_is_refused(tmp_path):
+    """What others spent since may be missing from it, too."""
+    out, people = tmp_path / "out", tmp_path / "people.jsonl"
+    train(tmp_path / "other")
+    backup = people.read_bytes()
+    train(out, stop=SAVED_AT)
+    people.write_bytes(backup)
+    with pytest.raises(DPConfigError, match="lacks a charge of this run, so it was put back"):
+        train(out, resume=True)
 
 
 @pytest.mark.parametrize("name", ["other run", "not there", "unhashable"])

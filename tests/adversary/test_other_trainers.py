@@ -20,9 +20,7 @@ from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainer, DPTra
 from tests import tiny
 from tests.adversary.test_collators import _words
 
-BUDGETS: tuple[dict[str, Any], ...] = (
-    {"target_epsilon": 8.0, "noise_multiplier": None}, {"noise_multiplier": 1.0}, {"noise_multiplier": None},
-)  # fmt: skip
+BUDGETS = ({"target_epsilon": 8.0, "noise_multiplier": None}, {"noise_multiplier": 1.0})
 
 
 class Own(tf.Trainer):
@@ -118,6 +116,11 @@ def test_a_stock_trainer_evaluates_and_predicts(tmp_path: Path) -> None:
     trainer = _stock(tiny.arguments(tmp_path / "out"), train_dataset=None)
     assert trainer.evaluate()["eval_loss"] > 0
     assert len(trainer.predict(tiny.records(4)).predictions) == 4
+
+
+def test_without_a_budget_a_stock_trainer_trains_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _stock(tiny.arguments(tmp_path / "out", noise_multiplier=None, max_steps=1)).train()
+    assert "NOT PRIVATE" in caplog.text
 
 
 def test_other_trainers_are_left_alone(tmp_path: Path) -> None:

@@ -422,7 +422,9 @@ COUPLED: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def charges(folder: Path) -> int:
-    return sum(len(path.read_text().splitlines()) for path in folder.rglob("evaluations.jsonl"))
+    """Records of evaluations, charged or answered."""
+    lines = [line for path in folder.rglob("ledger.jsonl") for line in path.read_text().splitlines()]
+    return sum('"evaluation":' in line for line in lines)
 
 
 def released(folder: Path, make: Callable[[], dict[str, Any]], records: list[Any], **changes: Any) -> torch.Tensor:

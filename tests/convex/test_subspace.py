@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def clipped(asked, num=N, seed=0):
 def run(folder, asked, *, private=None, public=None, num=N, finish=True):
     features, labels = private or clipped(asked, num)
     made = HeadRun(
-        make_subspace_plan(asked, num_examples=num, recorded=recorded_head_plan(folder / "out")),
+        make_subspace_plan(asked, num_examples=num, recorded=recorded_head_plan(folder / "out", folder / "private")),
         output_dir=folder / "out",
         private_state_dir=folder / "private",
     )
@@ -327,7 +328,9 @@ def test_nothing_but_ledger_and_statement_is_written_and_nothing_of_the_data(tmp
         folder = tmp_path / str(seed)
         run(folder, config(), private=clipped(config(), seed=seed))
         files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+        files = {re.sub("[0-9a-f]{16}", "ID", name) for name in files}
         assert files == {
+            "private/runs/lock", "private/runs/ID/lock", "private/runs/ID/log.jsonl",  # of charges, as the ledger
             "out/privacy/head.json", "out/privacy/ledger.jsonl", "out/privacy/ledger.jsonl.lock",
             "out/privacy/statement.md",
         }  # fmt: skip
@@ -360,7 +363,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
             run(tmp_path, config())
     _, resumed = run(tmp_path, config())
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
-    monkeypatch.setattr("hf_dpopt.run.keys.PrivateState.new_chain", lambda self: keys[0])
+    monkeypatch.setattr(training, "new_chain", lambda: keys[0])
     _, whole = run(tmp_path / "again", config())
     assert torch.equal(resumed, whole)
 

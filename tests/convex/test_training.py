@@ -17,6 +17,7 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.convex import HeadConfig, HeadRun, clip_features, make_head_plan, recorded_head_plan, training
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.run.ledger import Ledger
+from tests.adversary import forging
 
 ALPHA = 1e-6  # false alarms, whatever the key
 N, H, K = 300, 6, 3
@@ -56,6 +57,11 @@ def keys(monkeypatch):
     choose = HeadRun._chain
     monkeypatch.setattr(HeadRun, "_chain", lambda self, ledger: seen.append(choose(self, ledger)) or seen[-1])
     return seen
+
+
+def left(private: Path) -> list[str]:
+    """Names of the files of the private folder, but for the log of the run and its lock."""
+    return sorted(p.name for p in private.rglob("*") if p.is_file() and p.name not in ("log.jsonl", "lock"))
 
 
 # --- the constants of softmax regression ---
@@ -207,7 +213,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
     monkeypatch.setattr(training, "projected", project)
     _, resumed = run(tmp_path, config())
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
-    monkeypatch.setattr("hf_dpopt.run.keys.PrivateState.new_chain", lambda self: keys[0])
+    monkeypatch.setattr(training, "new_chain", lambda: keys[0])
     _, whole = run(tmp_path / "again", config())
     assert torch.equal(resumed, whole)
 
@@ -223,7 +229,7 @@ def test_a_copy_that_shares_the_key_does_not_train_at_the_same_time(tmp_path, mo
         if not refused:
             shutil.copytree(tmp_path / "out", tmp_path / "copy")
             copy = HeadRun(plan, output_dir=tmp_path / "copy", private_state_dir=tmp_path / "private")
-            with pytest.raises(DPConfigError, match="a run on a copy of this ledger.*Wait for that run") as error:
+            with pytest.raises(DPConfigError, match="a run on a copy of this folder.*Wait for that run") as error:
                 copy.train(clipped, labels.flip(0), K)
             refused.append(error)
         return gradients(*args)
@@ -240,7 +246,7 @@ def test_a_run_that_is_killed_before_its_model_is_published_gives_the_same_weigh
     made = HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private")
     clipped = clip_features(features, 2.0, plan.config.bias_feature)
     weights = made.train(clipped, labels, K)
-    (kept,) = (tmp_path / "private").glob("head-*.pt")
+    (kept,) = (tmp_path / "private").glob("runs/*/head-*.pt")
     kept.with_name(f".{kept.name}.0a0a0a0a.tmp").write_bytes(kept.read_bytes())
     again = HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private")
     monkeypatch.setattr(training, "gradient_sum", None)  # nothing is computed again
@@ -248,7 +254,7 @@ def test_a_run_that_is_killed_before_its_model_is_published_gives_the_same_weigh
     assert not (tmp_path / "out/privacy/statement.md").exists()
     again.finish(K)
     assert (tmp_path / "out/privacy/statement.md").exists()
-    assert not [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+    assert left(tmp_path / "private") == []
 
 
 def test_other_kinds_of_numbers_and_folders_with_checkpoints_are_refused(tmp_path):
@@ -276,7 +282,7 @@ def test_a_run_is_charged_before_a_record_is_looked_at(tmp_path, monkeypatch):
 def test_a_finished_run_leaves_neither_key_nor_state_and_is_not_repeated(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
     made, _ = run(tmp_path, config())
-    assert not [path for path in (tmp_path / "private").rglob("*") if path.is_file()]
+    assert left(tmp_path / "private") == []
     again = made.plan.epsilon(2)
     assert again > made.plan.epsilon()
     with pytest.raises(DPBudgetExceeded, match=f"epsilon to {again:.4g}"):
@@ -298,7 +304,8 @@ def test_nothing_but_ledger_and_statement_is_written(tmp_path, monkeypatch):
         features, labels = data(seed=seed)
         made.train(clip_features(features, 2.0, made.plan.config.bias_feature), labels, K)
         made.finish(K)
-        files = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+        assert left(folder / "private") == []
+        files = {p.relative_to(folder): p.read_bytes() for p in (folder / "out").rglob("*") if p.is_file()}
         ledger = (folder / "out/privacy/ledger.jsonl").read_text()
         assert ledger.count("\n") == 4  # header, plan, chain, one charge
         written.append(files)
@@ -417,5 +424,36 @@ def test_a_run_that_was_killed_keeps_the_delta_it_began_with(tmp_path, monkeypat
     assert before.plan.delta == 1e-3
     with pytest.raises(DPConfigError, match="delta: 0.001 in the ledger, 0.0003 now"):
         HeadRun(make_head_plan(asked, num_examples=N), **folders).train(features, labels, K)
-    kept = make_head_plan(asked, num_examples=N, recorded=recorded_head_plan(tmp_path / "out"))
+    kept = make_head_plan(asked, num_examples=N, recorded=recorded_head_plan(tmp_path / "out", tmp_path / "private"))
     assert torch.equal(HeadRun(kept, **folders).train(features, labels, K), weights)
+
+
+@pytest.mark.parametrize("how", ["deleted", "another id"])
+def test_a_ledger_that_was_taken_away_is_refused_in_words(tmp_path, how):
+    """Else the same head would be trained, and charged, a second time, or stated without its charge."""
+    raw, labels = data()
+    features = clip_features(raw, config().feature_norm, config().bias_feature)
+    run = HeadRun(
+        make_head_plan(config(), num_examples=N), output_dir=tmp_path / "out", private_state_dir=tmp_path / "private"
+    )
+    run.train(features, labels, K)
+    ledger = tmp_path / "out/privacy/ledger.jsonl"
+    ledger.unlink()
+    if how == "another id":
+        forging.write(tmp_path / "out", [{"kind": "header", "version": 1, "run": "f" * 16, "parent": None}])
+    for again in (lambda: run.finish(K), lambda: run.train(features, labels, K)):
+        with pytest.raises(DPConfigError, match="was deleted or replaced after a head was trained"):
+            again()
+
+
+def test_no_delta_of_a_head_is_taken_from_a_ledger_without_its_log(tmp_path):
+    raw, labels = data()
+    large = config(target_delta=0.4, allow_large_delta=True)
+    run = HeadRun(
+        make_head_plan(large, num_examples=N), output_dir=tmp_path / "of others", private_state_dir=tmp_path / "p"
+    )
+    run.train(clip_features(raw, large.feature_norm, large.bias_feature), labels, K)
+    records = forging.records_of(tmp_path / "of others")
+    records[0]["run"] = "f" * 16
+    forging.write(tmp_path / "out", records[:2])
+    assert recorded_head_plan(tmp_path / "out", tmp_path / "p") is None

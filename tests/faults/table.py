@@ -7,8 +7,7 @@ from tests.faults.plant import Fault
 BUDGET = "tests/test_budget.py"
 TRAINER = "tests/test_trainer.py"
 LOSSES = "tests/test_losses.py"
-STATE = "tests/test_private_state.py"
-LEDGER = "tests/accounting/test_ledger.py"
+LOG = "tests/run/test_log.py"
 REFUSED_MODELS = "tests/refusals/test_models.py"
 SAMPLERS = "tests/sampling/test_samplers.py"
 ROWS = "tests/adversary/test_rows_of_an_index.py"
@@ -98,7 +97,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a step stops where the model fails on a record",
-        "hf_dpopt/run/units.py",
+        "hf_dpopt/run/batches.py",
         "            raise _ForwardFailed from error",
         "            raise",
         (f"{MALFORMED}::test_a_record_on_which_the_model_fails_adds_nothing",),
@@ -132,39 +131,46 @@ FAULTS: tuple[Fault, ...] = (
         (f"{EVALUATION}::test_training_records_are_not_evaluated_on",),
     ),
     Fault(
-        "the mark beside the key is not written",
-        "hf_dpopt/run/run.py",
-        "                self._memory.note(step)\n",
-        "                pass\n",
+        "a step is not written to the log beside its key",
+        "hf_dpopt/run/log.py",
+        "            self._log.append(made)\n",
+        '            self._log.append(made) if made["kind"] != "step" else None\n',
         (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
     ),
     Fault(
-        "what the marks know is not charged",
-        "hf_dpopt/run/run.py",
-        "            self._charge_unknown()\n",
+        "what the ledger alone knows is not charged",
+        "hf_dpopt/run/log.py",
+        "            made._take_in_all(ledger, [one for one in here if one != own], directory)\n",
         "",
-        (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
+        (f"{ROLLBACK}::test_a_key_whose_use_nobody_remembers_gets_no_further_step",),
+    ),
+    Fault(
+        "a private folder that was put back keeps its key",
+        "hf_dpopt/run/log.py",
+        "            self.keys.destroy(chain.chain_id)\n",
+        "            pass\n",
+        (f"{ROLLBACK}::test_a_private_folder_that_was_put_back_gets_a_fresh_key",),
     ),
     Fault(
         "a resumed run may change what makes a gradient",
         "hf_dpopt/run/run.py",
-        "must_match=(*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS)",
-        "must_match=RESUME_KEYS)",
+        "keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS",
+        "keys = RESUME_KEYS",
         (f"{ROLLBACK}::test_what_makes_a_gradient_is_the_same_after_a_resume",),
     ),
     Fault(
         "a resumed run keeps its key although later steps were charged",
-        "hf_dpopt/run/keys.py",
-        "    if reached != resume_step:\n",
+        "hf_dpopt/run/resume.py",
+        "    if reached != step:\n",
         "    if False:\n",
-        (f"{STATE}::test_a_run_goes_on_with_its_key_only_from_where_it_stopped",),
+        (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
     ),
     Fault(
         "a step is computed before it is on the disk",
-        "hf_dpopt/run/ledger.py",
-        "            os.fsync(self._file)\n            for record",
-        "            for record",
-        (f"{LEDGER}::test_a_charge_is_on_the_disk_when_it_returns",),
+        "hf_dpopt/common/chained.py",
+        "os.strerror(errno.ENOSPC))\n        os.fsync(self._file)\n",
+        "os.strerror(errno.ENOSPC))\n",
+        (f"{ROLLBACK}::test_a_step_is_on_the_disk_before_the_model_sees_a_record_of_it",),
     ),
     Fault(
         "the default delta is 1/n",
@@ -322,17 +328,17 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "training that starts over keeps its key",
-        "hf_dpopt/run/keys.py",
-        '        return "training started over"',
-        '        return ""',
-        (f"{STATE}::test_training_again_starts_a_new_chain",),
+        "hf_dpopt/run/resume.py",
+        "    if step is None:\n",
+        "    step = step or 0\n    if not ledger.chains:\n",
+        (f"{ROLLBACK}::test_copies_that_take_turns_charge_the_steps_of_each_other",),
     ),
     Fault(
         "a step may be charged twice",
-        "hf_dpopt/run/ledger.py",
-        "if step <= reached:",
-        "if False:",
-        (f"{LEDGER}::test_a_step_is_charged_once",),
+        "hf_dpopt/run/log.py",
+        "        if step <= self.state.reached(chain_id):",
+        "        if False:",
+        (f"{LOG}::test_a_step_is_charged_once",),
     ),
     Fault(
         "the self-check says yes to everything",

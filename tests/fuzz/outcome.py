@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.ledger import LEDGER
 
 SECONDS = 5.0  # of the processor, for one case after the imports; of the clock twelve times as many, for other work may run beside
 LONGEST = 1200  # characters of a line that is still read

@@ -7,15 +7,14 @@ import time
 import pytest
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.keys import new_chain, private_dir
+from hf_dpopt.run.log import RunLog
 from tests.fuzz.outcome import Case, outcome_of
 
 
 def _charge_and_fail(folder):
-    with Ledger.open(folder / LEDGER) as ledger:
-        ledger.start_chain(chain_id="a" * 16, key_id="b" * 32, start_step=0)
-        ledger.charge("a" * 16, 1)
+    with RunLog.open(folder / "out", private_dir(folder / "keys", folder / "out")) as log:
+        log.charge(log.start_chain(new_chain(), 0, "first run").chain_id, 1)
     raise DPConfigError("Something is wrong. Do something else.")
 
 

@@ -17,7 +17,7 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.preclip import PRECLIPS, DelayedPreconditioner, Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.preclip.base import _Nothing
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.stages import Stages
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, plan
 from tests.preclip.loop import model as loop_model

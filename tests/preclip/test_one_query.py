@@ -21,7 +21,7 @@ from hf_dpopt.plan.earlier import earlier_runs_of
 from hf_dpopt.preclip import OneQuery
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.keys import opening_key
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.ledger import LEDGER
 from tests import tiny
 from tests.preclip.loop import CLIP_SGD, EXPECTED, NUM_RECORDS, Loop, gradient, plan
 from tests.preclip.loop import model as loop_model
@@ -371,7 +371,7 @@ def test_a_run_goes_on_from_every_checkpoint_without_asking_again(tmp_path):
 
 @pytest.mark.parametrize("users", [False, True])
 def test_every_unit_is_asked_once(tmp_path, users, monkeypatch):
-    from hf_dpopt.run import opening as module
+    from hf_dpopt.run import step as module
 
     seen = []
     true = module.add_batch

@@ -425,7 +425,7 @@ def test_the_error_of_copies_is_that_of_their_matrix(every):
                                                      ("by_phase", 2, True), ("by_phase", 4, False)])  # fmt: skip
 def test_noise_whose_phases_are_at_other_steps_is_told(tmp_path, way, first, warns):
     loop = Loop(tmp_path, plan(STEPS, DelayedPreconditioner(delay=2), noise_at_changes=way, **NU))
-    loop.run._start = first
+    loop.run.first_step = first
     lines = [line for _, line in _describe_noise(loop.run)]
     assert any("counts its phases" in line for line in lines) == warns
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from unittest import mock
 
 import dp_accounting
@@ -15,7 +16,7 @@ from hf_dpopt import DPBudgetExceeded, DPConfigError
 from hf_dpopt.huggingface import private_evaluation
 from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
 from hf_dpopt.records.scores import Scores
-from hf_dpopt.run.evaluations import EVALUATIONS, Evaluations, charge
+from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.verify import verify
 from tests import tiny
 
@@ -160,10 +161,10 @@ def test_evaluations_after_epochs_are_as_many_as_were_planned(tmp_path, length):
     trainer = make(tmp_path, eval_strategy="epoch", save_strategy="no", **length)
     trainer.train()
     trainer.evaluate()
-    charged = Evaluations.read(trainer.args.output_dir)
+    charged, budget = Ledger.find(trainer.args.output_dir).evaluations, trainer._private_evaluation.budget
     # the one at the end has the weights of the last epoch, whose answer is known
-    assert trainer._private_evaluation.budget.num_planned == len(charged.noise_multipliers) + 1
-    assert charged.epsilon(1e-3, trainer.plan.adjacency) <= 4.0
+    assert budget.num_planned == len(charged) + 1
+    assert budget.spent(charged.values()) <= 4.0
 
 
 def test_the_best_model_and_the_moment_to_stop_are_chosen_by_noisy_metrics(tmp_path):
@@ -186,18 +187,22 @@ def test_the_best_model_and_the_moment_to_stop_are_chosen_by_noisy_metrics(tmp_p
 
 def test_noise_for_one_adjacency_is_not_read_under_another(tmp_path):
     """Under replace_one a record moves the sum twice as far: noise of an evaluation that was made before is too little."""
-    once = EvaluationBudget.of(2.0, 1e-5, "add_or_remove_one", 1, 100)
-    charge(tmp_path, once, {"set": "eval"})
-    assert Evaluations.read(tmp_path).facts(once)["epsilon_spent"] == pytest.approx(2, rel=1e-2)
-    other = EvaluationBudget.of(20.0, 1e-5, "replace_one", 1, 100)
-    for use in (lambda: charge(tmp_path, other, {}), lambda: Evaluations.read(tmp_path).facts(other)):
+    guard = make(tmp_path)._private_evaluation
+    guard.budget = EvaluationBudget.of(2.0, 1e-5, "add_or_remove_one", 1, 100)
+    guard._charge(guard.budget, {"set": "eval"})
+    assert guard.facts["epsilon_spent"] == pytest.approx(2, rel=1e-2)
+    guard.budget = EvaluationBudget.of(20.0, 1e-5, "replace_one", 1, 100)
+    for use in (lambda: guard._charge(guard.budget, {}), lambda: guard.facts):
         with pytest.raises(DPConfigError, match="add_or_remove_one"):
             use()
+    assert len(Ledger.find(tmp_path / "run").evaluations) == 1
 
 
 def test_a_smaller_target_later_does_not_understate_what_was_spent(tmp_path):
-    charge(tmp_path, EvaluationBudget.of(4.0, 1e-5, "zero_out", 1, 100), {"set": "eval"})
-    facts = Evaluations.read(tmp_path).facts(EvaluationBudget.of(1.0, 1e-5, "zero_out", 1, 100))
+    guard = make(tmp_path)._private_evaluation
+    guard._charge(EvaluationBudget.of(4.0, 1e-5, "zero_out", 1, 100), {"set": "eval"})
+    guard.budget = EvaluationBudget.of(1.0, 1e-5, "zero_out", 1, 100)
+    facts = guard.facts
     assert 3.9 < facts["epsilon_spent"] <= facts["target_epsilon"]
     assert facts["noise_multiplier"] == EvaluationBudget.of(4.0, 1e-5, "zero_out", 1, 100).noise_multiplier
 
@@ -212,12 +217,32 @@ def test_one_adapter_on_two_models_has_two_answers(tmp_path):
     assert trainer.evaluate()["eval_loss"] != first["eval_loss"]
 
 
-def test_a_charge_that_was_changed_is_found(tmp_path):
+@pytest.mark.parametrize("file", ["run/privacy/ledger.jsonl", "keys/runs/*/log.jsonl"])
+def test_a_charge_that_was_changed_is_found(tmp_path, file):
     make(tmp_path).evaluate()
-    path = tmp_path / "run" / EVALUATIONS
+    (path,) = tmp_path.glob(file)
     path.write_text(path.read_text().replace('"noise_multiplier":', '"noise_multiplier":1', 1))
-    with pytest.raises(DPConfigError, match="line 1: it was edited"):
+    with pytest.raises(DPConfigError, match="line 2: it was edited"):
         make(tmp_path).evaluate()
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_what_was_charged_and_not_answered_is_lost_and_not_asked_again(tmp_path):
+    """The kill may have come after the sum was made, so its noise is not drawn for a second one."""
+    kill = mock.patch.object(private_evaluation.PrivateEvaluation, "_release", side_effect=Killed)
+    with kill, pytest.raises(Killed):
+        make(tmp_path, model=tiny.model(dropout=0.0), eval_times=2).evaluate()
+    trainer = make(tmp_path, model=tiny.model(dropout=0.0), eval_times=2)
+    with mock.patch.object(private_evaluation.PrivateEvaluation, "_sum") as summed:
+        found = trainer.evaluate()
+    assert not summed.called and math.isnan(found["eval_loss"]) and math.isnan(found["eval_accuracy"])
+    facts = trainer._private_evaluation.facts
+    assert (facts["num_charged"], facts["num_lost"]) == (1, 1) and facts["epsilon_spent"] == found["eval_epsilon"] > 0
+    again = trainer.evaluate(metric_key_prefix="again")
+    assert 0 <= again["again_accuracy"] <= 1 and again["again_epsilon"] > found["eval_epsilon"]
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_a_run_is_resumed_on_the_same_features(
         glue.run(arguments(model_dir, **{**flags, "max_steps": "4"}, resume_from_checkpoint="out/checkpoint-2")) == 0
     )
     assert sum(seen) == len(Path("dev.tsv").read_text().splitlines()) - 1, "those of the training records were kept"
-    assert len(list((tmp_path / "keys").glob("features-*.npy"))) == 1
+    assert len(list((tmp_path / "keys").glob("work/*/features-*.npy"))) == 1
     assert not torch.equal(weights(Path("out"))["classifier.weight"], before), "it went on"
 
 

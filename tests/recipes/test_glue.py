@@ -386,8 +386,8 @@ def test_a_private_evaluation_has_a_share_for_both_sets_of_mnli(
     assert glue.run(flags) == 0, capsys.readouterr().err
     results = json.loads((files / "out" / "all_results.json").read_text())
     assert {"eval_accuracy", "eval_accuracy_mm"} <= set(results)
-    charged = [json.loads(line) for line in (files / "out/privacy/evaluations.jsonl").read_text().splitlines()]
-    assert sum(one["type"] == "charge" for one in charged) == 2
+    charged = [json.loads(line) for line in (files / "out/privacy/ledger.jsonl").read_text().splitlines()]
+    assert sum(one["kind"] == "evaluation" for one in charged) == 2
     assert 1 < results["eval_epsilon"] <= 2
 
 

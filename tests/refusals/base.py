@@ -9,8 +9,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.ledger import LEDGER, Ledger
 
 NUM_RECORDS, NUM_TOKENS, VOCABULARY = 24, 6, 40
 BERT = {

@@ -12,7 +12,7 @@ import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, UnsupportedModuleError, make_plan
 from hf_dpopt.cli import app
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.ledger import LEDGER
 from tests import tiny
 
 BUDGET = {"noise_multiplier": None}

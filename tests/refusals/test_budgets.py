@@ -42,8 +42,8 @@ def test_one_record_or_user_is_refused(options: dict[str, Any], epsilon: float |
         DPConfigError,
         match="The dataset has one record: .* hundreds of|there would be one user and nothing to hide in",
     ):
-        tiny.trainer(tmp_path, **options, **asked, expected_batch_size=1)
-    assert not (tmp_path / "privacy").exists()
+        tiny.trainer(tmp_path / "out", **options, **asked, expected_batch_size=1)
+    assert not (tmp_path / "out" / "privacy").exists()
 
 
 def test_the_command_line_refuses_one_record() -> None:
@@ -134,6 +134,6 @@ def test_a_batch_beyond_the_dataset_is_named_as_it_was_given(
 ) -> None:
     options = {"expected_batch_size": None, "sampling": sampling, **given}
     with pytest.raises(DPConfigError) as refused:
-        tiny.trainer(tmp_path, **options)
+        tiny.trainer(tmp_path / "out", **options)
     assert str(refused.value).startswith(named) and "64 records" in str(refused.value)
     assert "expected_batch_size" in named or "expected_batch_size" not in str(refused.value)

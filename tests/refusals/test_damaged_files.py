@@ -15,8 +15,7 @@ from hf_dpopt.cli import app
 from hf_dpopt.cli.doctor import show_health
 from hf_dpopt.common.errors import DPBudgetExceeded
 from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, make_head_plan, training
-from hf_dpopt.run.ledger import Ledger
-from hf_dpopt.run.run import LEDGER
+from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.users import UserIndex
 from tests import tiny
@@ -96,9 +95,10 @@ def test_a_report_with_an_edited_field_is_named(name, finished, tmp_path, monkey
 @pytest.mark.parametrize("kind", ["out", "head"])
 def test_doctor_says_all_the_rest_where_a_key_is_damaged(kind, content, finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    (chain,) = Ledger.read(tmp_path / kind / LEDGER).chains
+    ledger = Ledger.read(tmp_path / kind / LEDGER)
+    (chain,) = ledger.chains
     keys = tmp_path / {"out": "keys", "head": "head_keys"}[kind]
-    key = keys / "chains" / f"{chain.chain_id}.key"
+    key = keys / "runs" / ledger.run / f"{chain.chain_id}.key"
     key.touch(mode=0o600)
     _damage(key, content)
     code, out, _ = _command(monkeypatch, capsys, "doctor", tmp_path / kind, "--private-state-dir", keys)
@@ -121,25 +121,26 @@ def test_doctor_knows_what_a_head_has_cost_and_whether_it_can_go_on(noise, tmp_p
         assert ("not possible" if is_over else "nothing more is charged") in lines["resume"]
 
 
-def test_a_scan_that_cannot_read_the_mark_of_the_data_says_so(finished, tmp_path, monkeypatch, capsys):
+def test_a_scan_that_cannot_read_a_key_says_so(finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "keys" / "chains" / "0123456789abcdef.data").mkdir()
+    run = Ledger.read(tmp_path / "out" / LEDGER).run
+    (tmp_path / "keys" / "runs" / run / "0123456789abcdef.key").mkdir(mode=0o700)
     code, _, err = _command(monkeypatch, capsys, "scan", tmp_path / "out", "--private-state-dir", tmp_path / "keys")
     assert code == 2 and "cannot be read (not a regular file)" in err
 
 
 @pytest.mark.parametrize("content", DAMAGED, ids=lambda one: repr(one)[:12])
-@pytest.mark.parametrize("pattern", ["out/checkpoint-1/privacy_ledger.json", "keys/used/*/*.mark", "keys/used/*/seal",
-                                     "out/checkpoint-1/trainer_state.json"])  # fmt: skip
-def test_a_damaged_mark_is_refused(pattern, content, finished, tmp_path):
+@pytest.mark.parametrize("pattern", ["out/checkpoint-1/privacy_ledger.json", "out/checkpoint-1/trainer_state.json",
+                                     "keys/runs/*/log.jsonl"])  # fmt: skip
+def test_a_damaged_manifest_or_log_is_refused(pattern, content, finished, tmp_path):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    for path in tmp_path.glob(pattern):
-        _damage(path, content)
-    trainer = tiny.trainer(
-        tmp_path / "out", private_state_dir=str(tmp_path / "keys"), max_steps=2, save_strategy="steps", save_steps=1,
-        sampling="fixed_order",
-    )  # fmt: skip
+    (path,) = tmp_path.glob(pattern)
+    _damage(path, content)
     with pytest.raises(DPConfigError) as found:
+        trainer = tiny.trainer(
+            tmp_path / "out", private_state_dir=str(tmp_path / "keys"), max_steps=2, save_strategy="steps",
+            save_steps=1, sampling="fixed_order",
+        )  # fmt: skip
         trainer.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert "\n" not in str(found.value) and _charged(tmp_path) == 2
 
@@ -189,7 +190,7 @@ def heads(tmp_path_factory):
 
 
 def _of_other_weights(content):
-    """Return a state that torch reads, under the signature of another one."""
+    """Return a state that torch reads, under the checksum of another one."""
     kept = torch.load(io.BytesIO(content), weights_only=True)
     file = io.BytesIO()
     torch.save({**kept, "weights": kept["weights"] + 0.5}, file)
@@ -202,7 +203,7 @@ STATES = {**SPOILT, "other weights": _of_other_weights}
 @pytest.mark.parametrize("way", STATES)
 def test_a_damaged_state_of_a_killed_head_is_made_again_under_its_key(way, heads, tmp_path, caplog):
     shutil.copytree(heads[0] / "killed", tmp_path, dirs_exist_ok=True)
-    (path,) = (tmp_path / "head_keys").glob("head-*.pt")
+    (path,) = (tmp_path / "head_keys").glob("runs/*/head-*.pt")
     path.write_bytes(STATES[way](path.read_bytes()))
     assert torch.equal(_head(tmp_path).train(*HEAD_DATA, 2), heads[1])
     assert len(_lines(tmp_path, "step")) == 1 and f"{path} is damaged" in caplog.text
@@ -211,7 +212,7 @@ def test_a_damaged_state_of_a_killed_head_is_made_again_under_its_key(way, heads
 @pytest.mark.parametrize("way", [*SPOILT, "deleted"])
 def test_after_its_weights_were_returned_a_head_draws_no_noise_again(way, heads, tmp_path):
     shutil.copytree(heads[0] / "returned", tmp_path, dirs_exist_ok=True)
-    (path,) = (tmp_path / "head_keys").glob("head-*.pt")
+    (path,) = (tmp_path / "head_keys").glob("runs/*/head-*.pt")
     assert torch.equal(_head(tmp_path).train(*HEAD_DATA, 2), heads[1])
     _damage(path, SPOILT[way](path.read_bytes())) if way in SPOILT else path.unlink()
     with pytest.raises(DPBudgetExceeded, match="weights of its run were returned before"):

@@ -94,7 +94,7 @@ def test_keys_where_the_model_is_published(inside, arguments, tmp_path, refused_
     model = bert()
     args = arguments(private_state_dir=str(tmp_path / "out" / inside))
     trainer = DPTrainer(model, args, train_dataset=records())
-    with refused_in_training("overlap.*Use two directories side by side", model):
+    with refused_in_training("overlap.*Use two folders side by side", model):
         trainer.train()
     assert not list(tmp_path.rglob("*.key"))
 

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
 
-import safetensors.torch
 import torch
 from transformers import TrainerCallback
 
@@ -105,7 +103,7 @@ class Folders:
         return self.root / "victim.txt"
 
     def key(self, suffix: str) -> Path:
-        (path,) = (self.keys / "chains").glob(f"*{suffix}")
+        (path,) = self.keys.glob(f"runs/*/*{suffix}")
         return path
 
 
@@ -122,20 +120,6 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     path.write_text(json.dumps(content))
 
 
-def _forge(folders: Folders) -> None:
-    """Other weights, and the digests that fit them."""
-    weights = folders.last / "model.safetensors"
-    state = safetensors.torch.load_file(weights)
-    safetensors.torch.save_file({name: torch.zeros_like(tensor) for name, tensor in state.items()}, weights)
-    digest = entry_of(weights)
-    edit(folders.last / "privacy_ledger.json", lambda mark: mark["files"].update({weights.name: digest}))
-
-
-def entry_of(path: Path) -> dict[str, Any]:
-    """What the list of files says of one."""
-    return {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-
-
 def _half_saved(folders: Folders) -> None:
     shutil.copytree(folders.last, folders.out / UNFINISHED / "checkpoint-6")
     (folders.out / UNFINISHED / "checkpoint-6" / "optimizer.pt").unlink()
@@ -149,8 +133,7 @@ def _save_not_renamed(folders: Folders) -> None:
 def _temporary_files(folders: Folders) -> None:
     kill_at_new_key(folders)
     (folders.ledger.parent / ".report.json.0123abcd.tmp").write_text("half")
-    family = next(folders.keys.glob("used/*"))
-    (family / f".{family.name}.mark.0123abcd.tmp").write_text("half")
+    (folders.key("log.jsonl").parent / ".0123456789abcdef.noise.0123abcd.tmp").write_text("half")
 
 
 OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "write", "fsync")
@@ -189,14 +172,19 @@ def killed(run: Callable[[], Any], at: Callable[[str, Path], bool]) -> None:
 
 
 def kill_at_new_key(folders: Folders, **changes: Any) -> None:
-    """Kill a run that starts over when it has made its key, and before the ledger knows it."""
+    """Kill a run that starts over when it has made its key, and before the log knows it."""
     keys = Path(changes.get("private_state_dir", folders.keys))
     before = {*keys.rglob("*.key")}
 
     def is_made(name: str, path: Path) -> bool:
-        return name == "write" and path == folders.ledger and {*keys.rglob("*.key")} > before
+        return name == "write" and path.name == "log.jsonl" and {*keys.rglob("*.key")} > before
 
     killed(lambda: trainer(folders, **changes).train(), is_made)
+
+
+def _edit_log(folders: Folders) -> None:
+    log = folders.key("log.jsonl")
+    log.write_text(log.read_text().replace('"step":2', '"step":9'))
 
 
 def _link(path: Path, folders: Folders, link: Callable[[Path, Path], None] = os.symlink) -> None:
@@ -208,7 +196,7 @@ def _link(path: Path, folders: Folders, link: Callable[[Path, Path], None] = os.
 @contextlib.contextmanager
 def _second_writer(folders: Folders) -> Iterator[None]:
     """A run that goes on in this folder, whose lock somebody deletes."""
-    with run_files.in_use(next(folders.keys.rglob("lock"))):
+    with run_files.in_use(next(folders.keys.glob("runs/*/lock"))):
         folders.lock.unlink()
         yield
 
@@ -262,8 +250,6 @@ FAULTS = (
           lambda f: os.truncate(f.last / "model.safetensors", 1000), "older", "is skipped: model.safetensors is not"),
     Fault("flipped weights", "one bit of `model.safetensors` flipped, the checkpoint named",
           lambda f: flip(f.last / "model.safetensors"), "refused", "The last whole one is .*checkpoint-2", LAST),
-    Fault("forged weights", "other weights put in, and their digest into `privacy_ledger.json`",
-          _forge, "refused", "the signature does not fit", LAST),
     Fault("flipped optimizer", "one bit of `optimizer.pt` flipped",
           lambda f: flip(f.last / "optimizer.pt"), "refused", "optimizer.pt is not what was saved", LAST),
     Fault("missing optimizer", "`optimizer.pt` deleted",
@@ -277,12 +263,12 @@ FAULTS = (
           "trainer_state.json is not what was saved", LAST),
     Fault("added adapter", "a file put in that a resume would read",
           lambda f: (f.last / "adapter_model.bin").write_bytes(b"weights"), "refused", "was put in after", LAST),
-    Fault("no mark", "`privacy_ledger.json` deleted",
+    Fault("no manifest", "`privacy_ledger.json` deleted",
           lambda f: (f.last / "privacy_ledger.json").unlink(), "older", "it has no privacy_ledger.json"),
-    Fault("torn mark", "`privacy_ledger.json` cut to half",
+    Fault("torn manifest", "`privacy_ledger.json` cut to half",
           lambda f: os.truncate(f.last / "privacy_ledger.json", 100), "older", "privacy_ledger.json is damaged"),
-    Fault("mark without digests", "digests and signature taken out of `privacy_ledger.json`",
-          lambda f: edit(f.last / "privacy_ledger.json", lambda m: [m.pop(k) for k in ("files", "key", "seal")]),
+    Fault("manifest without files", "the list of files taken out of `privacy_ledger.json`",
+          lambda f: edit(f.last / "privacy_ledger.json", lambda m: m.pop("files")),
           "refused", "its privacy_ledger.json is damaged", LAST),
     Fault("all torn", "every `model.safetensors` deleted",
           lambda f: [p.unlink() for p in f.out.glob("checkpoint-*/model.safetensors")], "refused",
@@ -296,20 +282,23 @@ FAULTS = (
     Fault("half a save", "killed in the middle of a save", _half_saved, "same", "removed checkpoint-6"),
     Fault("save not renamed", "killed before the last step of a save, the renaming",
           _save_not_renamed, "same", "finished checkpoint-4"),
-    Fault("temporary files", "killed while it wrote the report, the memory of a key, and a key that was never used",
+    Fault("temporary files", "killed while it wrote the report, kept noise, and a key that was never used",
           _temporary_files, "same", "removed .report.json.*"),
     # --- private folder ---
     Fault("flipped noise", "one bit of the kept state of correlated noise flipped",
           lambda f: flip(f.key(".noise")), "same", "drawn again from the key"),
     Fault("noise gone", "the kept state of correlated noise deleted", lambda f: f.key(".noise").unlink(), "same"),
-    Fault("flipped data mark", "one bit of the digest of the records flipped", lambda f: flip(f.key(".data")), "same"),
-    Fault("data mark gone", "the digest of the records deleted, the records in another order",
-          lambda f: f.key(".data").unlink(), "refused", "training records are not those", True, False,
-          {"train_dataset": tiny.records()[::-1]}),
+    Fault("other order", "the records in another order", lambda f: None, "refused", "training records are not those",
+          True, False, {"train_dataset": tiny.records()[::-1]}),
+    Fault("edited log", "the number of a step edited in the log", _edit_log, "refused", "log.jsonl, line 6: it was ed"),
+    Fault("log gone", "the log deleted, the key kept", lambda f: f.key("log.jsonl").unlink(), "fresh",
+          "There is no log of run"),
     Fault("keys gone", "the private folder deleted", lambda f: shutil.rmtree(f.keys), "fresh",
-          "the private folder that has the key of its signature is not here"),
-    Fault("flipped seal", "one bit of the key of the signatures flipped",
-          lambda f: flip(next(f.keys.rglob("seal"))), "refused", "seal is damaged"),
+          "There is no log of run"),
+    # --- ledger ---
+    Fault("ledger gone", "the ledger deleted", lambda f: f.ledger.unlink(), "same"),
+    Fault("ledger and keys gone", "the ledger and the private folder deleted",
+          lambda f: (f.ledger.unlink(), shutil.rmtree(f.keys)), "refused", "so what its weights cost is unknown"),
     # --- while the run is going on ---
     Fault("ledger deleted", "the ledger deleted while the run is going on",
           lambda f: f.ledger.unlink(), "refused", "deleted, replaced or changed while", True, True),
@@ -320,7 +309,9 @@ FAULTS = (
     Fault("output_dir deleted", "`output_dir` deleted while the run is going on",
           lambda f: shutil.rmtree(f.out), "refused", "deleted, replaced or changed while", True, True),
     Fault("private folder deleted", "the private folder deleted while the run is going on",
-          lambda f: shutil.rmtree(f.keys), "refused", "nothing would remember how far its key was used", True, True),
+          lambda f: shutil.rmtree(f.keys), "refused", "deleted, replaced or changed while", True, True),
+    Fault("log replaced", "the log replaced by a copy while the run is going on",
+          lambda f: _replace_with_copy(f.key("log.jsonl")), "refused", "deleted, replaced or changed while", True, True),
     Fault("second writer", "the lock deleted while a run is going on, a second one started",
           _second_writer, "refused", "The keys of .* are in use by process"),
     # --- links ---
@@ -329,8 +320,7 @@ FAULTS = (
     Fault("hard link at the lock", "the lock replaced by a second name of another file",
           lambda f: _link(f.lock, f, os.link), "refused", "not a file of its own"),
     Fault("link at the ledger", "the ledger replaced by a link to a copy",
-          lambda f: (shutil.move(f.ledger, f.root / "copy"), f.ledger.symlink_to(f.root / "copy")), "refused",
-          "ledger.jsonl is a link"),
+          lambda f: (shutil.move(f.ledger, f.root / "copy"), f.ledger.symlink_to(f.root / "copy")), "same"),
     # --- filesystems ---
     Fault("output without locks", "`output_dir` on a filesystem without locks",
           lambda f: filesystem(f.out, lacks="locks"), "same", "Start one run at a time"),
@@ -410,19 +400,20 @@ def resume(folders: Folders, fault: Fault | None) -> Seen:
             changes["callbacks"] = [_During(lambda: fault.inflict(folders))]
         elif isinstance(given := fault.inflict(folders), contextlib._GeneratorContextManager):
             context = given
-    made = trainer(folders, **changes)
     asked: Any = True if fault is None else fault.asked
-    lines, error = _Lines(), ""
+    lines, error, weights = _Lines(), "", dict[str, torch.Tensor]()
     log = logging.getLogger("hf_dpopt")
     log.addHandler(lines)
     try:
+        made = trainer(folders, **changes)
         with context:
             made.train(resume_from_checkpoint=str(folders.out / asked) if isinstance(asked, str) else asked)
+        weights = tiny.weights(made.model)
     except DPConfigError as refused:
         error = str(refused)
     finally:
         log.removeHandler(lines)
-    return Seen(error, tuple(lines.lines), tiny.weights(made.model), run_files.charged(folders.out))
+    return Seen(error, tuple(lines.lines), weights, run_files.charged(folders.out))
 
 
 def told(seen: Seen, folders: Folders) -> str:

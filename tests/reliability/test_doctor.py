@@ -44,7 +44,7 @@ def test_a_sound_run(folders: Folders) -> None:
         r"^run +6 steps planned; sampling fixed_order, noise nu_dpftrl$",
         r"^ledger +whole; last record [0-9a-f]{64}$",
         r"^cost +4 steps charged in 1 chain: epsilon 1\.\d+ at delta 0\.001 \(zero_out\); 3\.\d+ planned$",
-        r"^keys +.*: 1 of 1 kept, use remembered of 1; checkpoints are signed$",
+        r"^keys +.*: 1 of 1 kept, beside the log of the run$",
         r"^lock +free$",
         r"^checkpoint-4 +whole",
         r"^resume +from checkpoint-4, under its key; 2 steps are left, epsilon 3\.\d+ in the end$",
@@ -69,17 +69,18 @@ def test_what_it_says_of_cost_is_what_the_run_spends(folders: Folders) -> None:
 # fault -> (a line of the fixing, a line afterwards, the exit code then)
 FIXED = {
     "torn weights": ("moved checkpoint-4 to .*_torn_checkpoints/checkpoint-4", "from checkpoint-2, with a fresh", 0),
-    "no mark": ("", "checkpoint-4  ! not to resume from: it was not written", 1),  # whole, for all one knows
+    "no manifest": ("", "checkpoint-4  ! not to resume from: it was not written", 1),  # whole, for all one knows
     "half a folder": ("moved checkpoint-6 to ", "from checkpoint-4, under its key", 0),
     "half a save": ("settled .*_unfinished_checkpoints/checkpoint-6", "from checkpoint-4, under its key", 0),
     "save not renamed": ("settled .*_unfinished_checkpoints/checkpoint-4", "from checkpoint-4, under its key", 0),
     "temporary files": ("settled .*report.json", "from checkpoint-4, under its key", 0),
     "link at the lock": ("removed .*ledger.jsonl.lock, which led to another file", "lock            free", 0),
     "hard link at the lock": ("removed .*ledger.jsonl.lock, which led to another file", "lock            free", 0),
-    "flipped seal": ("", "keys          ! .*seal is damaged", 1),
-    "keys gone": ("", "keys            no private folder at", 0),
-    "ledger deleted": ("", "ledger        ! there is none at .* what was spent is unknown", 1),
-    "ledger written to": ("", "ledger        ! .* is no record of a ledger", 1),
+    "edited log": ("", "ledger        ! .*log.jsonl, line", 1),
+    "keys gone": ("", "keys            no log of run [0-9a-f]{16} in", 0),
+    "ledger gone": ("", "ledger          whole; last record [0-9a-f]{64}", 0),
+    "ledger and keys gone": ("", "ledger        ! there is none at .* what was spent is unknown", 1),
+    "ledger written to": ("", "ledger        ! .*no record; it was edited", 1),
 }
 
 

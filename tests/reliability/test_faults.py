@@ -50,7 +50,7 @@ def test_a_fault(fault: Fault, stopped: Folders, undisturbed: Seen, tmp_path: Pa
         assert is_equal is (fault.outcome == "same")
         assert seen.charged == {"same": (6,), "older": (4, 4), "fresh": (4, 2)}[fault.outcome]
         assert not list(folders.root.rglob("*.tmp")) and not (folders.out / UNFINISHED).exists()
-        assert not list(folders.keys.rglob("*.born.*")) and not list(folders.keys.rglob("*.key"))
+        assert not list(folders.keys.rglob("*.key")) or fault.name == "log gone", "nobody knows whose that key is"
     if fault.name == "output_dir deleted":
         assert not folders.out.exists(), "a report without a ledger"
     if folders.victim.exists():

@@ -114,12 +114,13 @@ def test_the_limit_deletes_what_the_stock_trainer_would(tmp_path, seed):
 def test_the_files_of_others_are_left_alone(folders: Folders, tmp_path: Path) -> None:
     """They have names like ours; and a run of another folder, which shares the private one, was killed at its start."""
     others = [folders.out / UNFINISHED / "notes.txt", folders.out / "privacy" / ".plan.txt.0123abcd.tmp",
-              folders.keys / "chains" / "ffff.key", folders.keys / "chains" / ".ffff.key.0123abcd.tmp",
-              folders.keys / "used" / "ffff" / ".ffff.mark.0123abcd.tmp"]  # fmt: skip
+              folders.keys / "ffff.key", folders.keys / "runs" / ("f" * 16) / f"{'f' * 16}.key",
+              folders.keys / "runs" / ("f" * 16) / ".log.jsonl.0123abcd.tmp"]  # fmt: skip
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"32 bytes of another program ...." if path.suffix == ".key" else b"of somebody else")
         path.chmod(0o600)
+        path.parent.chmod(0o700)
     mine = {*folders.keys.rglob("*.key")}
     other = Folders(tmp_path / "other")
     faults.kill_at_new_key(other, private_state_dir=str(folders.keys))

@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin
 from tests import tiny
-from tests.run_files import MARK, UNFINISHED
+from tests.run_files import MANIFEST, UNFINISHED
 
 
 def trainer(folder: Path, **changes: Any) -> DPTrainer:
@@ -58,7 +58,7 @@ def test_a_push_gets_the_checkpoint_that_is_in_its_place(tmp_path: Path, monkeyp
     pushed: list[tuple[str, bool]] = []
 
     def push(self: Trainer, checkpoint_folder: str) -> None:
-        pushed.append((checkpoint_folder, (Path(checkpoint_folder) / MARK).exists()))
+        pushed.append((checkpoint_folder, (Path(checkpoint_folder) / MANIFEST).exists()))
 
     monkeypatch.setattr(Trainer, "_push_from_checkpoint", push)
     made = trainer(tmp_path)
@@ -67,7 +67,7 @@ def test_a_push_gets_the_checkpoint_that_is_in_its_place(tmp_path: Path, monkeyp
     assert pushed == [(str(tmp_path / f"out/checkpoint-{step}"), True) for step in (1, 2, 3)]
 
 
-def test_a_file_that_a_subclass_puts_in_by_name_is_kept_and_signed(tmp_path: Path) -> None:
+def test_a_file_that_a_subclass_puts_in_by_name_is_kept_and_listed(tmp_path: Path) -> None:
     class Stock(Trainer):
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
             super()._save_checkpoint(model, trial)
@@ -82,7 +82,7 @@ def test_a_file_that_a_subclass_puts_in_by_name_is_kept_and_signed(tmp_path: Pat
     for step in (1, 2, 3):
         folder = tmp_path / "out" / f"checkpoint-{step}"
         assert (folder / "notes.txt").read_text() == "mine"
-        assert {"notes.txt", "model.safetensors"} <= json.loads((folder / MARK).read_text())["files"].keys()
+        assert {"notes.txt", "model.safetensors"} <= json.loads((folder / MANIFEST).read_text())["files"].keys()
     assert UNFINISHED not in _names(tmp_path / "out")
 
 

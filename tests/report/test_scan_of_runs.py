@@ -9,7 +9,7 @@ import pytest
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.release import ReleaseGuard
-from hf_dpopt.run.cleaning import UNPUBLISHED
+from hf_dpopt.run.checkpoint import UNPUBLISHED
 from tests import tiny
 
 

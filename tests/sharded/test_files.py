@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import gathered, is_sharded, scattered, sharded_like, whole_of
 from hf_dpopt.huggingface.shards import write_whole_models
-from hf_dpopt.run.shard_files import folder_of, has_marks, read_shards, write_shards
+from hf_dpopt.run.shards import folder_of, has_marks, read_shards, write_shards
 
 
 @pytest.fixture

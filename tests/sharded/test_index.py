@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.run.shard_files import folder_of, read_shards, write_shards
+from hf_dpopt.run.shards import folder_of, read_shards, write_shards
 from tests.ranks import launch
 
 

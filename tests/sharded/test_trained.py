@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_dpopt.run.shard_files import has_marks
+from hf_dpopt.run.shards import has_marks
 from tests import ranks, tiny
 from tests.sharded import trained
 from tests.sharded.compare import distance

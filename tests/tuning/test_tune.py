@@ -18,7 +18,9 @@ from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report import read_report
 from hf_dpopt.run.dataset_ledger import DatasetLedger
-from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.keys import private_dir
+from hf_dpopt.run.ledger import Ledger
+from hf_dpopt.run.log import RunLog
 from hf_dpopt.tuning import search
 from hf_dpopt.tuning.command import Command, check_space
 from hf_dpopt.tuning.release import Winner
@@ -114,6 +116,12 @@ class FixedCount(RunCount):
         return int(self.mean)
 
 
+def place_of(tmp_path: Path) -> Path:
+    """Folder of the tuning's log, and of its runs."""
+    (place,) = (tmp_path / "private").glob("work/*/tuning")
+    return place
+
+
 def tuning(tmp_path: Path, *, count: float = 3.0, **changes: Any) -> Tuning:
     options = {
         "law": FixedCount(mean=count), "space": Space.read(RATES), "output_dir": tmp_path / "out",
@@ -136,7 +144,7 @@ def test_the_best_of_all_runs_is_chosen_and_failed_ones_count(tmp_path: Path):
     best = tuning(tmp_path, count=5.0).run(train)
     assert best is not None and best.score == 0.9 and best.candidate == trained[2]
     assert len(trained) == 5 and len({one.name for one in trained}) == 5
-    file = tmp_path / "private" / "tuning" / "tuning.jsonl"
+    file = place_of(tmp_path) / "tuning.jsonl"
     assert file.stat().st_mode & 0o777 == 0o600 and file.parent.stat().st_mode & 0o777 == 0o700
     smallest = tuning(tmp_path / "other", is_greater_better=False).run(iter_scores(0.4, 0.2, 0.3))
     assert smallest is not None and smallest.score == 0.2
@@ -244,8 +252,8 @@ def test_runs_of_unlike_cost_are_not_released(tmp_path: Path, plans, match):
     left = iter(plans)
 
     def train(candidate: Candidate) -> float:
-        with Ledger.open(candidate.folder / LEDGER) as ledger:
-            ledger.record_plan({"tuned": law.public_dict(), **next(left)}, must_match=())
+        with RunLog.open(candidate.folder, private_dir(candidate.keys, candidate.folder)) as log:
+            log.record_plan({"tuned": law.public_dict(), **next(left)}, must_match=())
         return 0.5
 
     with pytest.raises(DPConfigError, match=match):
@@ -287,7 +295,7 @@ def test_the_best_run_alone_is_released(tmp_path: Path, capfd, monkeypatch):
     }
     (ledger,) = DatasetLedger.read(tmp_path / "people.jsonl").entries.values()
     assert ledger.what == "tuning"
-    place = tmp_path / "private" / "tuning"
+    place = place_of(tmp_path)
     runs = next(iter(ChainedFile.read(place / "tuning.jsonl").records))["runs"]
     assert len(runs) == 2 and {path.name for path in place.iterdir()} == {
         "tuning.jsonl", "tuning.jsonl.lock", "tuning.lock",
@@ -333,7 +341,7 @@ def test_a_command_that_begins_no_private_run_ends_the_tuning(tmp_path: Path, pr
     words = [sys.executable, "-c", f"print('what I print'); {program}", "--eval_data_privacy", "public"]
     with pytest.raises(DPConfigError, match="no private run took a step") as refused:
         run_tuning(**asked(tmp_path, command=words, privacy_ledger=None, privacy_ledger_epsilon=None))
-    (log,) = (tmp_path / "private" / "tuning").glob("run-*.log")
+    (log,) = (tmp_path / "private").glob("work/*/tuning/run-*.log")
     assert log.read_text() == "what I print\n" and str(log) in str(refused.value)
     assert "what I print" not in str(refused.value)
 
@@ -375,7 +383,7 @@ def test_a_search_releases_the_best_of_its_runs(tmp_path: Path, capfd, monkeypat
     assert facts.plan["tuned"]["mean"] == 3 and 7.9 < facts.epsilon <= 8
     console = "".join(capfd.readouterr())
     assert "learning_rate" not in console and "grad_norm" not in console
-    left = {path.name for path in (tmp_path / "private" / "tuning").iterdir()}
+    left = {path.name for path in place_of(tmp_path).iterdir()}
     assert left == {"tuning.jsonl", "tuning.jsonl.lock", "tuning.lock"}
 
 

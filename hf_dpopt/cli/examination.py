@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -14,13 +13,11 @@ from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import is_held
 from hf_dpopt.plan.earlier import composed, earlier_runs_of
-from hf_dpopt.run.checkpoint import Checkpoint, checkpoints, examine
-from hf_dpopt.run.cleaning import leftovers
-from hf_dpopt.run.key_memory import Mark
-from hf_dpopt.run.keys import PrivateState, default_private_dir, stays_on_its_chain
+from hf_dpopt.run.checkpoint import Checkpoint, checkpoints, examine, leftovers
+from hf_dpopt.run.keys import RUNS, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
-from hf_dpopt.run.recovery import Recovery, find_recovery
-from hf_dpopt.run.seal import Seal
+from hf_dpopt.run.log import Found, find_run
+from hf_dpopt.run.resume import Resume, decide
 
 T = TypeVar("T")
 
@@ -59,13 +56,16 @@ class Examination:
         if not output_dir.is_dir():
             raise DPConfigError(f"{output_dir} is not a folder. Give the output_dir of a run.")
         self.output_dir = output_dir
-        self.private_dir = private_state_dir or default_private_dir(output_dir)
         self.problems: list[Entry] = []
-        self.ledger = self._read("ledger", lambda: Ledger.find(output_dir))
-        self.state = self._read("keys", self._open_keys)
-        self.marks: list[Mark] = self._read("keys", self._open_marks) or []
-        self.seal = self._read("keys", self._load_seal)
-        self.checkpoints = [examine(path, self.ledger, self.seal, needed=needed) for path in checkpoints(output_dir)]
+        self.private_dir = self._read("keys", lambda: private_dir(private_state_dir, output_dir, is_read=True))
+        found = None if self.private_dir is None else self._read("ledger", self._find)
+        self.found = found or Found(None, None, None)
+        self.ledger = self.found.known
+        self.checkpoints = [examine(path, self.ledger, needed=needed) for path in checkpoints(output_dir)]
+
+    def _find(self) -> Found:
+        assert self.private_dir is not None
+        return find_run(self.output_dir, self.private_dir)
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
         """Return what can be read, or None and an entry that says why not."""
@@ -74,17 +74,6 @@ class Examination:
         except (DPConfigError, OSError) as error:
             self.problems.append(Entry(name, str(error), is_wrong=True))
             return None
-
-    def _open_keys(self) -> PrivateState | None:
-        if not self.private_dir.is_dir():
-            return None
-        return PrivateState(self.private_dir, forbidden=self.output_dir, is_read=True)
-
-    def _open_marks(self) -> list[Mark]:
-        return self.state.memory(self.ledger).marks() if self.state is not None and self.ledger is not None else []
-
-    def _load_seal(self) -> Seal | None:
-        return self.state.seal(self.ledger) if self.state is not None and self.ledger is not None else None
 
     # --- what can be said ---
 
@@ -104,32 +93,34 @@ class Examination:
         return next((one for one in self.checkpoints if one.is_whole), None)
 
     @property
-    def recovery(self) -> Recovery | None:
-        """Steps after the last whole checkpoint that a resume takes from the journal; None for none.
+    def resume(self) -> Resume | None:
+        """Decision of the run itself on `resume_from_checkpoint=True`; None where there is no run.
 
         Raises:
-            DPConfigError: for a journal that a resume refuses.
+            DPConfigError: for what a resume refuses.
         """
-        if isinstance(self._recovery, DPConfigError):
-            raise self._recovery
-        return self._recovery
+        if isinstance(self._resume, DPConfigError):
+            raise self._resume
+        return self._resume
 
     @functools.cached_property
-    def _recovery(self) -> Recovery | DPConfigError | None:
-        """The recovery or its refusal; the journal, which may be long, is read once."""
+    def _resume(self) -> Resume | DPConfigError | None:
+        """The decision or its refusal; the journal, which may be long, is read once."""
+        if self.ledger is None or self.ledger.plan is None or self.is_head:
+            return None
+        last, plan = self.last_whole, self.ledger.plan
         try:
-            return self._find_recovery()
+            return decide(
+                self.ledger,
+                self.found.keys,
+                self.output_dir,
+                step=0 if last is None else last.step,
+                manifest=None if last is None else last.manifest,
+                num_steps=plan.get("num_steps"),
+                is_private=plan.get("is_private", True),
+            )
         except DPConfigError as error:
             return error
-
-    def _find_recovery(self) -> Recovery | None:
-        if self.ledger is None or self.state is None or self.is_head:
-            return None
-        last = self.last_whole
-        mark = None if last is None or last.mark is None else str(last.mark["ledger_digest"])
-        step = 0 if last is None else last.step
-        found = find_recovery(self.ledger, self.state, self.output_dir, step, mark=mark)
-        return None if found is None else found[0]
 
     def epsilon(self, charged: tuple[int, ...]) -> float | None:
         """Epsilon of so many steps of each chain, with earlier runs; None where the ledger does not say enough."""
@@ -167,7 +158,6 @@ def _run(found: Examination) -> Iterator[Entry]:
     if found.ledger is None:
         if not any(problem.name == "ledger" for problem in found.problems):
             yield Entry("ledger", f"there is none at {found.output_dir / LEDGER}: what was spent is unknown", True)
-            yield from _remembered(found)
         return
     plan = found.ledger.plan
     if plan is None:
@@ -175,15 +165,10 @@ def _run(found: Examination) -> Iterator[Entry]:
         return
     sampling, noise = plan.get("sampler", {}).get("name", "?"), plan.get("noise_mechanism", "a convex head's")
     yield Entry("run", f"{plan.get('num_steps', '?')} steps planned; sampling {sampling}, noise {noise}")
-    yield Entry("ledger", f"whole; last record {found.ledger.digest()}")
-
-
-def _remembered(found: Examination) -> Iterator[Entry]:
-    """Say what keys remember of a run whose ledger is gone; of any run, if the private folder is shared."""
-    for path in sorted(found.private_dir.glob("used/*")):
-        names = ", ".join(mark.stem for mark in sorted(path.glob("*.mark")))
-        if names:
-            yield Entry("keys", f"remember a run whose chains are {names}: its ledger may be this one")
+    if found.found.ledger is None:
+        yield Entry("ledger", f"{found.output_dir / LEDGER} is gone; the next run writes it from its log", True)
+    else:
+        yield Entry("ledger", f"whole; last record {found.found.ledger.digest()}")
 
 
 def _cost(found: Examination) -> Iterator[Entry]:
@@ -203,31 +188,23 @@ def _cost(found: Examination) -> Iterator[Entry]:
         steps = f"all {plan.get('num_steps', '?')} steps charged at once" if sum(charged) else "nothing charged"
     text = f"{steps}: {known}{at}; {planned}{target}"
     yield Entry("cost", text)
-    behind = sum(max(0, mark.step - _reached(ledger, mark)) for mark in found.marks)
-    if behind:
-        yield Entry("cost", f"the keys remember {behind} more steps than the ledger; a resume charges them", True)
-
-
-def _reached(ledger: Ledger, mark: Mark) -> int:
-    """The last step of a mark's chain that the ledger charged, or where the chain starts."""
-    is_known = any(chain.chain_id == mark.chain_id for chain in ledger.chains)
-    return (ledger.last_step(mark.chain_id) if is_known else None) or mark.start_step
+    if found.found.ledger is not None and (behind := found.found.num_unknown):
+        yield Entry("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
+    for one in ledger.evaluations.values():
+        if one.metrics is None:
+            yield Entry("cost", "a private evaluation was charged and not answered: it is lost, and counts")
 
 
 def _keys(found: Examination) -> Iterator[Entry]:
-    if found.state is None:
-        if not any(problem.name == "keys" for problem in found.problems):
-            yield Entry("keys", f"no private folder at {found.private_dir} (--private-state-dir names another)")
+    if found.ledger is None or found.private_dir is None:
         return
-    if found.ledger is None:
+    keys = found.found.keys
+    if keys is None:
+        yield Entry("keys", f"no log of run {found.ledger.run} in {found.private_dir / RUNS} (--private-state-dir)")
         return
-    chains = [chain.chain_id for chain in found.ledger.chains if not chain.unsafe]
-    here = sum(found.state.load_chain(one) is not None for one in chains)
-    remembered = sum(mark.chain_id in chains for mark in found.marks)
-    signed = "checkpoints are signed" if found.seal is not None else "no key to check checkpoints with"
-    known = "" if found.is_head else f", use remembered of {remembered}; {signed}"
-    where = f"{found.private_dir}: {here} of {len(chains)} kept{known}"
-    yield Entry("keys", where)
+    chains = [chain for chain in found.ledger.chains if not chain.unsafe]
+    here = sum(keys.load(chain.chain_id, chain.key_id) is not None for chain in chains)
+    yield Entry("keys", f"{keys.folder}: {here} of {len(chains)} kept, beside the log of the run")
 
 
 def _lock(found: Examination) -> Iterator[Entry]:
@@ -244,8 +221,6 @@ def _checkpoints(found: Examination) -> Iterator[Entry]:
     for one in found.checkpoints:
         if not one.is_whole:
             yield Entry(one.folder.name, f"not to resume from: {'; '.join(one.reasons)}", True)
-        elif one.cautions:
-            yield Entry(one.folder.name, f"complete, its files not checked: {'; '.join(one.cautions)}")
         else:
             yield Entry(one.folder.name, "whole: all files are those that were saved")
     if not found.checkpoints and not found.is_head:
@@ -253,21 +228,9 @@ def _checkpoints(found: Examination) -> Iterator[Entry]:
 
 
 def _left(found: Examination) -> Iterator[Entry]:
-    if found.ledger is not None and found.state is not None and not is_held(found.lock):
-        for path in leftovers(found.output_dir, found.ledger, found.state):
+    if found.ledger is not None and not is_held(found.lock):
+        for path in leftovers(found.output_dir):
             yield Entry("left", f"{path} of a run that was killed; the next run settles it", True)
-
-
-def _journal(found: Examination) -> Iterator[Entry]:
-    """Say which steps a resume takes again from the journal of releases."""
-    try:
-        taken = found.recovery
-    except DPConfigError as error:
-        yield Entry("journal", str(error), True)
-        return
-    if taken is not None:
-        lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
-        yield Entry("journal", f"steps {taken.first} to {taken.last}, which a resume takes again for nothing{lost}")
 
 
 def _resume(found: Examination) -> Iterator[Entry]:
@@ -279,29 +242,26 @@ def _resume(found: Examination) -> Iterator[Entry]:
         yield from _resume_head(found, ledger)
         return
     planned, target = int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
-    step = 0 if last is None else last.step
-    if step >= planned:
-        yield Entry("resume", f"finished: checkpoint-{step} is that of the last step")
+    if last is not None and last.step >= planned:
+        yield Entry("resume", f"finished: {last.folder.name} is that of the last step")
         return
+    resume = found.resume
+    assert resume is not None
     start = "from the start" if last is None else f"from {last.folder.name}"
-    with contextlib.suppress(DPConfigError):  # said already
-        if found.recovery is not None:
-            step = found.recovery.last
-            start += " and the journal"
-    taken_again = last is not None and step > last.step
-    mark = None if last is None or last.mark is None or taken_again else str(last.mark["ledger_digest"])
-    is_same = found.state is not None and step > 0 and stays_on_its_chain(ledger, found.state, step, mark)
-    charged = ledger.charged
-    after = (*charged[:-1], charged[-1] + planned - step) if is_same and charged else (*charged, planned - step)
-    cost = found.epsilon(after)
-    again = sum(charged) - step
-    how = "under its key" if is_same else "with a fresh key"
-    if again > 0 and not is_same:
+    if (taken := resume.recovery) is not None:
+        lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
+        yield Entry("journal", f"steps {taken.first} to {taken.last}, which a resume takes again for nothing{lost}")
+        start += " and the journal"
+    cost = found.epsilon(resume.in_the_end(planned))
+    again = sum(ledger.charged) - resume.reached
+    how = "under its key" if resume.chain is not None else "with a fresh key"
+    if again > 0 and resume.chain is None:
         how += f" ({again} steps are paid for a second time)"
     end = "unknown" if cost is None else f"{cost:.4g}"
     is_over = cost is not None and target is not None and cost > target * (1 + RELATIVE_ERROR)
     over = f", above the target {target:g}: raise --target_epsilon or take fewer steps" if is_over else ""
-    yield Entry("resume", f"{start}, {how}; {planned - step} steps are left, epsilon {end} in the end{over}", is_over)
+    left = planned - resume.reached
+    yield Entry("resume", f"{start}, {how}; {left} steps are left, epsilon {end} in the end{over}", is_over)
     yield Entry(
         "command", "that of the run with --resume_from_checkpoint True (trainer.train(resume_from_checkpoint=True))"
     )
@@ -313,8 +273,7 @@ def _resume_head(found: Examination, ledger: Ledger) -> Iterator[Entry]:
     if last is None:
         yield Entry("resume", "nothing was trained yet")
         return
-    kept = None if found.state is None else found.state.load_chain(last.chain_id)
-    if kept is None or kept.key_id != last.key_id:
+    if found.found.keys is None or found.found.keys.load(last.chain_id, last.key_id) is None:
         yield Entry("resume", "not possible: the run has ended, or its key is gone")
         return
     yield Entry("resume", "with the same command, under its key; nothing more is charged")
@@ -322,5 +281,5 @@ def _resume_head(found: Examination, ledger: Ledger) -> Iterator[Entry]:
 
 # One function for each part of a run; what another part has to say is one more.
 SAID: tuple[Callable[[Examination], Iterator[Entry]], ...] = (
-    _run, _cost, _keys, _lock, _checkpoints, _journal, _left, _resume,
+    _run, _cost, _keys, _lock, _checkpoints, _left, _resume,
 )  # fmt: skip

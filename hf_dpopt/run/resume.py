@@ -1,0 +1,305 @@
+"""The decision how a run goes on: after which step, under which key, and which steps it takes again from its journal.
+
+A step is charged, then released, then written to the journal, then taken by the optimizer. So of the steps charged
+after the checkpoint at most the last one is missing in the journal. It may have been seen, and its noise hides one
+batch: it stays charged, is noted as lost, and is never drawn again. All others are taken again as they were released.
+The run stays on its chain, and what it costs is what was planned. Where no journal leads from the checkpoint to the
+last step that was charged, the next steps get a fresh key, and what they cost comes on top.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import logger
+from hf_dpopt.run.checkpoint import Manifest
+from hf_dpopt.run.journal import BASE, JOURNAL, OPENING, STEP, Contents, Entry, Journal
+from hf_dpopt.run.keys import Keys
+from hf_dpopt.run.ledger import ChainRecord, Ledger
+
+_FIX = (
+    "Put the folder back as the run left it. Or remove it: the run then goes on as one that kept no journal, from its "
+    "last checkpoint, and the steps since are paid for again."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery:
+    """Steps to take again.
+
+    Attributes:
+        first: the first of them; 1 more than that of the checkpoint.
+        last: the last step that was charged.
+        lost: those of them without a release.
+        is_new: whether the last one is lost, and the log does not say so yet.
+        entries: step -> entry, on the rank that has the files.
+        opening: answer to the query before the first step, if that is among them and was not lost.
+    """
+
+    first: int
+    last: int
+    lost: frozenset[int]
+    is_new: bool = False
+    entries: Mapping[int, Entry] = dataclasses.field(default_factory=dict, repr=False)
+    opening: Entry | None = None
+
+    def covers(self, step: int) -> bool:
+        """Whether a step is taken again."""
+        return self.first <= step <= self.last
+
+    def announce(self) -> None:
+        """Say in the log what is taken again, and what is lost."""
+        logger.info(
+            f"Steps {self.first} to {self.last} were charged after the checkpoint and are taken again from the "
+            "journal of releases: no record is read, and nothing is charged."
+        )
+        if self.lost:
+            lost = ", ".join(map(str, sorted(self.lost)))
+            logger.warning(
+                f"Charged, but not written down when the run was killed: step {lost}. It makes no update and is never "
+                "drawn again; epsilon is what was planned."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """The way in which a run goes on.
+
+    Attributes:
+        step: step of the checkpoint, 0 for the initial weights; None for training that begins anew.
+        chain: the chain that goes on; None for a fresh key.
+        note: why a fresh key is needed; empty if none is.
+        recovery: steps that are taken again; None for none.
+        charged: steps of each chain that are charged now, the one that goes on last.
+        base: what a journal that begins now continues: origin of the checkpoint; empty for initial weights.
+    """
+
+    step: int | None
+    chain: ChainRecord | None
+    note: str
+    recovery: Recovery | None
+    charged: tuple[int, ...]
+    base: str
+
+    @property
+    def reached(self) -> int:
+        """Steps that are done when the first new one is charged."""
+        return (self.step or 0) if self.recovery is None else self.recovery.last
+
+    def in_the_end(self, num_steps: int) -> tuple[int, ...]:
+        """Steps of each chain when the run has reached `num_steps`; the chain in progress comes last."""
+        needed = max(0, num_steps - self.reached)
+        return (*self.charged, needed) if self.chain is None else (*self.charged[:-1], self.charged[-1] + needed)
+
+
+def decide(
+    ledger: Ledger,
+    keys: Keys | None,
+    output_dir: Path,
+    *,
+    step: int | None,
+    manifest: Manifest | None = None,
+    num_steps: int | None = None,
+    initial_weights: Callable[[], str] | None = None,
+    has_opening: bool = False,
+    is_private: bool = True,
+) -> Resume:
+    """Decide how a run goes on. Reads keys and journal, and writes nothing.
+
+    Args:
+        ledger: record of the run, in which all that is known is charged.
+        keys: its keys; None if there are none here.
+        output_dir: folder of the run, with its journal.
+        step: step of the checkpoint, 0 for the initial weights; None for training that begins anew.
+        manifest: that of the checkpoint; None if there is none, or the caller answers for its origin.
+        num_steps: steps that are planned; None if that is not known.
+        initial_weights: digest of the model, for a run that goes on from its initial weights; None to leave that open.
+        has_opening: whether a query comes before the first step, so that its answer has to be there.
+        is_private: whether the run has a journal: what is released without noise is not kept.
+
+    Raises:
+        DPConfigError: for a checkpoint that nothing was charged for, a journal with an entry that is missing or not
+            charged, initial weights that are not those the run began from, and a run without checkpoint that no
+            journal leads to.
+    """
+    if step is None:
+        return _resume(ledger, step, None, manifest, "training started over" if ledger.chains else "first run")
+    _check_charged(ledger, step)
+    journals = chains_with_journals(output_dir)
+    strangers = journals - {chain.chain_id for chain in ledger.chains}
+    own = [chain for chain in reversed(ledger.chains) if chain.is_own]
+    named = journals | ({manifest.chain} if manifest is not None else set())
+    candidates = [*own[:1], *(chain for chain in own[1:] if chain.chain_id in named)]
+    notes = []
+    for chain in candidates:
+        if is_private and _has_key(keys, chain) and chain.start_step <= step < ledger.reached(chain.chain_id):
+            if strangers:
+                raise _refusal(output_dir, f"it is that of another run ({', '.join(sorted(strangers))})")
+            recovery = _find_recovery(
+                ledger, chain, output_dir, step, manifest, initial_weights=initial_weights, has_opening=has_opening
+            )
+            if recovery is not None:
+                return _resume(ledger, step, chain, manifest, "", recovery)
+        notes.append(_why_fresh(ledger, keys, chain, step, manifest))
+        if not notes[-1]:
+            return _resume(ledger, step, chain, manifest, "")
+    if step == 0 and own:
+        _check_begins(ledger, own[0], output_dir, num_steps)
+    note = f"resumed at step {step}; no chain began here" if ledger.chains else "first run"
+    return _resume(ledger, step, None, manifest, next(iter(notes), note))
+
+
+def _resume(
+    ledger: Ledger,
+    step: int | None,
+    chain: ChainRecord | None,
+    manifest: Manifest | None,
+    note: str,
+    recovery: Recovery | None = None,
+) -> Resume:
+    """Make the decision, with the chains in the order in which it has them."""
+    ordered = sorted(ledger.chains, key=lambda one: one == chain)  # stable
+    charged = tuple(len(ledger.steps(one.chain_id)) for one in ordered)
+    return Resume(step, chain, note, recovery, charged, "" if manifest is None else origin_of(manifest))
+
+
+def origin_of(manifest: Manifest) -> str:
+    """Text that tells one checkpoint from another."""
+    return f"{manifest.chain}:{manifest.step}"
+
+
+def _has_key(keys: Keys | None, chain: ChainRecord) -> bool:
+    return keys is not None and keys.load(chain.chain_id, chain.key_id) is not None
+
+
+def _check_charged(ledger: Ledger, step: int) -> None:
+    """Refuse a checkpoint whose cost is not known."""
+    if step and not any(chain.start_step <= step <= ledger.reached(chain.chain_id) for chain in ledger.chains):
+        reached = max((ledger.reached(chain.chain_id) for chain in ledger.chains), default=0)
+        raise DPConfigError(
+            f"The checkpoint is at step {step}, but {ledger.path} has charged no run that reached it (it ends at step "
+            f"{reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote the "
+            "checkpoint; to start from a model that was trained elsewhere, load it as the initial model."
+        )
+
+
+def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path, num_steps: int | None) -> None:
+    """Refuse to resume a run from its initial weights where steps were charged that nothing leads to."""
+    reached = ledger.reached(last.chain_id)
+    if num_steps is not None and reached >= num_steps:
+        raise DPConfigError(
+            f"The run of {ledger.path} is finished: all {reached} steps are charged, and no checkpoint was kept "
+            "(save_strategy='no'). Load the model that it saved; or start over without resume_from_checkpoint (its "
+            "cost comes on top), or in another output_dir."
+        )
+    if reached:
+        raise DPConfigError(
+            f"There is no checkpoint in {output_dir}, and no journal that leads from the initial weights to step "
+            f"{reached}, which {ledger.path} has charged. Start over without resume_from_checkpoint (its cost comes "
+            "on top), or in another output_dir."
+        )
+
+
+def _why_fresh(ledger: Ledger, keys: Keys | None, last: ChainRecord, step: int, manifest: Manifest | None) -> str:
+    """Reason why a chain cannot go on after a checkpoint; empty if it can."""
+    reached = ledger.reached(last.chain_id)
+    if reached != step:
+        return f"resumed at step {step}; step {reached} of the chain before was charged"
+    if manifest is not None and step > last.start_step and manifest.chain != last.chain_id:
+        return f"resumed at step {step}; the checkpoint is that of an earlier chain, with other weights"
+    if not _has_key(keys, last):
+        return f"resumed at step {step}; the key of the chain before is not here"
+    return ""
+
+
+# --- the journal ---
+
+
+def _find_recovery(
+    ledger: Ledger,
+    chain: ChainRecord,
+    output_dir: Path,
+    step: int,
+    manifest: Manifest | None,
+    *,
+    initial_weights: Callable[[], str] | None,
+    has_opening: bool,
+) -> Recovery | None:
+    """The steps between a checkpoint and the last one that was charged; None where no journal leads there."""
+    reached = ledger.reached(chain.chain_id)
+    found = Journal(output_dir, chain.chain_id).contents()
+    if found.torn and not found.entries:
+        raise _refusal(output_dir, "nothing in it is as it was written")
+    bases = [entry for entry in found.entries if entry.kind == BASE and entry.step <= step]
+    if not bases:
+        return None  # a later checkpoint took the place of what is asked for
+    if manifest is not None and not _leads_on(chain, step, manifest, str(bases[-1].header.get("base"))):
+        return None
+    if step == 0 and initial_weights is not None and initial_weights() != bases[-1].header.get("base"):
+        raise DPConfigError(
+            f"The run of {ledger.path} was killed before its first checkpoint, and began from other weights than the "
+            "model has now. Load the same initial model (with the same seed set before new layers or adapters are "
+            "made), or start over without resume_from_checkpoint, whose cost comes on top."
+        )
+    return _steps_of(ledger, chain, step, reached, found, output_dir, has_opening=has_opening)
+
+
+def _leads_on(chain: ChainRecord, step: int, manifest: Manifest, base: str) -> bool:
+    """Whether the steps after a checkpoint, as the chain had them, were made from it."""
+    return manifest.chain == chain.chain_id if step > chain.start_step else origin_of(manifest) == base
+
+
+def _steps_of(
+    ledger: Ledger,
+    chain: ChainRecord,
+    step: int,
+    reached: int,
+    found: Contents,
+    output_dir: Path,
+    *,
+    has_opening: bool,
+) -> Recovery | None:
+    """The steps after the checkpoint; None if the journal ends more than one step before what was charged."""
+    lost, charged = ledger.lost(chain.chain_id), set(ledger.steps(chain.chain_id))
+    of_kind: dict[str, dict[int, Entry]] = {STEP: {}, OPENING: {}}
+    for entry in found.entries:
+        if entry.kind == BASE:
+            continue
+        if entry.step not in charged:
+            raise _refusal(output_dir, f"step {entry.step} is not charged in {ledger.path}")
+        if entry.step in of_kind[entry.kind] or (entry.kind == STEP and entry.step in lost):
+            raise _refusal(output_dir, f"step {entry.step} is there twice, or the ledger says that it was lost")
+        of_kind[entry.kind][entry.step] = entry
+    steps, openings = of_kind[STEP], of_kind[OPENING]
+    needed = [one for one in range(step + 1, reached + 1) if one not in lost]
+    missing = [one for one in needed if one not in steps]
+    if missing and (missing != list(range(missing[0], reached + 1)) or (found.torn and missing[0] < reached)):
+        raise _refusal(
+            output_dir, f"the entry of step {missing[0]} is missing or was edited, and later ones are there"
+        )
+    if len(missing) > 1:
+        logger.warning(
+            f"The journal of {output_dir} ends before step {missing[0]}, and {reached} steps are charged: the run "
+            "goes on as one without a journal."
+        )
+        return None
+    first = chain.start_step + 1
+    opening = openings.get(first) if step == chain.start_step else None
+    if has_opening and opening is None and first in steps and step == chain.start_step == 0:
+        raise _refusal(output_dir, "the answer to the query before the first step is missing")
+    again = frozenset(one for one in (*lost, *missing) if one > step)
+    return Recovery(
+        step + 1, reached, again, bool(missing), {one: steps[one] for one in needed if one in steps}, opening
+    )
+
+
+def chains_with_journals(output_dir: Path) -> set[str]:
+    """Names of the chains that files of a journal are named after."""
+    return {path.name.partition("-")[0] for path in (output_dir / JOURNAL).glob("*.releases")}
+
+
+def _refusal(output_dir: Path, what: str) -> DPConfigError:
+    return DPConfigError(f"The journal in {output_dir / JOURNAL} cannot be gone on with: {what}. {_FIX}")

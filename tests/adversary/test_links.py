@@ -1,0 +1,95 @@
+"""Links that somebody puts into `output_dir` while something is written there: they lead to no other file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from hf_dpopt import DPConfigError
+from hf_dpopt.cli.app import app
+from tests import tiny
+from tests.adversary.test_forged_ledgers import RAN, made, scene
+
+__all__ = ["made", "scene"]  # fixtures
+
+
+class Linking(TrainerCallback):
+    """Puts a link where the next checkpoint is written."""
+
+    def __init__(self, place: Path, target: Path):
+        self.place, self.target = place, target
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            os.symlink(self.target, self.place)
+
+
+def _victim(root: Path) -> Path:
+    (root / "victim/checkpoint-2").mkdir(parents=True)
+    (root / "victim/checkpoint-2/file").write_text("of somebody else")
+    (root / "victim/model.safetensors").write_text("of somebody else")
+    return root / "victim"
+
+
+def _check(victim: Path) -> None:
+    found = {str(path.relative_to(victim)): path.read_text() for path in victim.rglob("*") if path.is_file()}
+    assert found == dict.fromkeys(["checkpoint-2/file", "model.safetensors"], "of somebody else")
+
+
+def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
+    victim = _victim(tmp_path)
+    callback = Linking(tmp_path / "run/_unfinished_checkpoints", victim)
+    options = dict(max_steps=2, save_strategy="steps", save_steps=2, private_state_dir=str(tmp_path / "keys"))
+    with pytest.raises(DPConfigError, match="_unfinished_checkpoints is a link"):
+        tiny.trainer(tmp_path / "run", callbacks=[callback], **options).train()
+    _check(victim)
+
+
+def test_a_torn_checkpoint_is_not_moved_through_a_link(scene):
+    shutil.rmtree(scene.victim)
+    victim = _victim(scene.root)
+    (scene.out / f"checkpoint-{RAN}/privacy_ledger.json").write_text("{}")
+    os.symlink(victim, scene.out / "_torn_checkpoints")
+    found = CliRunner().invoke(app, ["doctor", str(scene.out), "--private-state-dir", str(scene.keys), "--fix"])
+    assert isinstance(found.exception, DPConfigError) and "_torn_checkpoints is a link" in str(found.exception)
+    _check(victim)
+    assert (scene.out / f"checkpoint-{RAN}").is_dir()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "privacy"])
+def test_the_best_of_a_tuning_is_not_copied_through_a_link(tmp_path, name):
+    victim, out = _victim(tmp_path), tmp_path / "out"
+    out.mkdir()
+    os.symlink(victim if name == "privacy" else victim / name, out / name)
+    search = tiny.trainer(
+        out, eval_dataset=tiny.records(8), eval_data_privacy="not_protected", tuned_runs=1.5, target_epsilon=8.0,
+        noise_multiplier=None, max_steps=2, private_state_dir=str(tmp_path / "keys"),
+    )  # fmt: skip
+    try:
+        search.hyperparameter_search({"learning_rate": [1e-3]})
+    except DPConfigError as refused:
+        assert f"{name} is a link" in str(refused)
+    _check(victim)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "training_args.bin", "trainer_state.json", "train_results.json", "README.md"],
+)
+def test_what_is_saved_is_not_written_through_a_link(tmp_path, name):
+    victim = _victim(tmp_path)
+    trainer = tiny.trainer(tmp_path / "run", max_steps=1, private_state_dir=str(tmp_path / "keys"))
+    trainer.train()
+    os.symlink(victim / "model.safetensors", tmp_path / "run" / name)
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("train", {"epsilon": 1.0})
+    trainer.create_model_card()
+    _check(victim)
+    assert not (tmp_path / "run" / name).is_symlink()

@@ -1,0 +1,76 @@
+"""A run as `PrivateRun` opens it, step by step and without a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from hf_dpopt.run.checkpoint import Manifest, clean
+from hf_dpopt.run.keys import Chain, new_chain, private_dir
+from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.resume import Resume, decide
+
+PLAN: dict[str, Any] = {"noise_multiplier": 0.7, "sizes": (1, 2), "num_steps": 198, "target_epsilon": 8.0}
+
+
+@dataclasses.dataclass
+class Run:
+    """One call to `train`.
+
+    Args:
+        resume_step: step of the checkpoint; None begins anew.
+        chain_id: chain that the checkpoint was made under; None if the caller answers for its origin.
+    """
+
+    out: Path
+    private: Path
+    resume_step: int | None = None
+    chain_id: str | None = None
+    plan: dict[str, Any] = dataclasses.field(default_factory=PLAN.copy)
+
+    def __post_init__(self) -> None:
+        self.out.mkdir(exist_ok=True)
+        self.log = RunLog.open(self.out, private_dir(self.private, self.out))
+        try:
+            step, name = self.resume_step, self.chain_id
+            manifest = None if name is None or step is None else Manifest(self.log.state.run, name, step, {})
+            self.resume: Resume = decide(self.log.state, self.log.keys, self.out, step=step, manifest=manifest)
+            clean(self.out, self.log.state)
+            self.log.record_plan(self.plan, must_match=("noise_multiplier", "sizes"))
+            self.chain = self._chain()
+        except BaseException:
+            self.close()
+            raise
+        self.step = self.resume.reached
+
+    def _chain(self) -> Chain:
+        if self.resume.chain is not None:
+            kept = self.log.keys.load(self.resume.chain.chain_id)
+            assert kept is not None
+            return kept
+        chain = new_chain()
+        self.log.start_chain(chain, self.resume.reached, self.resume.note)
+        return chain
+
+    def steps(self, num: int) -> list[tuple[bytes, int]]:
+        """Charge that many steps; return what was used then."""
+        used = []
+        for _ in range(num):
+            self.step += 1
+            self.log.charge(self.chain.chain_id, self.step)
+            used.append((self.chain.noise_key, self.step))
+        return used
+
+    @property
+    def charged(self) -> tuple[int, ...]:
+        return self.log.state.charged
+
+    def close(self) -> None:
+        self.log.close()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
