@@ -245,7 +245,14 @@ def _resume(found: Examination) -> Iterator[Entry]:
     if last is not None and last.step >= planned:
         yield Entry("resume", f"finished: {last.folder.name} is that of the last step")
         return
-    resume = found.resume
+    reached = max((ledger.reached(chain.chain_id) for chain in ledger.chains), default=0)
+    try:
+        resume = found.resume
+    except DPConfigError:
+        if last is not None or reached < planned:
+            raise
+        yield Entry("resume", "finished: all steps are charged, and no checkpoint was kept; load the saved model")
+        return
     assert resume is not None
     start = "from the start" if last is None else f"from {last.folder.name}"
     if (taken := resume.recovery) is not None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from hf_dpopt.cli.app import app
-from tests import run_files
+from tests import run_files, tiny
 from tests.reliability import faults
 from tests.reliability.faults import FAULTS, Folders
 
@@ -104,6 +104,12 @@ def test_a_run_that_is_going_on_is_left_alone(folders: Folders) -> None:
         before = everything(folders)
         refused = doctor(folders, "--fix")
         assert "in use by process" in str(refused.exception) and everything(folders) == before
+
+
+def test_a_run_that_ended_without_a_checkpoint_is_well(tmp_path: Path) -> None:
+    tiny.trainer(tmp_path / "out", max_steps=2, save_strategy="no", private_state_dir=str(tmp_path / "keys")).train()
+    shown = CliRunner().invoke(app, ["doctor", str(tmp_path / "out"), "--private-state-dir", str(tmp_path / "keys")])
+    assert shown.exit_code == 0 and "finished: all steps are charged, and no checkpoint was kept" in shown.output
 
 
 def test_a_folder_that_is_not_there() -> None:
