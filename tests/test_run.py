@@ -65,6 +65,19 @@ def test_a_second_chain_that_is_resumed_goes_on_with_its_own_noise(plan, tmp_pat
     resumed.close()
 
 
+def test_a_plan_whose_steps_are_done_takes_no_more(plan, tmp_path):
+    """A run that is resumed at its end has no key; a step of it is refused in words, and not charged."""
+    run = _start(plan, tmp_path)
+    for step in range(1, NUM_STEPS + 1):
+        _release(run, step)
+    run.close()
+    again = _start(plan, tmp_path, resume_step=NUM_STEPS)
+    with pytest.raises(DPConfigError, match=f"all {NUM_STEPS} steps of the plan are done"):
+        _release(again, NUM_STEPS + 1)
+    assert again.charged == [NUM_STEPS, 0]
+    again.close()
+
+
 def test_a_budget_is_not_kept_on_top_of_steps_without_noise(tmp_path):
     """What the folder's run revealed has no epsilon; without a budget, it is continued as it was."""
     config = PrivacyConfig(noise_multiplier=0.0, target_delta=1e-3, expected_batch_size=EXPECTED)

@@ -224,10 +224,14 @@ class RunLog:
                 "know: it was put back to an earlier state, or the ledger was edited. The steps count, and the next "
                 "ones get a fresh key."
             )
-        lost = other.lost(chain.chain_id)
-        for step in unknown:
-            charged = {"chain_id": chain.chain_id, "step": step}
-            self._append({"kind": "step", **charged}, *([{"kind": "lost", **charged}] if step in lost else []))
+        lost, batch = other.lost(chain.chain_id), list[dict[str, Any]]()
+        for step in unknown:  # a lost one is noted before the next is charged, as a run does
+            batch.append({"kind": "step", "chain_id": chain.chain_id, "step": step})
+            if step in lost:
+                self._append(*batch)
+                self.lose(chain.chain_id, step)
+                batch.clear()
+        self._append(*batch)
 
     def _write_ledger(self, before: Ledger | None) -> None:
         """Write the ledger from the log, and say so if it was behind by more than a kill leaves."""
@@ -272,18 +276,22 @@ class RunLog:
         return self._ledger.digest
 
     def _append(self, *records: Mapping[str, Any]) -> None:
-        """Write each record to the log, then to the ledger, then take it in."""
-        for record in records:
-            made = json.loads(canonical(dict(record)))
-            self.check_intact()
-            self.state.check(made)  # what was refused when it is read would make the log worthless
-            self._log.append(made)
-            if self._ledger is not None:
-                self._log.records.clear()
-                if (public := _public_part(made)) is not None:
-                    self._ledger.append(public)
-                    self._ledger.records.clear()
-            self.state.apply(made)
+        """Write records to the log, then to the ledger, then take them in; none may depend on another of them."""
+        made = [json.loads(canonical(dict(record))) for record in records]
+        if not made:
+            return
+        self.check_intact()
+        for record in made:
+            self.state.check(record)  # what was refused when it is read would make the log worthless
+        self._log.append(*made)
+        public = [part for record in made if (part := _public_part(record)) is not None]
+        if self._ledger is not None:
+            self._log.records.clear()
+            if public:
+                self._ledger.append(*public)
+                self._ledger.records.clear()
+        for record in made:
+            self.state.apply(record)
 
     def record_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
         """Record the plan of a run, or check that a later run is the same mechanism; see `Ledger.check_plan`.

@@ -440,6 +440,10 @@ class PrivateRun:
                     "run. Raise --target_epsilon, or stop here: the model so far is within the budget."
                 )
         if self.log is not None:
+            if self.log.state.chain(self.chain.chain_id) is None:
+                raise DPConfigError(
+                    f"Step {step} cannot run: all {self.plan.num_steps} steps of the plan are done. Plan more steps."
+                )
             self.log.charge(self.chain.chain_id, step)
         self.charged[-1] += 1
         self._taken = self.charged[-1]

@@ -152,9 +152,11 @@ def test_a_plan_that_no_run_writes_is_refused_in_words(scene, name, value):
     next(one["plan"] for one in records if one["kind"] == "plan")[name] = value
     write(scene.out, records)
     try:
-        train(scene.out, scene.root / "keys elsewhere", stop=NUM_STEPS, resume=True)
+        made, again = train(scene.out, scene.root / "keys elsewhere", stop=NUM_STEPS, resume=True)
     except DPConfigError:
-        pass
+        return
+    ran = sum(one["kind"] == "step" for one in records)
+    assert made.privacy_spent().num_steps >= ran + len(again), "where it is not refused, all is charged"
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a step is not written to the log beside its key",
         "hf_dpopt/run/log.py",
-        "            self._log.append(made)\n",
-        '            self._log.append(made) if made["kind"] != "step" else None\n',
+        "        self._log.append(*made)\n",
+        '        self._log.append(*(one for one in made if one["kind"] != "step"))\n',
         (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
     ),
     Fault(

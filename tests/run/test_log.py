@@ -22,6 +22,7 @@ from hf_dpopt.run.keys import fixed_chain, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import LOG, find_run
 from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.verify.chain import read_ledger
 from tests.adversary.forging import records_of, write
 from tests.run.one_run import PLAN, Run
 from tests.run.test_keys import spellings
@@ -355,6 +356,19 @@ def test_copied_to_another_machine_and_back(out, private, tmp_path):
         run.steps(1)
     with Run(away, private, 5, other.chain.chain_id) as back:
         assert sorted(back.charged) == [0, 3, 3] and back.log.state.parent == other.log.state.run
+
+
+def test_thousands_of_steps_are_taken_in_at_once(out, private, tmp_path, monkeypatch):
+    """Not one by one, each with its wait for the disk; those that were lost stay lost, in their order."""
+    with Run(out, private) as run:
+        for _ in range(3):
+            run.steps(400)
+            run.log.lose(run.chain.chain_id, run.step)
+    waits, sync = list[int](), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (waits.append(descriptor), sync(descriptor)))
+    with Run(out, tmp_path / "elsewhere", 1200) as other:
+        assert other.charged == (1200, 0) and other.log.state.num_lost == 3 and len(waits) < 60
+    assert read_ledger(out / LEDGER).num_lost == 3, "an independent reader takes it"
 
 
 def test_moved(out, private):
