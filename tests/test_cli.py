@@ -16,8 +16,8 @@ import torch
 from hf_dpopt.cli import app
 from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
 from hf_dpopt.plan.advice import TrainingJob, advise
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.report import RunFacts, write_report
 from hf_dpopt.run.keys import default_private_dir, new_chain, private_dir, secrets_in
 from hf_dpopt.run.log import RunLog

@@ -115,7 +115,7 @@ def test_what_auto_chose_is_kept_by_a_resume(tmp_path, monkeypatch):
     )
     assert whole.plan.config.noise_mechanism != "gaussian" and whole.plan.compared
     folder = tmp_path / "died/5"
-    monkeypatch.setattr("hf_dpopt.plan.compare.all_candidates", lambda: [("gaussian", "truncated_poisson")])
+    monkeypatch.setattr("hf_dpopt.plan.choose.all_candidates", lambda: [("gaussian", "truncated_poisson")])
     resumed = trainer(folder, **CASES["auto"], optimizers=(_sgd(model := tiny.model()), None), model=model)
     assert resumed.plan.strategy == whole.plan.strategy and resumed.plan.sampler == whole.plan.sampler
     resumed.train(resume_from_checkpoint=str(folder / "out/checkpoint-5"))

@@ -10,7 +10,8 @@ from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.convex import HeadTrainingArguments, check_convex_arguments
-from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
+from hf_dpopt.plan.earlier import earlier_runs_of
+from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.run.earlier import read_earlier_runs
 from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.log import RunLog
@@ -82,7 +83,7 @@ def test_runs_before_the_earlier_run_count_too(tmp_path):
     recorded = json.loads(json.dumps(second.public_dict()))
     runs = earlier_runs_of(recorded, (60,), "b" * 64, where="runs/b")
     assert [run.ledger_digest[0] for run in runs] == ["a", "b"]
-    assert all(EarlierRun.read(run.public_dict()) == run for run in runs)
+    assert all(EarlierRun.from_json(run.to_json()) == run for run in runs)
     third = plan(3.0, earlier=runs)
     assert third.epsilon(0) == pytest.approx(second.epsilon(), rel=1e-2)
 

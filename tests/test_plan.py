@@ -14,8 +14,8 @@ from hf_dpopt.accounting.events import NonPrivateDpEvent
 from hf_dpopt.clipping.thresholds import CLIPPINGS
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import NoiseMechanism
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig, PrivacyWarning
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import MAX_STEPS, RESUME_KEYS
 from hf_dpopt.sampling import SAMPLERS
 
@@ -317,15 +317,3 @@ def test_full_batch():
     plan = plan_for(num_examples=64, expected_batch_size=64, num_steps=20, target_epsilon=4.0, target_delta=1e-3)
     assert 3.98 <= plan.epsilon() <= 4.0
     assert plan.public_dict()["accountant"] == "gaussian"
-
-
-def test_buffers_go_by_their_name_in_ledgers_of_the_first_release_too():
-    made = {
-        backend: plan_for(noise_mechanism="nu_dpftrl", noise_kwargs={"backend": backend})
-        for backend in ("auto", "blt")
-    }
-    assert made["blt"].strategy == made["auto"].strategy and made["blt"].cost == made["auto"].cost
-    again = make_plan(
-        made["blt"].config, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, recorded=made["blt"].public_dict()
-    )
-    assert again.public_dict() == made["blt"].public_dict()

@@ -44,7 +44,7 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "memory_bytes": row.cost.kept * num_parameters * BYTES,
         "seconds_per_step": (row.cost.draws * draw + row.cost.passes * one_pass) * num_parameters,
         "epsilon": plan.epsilon(),
-        "accountant": plan.public_dict()["accountant"],
+        "accountant": plan.spent.accountant,
     }
 
 

@@ -24,11 +24,11 @@ from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
 from hf_dpopt.plan.bounds import check_sizes, steps_of
-from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
+from hf_dpopt.plan.choose import compare_mechanisms, make_plan
+from hf_dpopt.plan.compare import ComparedNoise
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
-from hf_dpopt.plan.plan import PrivacyPlan, opening_noise
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.users import UserPlans, plan_for_users
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
@@ -204,7 +204,7 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
     replaced = made.epsilon_replace_one()
     way = made.config.noise_at_changes
     across: dict[str, str] = {} if way == "auto" else {f"noise where scales of {made.preclip.name} change": way}
-    if (noise := opening_noise(made.preclip)) is not None:
+    if (noise := made.release.opening) is not None:
         across["query over all records before the first step"] = f"noise multiplier {noise:g}, in epsilon"
     return {
         "epsilon": f"{round_up(made.epsilon())} ({made.adjacency})",
@@ -215,7 +215,7 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
         **across,
         "sampling": made.describe_sampling(),
         "optimizer steps": made.num_steps,
-        "accountant": made.public_dict()["accountant"],
+        "accountant": made.spent.accountant,
         **plan_rows(meaning_of_plan(made), _unit(made)),
     }
 

@@ -58,10 +58,9 @@ from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.bounds import check_sizes, steps_of
+from hf_dpopt.plan.choose import fit_backend, leaves_backend_open, make_plan, with_backend
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.keeping import as_recorded_or_auto, choose_way, is_left_open
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preclip
@@ -240,8 +239,9 @@ class DPTrainerMixin(_Trainer):
 
         def planned() -> PrivacyPlan:
             # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
+            is_open = leaves_backend_open(config) and recorded is None
             plan = make_plan(
-                as_recorded_or_auto(config, recorded),
+                with_backend(config, {}) if is_open else config,
                 num_examples=num_examples,
                 num_steps=num_steps,
                 workload=workload,
@@ -250,10 +250,10 @@ class DPTrainerMixin(_Trainer):
                 recipe=self._recipe.recorded,
                 earlier=earlier_runs_for(args.earlier_runs, str(args.output_dir), recorded, args.private_state_dir),
             )
-            if recorded is not None or not is_left_open(config):
+            if not is_open:
                 return plan
             trained, room = room_for_noise(check_is_whole(given.get("model"), given.get("peft_config")), args.device)
-            return choose_way(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
+            return fit_backend(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
 
         # tuning on other hardware may end in other digits
         with reading_plan(recorded, str(args.output_dir)):

@@ -23,6 +23,7 @@ from hf_dpopt.common.checks import (
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.noise.registry import STREAM_OPTIONS
 from hf_dpopt.plan.bounds import check_budget
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.plan.options import (
@@ -126,6 +127,16 @@ class PrivacyConfig:
     def is_private(self) -> bool:
         """False when the noise is absent or can be recomputed; epsilon is then infinite."""
         return self.noise_multiplier != 0 and self.unsafe_fixed_noise_key is None
+
+    @property
+    def mechanism_options(self) -> dict[str, Any]:
+        """Options of the noise mechanism itself, out of `noise_kwargs`."""
+        return {name: value for name, value in self.noise_kwargs.items() if name not in STREAM_OPTIONS}
+
+    @property
+    def stream_options(self) -> dict[str, Any]:
+        """Options of how the noise is kept between steps: `backend`, `block` and `offload` of a stream."""
+        return {name: self.noise_kwargs.get(name, default) for name, default in STREAM_OPTIONS.items()}
 
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):

@@ -320,7 +320,7 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
     """Cost of a run with these chains to the people in its data; earlier runs are charged for themselves."""
     column = plan.users["column"] if plan.users else None
     return Reservation(
-        event=plan.own_event_after(tuple(chains)),
+        event=plan.release.alone.event(plan.secret_noise_multiplier, tuple(chains)),
         adjacency=plan.adjacency,
         unit=plan.unit + (f" by {column}" if column else ""),
         num_units=plan.config.num_units(plan.num_examples),

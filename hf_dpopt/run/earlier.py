@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
+from hf_dpopt.plan.earlier import earlier_runs_of
+from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.run.keys import default_private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import find_run
@@ -32,7 +33,7 @@ def earlier_runs_for(
     """
     if recorded is None:
         return read_earlier_runs(folders or (), output_dir, private_state_dir)
-    known = tuple(EarlierRun.read(entry) for entry in recorded.get("earlier_runs", ()))
+    known = tuple(EarlierRun.from_json(entry) for entry in recorded.get("earlier_runs", ()))
     if folders:
         named = {run.ledger_digest for run in read_earlier_runs(folders, output_dir, private_state_dir)}
         if named != {run.ledger_digest for run in known}:

@@ -420,7 +420,7 @@ class PrivateRun:
         if self._is_closed:
             raise DPConfigError(f"Step {step} cannot run: the run was closed, and its ledger takes no more steps.")
         target, next_charged = self._target, (*self.charged[:-1], self.charged[-1] + 1)
-        horizon = self.plan.horizon
+        horizon = self.plan.release.horizon
         if horizon is not None and next_charged[-1] > horizon:
             raise DPBudgetExceeded(
                 f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
@@ -745,7 +745,7 @@ def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
         planned_steps=plan.num_steps,
         noise_multiplier=plan.noise_multiplier,
         sampling=plan.sampler.name,
-        accountant=plan.public_dict()["accountant"],
+        accountant=plan.spent.accountant,
     )
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from hf_dpopt.accounting import balls_in_bins_sampled
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 
 pytestmark = pytest.mark.slow
 

@@ -143,7 +143,7 @@ def test_a_chain_of_earlier_runs_forgets_none(tmp_path: Path) -> None:
     third = after(tmp_path / "c", second)
     assert [flatten(run.event) for run in third.plan.earlier] == [
         flatten(first.plan.event),
-        flatten(second.plan.own_event_after(4)),
+        flatten(second.plan.release.alone.event(second.plan.noise_multiplier, 4)),
     ]
     assert third.plan.epsilon((0,)) == pytest.approx(second.plan.epsilon(), rel=0.05)
 

@@ -13,8 +13,8 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, NoiseStream, Participation, from_parameters
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
 

@@ -19,8 +19,8 @@ from hf_dpopt.noise import (
     Restarted,
 )
 from hf_dpopt.noise.streams import RecurrentStream
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from tests.contract import noise
 
 

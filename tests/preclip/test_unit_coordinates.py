@@ -33,8 +33,7 @@ from hf_dpopt.noise import (
     momentum_workload,
 )
 from hf_dpopt.noise.copies import Copies, Phases
-from hf_dpopt.plan.compare import compare_row, predicted_errors
-from hf_dpopt.plan.crossing import errors_across
+from hf_dpopt.plan.compare import compare_row, errors_across, predicted_errors
 from hf_dpopt.preclip import (
     DelayedPreconditioner,
     PublicPreconditioner,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.report.facts import RunFacts
 

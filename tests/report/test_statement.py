@@ -12,8 +12,8 @@ import pytest
 from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.report import RunFacts, collect_versions, read_report, render_statement, write_report
 from hf_dpopt.report.facts import REPORT_VERSION

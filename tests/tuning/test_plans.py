@@ -10,10 +10,10 @@ import pytest
 from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.earlier import EarlierRun
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import RESUME_KEYS
+from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.plan.tuning import plan_tunings, share_of_a_run
 from hf_dpopt.report import RunFacts, render_statement
 from hf_dpopt.verify import epsilons
@@ -66,7 +66,7 @@ def test_refuses(changes, match):
 
 def test_earlier_runs_are_refused():
     before = make_plan(config(), **SIZES)
-    earlier = EarlierRun("0" * 64, (40,), before.public_dict())
+    earlier = EarlierRun.from_json({"ledger_digest": "0" * 64, "charged": [40], **before.public_dict()})
     with pytest.raises(DPConfigError, match="Leave earlier_runs out"):
         make_plan(config(tuned_runs=5.0, target_epsilon=20.0), **SIZES, earlier=[earlier])
 

@@ -10,8 +10,8 @@ from scipy import integrate, stats
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.accounting import accountants
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.sampling import CappedPoissonSampler, PoissonSampler
 from tests import tiny
 from tests.reference import clipping as reference
