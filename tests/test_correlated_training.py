@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -280,14 +281,14 @@ def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):
     options = {"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 3}, "save_steps": 4}
     first = trainer(tmp_path, **options)
     narrow = BandedToeplitz((1.0, 0.5))
-    recorded = first.plan.public_dict() | {"noise_strategy": narrow.parameters()}
+    recorded = dataclasses.replace(first.plan.record, noise_strategy=narrow.parameters())
     again = make_plan(first.plan.config, num_examples=64, num_steps=NUM_STEPS, recorded=recorded)
     assert again.strategy == narrow and again.sampler == first.plan.sampler and again.sampler.num_groups == 3
 
 
 def test_the_ledger_of_a_run_of_another_kind_is_refused_in_words(tmp_path):
     first = trainer(tmp_path, **CASES["blt"])
-    plan = {key: value for key, value in first.plan.public_dict().items() if not key.startswith("noise_str")}
+    plan = {key: value for key, value in first.plan.record.to_json().items() if not key.startswith("noise_str")}
     with RunLog.open(tmp_path / "out", private_dir(tmp_path / "keys", tmp_path / "out")) as log:
         log.record_plan(plan, must_match=())
     with pytest.raises(DPConfigError, match="of another kind.*another output_dir"):

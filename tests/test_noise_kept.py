@@ -96,7 +96,7 @@ def test_a_plan_is_given_the_way_that_fits_and_is_otherwise_the_same(name, optio
     assert chosen.config.noise_kwargs == {**options, **way}
     assert (chosen.mechanism.backend, chosen.mechanism.block) == (way.get("backend", "auto"), way.get("block", 1))
     assert chosen.epsilon() == plan.epsilon() and chosen.strategy == plan.strategy
-    said, before = chosen.public_dict(), plan.public_dict()
+    said, before = chosen.record.to_json(), plan.record.to_json()
     assert {key for key in said if said[key] != before[key]} <= {"noise_kwargs"}
 
 

@@ -145,13 +145,13 @@ def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
 
 @pytest.mark.parametrize(
     "written",
-    [None, [], {"learning_rate": "fast"}, {"learning_rate": -1.0}, {"learning_rate": float("nan")},
+    [[], {"learning_rate": "fast"}, {"learning_rate": -1.0}, {"learning_rate": float("nan")},
      {"warmup_steps": None}, {"trained_head": "yes"}, {"trained_head": False}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
     ids=str,
 )  # fmt: skip
 def test_a_recipe_that_no_run_wrote_is_refused(written):
     with pytest.raises(DPConfigError, match="recipe that no run wrote"):
-        read_recipe({"recipe": written})
+        read_recipe(written)
 
 
 def test_the_same_arguments_are_advised_anew(tmp_path):

@@ -12,7 +12,7 @@ from typing import TypeVar
 from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import is_held
-from hf_dpopt.plan.earlier import earlier_runs_of
+from hf_dpopt.plan.record import earlier_runs_of
 from hf_dpopt.run.checkpoint import Checkpoint, checkpoints, examine, leftovers
 from hf_dpopt.run.keys import RUNS, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger

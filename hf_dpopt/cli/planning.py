@@ -115,7 +115,7 @@ def plan_run(
     if as_json:
         listed = {"mechanisms": [mechanism_facts(row, training.num_parameters) for row in rows]} if rows else {}
         listed |= {"meaning": spell_infinity(meaning_of_plan(made))}
-        print_json(made.public_dict() | listed | ({} if beside is None else {"outlook": beside.facts()}))
+        print_json(made.record.to_json() | listed | ({} if beside is None else {"outlook": beside.facts()}))
     else:
         _show(made, rows, training.num_parameters)
         for line in [] if beside is None else beside.lines():
@@ -148,7 +148,8 @@ def plan_users(config: PrivacyConfig, num_steps: int, *, users: int, records_per
         num_steps=num_steps,
     )
     if as_json:
-        print_json({"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()})
+        plans = {"by_users": compared.by_users, "by_records": compared.by_records}
+        print_json({name: plan.record.to_json() for name, plan in plans.items()})
     else:
         typer.echo(_users_text(compared))
 

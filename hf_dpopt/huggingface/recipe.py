@@ -120,7 +120,7 @@ def choose_recipe(
         given: what the trainer was called with.
         num_units: records, or users.
         batch: logical batch where none is chosen.
-        recorded: plan of the run that this one goes on with, or None.
+        recorded: recipe of the run that this one goes on with, which may be empty; None for one that begins.
         batch_stays: whether `batch` is that of a plan that was made already.
 
     Raises:
@@ -151,7 +151,7 @@ def complete_recipe(recipe: Recipe, args: DPTrainingArguments, given: Mapping[st
     """
     later = choose_recipe(
         args, given, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
-        recorded={"recipe": recipe.recorded} if recipe.job is None else None,  # a run that goes on chooses nothing
+        recorded=recipe.recorded if recipe.job is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip
     more = {name: value for name, value in later.chosen.items() if name != "expected_batch_size"}
@@ -164,27 +164,26 @@ def typed_batch(args: DPTrainingArguments) -> int | None:
     return None if args.expected_batch_size == chosen else args.expected_batch_size
 
 
-def read_recipe(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe of a recorded plan; empty if it had none.
+def read_recipe(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the recipe of a recorded plan; empty if it had none.
 
     Raises:
         DPConfigError: for values that no run wrote.
     """
-    found = plan.get("recipe", {})
     is_right = {
         "expected_batch_size": lambda value: type(value) is int and value >= 1,
         "learning_rate": lambda value: type(value) in (int, float) and 0 < value < math.inf,
         "warmup_steps": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
         TRAINED_HEAD: lambda value: value is True,
     }
-    if not isinstance(found, Mapping) or any(
-        name not in is_right or not is_right[name](value) for name, value in found.items()
+    if not isinstance(recorded, Mapping) or any(
+        name not in is_right or not is_right[name](value) for name, value in recorded.items()
     ):
         raise DPConfigError(
-            f"The ledger holds a recipe that no run wrote: {found!r}. Put the ledger back as it was, or start over in "
-            "another output_dir."
+            f"The ledger holds a recipe that no run wrote: {recorded!r}. Put the ledger back as it was, or start over "
+            "in another output_dir."
         )
-    return dict(found)
+    return dict(recorded)
 
 
 def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Recipe:

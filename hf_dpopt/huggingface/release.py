@@ -18,7 +18,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
 from hf_dpopt.huggingface.preparation import tokenizer_of
 from hf_dpopt.plan.meaning import meaning_of_plan
-from hf_dpopt.plan.plan import RESUME_KEYS
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
@@ -64,13 +64,13 @@ class ReleaseGuard:
         trainer, plan = self.trainer, self.trainer._planned()
         ledger = self._found().ledger
         if ledger is not None and trainer._run is None:  # a trainer that only publishes says what was run
-            ledger.check_plan(plan.public_dict(), must_match=RESUME_KEYS)
+            ledger.check_plan(plan.record.to_json(), must_match=PlanRecord.mechanism_fields())
         spent = trainer.privacy_spent()
         extras = (
             ["training loss, clip fraction and batch sizes, on the console"] if trainer.args.log_unprivatized else []
         )
         return RunFacts(
-            plan=plan.public_dict() | charged_to(ledger, trainer.args.dataset_budget()),
+            plan=plan.record.to_json() | charged_to(ledger, trainer.args.dataset_budget()),
             epsilon_spent=spent.epsilon,
             epsilon_replace_one=self._replace_one(),
             delta=plan.delta,

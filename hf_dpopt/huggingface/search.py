@@ -60,7 +60,7 @@ def search(
         space=space,
         output_dir=args.output_dir,
         private_dir=args.private_state_dir,
-        asked={"metric": metric, "epsilon": args.target_epsilon, "plan": trainer._planned().public_dict()},
+        asked={"metric": metric, "epsilon": args.target_epsilon, "plan": trainer._planned().record.to_json()},
         is_greater_better=direction == "maximize",
     )
 

@@ -62,6 +62,7 @@ from hf_dpopt.plan.choose import fit_backend, leaves_backend_open, make_plan, wi
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preclip
 from hf_dpopt.public.gradients import PublicGradients
@@ -265,17 +266,18 @@ class DPTrainerMixin(_Trainer):
 
     def _choose_recipe(
         self, args: DPTrainingArguments, config: PrivacyConfig, num_units: int, batch: int
-    ) -> dict[str, Any] | None:
+    ) -> PlanRecord | None:
         """Choose what was left open; the plan that was recorded here, if this run goes on."""
 
-        def chosen() -> tuple[dict[str, Any] | None, Recipe]:
+        def chosen() -> tuple[PlanRecord | None, Recipe]:
             keeps_budget = config.target_epsilon is not None
             recorded = recorded_plan(
                 str(args.output_dir), args.private_state_dir, keeps_budget=keeps_budget, num_examples=num_units
             )
             given = self._given
             with reading_plan(recorded, str(args.output_dir)):
-                return recorded, choose_recipe(args, given, num_units=num_units, batch=batch, recorded=recorded)
+                before = None if recorded is None else recorded.recipe or {}
+                return recorded, choose_recipe(args, given, num_units=num_units, batch=batch, recorded=before)
 
         recorded, self._recipe = collectives.current_ranks().same(chosen)
         return recorded

@@ -29,6 +29,7 @@ from hf_dpopt.plan.bounds import check_sizes
 from hf_dpopt.plan.compare import MAX_SCALED_STEPS, ComparedNoise, errors_across, ranked
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun, Release
 from hf_dpopt.preclip import Preclip, ScaleChanges, make_preclip
 from hf_dpopt.sampling import SAMPLERS, Sampler
@@ -47,7 +48,7 @@ def make_plan(
     num_steps: int,
     noise_multiplier: float | None = None,
     workload: Workload | None = None,
-    recorded: Mapping[str, Any] | None = None,
+    recorded: PlanRecord | None = None,
     preclip: Preclip | None = None,
     recipe: Mapping[str, Any] | None = None,
     earlier: Sequence[EarlierRun] = (),
@@ -62,7 +63,7 @@ def make_plan(
             stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
         workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
             on privacy. None for plain sums.
-        recorded: `PrivacyPlan.public_dict` of the run that this one continues; it keeps that noise, and that delta
+        recorded: `PrivacyPlan.record` of the run that this one continues; it keeps that noise, and that delta
             unless another is asked for.
         preclip: a preconditioner of one's own; None for the one that ``config`` names.
         recipe: options that were chosen for the user, which the plan notes down; see `hf_dpopt.plan.advice`.
@@ -158,7 +159,7 @@ class _Choice:
     workload: Workload | None
     preclip: Preclip | None
     earlier: tuple[EarlierRun, ...]
-    recorded: Mapping[str, Any] | None = None
+    recorded: PlanRecord | None = None
 
     @functools.cached_property
     def delta(self) -> float:
@@ -168,7 +169,7 @@ class _Choice:
             self.config.target_delta,
             self.config.num_units(self.num_examples),
             allow_large=self.config.allow_large_delta,
-            recorded=None if self.recorded is None else self.recorded["delta"],
+            recorded=None if self.recorded is None else self.recorded.delta,
             unit="record" if unit == "example" else unit,
         )
 
@@ -203,7 +204,7 @@ class _Choice:
             )
         proof: Certificate | None = None
         if noise_multiplier is None and config.target_epsilon is not None and self.recorded is not None:
-            noise_multiplier = self.recorded["noise_multiplier"]
+            noise_multiplier = self.recorded.noise_multiplier
         elif noise_multiplier is None and config.target_epsilon is not None:
             samples = config.amplification_samples
             noise_multiplier, proof = release.calibrate(config.target_epsilon, delta, num_samples=samples)
@@ -253,7 +254,7 @@ class _Choice:
         if config.noise_at_changes != "auto":
             return [config.noise_at_changes]
         if self.recorded is not None:
-            return [self.recorded.get("noise_at_changes", "restart")]
+            return [self.recorded.noise_at_changes or "restart"]
         if not changes.is_taken_back and self.num_steps > MAX_SCALED_STEPS:
             return ["restart"]  # to compare it with others takes a matrix of that many steps
         if config.noise_restart_every is not None:
@@ -281,7 +282,7 @@ class _Choice:
         adjacency: Any = sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency
         if sampler.has_groups and mechanism.num_bands_of is not None:
             if self.recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
-                num_bands = self.recorded["sampler"].get("num_groups", 1)
+                num_bands = self.recorded.sampler.get("num_groups", 1)
             elif (num_bands := mechanism.num_bands_of(options)) is None:
                 num_bands = options["num_bands"] = self._best_num_bands(sampler, adjacency)
             sampler = sampler.with_groups(num_bands)
@@ -333,14 +334,14 @@ class _Choice:
         If not, what was asked for now is made, and the ledger will refuse it.
         """
         recorded = self.recorded
-        if recorded is None or not is_whole(recorded["noise_strategy"]):
+        if recorded is None or not is_whole(recorded.noise_strategy):
             return None
         names = ("noise_mechanism", "noise_kwargs", "noise_restart_every")
-        if any(getattr(config, name) != recorded[name] for name in names):
+        if any(getattr(config, name) != getattr(recorded, name) for name in names):
             return None
-        if (config.noise_at_changes == "by_phase") != (recorded["noise_strategy"]["name"] == "phased"):
+        if (config.noise_at_changes == "by_phase") != (recorded.noise_strategy["name"] == "phased"):
             return None
-        return from_parameters(recorded["noise_strategy"]), int(recorded["noise_steps"])
+        return from_parameters(recorded.noise_strategy), int(recorded.noise_steps)
 
     def _best_num_bands(self, sampler: Sampler, adjacency: str) -> int:
         if self.config.target_epsilon is None:
@@ -461,21 +462,21 @@ def _warn_of_unspent(epsilon: float, target: float) -> None:
 # --- a run that goes on ----------------------------------------------------------------------------------------------
 
 
-def _as_recorded(config: PrivacyConfig, recorded: Mapping[str, Any]) -> PrivacyConfig:
+def _as_recorded(config: PrivacyConfig, recorded: PlanRecord) -> PrivacyConfig:
     """Replace "auto", and an open backend, by what the recorded run decided on."""
     if leaves_backend_open(config):
-        kept = recorded["noise_kwargs"]
+        kept = recorded.noise_kwargs
         config = with_backend(config, {name: kept[name] for name in ("backend", "block") if name in kept})
     if config.noise_mechanism != "auto":
         return config
     _refuse_options_of_auto(config)
     return dataclasses.replace(
         config,
-        noise_mechanism=recorded["noise_mechanism"],
-        noise_kwargs=recorded["noise_kwargs"],
-        noise_restart_every=recorded["noise_restart_every"],
-        sampling=recorded["sampler"]["name"] if config.sampling == "auto" else config.sampling,
-        adjacency=recorded["adjacency"] if config.adjacency == "auto" else config.adjacency,
+        noise_mechanism=recorded.noise_mechanism,
+        noise_kwargs=recorded.noise_kwargs,
+        noise_restart_every=recorded.noise_restart_every,
+        sampling=recorded.sampler["name"] if config.sampling == "auto" else config.sampling,
+        adjacency=recorded.adjacency if config.adjacency == "auto" else config.adjacency,
     )
 
 
@@ -488,12 +489,12 @@ def _refuse_options_of_auto(config: PrivacyConfig) -> None:
         )
 
 
-def _kept_certificate(recorded: Mapping[str, Any], strategy: NoiseStrategy) -> Certificate | None:
+def _kept_certificate(recorded: PlanRecord, strategy: NoiseStrategy) -> Certificate | None:
     """The proof that the run began with: samples taken after its first step would prove less."""
-    same_noise = json.loads(json.dumps(strategy.parameters())) == recorded["noise_strategy"]
-    if "certificate" not in recorded or not same_noise:  # other noise is refused by the ledger
+    same_noise = json.loads(json.dumps(strategy.parameters())) == recorded.noise_strategy
+    if recorded.certificate is None or not same_noise:  # other noise is refused by the ledger
         return None
-    return Certificate.read(recorded["certificate"], strategy)
+    return Certificate.read(recorded.certificate, strategy)
 
 
 # --- how correlated noise is kept, where that is left to a cost model ------------------------------------------------

@@ -15,13 +15,13 @@ import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
-from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import NoiseMechanism, NoiseStrategy, StreamCost
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.private_metrics import PrivateMetrics
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun, Release
 from hf_dpopt.preclip import Identity, Preclip
 from hf_dpopt.randomness.cipher import source_of
@@ -30,14 +30,6 @@ from hf_dpopt.sampling.base import Steps, as_chains
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
 MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_accounting computes huge integers
-
-# Entries of `public_dict` that a resumed run must share with the run it continues.
-RESUME_KEYS = (
-    "num_examples", "expected_batch_size", "sampler", "clipping", "clipping_norm", "adjacency", "privacy_unit",
-    "delta", "noise_multiplier", "draw_stddev", "noise_mechanism", "noise_kwargs", "noise_restart_every",
-    "noise_at_changes", "noise_strategy", "noise_rng", "is_private", "preclip", "users", "earlier_runs",
-    "opening_noise", "tuned", "private_metrics",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,45 +308,44 @@ class PrivacyPlan:
             low, high = (middle, high) if self.epsilon((*after, middle)) <= epsilon else (low, middle)
         return low
 
-    def public_dict(self) -> dict[str, Any]:
-        """The plan as plain JSON values: the entries of `RESUME_KEYS`, and what the run is expected to spend."""
-        at_changes = self.config.noise_at_changes  # noise starts anew where nothing is said
-        return {
-            "num_examples": self.num_examples,
-            "expected_batch_size": self.sampler.expected_batch_size,
-            "sampler": self.sampler.parameters(),
-            "clipping": self.config.clipping,
-            "clipping_norm": self.config.clipping_norm,
-            "adjacency": self.adjacency,
-            "privacy_unit": self.unit,
-            "users": self.users,
-            "delta": self.delta,
-            "allow_large_delta": self.config.allow_large_delta,
-            "noise_multiplier": self.noise_multiplier,
-            "draw_stddev": self.draw_stddev,
-            "noise_mechanism": self.config.noise_mechanism,
-            "noise_kwargs": dict(self.config.noise_kwargs),
-            "noise_restart_every": self.config.noise_restart_every,
-            **({} if at_changes in ("auto", "restart") else {"noise_at_changes": at_changes}),
-            "noise_strategy": self.strategy.parameters(),
-            "noise_steps": self.noise_steps,
-            "preclip": self.preclip.parameters(),
-            "num_queries": self.preclip.num_queries,
-            **({} if self.release.opening is None else {"opening_noise": self.release.opening}),
-            **({} if self.private_metrics is None else {"private_metrics": self.private_metrics.parameters()}),
-            "is_private": self.is_private,
-            "noise_rng": self.noise_stream,
-            "num_steps": self.num_steps,
-            "target_epsilon": self.config.target_epsilon,
-            "epsilon": self.epsilon() if math.isfinite(self.epsilon()) else "inf",  # JSON has no infinity
-            "accountant": self.spent.accountant,
-            "dp_accounting": events.dp_accounting_version(),
-            **({} if self.certificate is None else {"certificate": self.certificate.parameters()}),
-            **({"recipe": dict(self.recipe)} if self.recipe else {}),
-            **({} if self.release.tuned is None else self._tuned_dict(self.release.tuned)),
-            **({"earlier_runs": [run.to_json() for run in self.earlier]} if self.earlier else {}),
-        }
-
-    def _tuned_dict(self, tuned: RunCount) -> dict[str, Any]:
-        alone = self.run_epsilon
-        return {"tuned": tuned.public_dict(), "run_epsilon": alone if math.isfinite(alone) else "inf"}
+    @functools.cached_property
+    def record(self) -> PlanRecord:
+        """The plan as it is written to ledgers and reports: what it runs, and what it is expected to spend."""
+        config, release, goes_on = self.config, self.release, self.config.noise_at_changes not in ("auto", "restart")
+        made = PlanRecord(
+            num_examples=self.num_examples,
+            expected_batch_size=self.sampler.expected_batch_size,
+            sampler=self.sampler.parameters(),
+            clipping=config.clipping,
+            clipping_norm=config.clipping_norm,
+            adjacency=self.adjacency,
+            privacy_unit=self.unit,
+            users=self.users,
+            delta=self.delta,
+            allow_large_delta=config.allow_large_delta,
+            noise_multiplier=self.noise_multiplier,
+            draw_stddev=self.draw_stddev,
+            noise_mechanism=config.noise_mechanism,
+            noise_kwargs=config.noise_kwargs,
+            noise_restart_every=config.noise_restart_every,
+            noise_at_changes=config.noise_at_changes if goes_on else None,
+            noise_strategy=self.strategy.parameters(),
+            noise_steps=self.noise_steps,
+            preclip=self.preclip.parameters(),
+            num_queries=self.preclip.num_queries,
+            opening_noise=release.opening,
+            private_metrics=None if self.private_metrics is None else self.private_metrics.parameters(),
+            is_private=self.is_private,
+            noise_rng=self.noise_stream,
+            num_steps=self.num_steps,
+            target_epsilon=config.target_epsilon,
+            epsilon=self.epsilon(),
+            accountant=self.spent.accountant,
+            dp_accounting=events.dp_accounting_version(),
+            certificate=None if self.certificate is None else self.certificate.parameters(),
+            recipe=self.recipe or None,
+            tuned=None if release.tuned is None else release.tuned.public_dict(),
+            run_epsilon=None if release.tuned is None else self.run_epsilon,
+            earlier_runs=self.earlier,
+        )
+        return PlanRecord.from_json(made.to_json())

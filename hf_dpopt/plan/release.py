@@ -271,6 +271,11 @@ class ReleaseRecord:
     opening_noise: float | None = None
     tuned: Mapping[str, Any] | None = None
 
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Names of the entries."""
+        return tuple(field.name for field in dataclasses.fields(cls))
+
     @property
     def unit(self) -> str:
         """Unit that is protected as a whole, with the column that tells users apart."""
@@ -320,16 +325,15 @@ class EarlierRun(ReleaseRecord):
     @classmethod
     def of(cls, record: ReleaseRecord, charged: Sequence[int], ledger_digest: str) -> EarlierRun:
         """A run that was charged so many steps of each chain."""
-        fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(ReleaseRecord)}
-        return cls(**fields, charged=tuple(charged), ledger_digest=ledger_digest)
+        same = {name: getattr(record, name) for name in ReleaseRecord.names()}
+        return cls(**same, charged=tuple(charged), ledger_digest=ledger_digest)
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> EarlierRun:
         """The run that `to_json` described."""
-        known = {field.name: entries[field.name] for field in dataclasses.fields(cls) if field.name in entries}
+        known = {name: entries[name] for name in cls.names() if name in entries}
         return cls(**{**known, "charged": tuple(entries["charged"])})
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values, from which `from_json` makes it again."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**fields, "charged": list(self.charged)}
+        return {name: getattr(self, name) for name in self.names()} | {"charged": list(self.charged)}

@@ -25,6 +25,7 @@ from hf_dpopt.accounting.filter import Charge, RenyiFilter, best_order, charge_o
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.resume import Resume
 
@@ -237,7 +238,7 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: Ledger, re
     Raises:
         DPConfigError: if the run was charged to a ledger and none is named now; see `reserve`.
     """
-    _check_named(dataset, log.plan)
+    _check_named(dataset, (log.plan or {}).get("privacy_ledger"))
     if dataset is None:
         return None
     reservation, entry = reservation_of(plan, resume.in_the_end(plan.num_steps)), dataset.entry or log.run
@@ -247,18 +248,19 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: Ledger, re
 def check_run(
     dataset: DatasetBudget | None,
     plan: PrivacyPlan,
-    recorded: Mapping[str, Any] | None,
+    recorded: PlanRecord | None,
     log: Ledger | None = None,
     resume: Resume | None = None,
 ) -> None:
     """Refuse a run that does not fit into the ledger of its dataset; nothing is written. See `charge_run`.
 
     Args:
-        recorded: plan of the run that goes on; None for one that begins.
+        recorded: plan of the run that goes on, where its log is not open yet; None for one that begins.
         log: record of the run, where it is open; else only what `recorded` says is checked, or a run that begins.
         resume: how it goes on.
     """
-    _check_named(dataset, recorded)
+    known = None if log is None or log.plan is None else log.plan.get("privacy_ledger")
+    _check_named(dataset, known if recorded is None else recorded.privacy_ledger)
     if dataset is None or (recorded is not None and resume is None):
         return
     path = Path(dataset.path)
@@ -329,9 +331,9 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
     )
 
 
-def _check_named(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> None:
+def _check_named(dataset: DatasetBudget | None, before: Any) -> None:
     """Refuse to go on without the ledger that a run was charged to, or under another shared entry."""
-    before = (recorded or {}).get("privacy_ledger") or {}
+    before = before or {}
     if not isinstance(before, dict) or (before and not {"name", "entry"} <= before.keys()):
         raise DPConfigError(
             f"The plan of this run names a ledger of its dataset that no run names: {before!r}. Put the ledger of the "

@@ -25,8 +25,9 @@ from hf_dpopt.common.reduction import Layout, Reduction
 from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
-from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.private_metrics import MetricsAtWork, NoMetrics
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
@@ -223,7 +224,7 @@ class PrivateRun:
             )
             clean(self.output_dir, state)
             self._check_budget(resume)
-            check_run(self._dataset, self.plan, state.plan, state, resume)
+            check_run(self._dataset, self.plan, None, state, resume)
             self._check_plan(training, is_resumed=resume_step is not None)
             dataset = charge_run(self._dataset, self.plan, state, resume)
             charged_to = (
@@ -264,20 +265,20 @@ class PrivateRun:
         return found.manifest
 
     def _public_plan(self, training: Mapping[str, Any] | None) -> dict[str, Any]:
-        return self.plan.public_dict() | ({} if training is None else {TRAINING: dict(training)})
+        return self.plan.record.to_json() | ({} if training is None else {TRAINING: dict(training)})
 
     def _check_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
         """Check that what is executed is what the run was charged for."""
         assert self.log is not None
         # trained anew, a run may be another one; a loop of one's own need not say its options
         compared = is_resumed and training is not None and TRAINING in (self.log.state.plan or {})
-        keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS
+        keys = (*PlanRecord.mechanism_fields(), *([TRAINING] if compared else []))
         self.log.state.check_plan(self._public_plan(training), must_match=keys)
 
     def _record_plan(self, training: Mapping[str, Any] | None, charged_to: Mapping[str, Any] | None) -> None:
         assert self.log is not None
         public = self._public_plan(training) | ({} if charged_to is None else {DATASET: dict(charged_to)})
-        self.log.record_plan(public, must_match=RESUME_KEYS)
+        self.log.record_plan(public, must_match=PlanRecord.mechanism_fields())
 
     def _chain(self, resume: Resume) -> Chain:
         """The chain that goes on, or a new one; a run that has no step left begins none."""
@@ -750,7 +751,7 @@ def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
 
 
 @contextlib.contextmanager
-def reading_plan(recorded: Mapping[str, Any] | None, output_dir: str | Path) -> Iterator[None]:
+def reading_plan(recorded: PlanRecord | None, output_dir: str | Path) -> Iterator[None]:
     """Say of a recorded plan that cannot be read that it was edited; of one that anybody may have made.
 
     Args:
@@ -762,12 +763,16 @@ def reading_plan(recorded: Mapping[str, Any] | None, output_dir: str | Path) -> 
     except (DPBudgetExceeded, DPConfigError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if recorded is None or recorded["delta"] is not None:
+        if recorded is None or recorded.delta is not None:
             raise
-        raise DPConfigError(
-            f"output_dir={output_dir}: the plan in its ledger is none that a run writes ({type(error).__name__}: "
-            f"{error}). Put the original ledger back, or choose another output_dir."
-        ) from error
+        raise _unreadable(output_dir, error) from error
+
+
+def _unreadable(output_dir: str | Path, error: Exception) -> DPConfigError:
+    return DPConfigError(
+        f"output_dir={output_dir}: the plan in its ledger is none that a run writes ({type(error).__name__}: "
+        f"{error}). Put the original ledger back, or choose another output_dir."
+    )
 
 
 def recorded_plan(
@@ -776,7 +781,7 @@ def recorded_plan(
     *,
     keeps_budget: bool,
     num_examples: int | None = None,
-) -> dict[str, Any] | None:
+) -> PlanRecord | None:
     """The plan that an earlier run in this folder was charged under, or None. What rank 0 finds counts.
 
     From a ledger without its log, no delta is taken over, and no proof of an epsilon.
@@ -789,24 +794,28 @@ def recorded_plan(
         return None
     found = find_run(Path(output_dir), private_dir(private_state_dir, output_dir, is_read=True))
     known = found.known
-    plan, path = (None, LEDGER) if known is None else (known.plan, known.path)
-    if plan is not None and known is not None and found.log is None:  # anybody who writes there may have made it
-        plan = None if not known.num_charged else {**plan, "delta": None}
-        (plan or {}).pop("certificate", None)
-    if plan is not None and "noise_strategy" not in plan:
+    if known is None or known.plan is None or (found.log is None and not known.num_charged):
+        return None
+    if "noise_strategy" not in known.plan:
         raise DPConfigError(
-            f"output_dir={output_dir}: {path} records a run of another kind, without a noise strategy. Choose another "
-            "output_dir."
+            f"output_dir={output_dir}: {known.path} records a run of another kind, without a noise strategy. Choose "
+            "another output_dir."
         )
-    if plan is not None and num_examples not in (None, plan.get("num_examples")):
+    try:
+        plan = PlanRecord.from_json(known.plan)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _unreadable(output_dir, error) from error
+    if found.log is None:  # anybody who writes there may have made it
+        plan = dataclasses.replace(plan, delta=None, certificate=None)
+    if num_examples not in (None, plan.num_examples):
         raise DPConfigError(
-            f"output_dir={output_dir}: holds a run on another dataset, of {plan.get('num_examples')} "
+            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} "
             f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
             "another output_dir."
         )
-    if keeps_budget and plan is not None and plan.get("noise_multiplier") == 0:
+    if keeps_budget and plan.noise_multiplier == 0:
         raise DPConfigError(
-            f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "
-            "Choose another output_dir."
+            f"The run recorded in {known.path} had no noise (noise_multiplier 0), so a budget cannot be kept on top "
+            "of it. Choose another output_dir."
         )
     return plan

@@ -21,6 +21,7 @@ from hf_dpopt.noise import (
 from hf_dpopt.noise.streams import RecurrentStream
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.record import PlanRecord
 from tests.contract import noise
 
 
@@ -38,7 +39,7 @@ def test_a_plan_of_normalized_bands_is_resumed():
     )  # fmt: skip
     sizes = {"num_examples": noise.NUM_EXAMPLES, "num_steps": noise.NUM_STEPS}
     plan = make_plan(config, **sizes)
-    recorded = json.loads(json.dumps(plan.public_dict()))
+    recorded = PlanRecord.from_json(json.loads(json.dumps(plan.record.to_json())))
     assert make_plan(config, **sizes, recorded=recorded).strategy == plan.strategy
 
 

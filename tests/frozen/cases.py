@@ -112,7 +112,7 @@ def plan_outputs(make: Callable[[], PrivacyPlan]) -> dict[str, Any]:
         plan = make()
     except DPConfigError:
         return {"refused": True}
-    public = plan.public_dict()
+    public = plan.record.to_json()
     public.pop("dp_accounting")
     for drawn in ("remove", "add"):
         public.get("certificate", {}).pop(drawn, None)
@@ -133,7 +133,7 @@ def statement(make: Callable[[], PrivacyPlan]) -> str:
     """The privacy statement of a run of a plan that went to its end."""
     plan = make()
     facts = RunFacts(
-        plan=plan.public_dict(), epsilon_spent=plan.epsilon(), epsilon_replace_one=plan.epsilon_replace_one(),
+        plan=plan.record.to_json(), epsilon_spent=plan.epsilon(), epsilon_replace_one=plan.epsilon_replace_one(),
         delta=plan.delta, steps_charged=plan.num_steps, steps_planned=plan.num_steps, chains=1,
         noise_generator=source_of(plan.config.noise_rng).__name__, secure=plan.config.noise_rng == "secure", world_size=1,
         ledger_digest="ab" * 32, self_check="passed",

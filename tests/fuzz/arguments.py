@@ -230,7 +230,7 @@ def plans_case() -> st.SearchStrategy[Case]:
 
         def run(folder: Path) -> None:
             made = make_plan(PrivacyConfig(**values), num_examples=num_examples, num_steps=num_steps)
-            made.public_dict()
+            made.record.to_json()
 
         return Case(
             "plans", f"make_plan({shown(values)}, num_examples={num_examples!r}, num_steps={num_steps!r})", run

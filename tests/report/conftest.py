@@ -26,7 +26,7 @@ def plan() -> PrivacyPlan:
 def make_facts(plan: PrivacyPlan) -> MakeFacts:
     """Facts of the finished run of `plan`, some of them replaced; ``plan={...}`` replaces entries of the plan."""
     facts = RunFacts(
-        plan=plan.public_dict(),
+        plan=plan.record.to_json(),
         epsilon_spent=plan.epsilon(),
         epsilon_replace_one=1.5,
         delta=plan.delta,

@@ -71,7 +71,7 @@ def test_verification_recomputes_the_attackers(make_facts: MakeFacts, name: str)
     options = {} if name == "sampled" else {"sampling": "fixed_order"}
     config = PrivacyConfig(noise_multiplier=1.1, target_delta=1e-5, expected_batch_size=100, **options)
     plan = make_plan(config, num_examples=5000, num_steps=40)
-    facts = dataclasses.replace(make_facts(), plan=plan.public_dict(), meaning=meaning_of_plan(plan))
+    facts = dataclasses.replace(make_facts(), plan=plan.record.to_json(), meaning=meaning_of_plan(plan))
 
     def check(text: str) -> str:
         report = Report(Fields(json.loads(text), "the report"))

@@ -93,7 +93,7 @@ def test_every_plan_has_a_statement(make_facts: MakeFacts, sampling: str, adjace
         noise_multiplier=2.0, expected_batch_size=10, sampling=sampling, adjacency=adjacency, **users
     )
     plan = make_plan(config, num_examples=100, num_steps=5)
-    facts = make_facts(plan=plan.public_dict(), delta=plan.delta, epsilon_spent=plan.epsilon())
+    facts = make_facts(plan=plan.record.to_json(), delta=plan.delta, epsilon_spent=plan.epsilon())
     text = render_statement(facts)
     assert f"(`{adjacency}`)" in text and plan.describe_sampling() in text
 

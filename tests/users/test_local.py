@@ -256,4 +256,4 @@ def test_the_statement_says_that_users_train_locally(tmp_path):
     trainer.train()
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
     assert "trained on the chosen rows of each user" in text
-    assert trainer.plan.public_dict()["users"]["local_training"] == {"learning_rate": 0.1}
+    assert trainer.plan.record.to_json()["users"]["local_training"] == {"learning_rate": 0.1}

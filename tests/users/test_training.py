@@ -166,7 +166,7 @@ def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tm
     for user in range(NUM_USERS):
         mine = {dataset[int(i)]["author"] for i in trainer._users.index.rows(user)}
         assert len(mine) == 1
-    assert trainer.plan.num_examples == NUM_USERS and trainer.plan.public_dict()["users"]["records_per_user"] == 3
+    assert trainer.plan.num_examples == NUM_USERS and trainer.plan.record.to_json()["users"]["records_per_user"] == 3
 
 
 RESUMED = {
