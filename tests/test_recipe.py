@@ -73,7 +73,7 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
         ({"clipping_norm": 0.5}, {"clipping": "flat", "clipping_norm": 0.5}),
         ({"clipping": "per_layer"}, {"clipping": "per_layer"}),
         ({"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 1}}, {"learning_rate": 5e-5}),
-        ({"clipping_quantile": 0.5, "expected_batch_size": 100}, {"learning_rate": 5e-5}),
+        ({"preconditioner": "quantile", "expected_batch_size": 100}, {"learning_rate": 5e-5}),
         ({"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 16}}, {"expected_batch_size": 4}),
         ({"sampling": "fixed_order"}, {"expected_batch_size": 4}),
         ({"recipe": "none"}, {"expected_batch_size": 4, "learning_rate": 5e-5, "clipping": "flat", "warmup_steps": 0}),

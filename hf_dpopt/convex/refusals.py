@@ -73,11 +73,6 @@ def _on_subspace(args: Any, lora_r: int) -> Iterator[Refusal]:
         "`log_private_metrics` releases numbers in every step, and of a head only the final weights leave.",
         "Leave it out, or finetune with DPTrainer.",
     )
-    yield (
-        args.clipping_quantile is not None,
-        "`clipping_quantile` adapts a clip, and gradients are bounded by --feature_norm here.",
-        "Leave it out.",
-    )
     yield args.ball_radius is not None, "`ball_radius` belongs to finetuning.", "Use --head_radius."
     yield bool(args.weight_decay), f"weight_decay={args.weight_decay:g} belongs to finetuning.", "Leave it at 0."
     yield bool(args.max_grad_norm), "`max_grad_norm` clips a sum, which this algorithm does not.", "Leave it at 0."
@@ -142,7 +137,7 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
         "Leave it out, or finetune with DPTrainer.",
     )
     yield (
-        args.preconditioner not in (None, "none", "identity") or args.clipping_quantile is not None,
+        args.preconditioner not in (None, "none", "identity"),
         "Preconditioners and adaptive clipping norms change with the data: steps are no gradients of one convex loss.",
         FINETUNE,
     )

@@ -56,8 +56,8 @@ class Trained:
         model, adapters = given.get("model"), given.get("peft_config")
         name = str(getattr(args.optim, "value", args.optim))
         own = any(given.get(key) not in (None, (None, None)) for key in ("optimizers", "optimizer_cls_and_kwargs"))
-        plain = args.preconditioner_name() == "none" and given.get("preclip") is None
-        is_plain = plain and args.local_learning_rate is None
+        plain = args.preconditioner == "none" and given.get("preclip") is None
+        is_plain = plain and args.local_training is None
         is_tuned = is_plain and name in TUNED_OPTIMIZERS and not own
         if not isinstance(model, nn.Module):
             return cls("full" if adapters is None else "lora", "generation", None, is_plain, is_tuned)

@@ -35,7 +35,6 @@ from hf_dpopt.plan.options import (
     UserWeighting,
     copy_option,
     documented,
-    option,
 )
 from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.preclip import PRECLIPS, make_preclip
@@ -79,12 +78,7 @@ class PrivacyConfig:
     user_id_column: str | None = copy_option("user_id_column")
     records_per_user: int | None = copy_option("records_per_user")
     user_weighting: UserWeighting = copy_option("user_weighting")
-    local_training: Mapping[str, Any] | None = option(
-        None,
-        "Options of SGD on the records of each user (learning_rate, batch_size, epochs, steps), after which the user "
-        "gives how far the weights moved.",
-        unset="users give gradients",
-    )
+    local_training: Mapping[str, Any] | None = copy_option("local_training")
     noise_mechanism: str = copy_option("noise_mechanism")
     noise_kwargs: Mapping[str, Any] = copy_option("noise_kwargs")
     noise_restart_every: int | None = copy_option("noise_restart_every")
@@ -212,8 +206,8 @@ class PrivacyConfig:
         if checked is not None and self.local_training is not None:
             raise DPConfigError(
                 f"log_private_metrics={self.log_private_metrics} has no loss to sum where users train: they give how "
-                "far their weights moved, after several steps of their own. Leave log_private_metrics out, or the "
-                "local_ options."
+                "far their weights moved, after several steps of their own. Leave log_private_metrics out, or "
+                "local_training."
             )
 
     def _check_users(self) -> None:
@@ -223,7 +217,7 @@ class PrivacyConfig:
             if self.privacy_unit != "user" or self.sampling == "capped_poisson":
                 raise DPConfigError(
                     "Local training is on the records of one user: add privacy_unit='user' and sample users (any "
-                    "sampling but 'capped_poisson'), or leave the local_ options out."
+                    "sampling but 'capped_poisson'), or leave local_training out."
                 )
             LocalTraining.of(options)
         if self.privacy_unit == "user":

@@ -45,7 +45,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "user_id_column": USERS,
     "records_per_user": {**USERS, "records_per_user": 3},
     "user_weighting": {**USERS, "user_weighting": "mean"},
-    "local_training": {**USERS, "local_learning_rate": 0.1},
+    "local_training": {**USERS, "local_training": {"learning_rate": 0.1}},
     "noise_mechanism": BANDED,
     "noise_kwargs": {**BANDED, "noise_kwargs": {"num_bands": 3}},
     "noise_restart_every": {"noise_mechanism": "honaker", "noise_restart_every": 2},

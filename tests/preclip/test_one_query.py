@@ -410,7 +410,7 @@ REFUSED = {
     "local training": (
         {},
         dict(privacy_unit="user", records_per_user=2, local_training={"learning_rate": 0.1}),
-        "Leave the local_ options out",
+        "Leave local_training out",
     ),
     "words": (dict(by_rows="yes"), {}, "neither true nor false"),
 }

@@ -217,27 +217,28 @@ def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(
         _trainer(tmp_path / folder, callbacks=[seen], **options, **changes).train()
         return seen.steps[0]
 
-    gradient = run("gradient", user_weighting="mean")
+    gradient, whole = run("gradient", user_weighting="mean"), {"learning_rate": 1.0, "batch_size": 50}
     for at_once in (1, 6):
-        local = run(f"local{at_once}", local_learning_rate=1.0, local_batch_size=50, local_users_at_once=at_once)
+        local = run(f"local{at_once}", local_training=whole, local_users_at_once=at_once)
         assert reference.relative_error(local, gradient) < 1e-5
 
 
+LOCAL = {"local_training": {"learning_rate": 0.1}}
 REFUSED = {
-    "no learning rate": ({"local_batch_size": 4}, "local_batch_size.*--local_learning_rate"),
-    "a learning rate of 0": ({"local_learning_rate": 0.0}, "local_learning_rate=0.0 does not train"),
-    "no steps": ({"local_learning_rate": 0.1, "local_steps": 0}, "local_steps=0"),
+    "no learning rate": ({"local_training": {"batch_size": 4}}, "no learning_rate"),
+    "a learning rate of 0": ({"local_training": {"learning_rate": 0.0}}, "learning_rate=0.0 of local_training does not train"),
+    "no steps": ({"local_training": {"learning_rate": 0.1, "steps": 0}}, "steps of local_training=0"),
     "without users": (
-        {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
+        {**LOCAL, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
         "privacy_unit='user'",
     ),
-    "nobody at once": ({"local_learning_rate": 0.1, "local_users_at_once": -1}, "local_users_at_once=-1"),
+    "nobody at once": ({**LOCAL, "local_users_at_once": -1}, "local_users_at_once=-1"),
     "side by side with checkpointing": (
-        {"local_learning_rate": 0.1, "local_users_at_once": 4, "gradient_checkpointing": True},
+        {**LOCAL, "local_users_at_once": 4, "gradient_checkpointing": True},
         "side by side.*Use local_users_at_once=1",
     ),
     "sampled records": (
-        {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
+        {**LOCAL, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
     ),
 }  # fmt: skip
 
@@ -252,7 +253,7 @@ def test_bad_arguments_are_refused(tmp_path, case):
 
 @pytest.mark.slow
 def test_the_statement_says_that_users_train_locally(tmp_path):
-    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0, local_learning_rate=0.1)
+    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0, **LOCAL)
     trainer.train()
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
     assert "trained on the chosen rows of each user" in text

@@ -171,7 +171,7 @@ def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tm
 
 RESUMED = {
     "gradients": {},
-    "local": {"local_learning_rate": 0.5, "noise_mechanism": "nu_dpftrl"},
+    "local": {"local_training": {"learning_rate": 0.5}, "noise_mechanism": "nu_dpftrl"},
     "records": {"sampling": "capped_poisson", "expected_batch_size": 12},
 }
 

@@ -39,7 +39,7 @@ def _on_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Re
     yield (
         config.local_training is not None,
         "Users that train locally need the whole model each, and it lies in shards.",
-        f"{WHOLE}, or let users give gradients (leave local_learning_rate out).",
+        f"{WHOLE}, or let users give gradients (leave local_training out).",
     )
     rows = config.records_per_user
     yield (

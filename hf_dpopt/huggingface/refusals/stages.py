@@ -124,7 +124,7 @@ def _request(
         optimizer = cls(_parameters(), **options, **decay)  # refuses what is out of range
     return _Asked(
         args=args,
-        preclip=own or make_preclip(args.preconditioner_name(), _options(args)),
+        preclip=own or make_preclip(args.preconditioner, _options(args)),
         own=own,
         optimizer=optimizer,
         is_given=is_given,
@@ -140,10 +140,7 @@ def _parameters() -> list[torch.nn.Parameter]:
 
 
 def _options(args: Any) -> Mapping[str, Any]:
-    options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
-    by_quantile = args.clipping_quantile is not None and args.preconditioner_name() == "quantile"
-    quantile = {"quantile": args.clipping_quantile} if by_quantile else {}
-    return {**options, **quantile}
+    return check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
 
 
 def _check_filter_options(options: Any) -> None:
@@ -158,9 +155,9 @@ def _check_filter_options(options: Any) -> None:
 def _on_what_is_given_twice(asked: _Asked) -> Iterator[Refusal]:
     args = asked.args
     yield (
-        asked.own is not None and args.preconditioner_name() != "none",
+        asked.own is not None and args.preconditioner != "none",
         f"Two preconditioners were given: preclip={type(asked.own).__name__} and "
-        f"preconditioner={args.preconditioner_name()!r}.",
+        f"preconditioner={args.preconditioner!r}.",
         "Give one of them.",
     )
     yield (
