@@ -18,7 +18,6 @@ from hf_dpopt.common.checks import (
     check_mapping,
     check_noise_key,
     check_noise_multiplier,
-    check_real,
 )
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
@@ -141,16 +140,9 @@ class PrivacyConfig:
                 f"{given} given. Give exactly one: target_epsilon=8.0 "
                 "calibrates the noise to a budget, noise_multiplier=1.0 fixes it and epsilon is what comes out."
             )
-        if self.target_epsilon is not None:
-            check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
-            if self.target_epsilon <= 0:
-                raise DPConfigError(
-                    f"target_epsilon={self.target_epsilon} is not a budget. Use a finite number > 0; 1 to 8 is usual "
-                    "for finetuning. To train without privacy use the stock Trainer."
-                )
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
-        check_budget(self.target_epsilon)
+        check_budget(self.target_epsilon, self.target_delta)
 
     def _check_numbers(self) -> None:
         check_clipping_norm("clipping_norm", self.clipping_norm)
@@ -170,13 +162,6 @@ class PrivacyConfig:
                 f"allow_large_delta={shown(self.allow_large_delta)} is not a yes or no. Use True or False; True "
                 "accepts a delta above 1 / number of records."
             )
-        if self.target_delta is not None:
-            check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
-            if not 0 < self.target_delta < 1:
-                raise DPConfigError(
-                    f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / number of records, or leave "
-                    "it out to get a tenth of that, rounded down to one digit."
-                )
 
     def _check_choices(self) -> None:
         for field in dataclasses.fields(self):

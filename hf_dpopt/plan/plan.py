@@ -272,11 +272,10 @@ class PrivacyPlan:
     @functools.cached_property
     def spent(self) -> accountants.Spent:
         """Epsilon of the planned steps and the earlier runs, and the accountant that gave it."""
-        computed, proof = self._computed(self.num_steps), self.certificate
-        if proof is None or not self.is_private or proof.epsilon >= computed.epsilon:
+        computed, proof, noise = self._computed(self.num_steps), self.certificate, self.secret_noise_multiplier
+        if proof is None or not self.release.is_proven_by(proof, noise, self.num_steps, self.delta):
             return computed
-        parts = events.flatten(self.event)
-        if not all(proof.covers(leaf, self.delta) for leaf, _ in parts) or sum(count for _, count in parts) > 1:
+        if proof.epsilon >= computed.epsilon:
             return computed
         return accountants.Spent(
             proof.epsilon,

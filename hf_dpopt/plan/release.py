@@ -203,7 +203,9 @@ class Release:
         return self.sampler.certify(self.strategy, stddev, self.steps, delta, num_samples=num_samples)
 
     def is_proven_by(self, proof: Certificate, noise_multiplier: float, num_steps: int, delta: float) -> bool:
-        """Whether a proof by samples is one for so many steps with this noise."""
+        """Whether a proof by samples is one for so many steps with this noise, and for nothing beside them."""
+        if noise_multiplier == 0 or not self.is_single_mechanism:
+            return False
         stddev = self._stddev(noise_multiplier, proof.event.num_steps)
         event = dataclasses.replace(proof.event, noise_multiplier=stddev, num_steps=num_steps)
         is_same = event.num_bins == self.sampler.steps_per_epoch and event.strategy == self.strategy
