@@ -26,7 +26,6 @@ from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.plan.private_metrics import MetricsAtWork, NoMetrics
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
@@ -38,6 +37,7 @@ from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.keys import RUNS, Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.metrics import MetricsAtWork, NoMetrics
 from hf_dpopt.run.resume import Recovery, Resume, decide
 from hf_dpopt.sampling.check import ParticipationCheck
 
