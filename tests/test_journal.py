@@ -166,7 +166,7 @@ def test_a_torn_last_entry_counts_as_not_written(left):
     trainer = _resume(left)
     assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
     ledger = Ledger.read(left / "out/privacy/ledger.jsonl")
-    assert [ledger.lost(chain.chain_id) for chain in ledger.chains] == [{5}]
+    assert [chain.lost for chain in ledger.chains] == [{5}]
 
 
 def test_entries_that_are_cut_off_make_no_loss_of_several_steps(left):

@@ -147,7 +147,7 @@ def _origin(folder: Path, manifest: Manifest | None, ledger: Ledger | None) -> I
         yield f"its {STATE} is not that of step {manifest.step}"
     if ledger is not None:
         chain = ledger.chain(manifest.chain)
-        if chain is None or not chain.start_step <= manifest.step <= ledger.reached(chain.chain_id):
+        if chain is None or not chain.start_step <= manifest.step <= chain.reached:
             yield f"{_FOREIGN}{where}, so what its weights cost is unknown"
 
 

@@ -135,7 +135,7 @@ def decide(
     candidates = [*own[:1], *(chain for chain in own[1:] if chain.chain_id in named)]
     notes = []
     for chain in candidates:
-        if is_private and _has_key(keys, chain) and chain.start_step <= step < ledger.reached(chain.chain_id):
+        if is_private and _has_key(keys, chain) and chain.start_step <= step < chain.reached:
             if strangers:
                 raise _refusal(output_dir, f"it is that of another run ({', '.join(sorted(strangers))})")
             recovery = _find_recovery(
@@ -162,7 +162,7 @@ def _resume(
 ) -> Resume:
     """Make the decision, with the chains in the order in which it has them."""
     ordered = sorted(ledger.chains, key=lambda one: one == chain)  # stable
-    charged = tuple(len(ledger.steps(one.chain_id)) for one in ordered)
+    charged = tuple(len(one.steps) for one in ordered)
     return Resume(step, chain, note, recovery, charged, "" if manifest is None else origin_of(manifest))
 
 
@@ -177,8 +177,8 @@ def _has_key(keys: Keys | None, chain: ChainRecord) -> bool:
 
 def _check_charged(ledger: Ledger, step: int) -> None:
     """Refuse a checkpoint whose cost is not known."""
-    if step and not any(chain.start_step <= step <= ledger.reached(chain.chain_id) for chain in ledger.chains):
-        reached = max((ledger.reached(chain.chain_id) for chain in ledger.chains), default=0)
+    if step and not any(chain.start_step <= step <= chain.reached for chain in ledger.chains):
+        reached = max((chain.reached for chain in ledger.chains), default=0)
         raise DPConfigError(
             f"The checkpoint is at step {step}, but {ledger.path} has charged no run that reached it (it ends at step "
             f"{reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote the "
@@ -188,7 +188,7 @@ def _check_charged(ledger: Ledger, step: int) -> None:
 
 def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path, num_steps: int | None) -> None:
     """Refuse to resume a run from its initial weights where steps were charged that nothing leads to."""
-    reached = ledger.reached(last.chain_id)
+    reached = last.reached
     if num_steps is not None and reached >= num_steps:
         raise DPConfigError(
             f"The run of {ledger.path} is finished: all {reached} steps are charged, and no checkpoint was kept "
@@ -205,7 +205,7 @@ def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path, num_steps
 
 def _why_fresh(ledger: Ledger, keys: Keys | None, last: ChainRecord, step: int, manifest: Manifest | None) -> str:
     """Reason why a chain cannot go on after a checkpoint; empty if it can."""
-    reached = ledger.reached(last.chain_id)
+    reached = last.reached
     if reached != step:
         return f"resumed at step {step}; step {reached} of the chain before was charged"
     if manifest is not None and step > last.start_step and manifest.chain != last.chain_id:
@@ -229,7 +229,7 @@ def _find_recovery(
     has_opening: bool,
 ) -> Recovery | None:
     """The steps between a checkpoint and the last one that was charged; None where no journal leads there."""
-    reached = ledger.reached(chain.chain_id)
+    reached = chain.reached
     found = Journal(output_dir, chain.chain_id).contents()
     if found.torn and not found.entries:
         raise _refusal(output_dir, "nothing in it is as it was written")
@@ -263,7 +263,7 @@ def _steps_of(
     has_opening: bool,
 ) -> Recovery | None:
     """The steps after the checkpoint; None if the journal ends more than one step before what was charged."""
-    lost, charged = ledger.lost(chain.chain_id), set(ledger.steps(chain.chain_id))
+    lost, charged = chain.lost, chain.steps
     of_kind: dict[str, dict[int, Entry]] = {STEP: {}, OPENING: {}}
     for entry in found.entries:
         if entry.kind == BASE:

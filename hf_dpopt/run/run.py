@@ -354,7 +354,7 @@ class PrivateRun:
         # no step was left: the weights are those of a chain before
         return (
             state.run,
-            next(one.chain_id for one in state.chains if one.start_step <= step <= state.reached(one.chain_id)),
+            next(one.chain_id for one in state.chains if one.start_step <= step <= one.reached),
             step,
         )
 
