@@ -119,11 +119,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     return made if is_run_id(made.run) and isinstance(made.chain, str) and type(made.step) is int else None
 
 
-def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = ()) -> Checkpoint:
+def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = (), step: int | None = None) -> Checkpoint:
     """Find out whether a checkpoint is whole, and what it costs is known.
 
     Args:
         ledger: record of the run; None to look at the files alone.
+        step: that of the weights that are wanted; None for any.
         needed: names of files without which there is nothing to go on from.
     """
     if not folder.is_dir():
@@ -132,6 +133,8 @@ def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = ()) 
     if manifest is None and os.path.lexists(folder / MANIFEST):
         return Checkpoint(folder, (f"its {MANIFEST} is damaged",), None)
     reasons = [*_origin(folder, manifest, ledger), *_differences(folder, manifest, needed)]
+    if manifest is not None and step not in (None, manifest.step):
+        reasons.append(f"its weights are those of step {manifest.step}, and its {STATE} says {step}")
     return Checkpoint(folder, tuple(reasons), manifest)
 
 

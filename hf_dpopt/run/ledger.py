@@ -159,6 +159,10 @@ class Ledger:
         """The plan recorded last, or None."""
         return self.plans[-1] if self.plans else None
 
+    def plan_of(self, chain: ChainRecord | None) -> Mapping[str, Any] | None:
+        """The plan that a chain began under; without one the plan recorded last, or None."""
+        return self.plan if chain is None or chain.plan is None else chain.plan
+
     @property
     def chains(self) -> tuple[ChainRecord, ...]:
         """All chains, oldest first."""
@@ -211,8 +215,7 @@ class Ledger:
         Raises:
             DPConfigError: if a field of ``must_match`` differs.
         """
-        before = (None if since is None else since.plan) or self.plan
-        if differing := differences(before, plan, must_match):
+        if differing := differences(self.plan_of(since), plan, must_match):
             raise DPConfigError(
                 f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). Continue "
                 "with the same options, or choose another output_dir for a new run; on the same data its epsilon "

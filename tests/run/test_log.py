@@ -18,7 +18,7 @@ import pytest
 from hf_dpopt import PrivacyConfig, make_plan
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.run.checkpoint import write_manifest
-from hf_dpopt.run.keys import fixed_chain, private_dir
+from hf_dpopt.run.keys import fixed_chain
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import LOG, find_run
 from hf_dpopt.run.run import PrivateRun
