@@ -136,8 +136,8 @@ def _a_link_to_itself(folder):
 
 
 FORGERIES = {
-    _a_folder: "is no file",
-    _a_link_to_itself: "is a link",
+    _a_folder: "is not a regular file",
+    _a_link_to_itself: "is not a regular file",
     _flipped_value: "step 3 is missing or was edited",
     _flipped_header: "step 3 is missing or was edited",
     _missing_entry: "step 3 is missing or was edited",
