@@ -193,7 +193,8 @@ class Limits:
             return ""
         for column, table in self.positions.items():
             if num_entries(record.get(column)) > 0 and _num_places(record[column], table) > table.most:
-                return f"{column!r} is longer than the {table.most} positions of the model"
+                cut = f"tokenizer(.., truncation=True, max_length={table.most})"
+                return f"{column!r} is longer than the {table.most} positions of the model: {cut}"
         for column in MASKS if self.first_tokens_count else ():
             mask: Any = record.get(column)
             if is_flat(mask) and len(mask) and not mask[0] and any(mask):

@@ -1,4 +1,4 @@
-"""Detection of evaluation on training records: metrics on those are exact, un-noised values.
+"""Overlap of an evaluation set with the training set: metrics on training records are exact, un-noised values.
 
 A view of the training set (a shared Arrow table, `Subset`, `ConcatDataset`, rows of one list) with one common row is
 found by where rows are stored. Copies (`map`, `list(dataset)`, another reading of the same file) are found by the hash
@@ -11,11 +11,9 @@ store), rows without texts or lists unless all their numbers agree, and streams 
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,22 +21,17 @@ from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.records import row_hashes
 from hf_dpopt.records.arrow import is_arrow, is_stream
 from hf_dpopt.records.row_hashes import Hashes, Key
-from hf_dpopt.records.views import Leaf, leaves, share_rows, stored_rows
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from hf_dpopt.records.views import Leaf, leaves, share_rows
 
 HALF = 0.5  # of the sampled rows, that is too much
 NUM_SAMPLED = 512  # rows that are compared, if all of the training set was read
 MAX_SAMPLED = 20_000  # if only a part of it was
-BLOCK = 2048  # rows that are hashed at once
+BLOCK, LAZY_BLOCK = 2048, 64  # rows that are read at once; of a dataset whose rows may take long
 SECONDS_STORED, SECONDS_SERVED = 4.0, 1.5  # for reading a training set: from an Arrow table, row by row
 DISTINCT = 0.9  # of a sample of the training rows, in a column that tells records apart
 SHARE_OF_LARGEST = 0.5  # a column that holds less than that (ids, file names) is no evidence
 MIN_BYTES = 8.0  # on average; shorter ones are alike by nature
 ENOUGH = 4.0  # matches that half of the rows would make, below which a part of the training set proves nothing
-
-Table = dict[Key, Hashes]
 
 
 class TrainingRows:
@@ -50,8 +43,7 @@ class TrainingRows:
 
     def __init__(self, dataset: Any):
         self.dataset = dataset
-        self._stored: _Known | None = None
-        self._served: _Known | None = None
+        self._known: dict[bool, _Known] = {}
 
     def make_up(self, dataset: Any) -> bool:
         """Whether a dataset shares stored rows with these, or at least half of it consists of copies of them.
@@ -68,50 +60,29 @@ class TrainingRows:
     def _are_copied_in(self, dataset: Any) -> bool:
         if not hasattr(self.dataset, "__len__") or not len(self.dataset):
             return False
-        if self._stored is None:
-            self._stored = _Known(leaves(self.dataset), as_stored=True)
-        sample = _sample(dataset, self._stored.share_read, as_stored=True)
-        if self._stored.holds_half(sample):
-            return True
         # Arrow tables hold other values than Python reads where something is decoded or transformed on the way.
-        if _is_changed_when_read(dataset) and not _is_all_arrow(self.dataset):
-            return self._stored.holds_half(_sample(dataset, self._stored.share_read, as_stored=False))
-        if _is_changed_when_read(self.dataset) and not (
-            _is_all_arrow(dataset) and self._stored.names & _names(sample)
-        ):
-            if self._served is None:
-                self._served = _Known(leaves(self.dataset), as_stored=False)
-            return self._served.holds_half(_sample(dataset, self._served.share_read, as_stored=False))
-        return False
+        is_changed = _is_changed_when_read(dataset) or _is_changed_when_read(self.dataset)
+        return any(self._hold_half(dataset, as_stored) for as_stored in ((True, False) if is_changed else (True,)))
+
+    def _hold_half(self, dataset: Any, as_stored: bool) -> bool:
+        if as_stored not in self._known:
+            self._known[as_stored] = _Known(leaves(self.dataset), as_stored)
+        known = self._known[as_stored]
+        return known.holds_half(*_sample(dataset, known.share_read, as_stored))
 
 
 class _Known:
     """Hashes of all training rows, or of as many as could be read in time, at random places."""
 
-    def __init__(self, found: list[Leaf], *, as_stored: bool):
-        total, num_read = sum(len(rows) for _, rows in found), 0
-        parts: dict[Key, list[Hashes]] = {}
+    def __init__(self, found: list[Leaf], as_stored: bool):
         in_arrow = as_stored and all(is_arrow(dataset) for dataset, _ in found)
-        ends = time.monotonic() + (SECONDS_STORED if in_arrow else SECONDS_SERVED)
-        useless: set[Key] = set()
-        for num_rows, table in _blocks(found, as_stored, useless):
-            if not num_read:
-                useless |= {key for key, (hashes, _) in table.items() if _is_useless(key, hashes)}
-            num_read += num_rows
-            for key, hashes in table.items():
-                parts.setdefault(key, []).append(hashes)
-            if time.monotonic() > ends:
-                break
-        self.share_read = num_read / max(1, total)
-        merged = _concatenate(parts)
+        num_read, merged = _read(found, as_stored, SECONDS_STORED if in_arrow else SECONDS_SERVED)
+        self.share_read = num_read / max(1, sum(len(rows) for _, rows in found))
         self._scalars = {name: hashes for (name, kind), (hashes, _) in merged.items() if kind == "scalar"}
-        carriers = _carriers({key: both for key, both in merged.items() if key[1] != "scalar"})
-        self.names = {name for name, _ in carriers}
-        self._carriers = [(kind, np.unique(merged[name, kind][0])) for name, kind in carriers]
+        self._carriers = [(kind, np.unique(merged[name, kind][0])) for name, kind in _carriers(merged)]
 
-    def holds_half(self, sample: tuple[int, Table]) -> bool:
+    def holds_half(self, num_rows: int, table: dict[Key, Hashes]) -> bool:
         """Whether half of the sampled rows are among these, in a column that tells records apart."""
-        num_rows, table = sample
         if not num_rows:
             return False
         needed = HALF * num_rows * self.share_read
@@ -132,28 +103,15 @@ class _Known:
         return [(np.unique(known), ours)] if _distinct(known) >= DISTINCT else []
 
 
-def _carriers(merged: dict[Key, Any]) -> list[Key]:
+def _carriers(merged: dict[Key, Hashes]) -> list[Key]:
     """The columns that carry the record."""
-    sizes = {key: float(sizes.mean()) for key, (hashes, sizes) in merged.items() if _distinct(hashes) >= DISTINCT}
+    sizes = {
+        key: float(sizes.mean())
+        for key, (hashes, sizes) in merged.items()
+        if key[1] != "scalar" and _distinct(hashes) >= DISTINCT
+    }
     least = max(MIN_BYTES, SHARE_OF_LARGEST * max(sizes.values(), default=0.0))
     return [key for key, size in sizes.items() if size >= least]
-
-
-def _names(sample: tuple[int, Table]) -> set[str]:
-    return {name for name, kind in sample[1] if kind != "scalar"}
-
-
-def _concatenate(parts: dict[Key, list[Hashes]]) -> Table:
-    """Concatenate the hashes and sizes of all blocks."""
-    return {
-        key: (np.concatenate([hashes for hashes, _ in some]), np.concatenate([sizes for _, sizes in some]))
-        for key, some in parts.items()
-    }
-
-
-def _is_useless(key: Key, hashes: np.ndarray) -> bool:
-    """Whether a first block shows that a column cannot carry the record (masks)."""
-    return key[1] != "scalar" and len(hashes) >= BLOCK // 2 and len(np.unique(hashes)) < 0.1 * len(hashes)
 
 
 def _distinct(hashes: np.ndarray) -> float:
@@ -177,10 +135,6 @@ def _combine_hashes(columns: list[np.ndarray]) -> np.ndarray:
 # --- reading ---
 
 
-def _is_all_arrow(dataset: Any) -> bool:
-    return all(is_arrow(leaf) for leaf, _ in leaves(dataset))
-
-
 def _is_changed_when_read(dataset: Any) -> bool:
     """Whether a transform, or the decoding of images and sounds, lies between the table and what is read."""
     tables = [leaf for leaf, _ in leaves(dataset) if is_arrow(leaf)]
@@ -190,57 +144,7 @@ def _is_changed_when_read(dataset: Any) -> bool:
     )
 
 
-def _blocks(found: list[Leaf], as_stored: bool, useless: set[Key]) -> Iterator[tuple[int, Table]]:
-    """Hashes of the rows, block after block, in an order that depends on the number of rows alone.
-
-    Args:
-        found: the datasets and row numbers to read.
-        as_stored: read the Arrow tables, not what the datasets make of them.
-        useless: columns of tables to leave out; may grow on the way.
-    """
-    jobs: list[Callable[[], tuple[int, Table]]] = []
-    for dataset, rows in found:
-        if as_stored and is_arrow(dataset):
-            jobs += _stored_blocks(dataset, stored_rows(dataset, rows), useless)
-        else:
-            size = BLOCK if isinstance(dataset, (list, tuple)) else 64  # a row of others may take long
-            shuffled = np.random.default_rng(len(rows)).permutation(rows)
-            places = [shuffled[i : i + size] for i in range(0, len(rows), size)]
-            jobs += [functools.partial(_served_block, dataset, some) for some in places]
-    for i in np.random.default_rng(len(jobs)).permutation(len(jobs)).tolist():
-        yield jobs[i]()
-
-
-def _stored_blocks(dataset: Dataset, rows: np.ndarray, useless: set[Key]) -> list[Callable[[], tuple[int, Table]]]:
-    ordered = np.sort(rows)
-    starts = np.unique(ordered // BLOCK) * BLOCK
-    bounds = np.searchsorted(ordered, np.append(starts, ordered[-1] + BLOCK))
-    places = [ordered[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
-    return [
-        functools.partial(_stored_block, dataset, int(start), some, useless)
-        for start, some in zip(starts, places, strict=True)
-    ]
-
-
-def _stored_block(dataset: Dataset, start: int, rows: np.ndarray, useless: set[Key]) -> tuple[int, Table]:
-    table = dataset._data.fast_slice(start, min(BLOCK, dataset._data.num_rows - start))
-    if len(rows) < table.num_rows:
-        table = table.take(rows - start)
-    return len(rows), row_hashes.of_table(table, but=useless)
-
-
-def _served_block(dataset: Any, rows: np.ndarray) -> tuple[int, Table]:
-    """Hashes of rows as Python reads them; a row that cannot be read is no copy, whatever the dataset raises."""
-    read = []
-    for i in rows.tolist():
-        try:
-            read.append(dataset[i])
-        except Exception:
-            continue
-    return len(rows), row_hashes.of_rows(read)
-
-
-def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, Table]:
+def _sample(dataset: Any, share_read: float, as_stored: bool) -> tuple[int, dict[Key, Hashes]]:
     """Hashes of rows at random places; more rows if less of the training set is known."""
     if not hasattr(dataset, "__len__"):
         # a stream of `datasets` starts anew at each reading; others may not
@@ -248,22 +152,47 @@ def _sample(dataset: Any, share_read: float, *, as_stored: bool) -> tuple[int, T
         return len(head), row_hashes.of_rows(head)
     wanted = min(len(dataset), MAX_SAMPLED, int(NUM_SAMPLED / max(share_read, 1e-9)) + 1)
     places = np.random.default_rng(len(dataset)).permutation(len(dataset))[:wanted]
-    num_rows = 0
-    parts: dict[Key, list[Hashes]] = {}
-    ends = time.monotonic() + SECONDS_SERVED
-    for leaf, rows in leaves(dataset, places):
-        in_arrow = as_stored and is_arrow(leaf)
-        for start in range(0, len(rows), step := BLOCK if in_arrow else 64):
-            some = rows[start : start + step]
-            if in_arrow:
-                table = leaf._data.fast_gather(stored_rows(leaf, some).tolist())
-                count, found = len(some), row_hashes.of_table(table)
-            else:
-                _, found = _served_block(leaf, some)
-                count = max((len(hashes) for hashes, _ in found.values()), default=0)
-            num_rows += count
-            for key, hashes in found.items():
-                parts.setdefault(key, []).append(hashes)
-            if time.monotonic() > ends:
-                return num_rows, _concatenate(parts)
-    return num_rows, _concatenate(parts)
+    return _read(leaves(dataset, places), as_stored, SECONDS_SERVED)
+
+
+def _read(found: list[Leaf], as_stored: bool, seconds: float) -> tuple[int, dict[Key, Hashes]]:
+    """How many rows could be read in so many seconds, and their hashes and sizes; at places that are random.
+
+    Args:
+        found: datasets and numbers of rows in them.
+        as_stored: read the Arrow tables, not what the datasets make of them.
+    """
+    blocks = list[Leaf]()
+    for dataset, rows in found:
+        if not is_arrow(dataset):  # of a table, neighbours are read together
+            rows = np.random.default_rng(len(rows)).permutation(rows)
+        size = BLOCK if is_arrow(dataset) or isinstance(dataset, (list, tuple)) else LAZY_BLOCK
+        blocks += [(dataset, rows[start : start + size]) for start in range(0, len(rows), size)]
+    num_rows, parts, ends = 0, dict[Key, list[Hashes]](), time.monotonic() + seconds
+    for i in np.random.default_rng(len(blocks)).permutation(len(blocks)).tolist():
+        dataset, rows = blocks[i]
+        values = _values(dataset, rows, as_stored)
+        num_rows += len(values)
+        for key, hashes in row_hashes.of_rows(values).items():
+            parts.setdefault(key, []).append(hashes)
+        if time.monotonic() > ends:
+            break
+    return num_rows, {
+        key: (np.concatenate([hashes for hashes, _ in some]), np.concatenate([sizes for _, sizes in some]))
+        for key, some in parts.items()
+    }
+
+
+def _values(dataset: Any, rows: np.ndarray, as_stored: bool) -> list[Any]:
+    """Rows as an Arrow table stores them, or as Python reads them; one that cannot be read is no copy."""
+    if as_stored and is_arrow(dataset):
+        are_neighbours = len(rows) == rows[-1] - rows[0] + 1 and bool((np.diff(rows) == 1).all())
+        places = slice(int(rows[0]), int(rows[-1]) + 1) if are_neighbours else rows.tolist()
+        return dataset.with_format("arrow")[places].to_pylist()
+    read = []
+    for i in rows.tolist():
+        try:
+            read.append(dataset[i])
+        except Exception:  # whatever the dataset raises
+            continue
+    return read

@@ -118,14 +118,14 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "copies of training rows are evaluated on",
-        "hf_dpopt/records/likeness.py",
+        "hf_dpopt/records/overlap.py",
         "share_rows(dataset, self.dataset) or self._are_copied_in(dataset)",
         "share_rows(dataset, self.dataset)",
         (f"{EVALUATION}::test_training_records_are_not_evaluated_on",),
     ),
     Fault(
         "views of the training rows are evaluated on",
-        "hf_dpopt/records/likeness.py",
+        "hf_dpopt/records/overlap.py",
         "share_rows(dataset, self.dataset) or self._are_copied_in(dataset)",
         "dataset is self.dataset",
         (f"{EVALUATION}::test_training_records_are_not_evaluated_on",),
