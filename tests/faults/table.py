@@ -161,7 +161,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run keeps its key although later steps were charged",
         "hf_dpopt/run/resume.py",
-        "    if reached != step:\n",
+        "    if chain.reached != step:\n",
         "    if False:\n",
         (f"{ROLLBACK}::test_steps_that_the_ledger_has_forgotten_get_other_noise_and_are_charged",),
     ),
