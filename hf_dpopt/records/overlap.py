@@ -156,7 +156,7 @@ def _sample(dataset: Any, share_read: float, as_stored: bool) -> tuple[int, dict
 
 
 def _read(found: list[Leaf], as_stored: bool, seconds: float) -> tuple[int, dict[Key, Hashes]]:
-    """How many rows could be read in so many seconds, and their hashes and sizes; at places that are random.
+    """Read rows at random places until the time is over; return their number, hashes and sizes.
 
     Args:
         found: datasets and numbers of rows in them.

@@ -148,32 +148,31 @@ class PrivateRun:
         self._journal: Journal | None = None
         self._is_closed = False
         self._door, self._step = _Door.IDLE, 0
-        opened = self.ranks.same(
-            lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
-        )
-        self.chain, self.charged, self.first_step, self.recovery = (
-            opened.chain, list(opened.charged), opened.start, opened.recovery,
-        )  # fmt: skip
-        self._keys = Keys(opened.keys)
-        done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
-        self._taken = done  # steps of this chain that the model has taken
-        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        self._shards = ShardedSource(drawn_from, self.ranks) if is_sharded else None
-        source = drawn_from if self._shards is None else self._shards
-        num_steps = max(1, plan.num_steps - self.first_step)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._let_go)
+            opened = self.ranks.same(
+                lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
+            )
+            self.chain, self.charged, self.first_step, self.recovery = (
+                opened.chain, list(opened.charged), opened.start, opened.recovery,
+            )  # fmt: skip
+            self._keys = Keys(opened.keys)
+            done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
+            self._taken = done  # steps of this chain that the model has taken
+            drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
+            self._shards = ShardedSource(drawn_from, self.ranks) if is_sharded else None
+            source = drawn_from if self._shards is None else self._shards
+            num_steps = max(1, plan.num_steps - self.first_step)
             self.noise = plan.mechanism.stream(
                 source, plan.sensitivity, first_step=self.first_step + 1, num_steps=num_steps
             )
             kept = opened.noise
-            if self._shard is None:
-                self.noise.share_over(self.ranks)  # else each rank has its own sums
-            else:
+            if self._shard is not None:
                 kept = self._keys.load_noise(self.chain, self.charged[-1], self._shard)
             self.noise.continue_at(self.charged[-1], kept)
-        except BaseException:
-            self._let_go()
-            raise
+            if self._shard is None:  # else each rank has its own sums
+                self.noise.share_over(self.ranks)
+            undo.pop_all()
         self._participations = (
             ParticipationCheck(plan.sampler, self.chain.sampling_key, self.first_step + 1)
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
@@ -204,48 +203,38 @@ class PrivateRun:
         initial_weights: Callable[[], str] | None,
     ) -> _Opened:
         """Decide how the run goes on, refuse what is not affordable, and charge the dataset. On rank 0."""
-        directory = private_dir(private_state_dir, self.output_dir)
-        self.log = RunLog.open(self.output_dir, directory)
-        try:
-            state, manifest = self.log.state, self._manifest(resume_step, checkpoint)
-            resume = decide(
-                state,
-                self.log.keys,
-                self.output_dir,
-                step=resume_step,
-                manifest=manifest,
-                num_steps=self.plan.num_steps,
-                initial_weights=initial_weights,
-                has_opening=self.plan.preclip.opening is not None,
-                is_private=self.plan.is_private,
-            )
-            clean(self.output_dir, state)
-            self._check_budget(resume)
-            public = self._check_plan(training, resume, manifest)
-            public |= charge_run(self._dataset, self.plan, self.log, resume)
-            self.log.record_plan(public, must_match=RESUME_KEYS)
-            chain = self._chain(resume)
-            if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
-                self.log.check_data(chain.chain_id, data_mark)
-            self._journal = self._take_up(chain, resume, initial_weights)
-        except BaseException:
-            self._let_go()
-            raise
+        self.log = RunLog.open(self.output_dir, private_dir(private_state_dir, self.output_dir))
+        state, manifest = self.log.state, None
+        if resume_step and checkpoint is not None:
+            found = examine(Path(checkpoint), state, step=resume_step)
+            if not found.is_whole:
+                raise refuse(found)
+            manifest = found.manifest
+        resume = decide(
+            state,
+            self.log.keys,
+            self.output_dir,
+            step=resume_step,
+            manifest=manifest,
+            num_steps=self.plan.num_steps,
+            initial_weights=initial_weights,
+            has_opening=self.plan.preclip.opening is not None,
+            is_private=self.plan.is_private,
+        )
+        clean(self.output_dir, state)
+        self._check_budget(resume)
+        public = self._check_plan(training, resume, manifest)
+        public |= charge_run(self._dataset, self.plan, self.log, resume)
+        self.log.record_plan(public, must_match=RESUME_KEYS)
+        chain = self._chain(resume)
+        if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
+            self.log.check_data(chain.chain_id, data_mark)
+        self._journal = self._take_up(chain, resume, initial_weights)
         charged, start, noise = (*resume.charged, 0), resume.reached, None
         if resume.chain is not None:
             charged, start = resume.charged, resume.chain.start_step
             noise = self.log.keys.load_noise(chain, charged[-1]) if self._shard is None else None
         return _Opened(chain, charged, start, noise, resume.recovery, self.log.keys.folder)
-
-    def _manifest(self, resume_step: int | None, checkpoint: str | Path | None) -> Manifest | None:
-        """Refuse a checkpoint that is torn, or of unknown cost; return its manifest."""
-        if not resume_step or checkpoint is None:
-            return None
-        assert self.log is not None
-        found = examine(Path(checkpoint), self.log.state, step=resume_step)
-        if not found.is_whole:
-            raise refuse(found)
-        return found.manifest
 
     def _check_plan(
         self, training: Mapping[str, Any] | None, resume: Resume, manifest: Manifest | None
