@@ -94,7 +94,7 @@ def _logs(ledger: Ledger | None, output_dir: Path, directory: Path) -> tuple[Pat
     """
     named = [manifest.run for folder in checkpoints(output_dir) if (manifest := read_manifest(folder)) is not None]
     if ledger is not None:
-        named = [ledger.run, *named, ledger.parent or ledger.run]
+        named = [ledger.run, *named, *filter(None, [ledger.parent])]
     own, others = None, dict[str, Ledger]()
     for run in named:  # grows by the parents of what is found
         folder = directory / RUNS / run
@@ -104,7 +104,7 @@ def _logs(ledger: Ledger | None, output_dir: Path, directory: Path) -> tuple[Pat
             own = folder
         elif folder != own:
             others[run] = Ledger.read(folder / LOG)
-            named.append(others[run].parent or run)
+            named.extend(filter(None, [others[run].parent]))
     return own, tuple(others.values())
 
 
