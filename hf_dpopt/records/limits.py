@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt.records.lengths import Positions, num_entries, positions
 from hf_dpopt.records.losses import IGNORED, base_model
+from hf_dpopt.records.positions import Positions, num_entries, positions
 
 RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
 MORE_LABELS = "If the labels are right: load the model with num_labels=<number of labels>."
