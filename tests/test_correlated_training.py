@@ -271,9 +271,9 @@ def test_a_branch_on_balls_in_bins_asks_for_epsilon_once_and_not_in_every_step(t
     monkeypatch.setattr(type(branch.plan), "epsilon", lambda self, *steps: asked.append(steps) or 99.0)
     for step in range(1, NUM_STEPS - 3 + 1):
         run.charge(step + 3)
-    assert not asked
-    with pytest.raises(DPBudgetExceeded, match="to 99"):
+    with pytest.raises(DPConfigError, match="steps of the plan are done"):
         run.charge(NUM_STEPS + 1)
+    assert not asked
 
 
 def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):

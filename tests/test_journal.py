@@ -136,8 +136,8 @@ def _a_link_to_itself(folder):
 
 
 FORGERIES = {
-    _a_folder: "is no file",
-    _a_link_to_itself: "is a link",
+    _a_folder: "is not a regular file",
+    _a_link_to_itself: "is not a regular file",
     _flipped_value: "step 3 is missing or was edited",
     _flipped_header: "step 3 is missing or was edited",
     _missing_entry: "step 3 is missing or was edited",
@@ -166,7 +166,7 @@ def test_a_torn_last_entry_counts_as_not_written(left):
     trainer = _resume(left)
     assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
     ledger = Ledger.read(left / "out/privacy/ledger.jsonl")
-    assert [ledger.lost(chain.chain_id) for chain in ledger.chains] == [{5}]
+    assert [chain.lost for chain in ledger.chains] == [{5}]
 
 
 def test_entries_that_are_cut_off_make_no_loss_of_several_steps(left):

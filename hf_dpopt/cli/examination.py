@@ -245,7 +245,7 @@ def _resume(found: Examination) -> Iterator[Entry]:
     if last is not None and last.step >= planned:
         yield Entry("resume", f"finished: {last.folder.name} is that of the last step")
         return
-    reached = max((ledger.reached(chain.chain_id) for chain in ledger.chains), default=0)
+    reached = max((chain.reached for chain in ledger.chains), default=0)
     try:
         resume = found.resume
     except DPConfigError:

@@ -16,7 +16,6 @@ from hf_dpopt.accounting import epsilon
 from hf_dpopt.clipping import ENGINES, make_engine
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum, squared_sensitivity
 from hf_dpopt.clipping.units import Units
-from hf_dpopt.common.errors import DPBudgetExceeded
 from hf_dpopt.plan.earlier import earlier_runs_of
 from hf_dpopt.preclip import OneQuery
 from hf_dpopt.records.losses import RecordLosses
@@ -313,13 +312,14 @@ def test_another_clip_is_refused_before_it_is_charged(tmp_path):
     assert loop.run.charged == [0]
 
 
-def test_a_run_that_cannot_pay_for_the_query_and_a_step_does_not_ask(tmp_path):
+def test_a_step_beyond_the_plan_of_a_run_that_asked_is_not_charged(tmp_path):
     made = _plan(target_epsilon=4.0, noise_multiplier=None)
     loop = AskingLoop(tmp_path, made)
     for t in range(1, 7):
         loop.step(t)
-    with pytest.raises(DPBudgetExceeded):
+    with pytest.raises(DPConfigError, match="steps of the plan are done"):
         loop.step(7)
+    assert loop.run.charged == [6]
 
 
 def test_a_query_that_died_is_not_repeated_under_its_key(tmp_path):

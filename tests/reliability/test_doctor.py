@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -96,6 +97,19 @@ def test_fixing(folders: Folders, name: str) -> None:
     assert result.exit_code == code
     if folders.victim.exists():
         assert folders.victim.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("what", ["folder", "full folder", "pipe"])
+def test_what_is_not_a_file_at_the_lock_is_removed(folders: Folders, what: str) -> None:
+    folders.lock.unlink(missing_ok=True)
+    os.mkfifo(folders.lock) if what == "pipe" else folders.lock.mkdir()
+    if what == "full folder":
+        (folders.lock / "file").touch()
+    result = doctor(folders, "--fix")
+    if what == "full folder":
+        assert "cannot be removed" in str(result.exception) and (folders.lock / "file").exists()
+    else:
+        assert "which was not a file" in result.output and "lock            free" in result.output
 
 
 def test_a_run_that_is_going_on_is_left_alone(folders: Folders) -> None:
