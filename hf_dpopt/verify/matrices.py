@@ -109,14 +109,7 @@ def _damping(fields: Fields) -> float:
 def _blt(fields: Fields, n: int) -> np.ndarray:
     """``prod (1 - zeros z) / (1 - poles z)`` as a filter of an impulse, arXiv:2404.16706."""
     poles, zeros = fields.numbers("poles"), fields.numbers("zeros")
-    return lfilter(_polynomial(zeros), _polynomial(poles), np.eye(1, n)[0])
-
-
-def _polynomial(decays: tuple[float, ...]) -> np.ndarray:
-    found = np.ones(1)
-    for decay in decays:
-        found = np.convolve(found, [1.0, -decay])
-    return found
+    return lfilter(np.poly(zeros), np.poly(poles), np.eye(1, n)[0])
 
 
 def _banded(fields: Fields, n: int) -> np.ndarray:
