@@ -14,7 +14,7 @@ record (same law in both runs, and a contraction), then the record's own term, t
 functions bounds the whole. The record is left out of the contraction, so its sensitivity is L, not 2 L. The paper's
 own statement, for batches of fixed size under ``replace_one``, is evaluated here as printed, to reproduce its figures:
 its proof conditions on split noise that depends on the batch, and we could not close that gap (docs/convex.md has the
-smallest case). It is never reported. A lower bound on all of this: `hf_dpopt.accounting.last_iterate_lower`.
+smallest case). It is never reported. A lower bound on all of this: `recipes/paper/convergent/lower_bound.py`.
 
 **What is outside**, and must be refused: losses that are not convex (every deep model), clipped gradients other than
 those of generalised linear models, momentum, Adam, filters and correlated noise.

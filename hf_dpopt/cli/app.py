@@ -287,7 +287,6 @@ def plan_head(
     num_weights: Annotated[
         int | None, typer.Option(help="Labels x (features + 1 for a bias): how far noise carries them.")
     ] = None,
-    plots: Plots = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
