@@ -42,10 +42,7 @@ class Strategy:
     @property
     def base(self) -> Strategy:
         """Strategy that this one repeats."""
-        inner = self.fields.inner("base")
-        if self.name == "banded_normalized":  # of one kind, which is not written down
-            inner = Fields({**inner.content, "name": "banded"}, inner.where)
-        return Strategy(inner)
+        return Strategy(self.fields.inner("base"))
 
     @property
     def is_anytime(self) -> bool:
@@ -134,15 +131,6 @@ COEFFICIENTS = {
 # --- others ----------------------------------------------------------------------------------------------------------
 
 
-def _banded_normalized(strategy: Strategy, n: int) -> np.ndarray:
-    """Bands whose columns have norm 1 in the run of all steps."""
-    total = strategy.fields.count("num_steps")
-    if n > total:
-        raise Contradiction(f"the noise was made for {total} steps, not for {n}")
-    whole = strategy.base.matrix(total)
-    return (whole / np.linalg.norm(whole, axis=0))[:n, :n]
-
-
 def _fft(strategy: Strategy, n: int) -> np.ndarray:
     """A root of the inner products of the columns, arXiv:2211.06530, Section 4: any root has the same privacy."""
     window = np.zeros(2 * n)
@@ -202,7 +190,6 @@ def _phased(strategy: Strategy, n: int) -> np.ndarray:
 
 
 MATRICES = {
-    "banded_normalized": _banded_normalized,
     "fft": _fft,
     "tree": _tree,
     "restarted": _copies,
