@@ -21,10 +21,6 @@ VARIANTS = {
     **{name: {"noise_mechanism": name, "noise_kwargs": OPTIONS.get(name, {})} for name in MECHANISMS},
     "nu_dpftrl, exact": {"noise_mechanism": "nu_dpftrl", "noise_kwargs": {"backend": "regenerate", "block": 4}},
     "banded, fixed order": {"noise_mechanism": "banded", "sampling": "fixed_order"},
-    "banded, normalized": {
-        "noise_mechanism": "banded",
-        "noise_kwargs": {"num_bands": 3, "column_normalize": True},
-    },
     "blt, restarted": {"noise_mechanism": "blt", "noise_restart_every": 5},
     "honaker, restarted": {"noise_mechanism": "honaker", "noise_restart_every": 5},
     "tree, full Honaker": {"noise_mechanism": "tree", "noise_kwargs": {"variant": "full_honaker"}},

@@ -77,15 +77,13 @@ def run(low_pass: AdaptiveFIR, recorded: torch.Tensor) -> tuple[torch.Tensor, li
 
 @pytest.mark.parametrize("make", [independent, correlated])
 @pytest.mark.parametrize("memory", [0.99, 0.9, 0.5])
-@pytest.mark.parametrize("taps, refresh_every, subtract_at_zero", [(4, 10, True), (6, 4, True), (3, 7, False)])
-def test_equals_the_slow_reference(make, memory, taps, refresh_every, subtract_at_zero):
+@pytest.mark.parametrize("taps, refresh_every", [(4, 10), (6, 4), (3, 7)])
+def test_equals_the_slow_reference(make, memory, taps, refresh_every):
     covariance = make(50, 0.7)
     recorded = recordings(covariance, 400, memory)
-    low_pass = AdaptiveFIR(taps, NoiseOf(covariance), refresh_every=refresh_every, subtract_at_zero=subtract_at_zero)
+    low_pass = AdaptiveFIR(taps, NoiseOf(covariance), refresh_every=refresh_every)
     outputs, weights = run(low_pass, recorded)
-    wanted, wanted_weights = adaptive_fir(
-        recorded.numpy(), covariance, taps, refresh_every, subtract_at_zero=subtract_at_zero
-    )
+    wanted, wanted_weights = adaptive_fir(recorded.numpy(), covariance, taps, refresh_every)
     np.testing.assert_allclose(weights, wanted_weights, atol=1e-9)
     np.testing.assert_allclose(outputs.numpy(), wanted, atol=1e-9)
     if memory == 0.99:
@@ -134,7 +132,7 @@ def test_the_formula_of_the_paper_filters_less_the_louder_the_noise():
     covariance = independent(50, 10**0.5)
     recorded = recordings(covariance, 40_000, 1.0)
     ours = AdaptiveFIR(4, NoiseOf(covariance))
-    papers = AdaptiveFIR(4, NoiseOf(covariance), subtract_at_zero=False)
+    papers = AdaptiveFIR(4, NoiseOf(covariance), as_printed=True)
     run(ours, recorded)
     run(papers, recorded)
     assert np.allclose(ours.b, 0.25, atol=0.08)
@@ -175,10 +173,8 @@ def test_keeps_the_contract_of_filters(check, as_printed):
     check(lambda: AdaptiveFIR(2, IndependentNoise(0.3), refresh_every=3, as_printed=as_printed))
 
 
-def test_a_checkpoint_of_the_filter_without_the_option_is_read():
-    """Its parameters have no such key; that of the other filter is refused."""
+def test_a_state_of_the_other_estimate_is_refused():
     state = AdaptiveFIR(4, IndependentNoise(0.1)).state_dict()
-    assert set(state["parameters"]) == {"taps", "refresh_every", "dtype", "subtract_at_zero"}
     AdaptiveFIR(4, IndependentNoise(0.1)).load_state_dict(state)
     with pytest.raises(DPConfigError, match="as_printed"):
         AdaptiveFIR(4, IndependentNoise(0.1), as_printed=True).load_state_dict(state)
@@ -220,7 +216,7 @@ def test_no_step_gets_louder_noise():
 
 def test_parameters_and_states():
     noise = IndependentNoise(0.1)
-    for options in ({"subtract_at_zero": False}, {"as_printed": True}):
+    for options in ({}, {"as_printed": True}):
         low_pass = AdaptiveFIR(5, noise, refresh_every=9, dtype=torch.bfloat16, **options)
         parameters = json.loads(json.dumps(low_pass.parameters()))
         again = AdaptiveFIR(noise=noise, **{**parameters, "dtype": STORAGE[parameters["dtype"]]})

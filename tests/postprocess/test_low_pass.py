@@ -318,10 +318,10 @@ def test_parse_adaptive():
     assert isinstance(low_pass, AdaptiveFIR) and not low_pass.as_printed
     assert (low_pass.taps, low_pass.noise, low_pass.dtype) == (8, noise, torch.bfloat16)
     printed = LowPassFilter.parse("adaptive_as_printed:8", noise)
-    assert isinstance(printed, AdaptiveFIR) and printed.as_printed and not printed.subtract_at_zero
+    assert isinstance(printed, AdaptiveFIR) and printed.as_printed
     assert (printed.taps, printed.refresh_every) == (8, 10)
     assert LowPassFilter.parse("adaptive_as_printed:4:7", noise).parameters() == {
-        "taps": 4, "refresh_every": 7, "dtype": None, "subtract_at_zero": False, "as_printed": True,
+        "taps": 4, "refresh_every": 7, "dtype": None, "as_printed": True,
     }  # fmt: skip
     with pytest.raises(DPConfigError, match="needs the noise level.*noise=..."):
         LowPassFilter.parse("adaptive:8")

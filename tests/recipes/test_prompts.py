@@ -20,7 +20,6 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.cli.advising import PROMPTED
 from recipes import glue
 from recipes.embedded.build import make_tokenizer
 from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
@@ -120,10 +119,6 @@ def test_the_prompts_of_the_tasks_fit_their_labels(task: str) -> None:
     assert turned.words == prompt.words[::-1], "words belong to names, not to places"
     if not is_pair:
         make_prompt("auto", None, task, labels=labels, is_causal=True).check(labels, has_pairs=False, is_causal=True)
-
-
-def test_the_planner_knows_the_tasks_that_have_a_prompt() -> None:
-    assert set(PROMPTED) == set(TASKS)
 
 
 def make(prompt="auto", words=None, task="sst2", labels=("negative", "positive"), is_causal=False):

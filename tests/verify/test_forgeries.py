@@ -210,12 +210,12 @@ def test_plans_that_were_changed_everywhere_fail(name: str, changes: dict, expec
 def test_every_entry_of_the_plan_is_compared_with_the_ledger(name: str, forge: Forge) -> None:
     folder = forge(name)
     ledger, whole = read_ledger(folder.ledger_path), folder.report
-    claims.check_plan(claims.Report(Fields(whole, "the report")), ledger)
+    claims.check_plan(claims.Report(Fields(whole, "the report"), ledger))
     free = {"epsilon", "accountant", "dp_accounting", "certificate", "recipe", "allow_large_delta"}
     for entry in set(whole["plan"]) - free:
         changed = whole | {"plan": whole["plan"] | {entry: "other"}}
         with pytest.raises(Contradiction, match=f"{entry} is .other. in the report"):
-            claims.check_plan(claims.Report(Fields(changed, "the report")), ledger)
+            claims.check_plan(claims.Report(Fields(changed, "the report"), ledger))
 
 
 @pytest.mark.parametrize(

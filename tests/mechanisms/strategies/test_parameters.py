@@ -12,7 +12,6 @@ from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    ColumnNormalized,
     DampedAntiPGD,
     DenseStrategy,
     FourierStrategy,
@@ -31,7 +30,6 @@ STRATEGIES = [
     NuDPFTRL(0),
     DampedAntiPGD(1e-300),
     BANDS,
-    ColumnNormalized(BANDS, 30),
     BandedInverse.of_nu(20),
     BufferedLinearToeplitz((0.99, 1 / 3), (2 / 3, 0.1)),
     FourierStrategy(),
@@ -39,7 +37,7 @@ STRATEGIES = [
     TreeAggregation("full_honaker"),
     TreeAggregation("vanilla", restart_every=7, tree_completion=False),
     Restarted(NuDPFTRL(0.1), 3),
-    Restarted(Restarted(ColumnNormalized(BANDS, 30), 2), 4),
+    Restarted(Restarted(BANDS, 2), 4),
     Restarted(BANDS, 8),
     Phased(BANDS, (3, 2)),
 ]
@@ -85,8 +83,6 @@ EDITED = [
     {"name": "tree", "variant": "vanilla", "restart_every": 1.5, "tree_completion": True},
     {"name": "tree", "variant": ["vanilla"], "restart_every": None, "tree_completion": True},
     {"name": "tree", "variant": "vanilla", "restart_every": None},  # a default is no parameter
-    {"name": "banded_normalized", "base": {"name": "nu_dpftrl", "nu": 0.1}, "num_steps": 3},
-    {"name": "banded_normalized", "base": [1.0], "num_steps": 3},
     {"name": "restarted", "base": {"name": "sparse"}, "every": 3},
     {"name": "restarted", "base": None, "every": 3},
     {"name": "restarted", "base": {"name": "identity"}, "every": 0},

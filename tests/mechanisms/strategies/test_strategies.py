@@ -12,7 +12,6 @@ from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    ColumnNormalized,
     DampedAntiPGD,
     DenseStrategy,
     IdentityStrategy,
@@ -40,7 +39,6 @@ TOEPLITZ = {
 }
 ALL = {
     **TOEPLITZ,
-    "normalized": ColumnNormalized(BandedToeplitz((1, 0.6, 0.3)), 32),
     "dense": DenseStrategy(NuDPFTRL(0.2).strategy_matrix(32)),
     "restarted-nu": Restarted(NuDPFTRL(0.1), 8),
     "tree": TreeAggregation("vanilla"),
@@ -161,7 +159,6 @@ def test_equal_parameters_are_an_equal_strategy():
         (lambda: DenseStrategy(np.ones((3, 3))), "lower-triangular"),
         (lambda: DenseStrategy(np.zeros((3, 3))), "positive diagonal"),
         (lambda: ALL["dense"].strategy_matrix(33), "32 steps"),
-        (lambda: ALL["normalized"].noising_matrix(33), "32 steps"),
         (lambda: Restarted(NuDPFTRL(0.1), 0), "every=0"),
         (lambda: Participation(0), "max_participations=0"),
         (lambda: Participation(2, 0), "min_sep=0"),
