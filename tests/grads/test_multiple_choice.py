@@ -66,14 +66,6 @@ def test_the_clipped_sum_is_that_of_a_loop_over_records(model, engine):
     assert reference.relative_error(got, want) < 1e-10
 
 
-def test_the_loss_is_that_of_the_model_for_each_record_alone():
-    model = _bert().eval()
-    batch = {k: torch.stack([r[k] for r in _records()]) for k in ("input_ids", "attention_mask", "labels")}
-    ours = RecordLosses(model)(batch)
-    own = [model(**{k: v[b : b + 1] for k, v in batch.items()}).loss for b in range(NUM_RECORDS)]
-    torch.testing.assert_close(ours, torch.stack(own))
-
-
 @pytest.mark.parametrize("num_choices", [1, 2, 5])
 def test_a_record_moves_a_step_by_its_clip_at_most(tmp_path, num_choices):
     def make(output_dir, dataset, **changes):
@@ -83,17 +75,6 @@ def test_a_record_moves_a_step_by_its_clip_at_most(tmp_path, num_choices):
 
     dataset = _records(6, num_choices)
     harness.assert_kept(make, dataset, 2, tmp_path)
-
-
-def test_users_with_several_records_are_clipped_as_a_whole(tmp_path):
-    rows = [{**record, "author": i // 2} for i, record in enumerate(_records(12))]
-    made = tiny.trainer(
-        tmp_path, model=_bert().float(), train_dataset=rows, data_collator=tf.default_data_collator, max_steps=2,
-        privacy_unit="user", user_id_column="author", records_per_user=2, expected_batch_size=4,
-        skip_self_check=False,
-    )  # fmt: skip
-    made.train()
-    assert made._self_check == "passed"
 
 
 NUM, ODD = 200, 150  # the odd record lies where no sample before training looks

@@ -16,7 +16,7 @@ from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, drop_
 from tests import tiny
 from tests.grads.models import MODELS
 from tests.reference import clipping as reference
-from tests.users.test_training import Gradients, _trainer
+from tests.users.test_training import _trainer
 
 LOOSE = make_clipping("flat", 1e9)
 SIZES, SEEDS = (5, 3, 1, 7), (11, 12, 13, 14)
@@ -88,11 +88,7 @@ def test_users_move_the_weights_as_plain_sgd_does(training, at_once):
     model, users = _model(), _users()
     moves = [_moved(model, mine, training, seed) for mine, seed in zip(users, SEEDS, strict=True)]
     bound = sorted(reference.norm(move).item() for move in moves)[2]
-    want: dict = {}
-    for move in moves:
-        factor = min(1.0, bound / reference.norm(move).item())
-        for name, delta in move.items():
-            want[name] = want.get(name, 0) + factor * delta
+    want = reference.sum_of_clipped(moves, bound)
     before = {n: p.clone() for n, p in model.named_parameters()}
     batch = LocalUserBatch([r for mine in users for r in mine], 1, SIZES, SEEDS, training, at_once)
     got = _sum(model, batch, make_clipping("flat", bound))
@@ -212,7 +208,7 @@ def test_weights_come_back_when_a_local_step_fails():
 @pytest.mark.slow
 def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(tmp_path):
     def run(folder, **changes):
-        seen = Gradients()
+        seen = tiny.Gradients()
         options = dict(expected_batch_size=20, sampling="fixed_order", records_per_user=50, max_steps=1)
         _trainer(tmp_path / folder, callbacks=[seen], **options, **changes).train()
         return seen.steps[0]

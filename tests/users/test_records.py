@@ -15,7 +15,7 @@ from hf_dpopt.plan.make import make_plan
 from hf_dpopt.sampling import CappedPoissonSampler, PoissonSampler
 from tests import tiny
 from tests.reference import clipping as reference
-from tests.users.test_training import Gradients, _trainer
+from tests.users.test_training import _trainer
 
 
 def _delta(epsilon: float, noise: float, q: float, limit: int) -> float:
@@ -87,7 +87,7 @@ def test_a_budget_is_kept():
 
 
 def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
-    seen = Gradients()
+    seen = tiny.Gradients()
     options = dict(sampling="capped_poisson", records_per_user=2, expected_batch_size=12, max_steps=6)
     trainer = _trainer(tmp_path / "out", callbacks=[seen], **options)
     trainer.train()
