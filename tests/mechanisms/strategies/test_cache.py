@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -182,8 +181,3 @@ def test_where_entries_lie(monkeypatch, tmp_path):
     for not_a_place in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", not_a_place)
         assert cache_dir() == tmp_path / "home" / ".cache" / "hf_dpopt"
-
-
-def test_signatures_stay():
-    assert list(inspect.signature(optimize_blt).parameters)[:3] == ["n", "participation", "num_buffers"]
-    assert optimize_blt.__doc__.startswith("The buffers with the least error")
