@@ -17,7 +17,7 @@ from tests.recipes.test_glue import arguments
 
 pytestmark = pytest.mark.slow
 
-files, model_dir = test_glue.files, test_glue.model_dir  # fixtures
+model_dir, write_files = test_glue.model_dir, test_glue.write_files
 HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "recipe": "none", "seed": "3"}
 
 
@@ -106,13 +106,15 @@ def test_a_run_is_resumed_on_the_same_features(
     assert not torch.equal(weights(Path("out"))["classifier.weight"], before), "it went on"
 
 
-def test_regression_is_trained_over_its_inputs(model_dir: str, files: Path) -> None:
+@pytest.mark.parametrize("more", [HEAD, {"ignore_mismatched_sizes": "true"}], ids=["head", "whole model"])
+def test_regression_on_pairs_is_trained_over_its_inputs(model_dir: str, files: Path, more: dict[str, str]) -> None:
     rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(test_glue.TEXTS)]
     (files / "train.json").write_text(json.dumps([{**row, "sentence1": f"truly {row['sentence1']}"} for row in rows]))
     (files / "dev.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:12]))
     flags = {"task_name": "stsb", "train_file": "train.json", "validation_file": "dev.jsonl"}
-    assert glue.run(arguments(model_dir, **HEAD, **flags)) == 0
-    assert "eval_pearson" in json.loads((files / "out" / "all_results.json").read_text())
+    assert glue.run(arguments(model_dir, **more, **flags)) == 0
+    results = json.loads((files / "out" / "all_results.json").read_text())
+    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(results)
 
 
 @pytest.mark.parametrize(

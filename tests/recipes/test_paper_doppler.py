@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes import glue_options
 from recipes.paper import runs
-from recipes.paper.doppler import filters, finetuning, from_scratch, spectra, task, training
+from recipes.paper.doppler import filters, finetuning, spectra, task, training
 
 pytestmark = pytest.mark.slow
 
@@ -179,16 +178,6 @@ def test_runs_are_done_once_and_cells_do_not_report_the_tuning_seed(
     assert len(done) == 7, "another model is another run"
 
 
-def test_gains_are_taken_seed_by_seed() -> None:
-    cells = [
-        {"optimizer": "dp_sgd", "filter": training.PLAIN, "epsilon": 2.0, "accuracies": [0.50, 0.60, 0.70]},
-        {"optimizer": "dp_sgd", "filter": "first_order_v1", "epsilon": 2.0, "accuracies": [0.51, 0.62, 0.73]},
-        {"optimizer": "dp_adamw", "filter": "first_order_v1", "epsilon": 2.0, "accuracies": [0.1, 0.2, 0.3]},
-    ]
-    (gain,) = from_scratch.gains(cells)
-    assert gain["gain"] == pytest.approx(2.0) and gain["error"] == pytest.approx(1 / math.sqrt(3))
-
-
 # --- what filters do ---
 
 
@@ -249,20 +238,6 @@ def test_spectra_tell_a_slow_signal_from_white_noise() -> None:
 
 
 # --- commands ---
-
-
-def call(module: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", [module.__name__, *words])
-    module.main()
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands with a small model, small batches and two rates."""
-    for module in (from_scratch, filters, spectra):
-        monkeypatch.setattr(module, "Size", lambda: SMALL)
-        monkeypatch.setattr(module, "Run", lambda **kw: training.Run(**{**kw, "batch": 16, "size": SMALL}))
-    monkeypatch.setattr(runs, "MAX_RATES", 2)
 
 
 def test_a_job_is_what_the_recipe_reads(tmp_path: Path, folder: Path) -> None:
