@@ -68,6 +68,17 @@ def trainer(output_dir: Path, dataset: Any, **changes: Any) -> DPTrainer:
     return tiny.trainer(output_dir, **values)
 
 
+def making(make_model: Callable[[], Any] | None = None, **changes: Any) -> Make:
+    """A `Make` of such trainers, each with a model of its own."""
+
+    def make(output_dir: Path, dataset: Any, **more: Any) -> DPTrainer:
+        torch.manual_seed(0)
+        model = {} if make_model is None else {"model": make_model()}
+        return trainer(output_dir, dataset, **model | changes | more)
+
+    return make
+
+
 def clipped_sums(make: Make, dataset: Any, indices: Sequence[int], output_dir: Path) -> dict[str, torch.Tensor]:
     """Sums of clipped gradients of one step that holds `indices`, float64, by parameter."""
     with forced_draws(indices) as seen:
