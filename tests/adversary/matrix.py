@@ -28,8 +28,6 @@ import datasets
 import peft
 import torch
 import transformers as tf
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from tests import tiny
 from tests.adversary import harness
@@ -122,16 +120,11 @@ DATASETS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 }
 
 
-def tokenizer(side: str) -> Any:
-    words = Tokenizer(WordLevel({"<eos>": 0, "<pad>": 1, "<unk>": 2}, unk_token="<unk>"))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side=side)
-
-
 def stock(labels: str, side: str, **of_labels: Any) -> Any:
     """The collator that transformers' scripts take for such labels; `of_labels` are options of their padding."""
     if labels in ("tags", "text"):
-        return tf.DataCollatorForTokenClassification(tokenizer(side), **of_labels)
-    return tf.DataCollatorWithPadding(tokenizer(side))
+        return tf.DataCollatorForTokenClassification(harness.words(side), **of_labels)
+    return tf.DataCollatorWithPadding(harness.words(side))
 
 
 def _plain(collate: Any) -> Callable[[list[dict[str, Any]]], Any]:

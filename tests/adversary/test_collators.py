@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from tests import tiny
-from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_refused, influence, making
+from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_refused, influence, making, words
 
 NUM, WIDTH = 8, 6
 
@@ -102,15 +99,6 @@ def test_random_collators_are_no_mixing(tmp_path):
 # --- padding -----------------------------------------------------------------------------------------------------------
 
 
-def _words(padding_side: str, padding: str) -> Any:
-    vocabulary = {"<eos>": 0, "<pad>": 1, "<other>": 2, **{f"w{i}": i for i in range(3, tiny.VOCABULARY)}}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<other>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, padding_side=padding_side, pad_token=padding, eos_token="<eos>"
-    )
-
-
 def equal_at_the_start() -> list[dict[str, Any]]:
     """Records of one length, but for one that lies where no first look falls."""
     rows = [{"input_ids": row["input_ids"], "label": i % 2} for i, row in enumerate(of_one_length(lambda i: 0))]
@@ -131,7 +119,7 @@ def _own(tokenizer: Any) -> Any:
 @pytest.mark.parametrize("agrees", [True, False], ids=["same id", "other id"])
 def test_padding_wherever_the_tokenizer_sits(place, side, agrees, tmp_path):
     """GPT-2 counts positions from the first column, and takes the last token that is not its padding token."""
-    tokenizer = _words(side, "<pad>")
+    tokenizer = words(side)
     where = {
         "data_collator": {"data_collator": tf.DataCollatorWithPadding(tokenizer)},
         "processing_class": {"data_collator": None, "processing_class": tokenizer},
@@ -159,7 +147,7 @@ def test_a_config_that_names_no_token_of_the_model_is_not_padded_with_it(tmp_pat
 def test_a_tokenizer_that_pads_with_a_new_token_is_refused(tmp_path):
     """Every padded record would be left out of its step."""
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
-    tokenizer = _words("right", "<pad>")
+    tokenizer = words()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     assert tokenizer.pad_token_id >= tiny.VOCABULARY
     make = making(data_collator=tf.DataCollatorWithPadding(tokenizer))

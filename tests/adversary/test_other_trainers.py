@@ -18,7 +18,7 @@ import trl
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainerMixin, DPTrainingArguments
 from tests import tiny
-from tests.adversary.test_collators import _words
+from tests.adversary.harness import words
 
 BUDGETS = ({"target_epsilon": 8.0, "noise_multiplier": None}, {"noise_multiplier": 1.0})
 
@@ -101,7 +101,7 @@ def test_trainers_of_trl(name: str, tmp_path: Path) -> None:
         output_dir=str(tmp_path / "out"), noise_multiplier=1.0, use_cpu=True, report_to="none", max_steps=2,
         bf16=False, pad_token="<pad>",
     )  # fmt: skip
-    given = {"train_dataset": data, "processing_class": _words("right", "<pad>")}
+    given = {"train_dataset": data, "processing_class": words()}
     reference = {} if name == "SFT" else {"ref_model": copy.deepcopy(model)}
     _assert_refused(cls(model, args=args, **given, **reference))
     if name == "SFT":  # it makes its own arguments of others, and those know no budget

@@ -16,9 +16,8 @@ import transformers as tf
 from hf_dpopt import DPConfigError
 from hf_dpopt.records.losses import token_mean
 from tests import tiny
-from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, making, trainer
+from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, making, trainer, words
 from tests.adversary.matrix import HEADS, stock
-from tests.adversary.test_collators import _words
 
 NUM, LONG = 40, 33  # records; the long one is not among those that are read before training
 Rows = list[dict[str, Any]]
@@ -133,7 +132,7 @@ def test_targets_padded_by_any_token(padded_by, padding_id, tmp_path):
     rows = [{**row, "labels": _targets(i)} for i, row in enumerate(_rows("sequences"))]
 
     def collate(model: torch.nn.Module) -> Any:
-        return tf.DataCollatorForSeq2Seq(_words("right", "<pad>"), model=model, label_pad_token_id=padded_by)
+        return tf.DataCollatorForSeq2Seq(words(), model=model, label_pad_token_id=padded_by)
 
     _check_targets(rows, collate, padding_id, tmp_path)
 

@@ -13,9 +13,8 @@ import torch
 import transformers as tf
 
 from tests import tiny
-from tests.adversary.harness import assert_adds_nothing, assert_kept, influence, making, trainer
+from tests.adversary.harness import assert_adds_nothing, assert_kept, influence, making, trainer, words
 from tests.adversary.matrix import HEADS
-from tests.adversary.test_collators import _words
 
 NUM, BAD = 200, 150  # not among the records that are looked at before training
 DRAWN = [1, 5, 7, BAD, 160, 161]
@@ -45,7 +44,7 @@ def test_padding_to_a_multiple_beyond_the_positions(stored, tmp_path):
     """A record of 58 tokens in a model of 60 positions is padded to 64: it must neither fail nor fail the others."""
     made = rows()
     made[BAD] = {"input_ids": [5] * 58, "attention_mask": [1] * 58, "label": 1}
-    collate = tf.DataCollatorWithPadding(_words("right", "<pad>"), pad_to_multiple_of=8)
+    collate = tf.DataCollatorWithPadding(words(), pad_to_multiple_of=8)
     make = making(lambda: tiny.model(dropout=0.0, max_position_embeddings=60), data_collator=collate)
     data = datasets.Dataset.from_list(made) if stored else Lazy(made)
     ratio = influence(make, data, BAD, tmp_path, drawn=DRAWN)
@@ -82,7 +81,7 @@ def _with_targets(make_model, side, **padding):
     def make(out, data):
         torch.manual_seed(0)
         model = make_model()
-        collate = tf.DataCollatorForSeq2Seq(_words(side, "<pad>"), model=model, **padding)
+        collate = tf.DataCollatorForSeq2Seq(words(side), model=model, **padding)
         return trainer(out, data, model=model, data_collator=collate, remove_unused_columns=False)
 
     return make

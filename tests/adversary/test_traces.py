@@ -25,8 +25,7 @@ from hf_dpopt.convex import compute_features
 from hf_dpopt.huggingface import private_evaluation
 from hf_dpopt.records.scores import Scores
 from tests import tiny
-from tests.adversary.harness import SLACK
-from tests.adversary.test_collators import _words
+from tests.adversary.harness import SLACK, words
 
 REFUSALS = (DPConfigError, UnsupportedModuleError)
 EVALUATION = {
@@ -310,7 +309,7 @@ def test_what_the_trial_writes_reaches_no_file(writer, tmp_path):
 @pytest.mark.parametrize("start", [{}, {"padding": "max_length", "max_length": 24, "truncation": True}])
 def test_the_lengths_of_the_last_call_are_not_saved_with_the_tokenizer(start, tmp_path):
     """Each call leaves its padding and truncation in a tokenizer, and `save_pretrained` writes them."""
-    tokenizer = _words("right", "<pad>")
+    tokenizer = words()
     tokenizer("w4", **start)
     tokenizer.save_pretrained(tmp_path / "start")
 

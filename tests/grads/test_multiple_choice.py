@@ -14,7 +14,6 @@ from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.adversary import harness
-from tests.adversary.test_collators import _words
 from tests.reference import clipping as reference
 
 NUM_RECORDS, NUM_CHOICES, VOCABULARY = 3, 4, 40
@@ -96,7 +95,7 @@ def test_the_first_record_does_not_decide_how_many_choices_the_others_have(tmp_p
     """The collator of transformers takes the number of choices from the first record, and regroups those of the rest."""
 
     def make(output_dir, dataset, **changes):
-        collate = tf.DataCollatorForMultipleChoice(_words("right", "<pad>"))
+        collate = tf.DataCollatorForMultipleChoice(harness.words())
         return harness.trainer(output_dir, dataset, model=_bert(), data_collator=collate, clipping_norm=1.0, **changes)
 
     ratio = harness.influence(make, _one_more_choice(NUM, ODD), record, tmp_path, drawn=[ODD, 7, 3, 8, 9])
@@ -108,7 +107,7 @@ def test_a_user_one_of_whose_records_has_more_choices(tmp_path):
 
     def make(output_dir, dataset, **changes):
         return harness.trainer(
-            output_dir, dataset, model=_bert(), data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
+            output_dir, dataset, model=_bert(), data_collator=tf.DataCollatorForMultipleChoice(harness.words()),
             privacy_unit="user", user_id_column="author", records_per_user=4, **changes,
         )  # fmt: skip
 
@@ -132,7 +131,7 @@ def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypat
     )
 
     def make(output_dir, dataset, **changes):
-        collate = tf.DataCollatorForMultipleChoice(_words("right", "<pad>"))
+        collate = tf.DataCollatorForMultipleChoice(harness.words())
         return harness.trainer(
             output_dir, dataset, model=_bert(), data_collator=collate, skip_self_check=True, **changes
         )
@@ -147,7 +146,7 @@ def test_a_label_that_is_no_choice_is_refused_where_it_is_seen(label, told, tmp_
     rows[3]["label"] = label
     make = tiny.trainer(
         tmp_path, model=_bert().float(), train_dataset=rows, max_steps=1,
-        data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
+        data_collator=tf.DataCollatorForMultipleChoice(harness.words()),
     )  # fmt: skip
     with pytest.raises(harness.REFUSALS, match=told):
         make.train()

@@ -105,20 +105,6 @@ def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
         assert reference.relative_error(got, want) < 1e-5
 
 
-@pytest.mark.slow
-def test_the_statement_says_that_records_are_sampled(tmp_path):
-    trainer = _trainer(tmp_path / "out", sampling="capped_poisson", noise_multiplier=5.0)
-    trainer.train()
-    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
-    for part in (
-        "One *user* is protected",
-        "At most 3 rows of each user",
-        "places for records n, expected",
-        "users has 3 places for records",
-    ):
-        assert part in text, part
-
-
 def test_the_description_counts_users_and_places():
     """Places are users times `records_per_user`; the statement names both."""
     sampler = CappedPoissonSampler(num_examples=2000, expected_batch_size=100, records_per_user=4)

@@ -243,6 +243,21 @@ REFUSED = {
     ),
     "more users in a step than there are": ({"expected_batch_size": 21}, "expected_batch_size=21"),
     "a weighting that is not known": ({"user_weighting": "sum"}, "user_weighting='sum'.*'mean'"),
+    "no local learning rate": ({"local_batch_size": 4}, "local_batch_size.*--local_learning_rate"),
+    "a local learning rate of 0": ({"local_learning_rate": 0.0}, "local_learning_rate=0.0 does not train"),
+    "no local steps": ({"local_learning_rate": 0.1, "local_steps": 0}, "local_steps=0"),
+    "without users": (
+        {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
+        "privacy_unit='user'",
+    ),
+    "nobody at once": ({"local_learning_rate": 0.1, "local_users_at_once": -1}, "local_users_at_once=-1"),
+    "side by side with checkpointing": (
+        {"local_learning_rate": 0.1, "local_users_at_once": 4, "gradient_checkpointing": True},
+        "side by side.*Use local_users_at_once=1",
+    ),
+    "sampled records": (
+        {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
+    ),
 }  # fmt: skip
 
 
@@ -284,14 +299,27 @@ def test_bad_ids_are_refused(tmp_path, case, as_dataset):
     assert not (tmp_path / "out" / "privacy").exists()
 
 
+STATEMENTS = {
+    "users": ({}, (
+        "at most 3 of their rows", "person with several ids", "users n, expected batch size",
+        "one of them has one user more", "weight 1 / 3", "20 users",
+    )),
+    "sampled records": ({"sampling": "capped_poisson", "noise_multiplier": 5.0}, (
+        "At most 3 rows of each user", "places for records n, expected", "users has 3 places for records",
+    )),
+    "local training": ({"local_learning_rate": 0.1}, ("trained on the chosen rows of each user",)),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_path):
-    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0)
+@pytest.mark.parametrize("case", STATEMENTS)
+def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_path, case):
+    options, parts = STATEMENTS[case]
+    trainer = _trainer(tmp_path / "out", **{"noise_multiplier": 1.0, **options})
     trainer.train()
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
-    for part in (
-        "One *user* is protected", "at most 3 of their rows", "person with several ids", "users n, expected batch size",
-        "one of them has one user more", "weight 1 / 3", "20 users",
-    ):  # fmt: skip
+    for part in ("One *user* is protected", *parts):
         assert part in text, part
     assert "One *example*" not in text
+    local = {"learning_rate": 0.1} if case == "local training" else None
+    assert trainer.plan.public_dict()["users"].get("local_training") == local
