@@ -283,14 +283,6 @@ def test_a_link_leads_nowhere(scene, made, name, resume):
     _check_places(scene, before)
 
 
-class Bomb:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def list_files(folder: Path) -> None:
     """List the files of a checkpoint anew, as anybody can who may write to it."""
     path = folder / "privacy_ledger.json"
@@ -309,7 +301,7 @@ def test_a_checkpoint_runs_no_code(scene, name):
     path = folder / {"weights": "pytorch_model.bin"}.get(name, name)
     if name == "weights":
         (folder / "model.safetensors").unlink()
-    path.write_bytes(pickle.dumps(Bomb(bomb)))
+    path.write_bytes(pickle.dumps(tiny.Bomb(bomb)))
     list_files(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(scene.out)

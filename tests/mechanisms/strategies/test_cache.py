@@ -23,6 +23,7 @@ from hf_dpopt.noise import (
 )
 from hf_dpopt.noise import cache as module
 from hf_dpopt.noise.cache import cache_dir, cached
+from tests import tiny
 
 ONCE = Participation()
 TUNINGS = {
@@ -129,13 +130,9 @@ def test_a_damaged_matrix_is_computed_again(content, tune, calls, folder):
 
 
 def test_a_matrix_of_pickled_objects_is_not_opened(tune, calls, folder, tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "sprung"),))
-
     first = tune(101)
     (path,) = folder.glob("*.npz")
-    np.savez(path, matrix=np.array([Trap()], dtype=object))
+    np.savez(path, matrix=np.array([tiny.Bomb(tmp_path / "sprung")], dtype=object))
     assert tune(101) == first and len(calls) == 2
     assert not (tmp_path / "sprung").exists()
 
