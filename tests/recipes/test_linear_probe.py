@@ -93,7 +93,7 @@ def test_nothing_else_is_written(files: Path, probed_dir: str) -> None:
         "out/tokenizer_config.json",
     ]  # fmt: skip
     features, *log = sorted(path.name for path in made if path.parts[0] == "private")
-    assert features.startswith("features-") and log == ["lock", "log.jsonl"], "no key or state"
+    assert features.startswith("features-") and set(log) == {"lock", "log.jsonl"}, "no key or state"
     rest = {path for path in made if path.parts[0] not in ("out", "private")}
     assert all(path.parts[0] == "home" for path in rest), rest  # caches of libraries
     shown = done.stdout + done.stderr
