@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -16,17 +15,6 @@ from tests.reliability import faults
 from tests.reliability.faults import FAULTS, Folders
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return faults.stopped_run(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture
-def folders(stopped: Folders, tmp_path: Path) -> Folders:
-    shutil.copytree(stopped.root, tmp_path / "run")
-    return Folders(tmp_path / "run")
 
 
 def doctor(folders: Folders, *flags: str) -> Result:
