@@ -68,9 +68,9 @@ from hf_dpopt.preclip import Preclip
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
 from hf_dpopt.records.inspection import refuse_malformed
-from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.batches import (
     LogicalBatch,
@@ -297,7 +297,6 @@ class DPTrainerMixin(_Trainer):
         Capture(model)
         if train_dataset is not None:
             kind = RecordLosses(model, per_example_loss_func or "auto").kind  # an unknown head is found here
-            refusals.check_lengths(train_dataset, model)
             refuse_malformed(train_dataset, Limits.of(model, kind), form=None)
 
     def _check_unit(self, dataset: Any, given: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ from hf_dpopt.huggingface.refusals.resume import check_resume, gradient_options
 from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages
 from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss, check_order
-from hf_dpopt.records.lengths import check_lengths
 
 __all__ = [
     "check_accelerator",
@@ -21,7 +20,6 @@ __all__ = [
     "check_datasets",
     "check_evaluation",
     "check_hooks",
-    "check_lengths",
     "check_loss",
     "check_model",
     "check_model_given",

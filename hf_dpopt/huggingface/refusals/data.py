@@ -13,7 +13,7 @@ from hf_dpopt.common.checks import check_at_most
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.refusal import Refusal, raise_first
 from hf_dpopt.plan.bounds import MAX_UNITS
-from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.views import share_rows
 
 MAX_COMPARED = 200_000
