@@ -476,7 +476,7 @@ def _as_recorded(config: PrivacyConfig, recorded: PlanRecord) -> PrivacyConfig:
         noise_kwargs=recorded.noise_kwargs,
         noise_restart_every=recorded.noise_restart_every,
         sampling=recorded.sampler["name"] if config.sampling == "auto" else config.sampling,
-        adjacency=recorded.adjacency if config.adjacency == "auto" else config.adjacency,
+        adjacency=recorded.adjacency if config.adjacency == "auto" else config.adjacency,  # type: ignore[arg-type]
     )
 
 
