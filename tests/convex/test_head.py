@@ -322,4 +322,4 @@ def test_a_finetuning_run_never_takes_this_bound(tmp_path):
     trainer = tiny.trainer(tmp_path / "out", max_steps=5)
     for name, p in trainer.model.named_parameters():
         p.requires_grad_(name.startswith("classifier"))
-    assert "last" not in str(trainer.plan.public_dict()).lower()
+    assert "last" not in str(trainer.plan.record.to_json()).lower()
