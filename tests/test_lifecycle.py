@@ -35,7 +35,7 @@ class Executed(TrainerCallback):
         some = next(p.grad for p in model.parameters()).flatten()[:4].tolist()  # enough to tell two noises apart
         if not any(some):  # a step whose release a kill took
             return
-        line = f"{self.trainer._run.chain.key_id} {state.global_step + 1} {','.join(map(repr, some))}\n"
+        line = f"{self.trainer._session.run.chain.key_id} {state.global_step + 1} {','.join(map(repr, some))}\n"
         os.write(self.file, line.encode())
 
 

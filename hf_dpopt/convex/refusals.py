@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_mapping
 from hf_dpopt.common.refusal import Refusal, raise_first
-from hf_dpopt.huggingface.refusals.values import check_values
+from hf_dpopt.huggingface.values import check_values
 from hf_dpopt.noise.registry import is_independent
 
 FINETUNE = "Leave it out, or finetune with DPTrainer, whose epsilon covers it."

@@ -13,8 +13,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import look_at_records, make_collation
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.losses import RecordLosses
@@ -22,6 +25,22 @@ from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, kee
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.users import UserData
 from hf_dpopt.users.batches import of_rows
+
+
+def has_columns(dataset: Any) -> bool:
+    """Whether a dataset is stored by columns, of which some can be left out."""
+    return hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns")
+
+
+def without_unused(remove: Callable[..., Any], what: str, dataset: Any) -> Any:
+    """A dataset without columns that the model does not read.
+
+    Args:
+        remove: the Trainer's own way.
+        what: which dataset it is, for the log.
+        dataset: any; None for none.
+    """
+    return remove(dataset, description=what) if has_columns(dataset) else dataset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +52,44 @@ class TrainingRecords:
         collator: the Trainer's.
         columns: names that the collator may see of a record; None for all of them.
         users: users whose rows the records are; None where records are protected.
+        public: public records, likewise; None for none.
+        place: moves a batch to the device.
     """
 
     dataset: Any
     collator: Any
     columns: Collection[str] | None
     users: UserData | None
+    public: Any
+    place: Callable[[Any], Any]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: TrainerInputs,
+        args: TrainingArguments,
+        planned: PlannedRun,
+        columns: Collection[str],
+        *,
+        remove: Callable[..., Any],
+        place: Callable[[Any], Any],
+    ) -> TrainingRecords:
+        """Take out of the records what the Trainer would take out.
+
+        Args:
+            inputs: what the trainer was given, and made of it.
+            args: training arguments.
+            planned: plan of the run.
+            columns: that the model reads.
+            remove: takes the others from a stored dataset.
+            place: moves a batch to the device.
+        """
+        dataset, public = (
+            without_unused(remove, what, one)
+            for what, one in (("training", inputs.train_dataset), ("public", inputs.public_dataset))
+        )
+        sees_all = has_columns(dataset) or not args.remove_unused_columns
+        return cls(dataset, inputs.data_collator, None if sees_all else columns, planned.users, public, place)
 
     def loader(self, args: Any, steps_per_epoch: int, current_run: Callable[[], PrivateRun]) -> DataLoader:
         """A loader of logical batches; the run that draws them is there when it is asked for the first."""
@@ -73,11 +124,9 @@ class TrainingRecords:
     def _records(self) -> Records:
         return Records(self.dataset, of_rows if self.users is None else self.users.batch)
 
-    def collation(
-        self, model: nn.Module, losses: RecordLosses, place: Callable[[Any], Any]
-    ) -> tuple[Collation, list[Any]]:
+    def collation(self, model: nn.Module, losses: RecordLosses) -> tuple[Collation, list[Any]]:
         """Collation of the records, and the sample it was tried on: what would fail in a step is found here."""
-        made = make_collation(self.dataset, self.collator, model, losses, self.clean, place)
+        made = make_collation(self.dataset, self.collator, model, losses, self.clean, self.place)
         return made, look_at_records(self.dataset, made, losses)
 
     def clean(self, record: Any) -> Any:
@@ -89,5 +138,5 @@ class TrainingRecords:
         return {name: value for name, value in record.items() if name in self.columns}
 
     def collate(self, records: list[Any]) -> Any:
-        """A batch of records that need no protection."""
-        return self.collator([self.clean(record) for record in records])
+        """A batch of public records, on the device."""
+        return self.place(self.collator([self.clean(record) for record in records]))

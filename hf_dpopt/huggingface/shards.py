@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import Trainer
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -117,23 +118,26 @@ class _WholeState:
 
 
 @contextlib.contextmanager
-def optimizer_in_files(trainer: Any, folder: str | None, *, saves: bool, in_shards: bool = False) -> Iterator[None]:
+def optimizer_in_files(
+    trainer: Trainer, folder: str | None, *, saves: bool, in_shards: bool = False
+) -> Iterator[None]:
     """Let the stock save or load of the optimizer meet a state without shards, where the model is in shards.
 
     Args:
-        trainer: the trainer.
+        trainer: whose optimizer is another one inside the context.
         folder: folder of the checkpoint; None where there is none to read.
         saves: whether its state is written, in which all ranks take part; else it is read.
         in_shards: whether every rank writes its shards.
     """
-    if not is_in_shards(trainer.model) or folder is None:
+    model, optimizer = trainer.model, trainer.optimizer
+    if model is None or not is_in_shards(model) or folder is None:
         yield
         return
-    optimizer, is_accelerates = trainer.optimizer, trainer.is_fsdp_enabled
+    is_accelerates = trainer.is_fsdp_enabled
     stand_in = _WholeState(optimizer, Path(folder) / OPTIMIZER_STATE)
     if saves:
         stand_in.prepare(in_shards=in_shards, keeps=trainer.args.should_save)
-    trainer.optimizer, trainer.is_fsdp_enabled = stand_in, False
+    trainer.optimizer, trainer.is_fsdp_enabled = cast(Any, stand_in), False
     try:
         yield
     finally:

@@ -391,7 +391,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "between steps the generators keep the public seed",
-        "hf_dpopt/huggingface/trainer.py",
+        "hf_dpopt/huggingface/session.py",
         "        reseed_from_the_system()  #",
         "        pass  #",
         (f"{TRAINER}::test_what_is_drawn_between_steps_does_not_follow_from_the_public_seed",),
@@ -440,8 +440,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "a loss function of the user is tried on made-up records alone",
-        "hf_dpopt/huggingface/trainer.py",
-        "        if self._losses.function:",
+        "hf_dpopt/huggingface/session.py",
+        "        if self.losses.function:",
         "        if False:",
         (f"{OWN_LOSSES}::test_one_that_mixes_records_is_named_first",),
     ),

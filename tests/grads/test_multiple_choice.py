@@ -93,7 +93,7 @@ def test_users_with_several_records_are_clipped_as_a_whole(tmp_path):
         skip_self_check=False,
     )  # fmt: skip
     made.train()
-    assert made._self_check == "passed"
+    assert made._session.self_check == "passed"
 
 
 NUM, ODD = 200, 150  # the odd record lies where no sample before training looks

@@ -124,13 +124,13 @@ def test_it_resumes_where_it_was(tmp_path):
     options = dict(clipping_quantile=0.4, max_steps=4, optim="dp_adam_bc")
     whole = run_and_die_everywhere(tmp_path, **options)
     want = tiny.weights(whole.model)
-    assert whole._stages.preclip.ratio != 1
+    assert whole._session.stages.preclip.ratio != 1
     for step in range(1, 4):
         folder = tmp_path / "died" / str(step)
         resumed = trainer(folder, **options)
         resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
         assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
-        assert resumed._stages.preclip.ratio == whole._stages.preclip.ratio
+        assert resumed._session.stages.preclip.ratio == whole._session.stages.preclip.ratio
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_users_are_counted_through_the_trainer(tmp_path):
         log_unprivatized=True,
     )  # fmt: skip
     trainer.train()
-    norm = 1e-3 * trainer._stages.preclip.ratio
+    norm = 1e-3 * trainer._session.stages.preclip.ratio
     assert 0.05 < norm < 5  # from a thousandth to the norms of users
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
     assert "quantile" in text
@@ -200,4 +200,6 @@ def test_users_who_diverge_locally_are_not_counted(tmp_path):
         local_learning_rate=1e12, sampling="poisson",
     )  # fmt: skip
     trainer.train()
-    assert trainer._stages.preclip.ratio == pytest.approx(1.0)  # a share of one half, which is what is asked for
+    assert trainer._session.stages.preclip.ratio == pytest.approx(
+        1.0
+    )  # a share of one half, which is what is asked for

@@ -13,8 +13,7 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.huggingface import refusals
-from hf_dpopt.records.lengths import positions
+from hf_dpopt.records.lengths import check_lengths, positions
 from tests.refusals.base import BERT, VOCABULARY, bert
 
 
@@ -81,20 +80,20 @@ def test_positions_of_a_model(case):
 def test_long_targets_of_a_decoder_are_refused():
     model = _tiny("Bart", max_position_embeddings=16)
     short, long = {"input_ids": [5] * 4, "labels": [5] * 16}, {"input_ids": [5] * 4, "labels": [5] * 17}
-    refusals.check_lengths([short], model)
+    check_lengths([short], model)
     for dataset in ([short, long], datasets.Dataset.from_list([short, long])):
         with pytest.raises(DPConfigError, match="labels of some training records are longer than the 16 positions"):
-            refusals.check_lengths(dataset, model)
+            check_lengths(dataset, model)
 
 
 def test_what_is_not_a_stored_row_of_tokens_is_not_measured():
     """Padding that takes no position, rows that a transform makes, rows that are missing or no lists."""
     roberta = _tiny("Roberta", pad_token_id=1)
-    assert refusals.check_lengths([{"input_ids": [5] * 14 + [1] * 2}], roberta) is None
+    assert check_lengths([{"input_ids": [5] * 14 + [1] * 2}], roberta) is None
     with pytest.raises(DPConfigError, match="14 positions"):
-        refusals.check_lengths([{"input_ids": [5] * 15 + [1]}], roberta)
+        check_lengths([{"input_ids": [5] * 15 + [1]}], roberta)
     served = datasets.Dataset.from_dict({"input_ids": [[5] * 40]})
     served.set_transform(lambda batch: {"input_ids": [row[:8] for row in batch["input_ids"]]})
     for dataset in (served, datasets.Dataset.from_dict({"input_ids": [None, [5]]}), [{"input_ids": None}],
                     datasets.Dataset.from_dict({"input_ids": ["a text " * 9]})):  # fmt: skip
-        assert refusals.check_lengths(dataset, bert()) is None  # it raises else
+        assert check_lengths(dataset, bert()) is None  # it raises else

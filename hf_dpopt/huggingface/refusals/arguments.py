@@ -12,7 +12,7 @@ from hf_dpopt.clipping import ENGINES
 from hf_dpopt.common import collectives
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
-from hf_dpopt.huggingface.refusals.values import check_values
+from hf_dpopt.huggingface.values import check_values
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
 DEALT = "Remove it: a logical batch is dealt to the ranks without repetition."

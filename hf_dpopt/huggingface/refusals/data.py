@@ -12,6 +12,7 @@ from transformers import DataCollatorWithFlattening
 from hf_dpopt.common.checks import check_at_most
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.bounds import MAX_UNITS
 from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.views import share_rows
@@ -23,13 +24,15 @@ HELD_OUT = (
 )
 
 
-def check_datasets(**datasets: Any) -> None:
+def check_datasets(inputs: TrainerInputs) -> None:
     """Refuse what is no dataset, by the parameter of the trainer; streams are refused where they matter.
 
     Raises:
-        DPConfigError: for text and classes, and for a length that is no count or cannot be told.
+        DPConfigError: for text and classes, for a length that is no count or cannot be told, and for public records
+            that cannot be read by number.
     """
-    for name, dataset in datasets.items():
+    for name in ("train_dataset", "eval_dataset", "public_dataset"):
+        dataset = getattr(inputs, name)
         if isinstance(dataset, str | bytes | type):
             raise DPConfigError(
                 f"{name}={shown(dataset)} is no dataset. Load it: datasets.load_dataset(..), or a list of records."
@@ -44,10 +47,10 @@ def check_datasets(**datasets: Any) -> None:
                 "return the number of records."
             ) from error
         check_at_most(f"The length of {name}", num, MAX_UNITS, "one step draws from all of them. Take a sample.")
+    _check_public(inputs.public_dataset)
 
 
-def check_public(public_dataset: Any) -> None:
-    """Refuse public records that cannot be read by number."""
+def _check_public(public_dataset: Any) -> None:
     if public_dataset is None:
         return
     if not hasattr(public_dataset, "__len__") or not hasattr(public_dataset, "__getitem__"):
@@ -61,9 +64,10 @@ def check_public(public_dataset: Any) -> None:
     )  # fmt: skip
 
 
-def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> None:
+def check_data(training: TrainingRows, inputs: TrainerInputs) -> None:
     """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
-    raise_first(_on_data(training, eval_dataset, data_collator))
+    if training.dataset is not None:
+        raise_first(_on_data(training, inputs.eval_dataset, inputs.data_collator))
 
 
 def check_batch(args: Any, product: int, num_sampled: int) -> None:

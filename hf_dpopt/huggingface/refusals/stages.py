@@ -11,6 +11,7 @@ import torch
 from hf_dpopt.common.checks import check_choice, check_count, check_mapping, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
@@ -73,10 +74,9 @@ def _needs_level(stage: Postprocess | None) -> bool:
     return isinstance(stage, Filter) and stage.needs_noise_level
 
 
-def check_stages(
-    args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any] = ()
-) -> None:
+def check_stages(args: Any, inputs: TrainerInputs) -> None:
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
+    own = inputs.preclip
     for name in ("public_mirror_descent", "average_iterate"):
         if getattr(args, name) is not None:
             check_choice(name, getattr(args, name), OPTIONS[name].metadata["choices"])
@@ -88,21 +88,19 @@ def check_stages(
             f"preclip={own!r} is no preconditioner. Give an object such as ScaleThenPrivatize(scale=..), or one of "
             "a class of your own that extends hf_dpopt.preclip.Preclip; names go to the argument preconditioner."
         )
-    for stage in postprocess:
+    for stage in inputs.postprocess:
         if not (callable(stage) and hasattr(stage, "state_dict") and hasattr(stage, "load_state_dict")):
             raise DPConfigError(
                 f"postprocess={stage!r} is no map of gradients. Give objects with __call__, state_dict and "
                 "load_state_dict (see hf_dpopt.postprocess.Postprocess)."
             )
-    asked = _request(args, own, given, public_dataset, postprocess)
+    asked = _request(args, inputs)
     raise_first(_on_what_is_given_twice(asked))
     raise_first(_on_public_records(asked))
     raise_first(_on_noise_level(asked))
 
 
-def _request(
-    args: Any, own: Preclip | None, given: Mapping[str, Any], public_dataset: Any, postprocess: Sequence[Any]
-) -> _Asked:
+def _request(args: Any, inputs: TrainerInputs) -> _Asked:
     low_pass = None
     if args.filter is not None:
         if not isinstance(args.filter, str):
@@ -111,8 +109,7 @@ def _request(
                 "goes to the trainer's postprocess, or into an optimizer."
             )
         low_pass = LowPassFilter.parse(args.filter, noise=IndependentNoise())
-    optimizer = (given.get("optimizers") or (None, None))[0]
-    cls_and_kwargs = given.get("optimizer_cls_and_kwargs")
+    optimizer, cls_and_kwargs = (inputs.optimizers or (None, None))[0], inputs.optimizer_cls_and_kwargs
     name = args.optimizer_name()
     is_given = optimizer is not None or cls_and_kwargs is not None
     is_ours = cls_and_kwargs is not None and isinstance(cls_and_kwargs[0], type)  # it may be a function that makes one
@@ -124,14 +121,14 @@ def _request(
         optimizer = cls(_parameters(), **options, **decay)  # refuses what is out of range
     return _Asked(
         args=args,
-        preclip=own or make_preclip(args.preconditioner_name(), _options(args)),
-        own=own,
+        preclip=inputs.preclip or make_preclip(args.preconditioner_name(), _options(args)),
+        own=inputs.preclip,
         optimizer=optimizer,
         is_given=is_given,
         filter=low_pass,
-        postprocess=postprocess,
-        public_dataset=public_dataset,
-        train_dataset=given.get("train_dataset"),
+        postprocess=inputs.postprocess,
+        public_dataset=inputs.public_dataset,
+        train_dataset=inputs.train_dataset,
     )
 
 
