@@ -1,6 +1,6 @@
 """Refusals: what cannot be private is refused by name, with the way out, before anything is touched.
 
-Each refusal is one line of a table: is it so, what was found and why it matters, how to fix it.
+Each refusal is one line of a table: is it so, and what was found, why it matters and how to fix it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
 
-Refusal = tuple[bool, str, str]  # (does it apply, what is wrong, how to fix it)
+Refusal = tuple[bool, str]  # (does it apply, what is wrong and how to fix it)
 
 
 def raise_first(refusals: Iterator[Refusal], error: type[DPConfigError] = DPConfigError) -> None:
-    for applies, what, fix in refusals:
+    for applies, message in refusals:
         if applies:
-            raise error(f"{what} {fix}")
+            raise error(message)
 
 
 def is_reentrant(checkpointing: Mapping[str, Any]) -> bool:

@@ -6,8 +6,13 @@ One file for each thing that is examined; a new refusal is one line of a table t
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments
-from hf_dpopt.huggingface.refusals.data import check_batch, check_data, check_datasets, check_evaluation
-from hf_dpopt.huggingface.refusals.evaluation import check_private_evaluation
+from hf_dpopt.huggingface.refusals.data import (
+    check_batch,
+    check_data,
+    check_datasets,
+    check_evaluation,
+    check_private_evaluation,
+)
 from hf_dpopt.huggingface.refusals.model import check_model, check_model_given, check_model_with_records
 from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages

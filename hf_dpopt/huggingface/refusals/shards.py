@@ -26,31 +26,28 @@ def _on_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Re
     config = plan.config
     yield (
         plan.preclip.opening is not None,
-        f"preconditioner={config.preconditioner!r} asks a query before the first step, whose squared sums are not cut "
-        "into shards yet.",
-        f"{WHOLE}, or use a dp2_* preconditioner.",
+        f"preconditioner={config.preconditioner!r} asks a query before the first step, whose squared sums are not "
+        f"cut into shards yet. {WHOLE}, or use a dp2_* preconditioner.",
     )
     yield (
         public_dataset is not None,
-        "Gradients of public records (adadps, subspaces, mirror descent) are taken by a plain backward, which adds up "
-        "the processes of a model in shards.",
-        f"{WHOLE}.",
+        "Gradients of public records (adadps, subspaces, mirror descent) are taken by a plain backward, which adds "
+        f"up the processes of a model in shards. {WHOLE}.",
     )
     yield (
         config.local_training is not None,
-        "Users that train locally need the whole model each, and it lies in shards.",
-        f"{WHOLE}, or let users give gradients (leave local_learning_rate out).",
+        f"Users that train locally need the whole model each, and it lies in shards. {WHOLE}, or let users give "
+        "gradients (leave local_learning_rate out).",
     )
     rows = config.records_per_user
     yield (
         plan.sums_users and rows is not None and rows > args.per_device_train_batch_size,
-        f"records_per_user={rows} is more than per_device_train_batch_size={args.per_device_train_batch_size}: a user "
-        "that does not fit into one physical batch is summed in parts, by plain backwards, which add up the processes "
-        "of a model in shards.",
-        "Raise --per_device_train_batch_size, or lower --records_per_user.",
+        f"records_per_user={rows} is more than per_device_train_batch_size={args.per_device_train_batch_size}: a "
+        "user that does not fit into one physical batch is summed in parts, by plain backwards, which add up the "
+        "processes of a model in shards. Raise --per_device_train_batch_size, or lower --records_per_user.",
     )
     yield (
         args.ball_radius is not None,
-        f"ball_radius={args.ball_radius} takes the norm of all weights together, which lie in shards.",
-        f"{WHOLE}, or leave it out.",
+        f"ball_radius={args.ball_radius} takes the norm of all weights together, which lie in shards. {WHOLE}, or "
+        "leave it out.",
     )

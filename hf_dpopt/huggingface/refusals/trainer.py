@@ -91,23 +91,22 @@ def _on_sft(args: Any) -> Iterator[Refusal]:
     if not hasattr(args, "loss_type"):
         yield (
             True,
-            f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget.",
+            f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget. "
             "Derive them from both: @dataclass class DPSFTConfig(DPTrainingArguments, SFTConfig).",
         )
         return
     yield (
         args.loss_type != "nll",
-        f"SFTTrainer's loss_type={args.loss_type!r} is not taken record by record.",
-        "Use loss_type='nll', the default.",
+        f"SFTTrainer's loss_type={args.loss_type!r} is not taken record by record. Use loss_type='nll', the default.",
     )
     yield (
         args.packing or args.padding_free,
-        "`packing` and `padding_free` put several records into one row, where they would be clipped as one.",
-        "Set packing=False and padding_free=False.",
+        "`packing` and `padding_free` put several records into one row, where they would be clipped as one. Set "
+        "packing=False and padding_free=False.",
     )
     yield (
         args.activation_offloading,
-        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them.",
+        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
         "Set activation_offloading=False; use gradient_checkpointing.",
     )
 
