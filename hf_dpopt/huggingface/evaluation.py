@@ -27,9 +27,8 @@ from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.huggingface.private_metrics import usual_bound
-from hf_dpopt.huggingface.self_check import Look, conditions, synthetic_batch
-from hf_dpopt.huggingface.self_check.influence import BESIDE, check_memory
-from hf_dpopt.huggingface.self_check.made_up import padding_side_of
+from hf_dpopt.huggingface.self_check import Columns, Look, conditions
+from hf_dpopt.huggingface.self_check.comparisons import BESIDE, check_memory
 from hf_dpopt.huggingface.self_check.made_up import rows as made_up_rows
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.plan.evaluation import EvaluationBudget
@@ -349,9 +348,8 @@ class EvaluationGuard:
             )
         if self._args.skip_self_check:
             return
-        padding_id = padding_id_of(model)
         looks = (Look(1.0), *(other for _, other in BESIDE))
-        made_up = synthetic_batch(like, model, padding_id, padding_side=padding_side_of(like), looks=looks)
+        made_up = Columns.of(like, model, padding_id_of(model), None).batch(model, looks)
 
         def compute(batch: Mapping[str, Any]) -> torch.Tensor:
             start.restore(is_thorough=False)  # as before each record

@@ -21,9 +21,9 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
-from hf_dpopt.huggingface.self_check import Look, synthetic_batch
+from hf_dpopt.huggingface.self_check import Columns, Look
+from hf_dpopt.huggingface.self_check.comparisons import check_outputs
 from hf_dpopt.huggingface.self_check.conditions import in_mode
-from hf_dpopt.huggingface.self_check.influence import check_outputs
 from hf_dpopt.records.collation import Collation
 
 TOKENS_AT_ONCE = (
@@ -121,10 +121,8 @@ def _of_batch(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torc
 
 def _check_outputs(model: PreTrainedModel, like: Mapping[str, torch.Tensor], start: KeptState) -> None:
     """Refuse a model that mixes or remembers made-up records of one length, or that changes itself."""
-    batches = [
-        synthetic_batch(like, model, None, looks=(Look(), Look(kind=kind), Look(kind=kind)))
-        for kind in ("ordinary", "constant", "large")
-    ]
+    columns, kinds = Columns(like, None, "right"), ("ordinary", "constant", "large")
+    batches = [columns.batch(model, (Look(), Look(kind=kind), Look(kind=kind))) for kind in kinds]
     check_outputs(lambda batch: _of_batch(model, batch), batches)
     start.check()
 

@@ -19,7 +19,7 @@ from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.clipping.rules import embedding, linear, norms
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.huggingface.self_check import SelfCheck, self_check, synthetic_batch
+from hf_dpopt.huggingface.self_check import Columns, SelfCheck, self_check
 from hf_dpopt.records.losses import RecordLosses
 from tests.grads import models
 from tests.grads.models import MODELS, VOCABULARY, batch_for
@@ -163,13 +163,13 @@ def test_a_module_without_config_passes_with_a_loss_of_its_own():
 def test_made_up_records_hold_nothing_of_the_data():
     like = _tokens(width=40, labels=torch.full((2,), 1))
     like["input_ids"].fill_(59)
-    batch = synthetic_batch(like, models.bert(), PAD)
+    batch = Columns(like, PAD, "right").batch(models.bert())
     assert batch.keys() == like.keys() and all(batch[k].dtype == like[k].dtype for k in like)
     assert (batch["input_ids"] == 59).float().mean() < 0.5  # by chance one in 60
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     assert len(set(lengths)) == len(lengths) == 3  # uneven lengths, so that padding is there to leak
     assert torch.equal(batch["input_ids"] == PAD, batch["attention_mask"] == 0)
-    left = synthetic_batch(like, models.bert(), PAD, padding_side="left")
+    left = Columns(like, PAD, "left").batch(models.bert())
     assert torch.equal(left["attention_mask"], batch["attention_mask"].flip(1))
 
 
