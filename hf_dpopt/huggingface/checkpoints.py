@@ -158,15 +158,24 @@ class Checkpoints:
                 raise DPConfigError(f"No checkpoint is whole on all machines: {said}")
             if folder is None:
                 return None, goes_on
-            found = ranks.every(lambda: self._wrong_here(Path(folder), wanted))  # noqa: B023
-            other = next((rank for rank, reason in enumerate(found) if reason), None)
-            if other is None:
+            said = self._wrong_somewhere(Path(folder), wanted)
+            if not said:
                 return folder, goes_on
-            said = _where(other, found[other])
             if asked is not True:
                 raise DPConfigError(f"{folder} is no checkpoint to resume from: {said}")
             logger.warning(f"{Path(folder).name} is skipped: {said}")
             without |= {step_of(Path(folder))}
+
+    def _wrong_somewhere(self, folder: Path, wanted: Manifest | None) -> str:
+        """Say what is wrong with a checkpoint on the first machine on which something is; all ranks together."""
+        found = collectives.current_ranks().every(lambda: self._wrong_here(folder, wanted))
+        rank = next((rank for rank, reason in enumerate(found) if reason), None)
+        if rank is None:
+            return ""
+        return (
+            f"on the machine of process {rank}, {found[rank]}. Put output_dir on a disk that all machines see, or "
+            "save with --save_on_each_node and resume on the same machines, each with its own folder."
+        )
 
     def _wrong_here(self, folder: Path, wanted: Manifest | None) -> str:
         """Say what is wrong with the copy of a checkpoint that this process reads; an empty text if nothing is.
@@ -204,11 +213,8 @@ class Checkpoints:
                 raise refuse(found)
             return found.manifest
 
-        wanted = run.ranks.same(check)
-        found = run.ranks.every(lambda: self._wrong_here(best, wanted))
-        other = next((rank for rank, reason in enumerate(found) if reason), None)
-        if other is not None:
-            raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {_where(other, found[other])}")
+        if said := self._wrong_somewhere(best, run.ranks.same(check)):
+            raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {said}")
 
     def _choose(
         self, asked: str | os.PathLike[str] | bool | None, without: frozenset[int]
@@ -345,14 +351,6 @@ def written_on_this_machine(model: Any, args: Any) -> Iterator[None]:
         yield
     finally:
         del model.should_save_on_this_rank
-
-
-def _where(rank: int, reason: str) -> str:
-    """Say what is wrong on the machine of a rank, and what to do."""
-    return (
-        f"on the machine of process {rank}, {reason}. Put output_dir on a disk that all machines see, or save with "
-        "--save_on_each_node and resume on the same machines, each with its own folder."
-    )
 
 
 def _instead(last: Checkpoint | None, output_dir: Path) -> str:

@@ -7,6 +7,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface import refusals
@@ -15,7 +18,7 @@ from hf_dpopt.huggingface.data_mark import check_same_everywhere
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.private_metrics import complete_metrics
 from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
-from hf_dpopt.huggingface.room import check_is_whole, room_for_noise
+from hf_dpopt.huggingface.self_check.conditions import free_bytes
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.noise.streams import measure_speed
@@ -29,6 +32,8 @@ from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import reading_plan, recorded_plan
 from hf_dpopt.users import UserData
+
+TRAINED_BYTES = 16  # of a trained coordinate: its sum, its gradient and two moments, each in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,3 +189,27 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
     ranks.same(lambda: check_run(args.dataset_budget(), plan, recorded))
     recipe.apply(args)
     return PlannedRun(plan, recipe, users, declared)
+
+
+def room_for_noise(model: nn.Module, device: torch.device) -> tuple[int, int]:
+    """Trained coordinates, and bytes that noise may keep: half of the rest once weights, sums and moments have theirs.
+
+    The other half is for activations, which nothing tells before the first batch.
+
+    Args:
+        model: the model as it will be trained.
+        device: where it will be trained.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    to_come = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != device.type)
+    return trained, max(0, free_bytes(device) - to_come - TRAINED_BYTES * trained) // 2
+
+
+def check_is_whole(model: object, peft_config: object) -> nn.Module:
+    """Refuse to choose for a model that is not there yet, or will get its adapters later."""
+    if not isinstance(model, nn.Module) or peft_config is not None:
+        raise DPConfigError(
+            "noise_kwargs={'backend': 'fit'} chooses by the number of trained parameters, and the model is not whole "
+            "yet. Hand over a loaded model with its adapters, or name the backend (auto, history, regenerate)."
+        )
+    return model

@@ -146,10 +146,16 @@ class ReleaseGuard:
         return tuple(type(c).__name__ for c in self.callbacks if type(c) not in stock)
 
     def note_saved(self, folder: Path) -> None:
-        """Report the digests of weights and configurations that were saved to `output_dir`.
+        """Check what was saved; report the digests of weights and configurations that were saved to `output_dir`.
 
         The report of a trainer that trained nothing stays as it is, until it pushes.
+
+        Raises:
+            DPConfigError: see `check`.
         """
+        self.check(folder)
+        if not self.args.should_save:
+            return
         if self.session is not None and folder.resolve() == self.output_dir.resolve():  # not a checkpoint, or a copy
             self.write_report(digests_of_release(folder))
 

@@ -70,13 +70,15 @@ def write_whole_models(accelerator: Any, *, saves_on_each_node: bool) -> bool:
     return not saves_on_each_node
 
 
-def whole_state(state_dict: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]:
+def whole_state(state_dict: dict[str, Any] | None, *, keeps: bool) -> dict[str, Any] | None:
     """The state of a model with whole tensors in the host's memory, where it was handed over in shards.
 
     Args:
         state_dict: what accelerate gathered, or on CPUs did not; the same names on every rank.
         keeps: whether this rank writes it; the others take part.
     """
+    if state_dict is None or not any_sharded(state_dict.values()):
+        return state_dict
     found = {}
     for name, value in state_dict.items():
         whole = whole_of(value).cpu() if is_sharded(value) else value

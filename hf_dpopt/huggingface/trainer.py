@@ -20,7 +20,7 @@ from hf_dpopt.common import collectives, log
 from hf_dpopt.common.durable import remove_links
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import is_secret_key
-from hf_dpopt.common.sharding import any_sharded, give_back
+from hf_dpopt.common.sharding import give_back
 from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import RefuseStockTraining
@@ -194,9 +194,9 @@ class DPTrainerMixin(_Trainer):
         return self._evaluation.on_held_out(dataset, self.eval_dataset, self.train_dataset, self.model)
 
     @contextlib.contextmanager
-    def _writing_results(self) -> Iterator[None]:
-        folder = Path(self.args.output_dir)
-        if self.args.should_save:
+    def _writing(self, folder: Path) -> Iterator[None]:
+        """Write to a folder that errors name; links that somebody made in the output folder do not lead out of it."""
+        if self.args.should_save and folder == Path(self.args.output_dir):
             remove_links(folder)
         with naming(folder):
             yield
@@ -379,31 +379,24 @@ class DPTrainerMixin(_Trainer):
 
     @explains_storage_faults
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder = Path(output_dir or self.args.output_dir)
-        model = self.accelerator.unwrap_model(self.model)
+        folder, model = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
         give_back(self.model)
-        if state_dict is not None and any_sharded(state_dict.values()):
-            state_dict = whole_state(state_dict, keeps=self.args.should_save)
-        if self.args.should_save and folder == Path(self.args.output_dir):
-            remove_links(folder)
-        with naming(folder), written_on_this_machine(model, self.args), self._lengths.saved():
-            super()._save(output_dir, state_dict=state_dict)
-        if self.args.should_save:
-            self._release.check(folder)
-            self._release.note_saved(folder)
+        with self._writing(folder), written_on_this_machine(model, self.args), self._lengths.saved():
+            super()._save(output_dir, state_dict=whole_state(state_dict, keeps=self.args.should_save))
+        self._release.note_saved(folder)
 
     @explains_storage_faults
     def save_state(self) -> None:
-        with self._writing_results():
+        with self._writing(Path(self.args.output_dir)):
             super().save_state()
 
     @explains_storage_faults
     def save_metrics(self, split: str, metrics: dict[str, float], combined: bool = True) -> None:
-        with self._writing_results():
+        with self._writing(Path(self.args.output_dir)):
             super().save_metrics(split, metrics, combined)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        with self._writing_results():
+        with self._writing(Path(self.args.output_dir)):
             super().create_model_card(*args, **kwargs)
         self._release.complete_model_card()
 
