@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_dpopt.common.checks import check_mapping
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.values import check_values
 from hf_dpopt.noise.registry import is_independent
 
@@ -17,7 +17,8 @@ SUBSPACE_OPTIONS = ("rank", "refresh_every", "eps")
 ALGORITHM = "AdaGrad in a public subspace (arXiv:2008.06570, Algorithm 1)"
 
 
-def check_convex_arguments(args: Any, *, lora_r: int = 0) -> None:
+@refuses
+def check_convex_arguments(args: Any, *, lora_r: int = 0) -> Iterator[Refusal]:
     """Refuse training arguments under which the last iterate has no bound.
 
     With ``preconditioner="subspace"`` there is no such bound, and what is no part of that algorithm is refused.
@@ -32,13 +33,13 @@ def check_convex_arguments(args: Any, *, lora_r: int = 0) -> None:
     """
     check_values(args)
     if args.preconditioner == SUBSPACE:
-        raise_first(_on_subspace(args, lora_r))
-        raise_first(_on_records_of_subspace(args))
+        yield from _on_subspace(args, lora_r)
+        yield from _on_records_of_subspace(args)
     else:
-        raise_first(_on_steps(args, lora_r))
-        raise_first(_on_records(args))
-        raise_first(_on_schedule(args))
-    raise_first(_on_what_is_seen(args))
+        yield from _on_steps(args, lora_r)
+        yield from _on_records(args)
+        yield from _on_schedule(args)
+    yield from _on_what_is_seen(args)
 
 
 def _on_subspace(args: Any, lora_r: int) -> Iterator[Refusal]:

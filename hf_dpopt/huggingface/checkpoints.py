@@ -21,6 +21,7 @@ from hf_dpopt.common.durable import check_renames, make_folder, move_into_place,
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.run.checkpoint import (
     NEEDED,
     STATE,
@@ -35,8 +36,7 @@ from hf_dpopt.run.checkpoint import (
     step_of,
     write_manifest,
 )
-from hf_dpopt.run.keys import private_dir
-from hf_dpopt.run.log import Found, RunLog, find_run
+from hf_dpopt.run.log import Found
 from hf_dpopt.run.resume import decide
 from hf_dpopt.run.run import PrivateRun
 
@@ -229,11 +229,11 @@ class Checkpoints:
             check_renames(output_dir / UNFINISHED)
         if asked is None or asked is False:
             return None, False, None
-        known = self._found()
+        known = found_by(self._args)
         if known.known is not None:  # finish or remove what a killed run left, under its locks
-            with RunLog.open(output_dir, self._private_dir()) as log:
+            with open_log(self._args) as log:
                 clean(output_dir, log.state)
-            known = self._found()
+            known = found_by(self._args)
         if asked is True:
             newest = self._newest(output_dir, known, without)
             if newest is None:
@@ -263,13 +263,6 @@ class Checkpoints:
         for one in skipped:
             logger.warning(f"{one.folder.name} is skipped: {'; '.join(one.reasons)}. Resuming from {last.folder}.")
         return last
-
-    def _found(self) -> Found:
-        """All records of the run in `output_dir`."""
-        return find_run(self._output_dir, self._private_dir())
-
-    def _private_dir(self) -> Path:
-        return private_dir(self._args.private_state_dir, self._output_dir)
 
 
 def _check_asked(asked: Any) -> None:

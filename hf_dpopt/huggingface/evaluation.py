@@ -1,4 +1,4 @@
-"""What may be said of an evaluation set: exact metrics of held-out records, or noisy ones of private records.
+"""The door to an evaluation set: exact metrics of held-out records, or noisy ones of private records.
 
 Those are one noisy sum over the records, charged before a record is looked at.
 
@@ -12,7 +12,6 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from hf_dpopt.huggingface.self_check import Columns, Look, conditions
 from hf_dpopt.huggingface.self_check.comparisons import BESIDE, check_memory
 from hf_dpopt.huggingface.self_check.made_up import rows as made_up_rows
 from hf_dpopt.huggingface.shards import is_in_shards
+from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.evaluation import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
@@ -41,9 +41,8 @@ from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
-from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.ledger import Evaluation, Ledger
-from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of
 
@@ -65,14 +64,13 @@ class EvaluationGuard:
         training: rows of the training set.
         sets: the evaluation set, or several by their names.
         per_example_loss_func: the trainer's parameter.
-        collator: the Trainer's.
         place: moves a batch to the device.
         without_unused: takes columns that are not used from a stored dataset.
         autocast: makes the context of a forward.
 
     Attributes:
         run: the run in progress, whose log is open, or the last one; None before.
-        budget: of the last evaluation.
+        budget: budget of the last evaluation.
     """
 
     def __init__(
@@ -83,13 +81,12 @@ class EvaluationGuard:
         sets: Any,
         *,
         per_example_loss_func: Any,
-        collator: Any,
         place: Callable[[Any], Any],
         without_unused: Callable[[Any], Any],
         autocast: Callable[[], contextlib.AbstractContextManager[Any]],
     ):
         self._args, self._plan, self._training, self._sets = args, plan, training, sets
-        self._per_example_loss_func, self._collator, self._place = per_example_loss_func, collator, place
+        self._per_example_loss_func, self._place = per_example_loss_func, place
         self._without_unused, self._autocast = without_unused, autocast
         self._held_out: tuple[Any, ...] = ()
         self._told = False
@@ -142,15 +139,15 @@ class EvaluationGuard:
                 "evaluate(); for a set that is not private, make a trainer with --eval_data_privacy public."
             )
 
-    def answers(self, dataset: Any, prefix: str, model: nn.Module) -> Iterator[dict[str, float]]:
+    def answers(self, dataset: Any, prefix: str, model: nn.Module, collator: Any) -> Iterator[dict[str, float]]:
         """Noisy metrics of a private set, or of several by their names, one after the other; see `evaluate`."""
         found = self._named(dataset)
         prefix = f"{prefix}_{dataset}" if isinstance(dataset, str) else prefix
         if not isinstance(found, dict):
-            yield self.evaluate(found, prefix, model)
+            yield self.evaluate(found, prefix, model, collator)
             return
         for name, one in found.items():
-            yield from self.answers(one, f"{prefix}_{name}", model)
+            yield from self.answers(one, f"{prefix}_{name}", model, collator)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -183,19 +180,14 @@ class EvaluationGuard:
 
     def _known(self) -> Ledger | None:
         """Record of the run, in which all evaluations are; on rank 0."""
-        run, args = self.run, self._args
-        if run is not None and run.ledger is not None:
-            return run.ledger
-        return find_run(Path(str(args.output_dir)), private_dir(args.private_state_dir, str(args.output_dir))).known
+        open_one = None if self.run is None else self.run.ledger
+        return found_by(self._args).known if open_one is None else open_one
 
     @contextlib.contextmanager
     def _log(self) -> Iterator[RunLog]:
         """The log of the run: that of the training in progress, or opened for this."""
-        run, args = self.run, self._args
-        if run is not None and run.log is not None:
-            yield run.log
-            return
-        with RunLog.open(str(args.output_dir), private_dir(args.private_state_dir, str(args.output_dir))) as log:
+        open_one = None if self.run is None else self.run.log
+        with open_log(self._args) if open_one is None else contextlib.nullcontext(open_one) as log:
             yield log
 
     def _charge(self, budget: EvaluationBudget, query: Mapping[str, Any]) -> str:
@@ -240,13 +232,14 @@ class EvaluationGuard:
         )
         return dict.fromkeys(scores.metrics, math.nan)
 
-    def evaluate(self, dataset: Any, prefix: str, model: nn.Module) -> dict[str, float]:
+    def evaluate(self, dataset: Any, prefix: str, model: nn.Module, collator: Any) -> dict[str, float]:
         """Noisy metrics of a set, by their names with a prefix, and the epsilon of all evaluations so far.
 
         Args:
             dataset: map-style, one record an index.
             prefix: before the names, without its underscore.
             model: the model as it is now.
+            collator: the Trainer's.
 
         Raises:
             DPBudgetExceeded: before a record is looked at, if the budget is spent.
@@ -277,7 +270,7 @@ class EvaluationGuard:
         if known is None:
             self._announce(budget, scores, len(dataset))
             with self._evaluating(model) as start:
-                vectors = self._vectors(losses, scores, dataset)
+                vectors = self._vectors(losses, scores, dataset, collator)
                 ranks.every(lambda: self._try(vectors, start))
                 charged = ranks.same(lambda: self._charge(budget, query))
                 sums = ranks.every(lambda: self._sum(vectors, start).tolist())
@@ -323,9 +316,9 @@ class EvaluationGuard:
             f"{accuracy if scores.num_labels else ''}: differences of that size say nothing."
         )
 
-    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any) -> _Vectors:
+    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any, collator: Any) -> _Vectors:
         collation = Collation(
-            self._collator,
+            collator,
             limits=Limits.of(losses.model, losses.kind),
             padding=Padding(padding_id_of(losses.model)),
             place=self._place,

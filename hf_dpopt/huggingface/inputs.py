@@ -1,4 +1,4 @@
-"""What a trainer was made of, once: every check, the plan and the session read it here."""
+"""The arguments of a trainer, once: every check, the plan and the session read them here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TrainerInputs:
     """Arguments of a trainer, apart from the training arguments; see `DPTrainerMixin` and transformers' `Trainer`.
 
     Attributes:
-        peft_config: of trainers that wrap the model in an adapter by themselves; None for others.
+        peft_config: adapter that the trainer itself puts around the model; None for no adapter.
         stock: all that goes to the Trainer behind the mixin, by name.
     """
 

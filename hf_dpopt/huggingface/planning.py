@@ -59,11 +59,11 @@ class PlannedRun:
         plan = dataclasses.replace(self.plan, recipe=recipe.recorded)
         return dataclasses.replace(self, plan=plan, recipe=recipe)
 
-    def checked(self, inputs: TrainerInputs, args: DPTrainingArguments, trainer_class: type) -> PlannedRun:
+    def after_check(self, inputs: TrainerInputs, args: DPTrainingArguments, trainer_class: type) -> PlannedRun:
         """The same after a look at the records to train on: some trainers prepare those that they are given.
 
         Args:
-            inputs: as the trainer has them now.
+            inputs: what the trainer has now.
             args: training arguments.
             trainer_class: named in errors.
 

@@ -25,6 +25,7 @@ from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.planning import PlannedRun, plan_of
 from hf_dpopt.huggingface.preparation import tokenizer_of
 from hf_dpopt.huggingface.session import TrainingSession
+from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
 from hf_dpopt.plan.vetting import unvetted_stages
@@ -35,8 +36,7 @@ from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_
 from hf_dpopt.report.report import read_report, write_report
 from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
-from hf_dpopt.run.keys import private_dir
-from hf_dpopt.run.log import Found, RunLog, find_run
+from hf_dpopt.run.log import Found
 from hf_dpopt.run.run import PrivacySpent, spent_for
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
@@ -88,12 +88,11 @@ class ReleaseGuard:
 
     def _found(self) -> Found:
         """Return what is known of the run, after writing its ledger anew where a log here knows more."""
-        place = private_dir(self.args.private_state_dir, self.output_dir, is_read=True)
-        found = find_run(self.output_dir, place)
+        found = found_by(self.args)
         is_open = self.session is not None and self.session.run.log is not None  # and writes the ledger itself
         if found.num_unknown and not is_open and collectives.rank() == 0:
-            RunLog.open(self.output_dir, private_dir(self.args.private_state_dir, self.output_dir)).close()
-            found = find_run(self.output_dir, place)
+            open_log(self.args).close()
+            found = found_by(self.args)
         return found
 
     def facts(self, released: Mapping[str, str] | None = None) -> RunFacts:
@@ -205,8 +204,8 @@ class ReleaseGuard:
         if self.session is not None:
             keys = self.session.run.secrets()
         else:  # another process trained: the keys it left behind
-            found = find_run(self.output_dir, private_dir(self.args.private_state_dir, self.output_dir, is_read=True))
-            keys = [] if found.keys is None else found.keys.secrets()
+            found = found_by(self.args).keys
+            keys = [] if found is None else found.secrets()
         allowed = [*ALLOWED_NAMES, *self._names_saved_with_it()] if is_push else None
         findings = scan_for_secrets(folder, keys, allowed=allowed, unpublished=UNPUBLISHED, reads_everything=is_push)
         tolerated = () if is_push else (LINK, UNCHECKED)

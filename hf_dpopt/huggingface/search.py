@@ -49,7 +49,7 @@ def search(
         args: arguments that the runs have in common, `tuned_runs` among them.
         planned: plan of one of them.
         make: (model, arguments) -> a trainer; without a model its model_init makes one.
-        model: as it was before any training; it gets the weights of the best run.
+        model: the untrained model, which gets the weights of the best run.
         has_model_init: whether every run makes a model of its own.
         hp_space: the search space, see `Space`.
         metric: name of the score among those of `evaluate`.

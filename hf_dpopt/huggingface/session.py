@@ -57,7 +57,7 @@ class TrainingSession:
         args: its training arguments.
         planned: its plan.
         records: its training records.
-        model: as it is trained, on its device.
+        model: the model that is trained, on its device.
         optimizer: the one that steps.
         processing_class: the Trainer's.
         resume_step: optimizer step to go on from, see `PrivateRun`.
@@ -126,9 +126,11 @@ class TrainingSession:
     def end(self, *, is_finished: bool) -> None:
         """Close the run, and restore what no forward may change."""
         self.is_open = False
-        self.kept.restore()
-        self.run.close(is_finished=is_finished)
-        self.stages.close()
+        try:
+            self.kept.restore()
+        finally:
+            self.run.close(is_finished=is_finished)
+            self.stages.close()
 
     def _check_optimizer(self, optimizer: Any) -> None:
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}

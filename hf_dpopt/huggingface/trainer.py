@@ -126,7 +126,7 @@ class DPTrainerMixin(_Trainer):
         if self._planned is not None and not inputs.has_final_model:
             self._planned = self._planned.completed(made, args)
         if self._planned is not None:
-            self._planned = self._planned.checked(made, args, type(self))
+            self._planned = self._planned.after_check(made, args, type(self))
         self._lengths = TokenizerLengths(self.processing_class, self.data_collator)
         self._evaluation = EvaluationGuard(
             args,
@@ -134,7 +134,6 @@ class DPTrainerMixin(_Trainer):
             training,
             self.eval_dataset,
             per_example_loss_func=per_example_loss_func,
-            collator=self.data_collator,
             place=self._prepare_inputs,
             without_unused=functools.partial(without_unused, self._remove_unused_columns, "evaluation"),
             autocast=self.compute_loss_context_manager,
@@ -164,7 +163,7 @@ class DPTrainerMixin(_Trainer):
         return self._session
 
     def _as_made(self) -> TrainerInputs:
-        """What was given, with what the Trainer made of it so far."""
+        """The inputs with what the Trainer made of them so far."""
         names = ("model", "train_dataset", "processing_class", "data_collator")
         return dataclasses.replace(self._inputs, **{name: getattr(self, name) for name in names})
 
@@ -259,7 +258,7 @@ class DPTrainerMixin(_Trainer):
     def get_train_dataloader(self) -> DataLoader:
         assert self._planned is not None
         # once more: the records may have been replaced since the trainer was made
-        planned = self._planned = self._planned.checked(self._as_made(), self.args, type(self))
+        planned = self._planned = self._planned.after_check(self._as_made(), self.args, type(self))
         self._set_signature_columns_if_needed()
         self._records = TrainingRecords.of(
             self._as_made(),
@@ -421,7 +420,7 @@ class DPTrainerMixin(_Trainer):
             if not self._evaluation.is_private:
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
             metrics: dict[str, float] = {}
-            for found in self._evaluation.answers(eval_dataset, metric_key_prefix, self.model):
+            for found in self._evaluation.answers(eval_dataset, metric_key_prefix, self.model, self.data_collator):
                 self.log(found)
                 self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
                 metrics |= found

@@ -219,7 +219,7 @@ def test_an_index_is_that_of_the_ids_and_not_of_a_fingerprint(tmp_path):
     def run(records):
         dataset = datasets.Dataset.from_list(records)
         dataset._fingerprint = "the same"  # as of a map that reads a file which has changed
-        return _trainer(tmp_path / "out", dataset)._users.index
+        return _trainer(tmp_path / "out", dataset)._planned.users.index
 
     before = run(_records())
     after = run([{**r, "author": f"user{i % 7}"} for i, r in enumerate(_records())])

@@ -6,23 +6,16 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import TrainingArguments
-
 from hf_dpopt.common import collectives
-from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
+from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
 from hf_dpopt.huggingface.values import check_values
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
 
 
-def check_arguments(args: TrainingArguments) -> None:
+@refuses
+def check_arguments(args: Any) -> Iterator[Refusal]:
     """Refuse training arguments under which the privacy statement would be false."""
-    raise_first(_on_pickled(args))
-    check_values(args)
-    raise_first(_on_arguments(args))
-
-
-def _on_pickled(args: Any) -> Iterator[Refusal]:
     for name, value in vars(args).items():
         yield (
             isinstance(value, str) and value == f"<{name.upper()}>",
@@ -31,16 +24,11 @@ def _on_pickled(args: Any) -> Iterator[Refusal]:
             "variable or file.",
         )
 
-
-def _on_arguments(args: Any) -> Iterator[Refusal]:
+    check_values(args)
     yield from _on_devices(args)
     yield from _on_batching(args)
     yield from _on_backward(args)
     yield from _on_side_channels(args)
-    yield from _on_users(args)
-
-
-def _on_users(args: Any) -> Iterator[Refusal]:
     yield (
         getattr(args, "local_users_at_once", 1) > 1 and (args.gradient_checkpointing or args.activation_checkpointing),
         "Users cannot be trained side by side (vmap) with gradient checkpointing. Use local_users_at_once=1, or no "
@@ -55,37 +43,20 @@ def _on_devices(args: Any) -> Iterator[Refusal]:
         "or full precision.",
     )
     yield (
-        args.mixed_precision not in ("no", "bf16"),
-        f"The environment's mixed precision is {args.mixed_precision}: skipped updates and rescaled gradients depend "
-        "on single records. Use bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
-    )
-    yield (
         args.n_gpu > 1,
         f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel. "
         f"Start with `accelerate launch --num_processes {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one GPU.",
     )
-    yield from _on_fsdp(args)
     yield (
         bool(args.deepspeed) or args.deepspeed_plugin is not None,
         f"DeepSpeed averages and clips gradients itself, which is not supported yet. {DATA_PARALLEL}",
     )
-    yield (
-        args.parallelism_config is not None,
-        f"`parallelism_config` (tensor, context, sequence parallelism) is not supported yet. {DATA_PARALLEL}",
-    )
-
-
-def _on_fsdp(args: Any) -> Iterator[Refusal]:
     plugin, config = args.fsdp_plugin_args or {}, args.fsdp_config or {}
     is_launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     by_launcher = int(os.environ.get("FSDP_VERSION") or 1) if is_launched else 2
     version = int(plugin.get("fsdp_version", 2)) if args.fsdp else by_launcher
-    yield (
-        version != 2,
-        f"FSDP version {version} flattens the parameters of several layers into one, where gradients of records "
-        "cannot be cut. Use FSDP2: --fsdp with fsdp_config={'version': 2}, or accelerate launch --use_fsdp "
-        "--fsdp_version 2.",
-    )
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    yield from _on_acceleration(args.mixed_precision, version, args.parallelism_config, dynamo.lower())
     yield (
         bool(args.fsdp) and args.world_size == 1,
         "FSDP deals the weights to several processes, and this is one. Start with accelerate launch --num_processes "
@@ -134,12 +105,9 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
     )
 
 
-def check_accumulation(args: TrainingArguments) -> None:
+@refuses
+def check_accumulation(args: Any) -> Iterator[Refusal]:
     """Refuse accumulation that was set after the trainer took it over: an item of its loader is a whole step."""
-    raise_first(_on_accumulation(args))
-
-
-def _on_accumulation(args: Any) -> Iterator[Refusal]:
     steps = args.gradient_accumulation_steps
     yield (
         steps != 1,
@@ -156,12 +124,6 @@ def _on_backward(args: Any) -> Iterator[Refusal]:
         bool(args.torch_compile),
         "`torch_compile` compiles the whole model, with it the places where per-record gradients are captured. "
         "Remove --torch_compile, and compile parts: for layer in model.model.layers: layer.mlp.compile().",
-    )
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    yield (
-        dynamo not in ("no", ""),
-        f"ACCELERATE_DYNAMO_BACKEND={dynamo} switches torch.compile on, which is not supported yet. Unset it, or run "
-        "`accelerate config` again without dynamo.",
     )
     yield (
         bool(args.use_liger_kernel),
@@ -197,12 +159,34 @@ def _on_side_channels(args: Any) -> Iterator[Refusal]:
     )
 
 
-def check_accelerator(accelerator: Any) -> None:
+def _on_acceleration(precision: str, fsdp_version: int, parallelism: Any, dynamo: str) -> Iterator[Refusal]:
+    """Refusals of what arguments ask for, and of what accelerate was told by others."""
+    yield (
+        precision not in ("no", "bf16"),
+        f"The mixed precision is {precision}: skipped updates and rescaled gradients depend on single records. Use "
+        "bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
+    )
+    yield (
+        fsdp_version != 2,
+        f"FSDP version {fsdp_version} flattens the parameters of several layers into one, where gradients of records "
+        "cannot be cut. Use FSDP2: --fsdp with fsdp_config={'version': 2}. Set --fsdp_version 2 where accelerate "
+        "launch --use_fsdp or `accelerate config` asks for it.",
+    )
+    yield (
+        parallelism is not None,
+        "`parallelism_config` (tensor, context, sequence parallelism) is not supported yet. Unset "
+        f"ACCELERATE_USE_PARALLELISM_CONFIG, or run `accelerate config` again. {DATA_PARALLEL}",
+    )
+    yield (
+        dynamo.lower() not in ("no", ""),
+        f"ACCELERATE_DYNAMO_BACKEND={dynamo} switches torch.compile on, which is not supported yet. Unset it, or run "
+        "`accelerate config` again without dynamo.",
+    )
+
+
+@refuses
+def check_accelerator(accelerator: Any) -> Iterator[Refusal]:
     """Refuse settings that environment variables or `accelerate config` switched on behind the arguments."""
-    raise_first(_on_accelerator(accelerator))
-
-
-def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
     kind = str(accelerator.distributed_type.value)
     ranks, known = collectives.world_size(), accelerator.num_processes
     yield (
@@ -217,10 +201,12 @@ def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
         "`accelerate config` again and choose plain multi-GPU, FSDP with version 2, or CPU.",
     )
     plugin = getattr(accelerator.state, "fsdp_plugin", None) if kind == "FSDP" else None
-    yield (
-        plugin is not None and plugin.fsdp_version != 2,
-        "FSDP version 1 flattens the parameters of several layers into one, where gradients of records cannot be "
-        "cut. Set --fsdp_version 2, or run `accelerate config` again and choose version 2.",
+    backend = getattr(getattr(accelerator.state, "dynamo_plugin", None), "backend", "no")
+    yield from _on_acceleration(
+        accelerator.mixed_precision if accelerator.scaler is None else "fp16",
+        2 if plugin is None else plugin.fsdp_version,
+        getattr(accelerator, "parallelism_config", None),
+        str(getattr(backend, "value", backend)),
     )
     yield (
         plugin is not None and bool(_offloads(plugin)),
@@ -231,23 +217,6 @@ def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
         plugin is not None and bool(plugin.activation_checkpointing),
         "FSDP's activation checkpointing wraps layers where the capture of gradients does not see it. Use "
         "--gradient_checkpointing in its place, and no fsdp_activation_checkpointing.",
-    )
-    precision = accelerator.mixed_precision
-    yield (
-        precision not in ("no", "bf16") or accelerator.scaler is not None,
-        f"Accelerate's mixed precision is {precision}: skipped updates and rescaled gradients depend on single "
-        "records. Use bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
-    )
-    yield (
-        getattr(accelerator, "parallelism_config", None) is not None,
-        "Accelerate has a parallelism_config (tensor, context, sequence parallelism), which is not supported yet. "
-        "Unset ACCELERATE_USE_PARALLELISM_CONFIG, or run `accelerate config` again.",
-    )
-    backend = str(getattr(getattr(accelerator.state, "dynamo_plugin", None), "backend", "NO"))
-    yield (
-        not backend.endswith("NO"),
-        f"Accelerate's dynamo backend is {backend}: torch.compile is not supported yet. Run `accelerate config` "
-        "again without dynamo.",
     )
 
 

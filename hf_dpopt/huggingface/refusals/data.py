@@ -11,7 +11,7 @@ from transformers import DataCollatorWithFlattening
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.bounds import MAX_UNITS
@@ -67,10 +67,35 @@ def _check_public(public_dataset: Any) -> None:
     )  # fmt: skip
 
 
-def check_data(training: TrainingRows, inputs: TrainerInputs) -> None:
+@refuses
+def check_data(training: TrainingRows, inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
-    if training.dataset is not None:
-        raise_first(_on_data(training, inputs.eval_dataset, inputs.data_collator))
+    train_dataset, eval_dataset, data_collator = training.dataset, inputs.eval_dataset, inputs.data_collator
+    if train_dataset is None:
+        return
+    yield (
+        isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
+        "The training dataset is iterable (streaming), so records cannot be sampled by index. Load it as a map-style "
+        "dataset (streaming=False): load_dataset('parquet', data_files=.., split='train') maps shards of any size "
+        "from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md).",
+    )
+    yield len(train_dataset) == 0, "The training dataset is empty. Check the file and the preprocessing."
+    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
+    yield (
+        any(training.make_up(e) for e in evaluated),
+        "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
+        f"values of private data. Hold out records for evaluation. {HELD_OUT}",
+    )
+    yield (
+        isinstance(data_collator, DataCollatorWithFlattening),
+        "DataCollatorWithFlattening packs records into one row, so they would be clipped as one. Use "
+        "DataCollatorWithPadding.",
+    )
+    yield (
+        getattr(data_collator, "seed", None) is not None,
+        "The collator has a seed of its own: its draws are public, and one record more shifts those of the others. "
+        "Leave seed=None; masks are then drawn from a secret key.",
+    )
 
 
 def check_batch(args: Any, product: int, num_sampled: int) -> None:
@@ -145,53 +170,20 @@ def _contents(row: Any) -> str:
     return hashlib.sha256(repr(row).encode()).hexdigest()
 
 
-def _on_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> Iterator[Refusal]:
-    train_dataset = training.dataset
-    yield (
-        isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
-        "The training dataset is iterable (streaming), so records cannot be sampled by index. Load it as a map-style "
-        "dataset (streaming=False): load_dataset('parquet', data_files=.., split='train') maps shards of any size "
-        "from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md).",
-    )
-    yield len(train_dataset) == 0, "The training dataset is empty. Check the file and the preprocessing."
-    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    yield (
-        any(training.make_up(e) for e in evaluated),
-        "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
-        f"values of private data. Hold out records for evaluation. {HELD_OUT}",
-    )
-    yield (
-        isinstance(data_collator, DataCollatorWithFlattening),
-        "DataCollatorWithFlattening packs records into one row, so they would be clipped as one. Use "
-        "DataCollatorWithPadding.",
-    )
-    yield (
-        getattr(data_collator, "seed", None) is not None,
-        "The collator has a seed of its own: its draws are public, and one record more shifts those of the others. "
-        "Leave seed=None; masks are then drawn from a secret key.",
-    )
-
-
-def check_private_evaluation(args: DPTrainingArguments, inputs: TrainerInputs) -> None:
-    """Refuse options of an evaluation set that do not go with what it was declared to be."""
-    if args.eval_data_privacy != "private":
-        raise_first(_on_others(args))
-        return
-    if args.eval_times is not None:
-        check_count("eval_times", args.eval_times)
-    raise_first(_on_private(args, inputs))
-
-
-def _on_others(args: DPTrainingArguments) -> Iterator[Refusal]:
+@refuses
+def check_private_evaluation(args: DPTrainingArguments, inputs: TrainerInputs) -> Iterator[Refusal]:
+    """Refuse options that release more of a private evaluation set than noisy metrics, or that have no budget."""
+    is_private = args.eval_data_privacy == "private"
     for name in BUDGET:
         yield (
-            getattr(args, name) is not None,
+            not is_private and getattr(args, name) is not None,
             f"{name}={shown(getattr(args, name))} is for a private evaluation set, and it was declared "
             f"{args.eval_data_privacy!r}. Add --eval_data_privacy private, or leave it out.",
         )
-
-
-def _on_private(args: DPTrainingArguments, inputs: TrainerInputs) -> Iterator[Refusal]:
+    if not is_private:
+        return
+    if args.eval_times is not None:
+        check_count("eval_times", args.eval_times)
     yield (
         args.tuned_runs is not None,
         f"eval_data_privacy='private' with tuned_runs={args.tuned_runs or 0:g}: each run would spend "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 
@@ -12,7 +13,7 @@ from transformers.utils.import_utils import is_peft_available
 
 from hf_dpopt.clipping.capture import Capture, is_compiled
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
-from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
+from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
 from hf_dpopt.huggingface.configs import settings
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import refuse_spoilt
@@ -22,47 +23,10 @@ from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses, base_model
 
 
-def check_model(model: nn.Module) -> None:
+@functools.partial(refuses, error=UnsupportedModuleError)
+def check_model(model: nn.Module) -> Iterator[Refusal]:
     """Refuse models whose records influence each other, or that change outside the optimizer."""
     refuse_spoilt(model)
-    raise_first(_on_model(model), UnsupportedModuleError)
-
-
-def check_model_with_records(model: nn.Module, inputs: TrainerInputs) -> None:
-    """Refuse a model that cannot be trained, or not on these records.
-
-    Args:
-        model: as it will be trained.
-        inputs: what the trainer was given besides.
-    """
-    check_model(model)
-    Capture(model)
-    if inputs.train_dataset is not None:
-        kind = RecordLosses(model, inputs.per_example_loss_func or "auto").kind  # an unknown head is found here
-        check_lengths(inputs.train_dataset, model)
-        refuse_malformed(inputs.train_dataset, Limits.of(model, kind), form=None)
-
-
-def check_model_given(inputs: TrainerInputs, trainer_class: type) -> None:
-    """Refuse what is no model, before the Trainer moves it to a device.
-
-    Args:
-        inputs: what the trainer was given.
-        trainer_class: trainers other than transformers' own may load a model by its name.
-    """
-    model = inputs.model
-    makes = next(cls for cls in trainer_class.__mro__ if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
-    if isinstance(model, nn.Module) or makes not in (Trainer, Seq2SeqTrainer):
-        return
-    if model is None and callable(inputs.model_init):
-        return
-    raise DPConfigError(
-        f"model={shown(model)} is no model. Pass one that is loaded, such as "
-        "AutoModelForSequenceClassification.from_pretrained(..), or model_init, a function that makes it."
-    )
-
-
-def _on_model(model: nn.Module) -> Iterator[Refusal]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     yield from _on_values(trained)
     yield not trained, "The model has no trainable parameter. Unfreeze some (requires_grad_(True)) or add LoRA."
@@ -105,6 +69,40 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
             "optimizer that steps inside the backward may have set it).",
         )
     yield from _on_adapters(model)
+
+
+def check_model_with_records(model: nn.Module, inputs: TrainerInputs) -> None:
+    """Refuse a model that cannot be trained, or not on these records.
+
+    Args:
+        model: the model that will be trained.
+        inputs: what the trainer was given besides.
+    """
+    check_model(model)
+    Capture(model)
+    if inputs.train_dataset is not None:
+        kind = RecordLosses(model, inputs.per_example_loss_func or "auto").kind  # an unknown head is found here
+        check_lengths(inputs.train_dataset, model)
+        refuse_malformed(inputs.train_dataset, Limits.of(model, kind), form=None)
+
+
+def check_model_given(inputs: TrainerInputs, trainer_class: type) -> None:
+    """Refuse what is no model, before the Trainer moves it to a device.
+
+    Args:
+        inputs: what the trainer was given.
+        trainer_class: trainers other than transformers' own may load a model by its name.
+    """
+    model = inputs.model
+    makes = next(cls for cls in trainer_class.__mro__ if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
+    if isinstance(model, nn.Module) or makes not in (Trainer, Seq2SeqTrainer):
+        return
+    if model is None and callable(inputs.model_init):
+        return
+    raise DPConfigError(
+        f"model={shown(model)} is no model. Pass one that is loaded, such as "
+        "AutoModelForSequenceClassification.from_pretrained(..), or model_init, a function that makes it."
+    )
 
 
 def _on_values(trained: dict[str, nn.Parameter]) -> Iterator[Refusal]:

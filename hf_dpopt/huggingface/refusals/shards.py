@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.plan.plan import PrivacyPlan
 
 WHOLE = "Start plain data parallel (accelerate launch without --use_fsdp)"
 
 
-def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> None:
+@refuses
+def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Refusal]:
     """Refuse the options of a run that need whole gradients on one rank, before the ledger is opened.
 
     Args:
@@ -19,10 +20,6 @@ def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> None:
         args: training arguments.
         public_dataset: the trainer's parameter of that name.
     """
-    raise_first(_on_shards(plan, args, public_dataset))
-
-
-def _on_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Refusal]:
     config = plan.config
     yield (
         plan.preclip.opening is not None,

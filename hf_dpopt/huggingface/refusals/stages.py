@@ -9,7 +9,7 @@ import torch
 
 from hf_dpopt.common.checks import check_choice, check_count, check_mapping, check_positive
 from hf_dpopt.common.errors import shown
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.huggingface.stage_options import low_pass_of, optimizer_of
@@ -21,7 +21,8 @@ from hf_dpopt.preclip import Preclip, make_preclip
 MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
 
 
-def check_stages(args: Any, inputs: TrainerInputs) -> None:
+@refuses
+def check_stages(args: Any, inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
     check_count("public_batch_size", args.public_batch_size)
     check_positive(ball_radius=args.ball_radius)
@@ -29,16 +30,16 @@ def check_stages(args: Any, inputs: TrainerInputs) -> None:
     if "dtype" in filter_options:
         check_choice("filter_kwargs dtype", filter_options["dtype"], FILTER_DTYPES)
     options = dict(check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}'))
-    raise_first(_on_kinds(args, inputs, sorted(filter_options.keys() - {"dtype"})))
+    yield from _on_kinds(args, inputs, sorted(filter_options.keys() - {"dtype"}))
     low_pass, optimizer = low_pass_of(args), _optimizer(args, inputs)
-    raise_first(_on_what_is_given_twice(args, inputs, optimizer))
+    yield from _on_what_is_given_twice(args, inputs, optimizer)
     if args.clipping_quantile is not None and args.preconditioner_name() == "quantile":
         options["quantile"] = args.clipping_quantile
     preclip = inputs.preclip or make_preclip(args.preconditioner_name(), options)
-    raise_first(_on_public_records(args, inputs, preclip))
+    yield from _on_public_records(args, inputs, preclip)
     inner = optimizer.filter if isinstance(optimizer, NoiseAwareOptimizer) else None
     before = [] if low_pass is None or inner is not None else [low_pass]
-    raise_first(_on_noise_level(args, preclip, optimizer, [*before, *inputs.postprocess], inner))
+    yield from _on_noise_level(args, preclip, optimizer, [*before, *inputs.postprocess], inner)
 
 
 def _optimizer(args: Any, inputs: TrainerInputs) -> Any:
@@ -134,7 +135,7 @@ def _on_noise_level(
         args: training arguments.
         preclip: spec of the preconditioner.
         optimizer: see `_optimizer`.
-        maps: of the released gradient before the optimizer, in their order.
+        maps: maps of the released gradient before the optimizer, in their order.
         inner: the filter inside of the optimizer.
     """
     chain: list[Postprocess] = [as_postprocess(stage) for stage in maps]

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import Seq2SeqTrainer, Trainer
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 
@@ -61,7 +61,7 @@ def check_loss(trainer_class: type, inputs: TrainerInputs, args: Any) -> None:
     stock: tuple[Any, ...] = (Trainer.compute_loss, Seq2SeqTrainer.compute_loss)  # replaced by losses of records
     owner = _owner(trainer_class, "compute_loss").__module__
     if owner == "trl.trainer.sft_trainer":
-        raise_first(_on_sft(args))
+        _check_sft(args)
         stock = (*stock, trainer_class.compute_loss)  # type: ignore[attr-defined]
     elif owner.startswith("trl."):
         what, fix = PREFERENCES.get(owner.rpartition(".")[2], OTHER_TRL)
@@ -86,7 +86,8 @@ def _owner(cls: type, method: str) -> type:
     return next(base for base in cls.__mro__ if method in vars(base))
 
 
-def _on_sft(args: Any) -> Iterator[Refusal]:
+@refuses
+def _check_sft(args: Any) -> Iterator[Refusal]:
     """Refusals for TRL's SFTTrainer, whose default loss is the token mean, taken record by record here."""
     if not hasattr(args, "loss_type"):
         yield (

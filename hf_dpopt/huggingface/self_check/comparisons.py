@@ -1,4 +1,4 @@
-"""What a check compares: the engine's sum with a loop over single records, and a record with itself beside others.
+"""Comparisons: the engine's sum with a loop over single records, and a record with itself beside others.
 
 Shape legend: B = records, T = tokens.
 """
