@@ -180,11 +180,8 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
             clipping = probe.clip_half(gradients)
             if clipping is None:
                 return 0.0
-            got, want = (
-                probe.engine_sum(together, clipping, range(num), per_record=MIDDLE),
-                probe.clipped_sum(clipping, gradients),
-            )
-            norm: float = clipping.clipping_norm  # type: ignore[attr-defined]
+            got = probe.engine_sum(together, clipping, range(num), per_record=MIDDLE)
+            want, norm = probe.clipped_sum(clipping, gradients), clipping.clipping_norm  # type: ignore[attr-defined]
             return probe.check_equal(got, want, what, fix, added=norm)
 
     return in_enough_digits(engine, losses, alone, check)
