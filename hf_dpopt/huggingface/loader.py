@@ -18,9 +18,13 @@ from transformers.trainer_utils import seed_worker
 
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.planning import PlannedRun
-from hf_dpopt.huggingface.preparation import look_at_records, make_collation
-from hf_dpopt.records.collation import Collation
-from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.huggingface.preparation import TRIED, look_at_records
+from hf_dpopt.records.collation import Collation, Padding
+from hf_dpopt.records.form import Form
+from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
+from hf_dpopt.records.limits import Limits, padding_id_of
+from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.records.rows import is_stored, read_one, spread
 from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.users import UserData
@@ -125,9 +129,31 @@ class TrainingRecords:
         return Records(self.dataset, of_rows if self.users is None else self.users.batch)
 
     def collation(self, model: nn.Module, losses: RecordLosses) -> tuple[Collation, list[Any]]:
-        """Collation of the records, and the sample it was tried on: what would fail in a step is found here."""
-        made = make_collation(self.dataset, self.collator, model, losses, self.clean, self.place)
+        """Collation of the records, and the sample it was tried on: what would fail in a step is found here.
+
+        Raises:
+            DPConfigError: for records that are unlike each other, naming the first.
+        """
+        limits, is_whole = Limits.of(model, losses.kind), is_stored(self.dataset)
+        float_labels, form = _predicts_numbers(model, losses.kind), None
+        if is_whole:
+            refuse_missing_values(self.dataset)
+        if not is_whole or float_labels:  # stored integers become numbers to be predicted
+            some = (row for i in spread(len(self), TRIED) for row in self.__getitems__([i]))
+            form = next((Form.of(row, float_labels=float_labels) for row in some), None)
+        if not is_whole and form is not None:
+            is_listed = isinstance(self.dataset, (list, tuple))
+            refuse_malformed([self.clean(row) for row in self.dataset] if is_listed else self, limits, form)
+        padding = Padding(padding_id_of(model))
+        made = Collation(self.collator, form=form, limits=limits, padding=padding, clean=self.clean, place=self.place)
         return made, look_at_records(self.dataset, made, losses)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """Records as the collator and the model may see them."""
+        return [self.clean(row) for i in indices for row in read_one(self.dataset, i)]
 
     def clean(self, record: Any) -> Any:
         """The fields of a record that the collator and the model may see."""
@@ -140,3 +166,13 @@ class TrainingRecords:
     def collate(self, records: list[Any]) -> Any:
         """A batch of public records, on the device."""
         return self.place(self.collator([self.clean(record) for record in records]))
+
+
+def _predicts_numbers(model: nn.Module, kind: str) -> bool:
+    """Whether labels are targets of a regression, or shares of several labels."""
+    config: Any = getattr(base_model(model), "config", None)
+    if kind != "ForSequenceClassification":
+        return False
+    problem = getattr(config, "problem_type", None)
+    is_number = problem is None and getattr(config, "num_labels", None) == 1
+    return problem in ("regression", "multi_label_classification") or is_number

@@ -21,10 +21,6 @@ from hf_dpopt.records.views import share_rows
 MAX_COMPARED = 200_000
 BUDGET = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")  # of a private set
 METRICS = ("accuracy", "f1", "loss")  # of one
-HELD_OUT = (
-    "Evaluate on held-out records: split before training (dataset.train_test_split), and take out of the evaluation "
-    "set what is in the training set, too."
-)
 
 
 def check_datasets(inputs: TrainerInputs) -> None:
@@ -70,7 +66,7 @@ def _check_public(public_dataset: Any) -> None:
 @refuses
 def check_data(training: TrainingRows, inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
-    train_dataset, eval_dataset, data_collator = training.dataset, inputs.eval_dataset, inputs.data_collator
+    train_dataset, data_collator = training.dataset, inputs.data_collator
     if train_dataset is None:
         return
     yield (
@@ -80,12 +76,7 @@ def check_data(training: TrainingRows, inputs: TrainerInputs) -> Iterator[Refusa
         "from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md).",
     )
     yield len(train_dataset) == 0, "The training dataset is empty. Check the file and the preprocessing."
-    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    yield (
-        any(training.make_up(e) for e in evaluated),
-        "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
-        f"values of private data. Hold out records for evaluation. {HELD_OUT}",
-    )
+    check_evaluation(inputs.eval_dataset, training)
     yield (
         isinstance(data_collator, DataCollatorWithFlattening),
         "DataCollatorWithFlattening packs records into one row, so they would be clipped as one. Use "
@@ -135,7 +126,11 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
     """
     several = dataset.values() if isinstance(dataset, Mapping) else [dataset]
     if any(training.make_up(one) for one in several):
-        raise DPConfigError(f"Metrics on the training dataset are exact values of private data. {HELD_OUT}")
+        raise DPConfigError(
+            "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
+            "values of private data. Hold out records for evaluation. Evaluate on held-out records: split before "
+            "training (dataset.train_test_split), and take out of the evaluation set what is in the training set, too."
+        )
 
 
 def shared_rows(dataset: Any, training: Any) -> int:
