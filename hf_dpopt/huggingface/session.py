@@ -37,7 +37,6 @@ from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, explain_out_of_memory
 from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.run import PrivateRun
-from hf_dpopt.run.stages import Stages
 from hf_dpopt.run.step import digest_of, private_step, replay_step
 from hf_dpopt.sampling.check import ParticipationCheck
 from hf_dpopt.users.batches import UsersBatch
@@ -115,7 +114,15 @@ class TrainingSession:
             self.run = self._open(resume_step, checkpoint)
             undone.callback(self.run.close, is_finished=False)
             give_back(model)  # stages keep what belongs to a parameter under its identity
-            self.stages = self._make_stages(getattr(optimizer, "optimizer", optimizer))
+            self.stages = stage_options.make_stages(
+                args,
+                model,
+                self.engine,
+                getattr(optimizer, "optimizer", optimizer),
+                self.run,
+                self._public,
+                inputs.postprocess,
+            )
             undone.callback(self.stages.close)
             if checkpoint is not None:
                 with loading(checkpoint):
@@ -194,18 +201,6 @@ class TrainingSession:
             initial_weights=lambda: digest or digest_of(parameters),
             parameters=parameters,
             dataset=args.dataset_budget(),
-        )
-
-    def _make_stages(self, optimizer: torch.optim.Optimizer) -> Stages:
-        num_steps = self.plan.num_steps
-        chain = stage_options.chain_of(self._args, optimizer, num_steps, self._public)
-        return Stages(
-            self.run,
-            self.engine,
-            optimizer,
-            [*chain, *self._inputs.postprocess],
-            public=self._public(0),
-            after=stage_options.after_steps_of(self._args, self.model, num_steps),
         )
 
     def _public(self, seed: int) -> PublicGradients | None:
