@@ -7,7 +7,7 @@ batch-first, padding that leaks, upstream changes.
 
 from __future__ import annotations
 
-from hf_dpopt.huggingface.self_check.checks import SelfCheck, longest_record, self_check, self_check_of_shards
+from hf_dpopt.huggingface.self_check.checks import SelfCheck, longest_record, self_check
 from hf_dpopt.huggingface.self_check.comparisons import check_influence
 from hf_dpopt.huggingface.self_check.made_up import Columns, Look
 
@@ -18,5 +18,4 @@ __all__ = [
     "check_influence",
     "longest_record",
     "self_check",
-    "self_check_of_shards",
 ]

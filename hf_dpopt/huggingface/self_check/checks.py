@@ -129,6 +129,8 @@ def self_check(
     not change with padding, with what stands beside a record, or with random numbers that records share; so no
     record's gradient depended on another record or on its length.
 
+    A model in shards, whose ranks call this together, is compared without dropout and without the rest.
+
     Args:
         engine: the engine that training uses.
         losses: the losses that training uses.
@@ -147,6 +149,8 @@ def self_check(
     start = time.perf_counter()
     model, notes, num = engine.model, list[str](), len(LOOKS)
     columns = Columns.of(like, model, padding_id, padding_side)
+    if engine.is_collective:
+        return _check_shards(engine, losses, columns)
     _check_padding_token(losses, columns)
     batch = columns.batch(model)
     _forward_in_training_mode(losses, batch)
@@ -196,31 +200,14 @@ def _too_large(model: nn.Module) -> str:
     )
 
 
-def self_check_of_shards(
-    engine: ClippingEngine,
-    losses: RecordLosses,
-    like: Mapping[str, Any],
-    *,
-    padding_id: int | None,
-    padding_side: str | None = None,
-) -> SelfCheck:
-    """Compare the engine's sum over the ranks with a loop over single records; all ranks call it together.
+def _check_shards(engine: ClippingEngine, losses: RecordLosses, columns: Columns) -> SelfCheck:
+    """Compare the engine's sum over the ranks with a loop over single records, without dropout.
 
     Formal guarantee: on return, for these made-up inputs and without dropout, the clipped sum that the ranks hold in
     shards is that of one plain backward per record, so no record's gradient depended on another record.
-
-    Args:
-        engine: the engine that training uses.
-        losses: the losses that training uses.
-        like: one collated batch, for keys, dtypes and dimensions.
-        padding_id: see `self_check`.
-        padding_side: see `self_check`.
-
-    Raises:
-        UnsupportedModuleError: naming the tensor that differs.
     """
     start, model, device = time.perf_counter(), engine.model, conditions.device_of(engine.model)
-    made_up = Columns.of(like, model, padding_id, padding_side).batch(model)
+    made_up = columns.batch(model)
     batch = _on(device, current_ranks().same(lambda: _on(torch.device("cpu"), made_up)))
     dtypes = {p.dtype for p in model.parameters()}
     tolerance = NARROW_TOLERANCE if dtypes & set(conditions.NARROW) else TOLERANCE.get(next(iter(dtypes)), 1e-4)
