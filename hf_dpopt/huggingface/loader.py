@@ -25,7 +25,7 @@ from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import is_stored, read_one, spread
-from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
+from hf_dpopt.run.batches import Choose, LogicalBatch, LogicalBatchSampler, Records, keep_uncollated, take_all
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.users import UserData
 from hf_dpopt.users.batches import of_rows
@@ -88,16 +88,14 @@ class TrainingRecords:
             remove: takes the others from a stored dataset.
             place: moves a batch to the device.
         """
-        dataset, public = (
-            without_unused(remove, what, one)
-            for what, one in (("training", inputs.train_dataset), ("public", inputs.public_dataset))
-        )
+        dataset = without_unused(remove, "training", inputs.train_dataset)
+        public = without_unused(remove, "public", inputs.public_dataset)
         sees_all = has_columns(dataset) or not args.remove_unused_columns
         return cls(dataset, inputs.data_collator, None if sees_all else columns, planned.users, public, place)
 
     def loader(self, args: Any, steps_per_epoch: int, current_run: Callable[[], PrivateRun]) -> DataLoader:
         """A loader of logical batches; the run that draws them is there when it is asked for the first."""
-        records, choose = self._records(), take_all if self.users is None else self.users.choose
+        records, choose = self._units()
         workers = args.dataloader_num_workers
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
@@ -117,16 +115,18 @@ class TrainingRecords:
             run: the run in progress.
             at_once: units that are read together.
         """
-        records = self._records()
-        choose = take_all if self.users is None else self.users.choose
+        records, choose = self._units()
         num_ranks = run.ranks.size
         for first in range(run.ranks.rank, run.plan.num_examples, at_once * num_ranks):
             mine = np.arange(first, min(first + at_once * num_ranks, run.plan.num_examples), num_ranks)
             # step 0, which no batch has: the choice of a user's records is one of its own
             yield records.__getitems__(choose(run, 0, mine))
 
-    def _records(self) -> Records:
-        return Records(self.dataset, of_rows if self.users is None else self.users.batch)
+    def _units(self) -> tuple[Records, Choose]:
+        """What a loader reads, and the choice of rows for the units that are drawn."""
+        if self.users is None:
+            return Records(self.dataset, of_rows), take_all
+        return Records(self.dataset, self.users.batch), self.users.choose
 
     def collation(self, model: nn.Module, losses: RecordLosses) -> tuple[Collation, list[Any]]:
         """Collation of the records, and the sample it was tried on: what would fail in a step is found here.
