@@ -339,9 +339,9 @@ class Storm:
     def _compare(self, folder: Path) -> dict[str, Any]:
         """Compare the weights of a run that is done; an AssertionError says what is wrong."""
         ledger = Ledger.read(folder / "out/privacy/ledger.jsonl")
-        chains = [chain for chain in ledger.chains if ledger.steps(chain.chain_id)]
+        chains = [chain for chain in ledger.chains if chain.steps]
         assert len(chains) == 1, f"{len(chains)} chains were charged"
-        lost = ledger.lost(chains[0].chain_id)
+        lost = frozenset(chains[0].lost)
         _check_ended(folder, ledger)
         result = torch.load(folder / "result.pt", weights_only=True)
         loses_opening = any("it is not asked again" in path.read_text() for path in folder.glob("log-*.txt"))
@@ -369,13 +369,13 @@ class Storm:
 
 def _check_ended(folder: Path, ledger: Ledger) -> None:
     """Check that the ledger says what the log does, and that nothing is left that a person would have to delete."""
-    logs = list((folder / "keys/runs").glob("*/log.jsonl"))
-    assert len(logs) == 1, f"{len(logs)} runs have a log"
+    logs = [Ledger.read(path) for path in (folder / "keys/runs").glob("*/log.jsonl")]
+    assert sum(bool(log.num_charged) for log in logs) == 1, f"{len(logs)} runs were charged"
     log = find_run(folder / "out", folder / "keys").log
-    assert log is not None and log.run == ledger.run == logs[0].parent.name, "the ledger is not that of the log"
+    assert log is not None and log.num_charged and log.run == ledger.run, "the ledger is not that of the log"
     for chain in log.chains:
-        assert log.steps(chain.chain_id) == ledger.steps(chain.chain_id), "the ledger is not what the log says"
-        assert log.lost(chain.chain_id) == ledger.lost(chain.chain_id), "the ledger is not what the log says"
+        public = ledger.chain(chain.chain_id)
+        assert (chain.steps, chain.lost) == (public.steps, public.lost), "the ledger is not what the log says"
     files = [path for path in folder.rglob("*") if not path.is_relative_to(folder / "cache")]
     left = [path for path in files if path.suffix in (".key", ".noise", ".tmp") or path.name in (JOURNAL, UNFINISHED)]
     assert not left, f"{left[0].relative_to(folder)} is left"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpopt import DPBudgetExceeded, PrivacyConfig, PrivateRun, make_plan
+from hf_dpopt import DPBudgetExceeded, DPConfigError, PrivacyConfig, PrivateRun, make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 
 NUM_STEPS = 6
@@ -50,24 +50,12 @@ def test_a_first_call_that_costs_a_little_more_than_its_budget_is_refused(plan, 
     _start(_with_target(plan, plan.epsilon()), tmp_path).close()
 
 
-@pytest.mark.parametrize("missing, affordable", [(0.0, NUM_STEPS + 1), (1e-9, NUM_STEPS)])
-def test_a_step_beyond_the_plan_is_refused_where_it_would_cost_more_than_the_budget(
-    plan, tmp_path, missing, affordable
-):
-    """The steps of the plan were found affordable at the start; of each further one epsilon is computed first."""
-    run = _start(_with_target(plan, plan.epsilon(NUM_STEPS + 1) * (1 - missing)), tmp_path)
-    for step in range(1, affordable + 1):
+def test_a_step_beyond_the_plan_is_refused(plan, tmp_path):
+    """Also where the budget has room for it: the steps of the plan were found affordable, and are what was planned."""
+    run = _start(_with_target(plan, plan.epsilon(NUM_STEPS + 1)), tmp_path)
+    for step in range(1, NUM_STEPS + 1):
         run.charge(step)
-    with pytest.raises(DPBudgetExceeded, match=f"Step {affordable + 1} would bring epsilon to"):
-        run.charge(affordable + 1)
-    assert run.charged == [affordable] and run.spent().epsilon <= run.plan.config.target_epsilon
-    run.close()
-
-
-def test_without_a_budget_steps_beyond_the_plan_are_charged(tmp_path):
-    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=4)
-    run = _start(make_plan(config, num_examples=40, num_steps=1), tmp_path)
-    for step in (1, 2, 3):
-        run.charge(step)
-    assert run.charged == [3] and run.spent().epsilon == run.plan.epsilon(3)
+    with pytest.raises(DPConfigError, match=f"all {NUM_STEPS} steps of the plan are done. Plan more steps"):
+        run.charge(NUM_STEPS + 1)
+    assert run.charged == [NUM_STEPS] and run.spent().epsilon == plan.epsilon()
     run.close()

@@ -99,6 +99,25 @@ def test_a_chain_goes_on_from_its_own_checkpoint(plan, tmp_path):
     resumed.close()
 
 
+@pytest.mark.parametrize("options", ["its own", "those of the training in between"])
+def test_a_chain_goes_on_with_its_own_options(plan, tmp_path, options):
+    """Not with those that were recorded last: a copy may have been trained anew with others."""
+    used: list[tuple[str, int]] = []
+    for loss in ("its own", "those of the training in between"):
+        run = _start(plan, tmp_path, training={"loss": loss})
+        _step(run, 1, used)
+        saved = _save(run, tmp_path / loss / "checkpoint-1", loss)
+        run.close()
+    saved = tmp_path / "its own" / "checkpoint-1"
+    if options != "its own":
+        with pytest.raises(DPConfigError, match="training.loss: 'its own' in the ledger"):
+            _start(plan, tmp_path, training={"loss": options}, resume_step=1, checkpoint=saved)
+        return
+    resumed = _start(plan, tmp_path, training={"loss": options}, resume_step=1, checkpoint=saved)
+    assert resumed.chain.key_id == used[0][0] and resumed.charged == [1, 1]
+    resumed.close()
+
+
 def test_a_finished_run_says_so(tmp_path):
     made = {"private_state_dir": str(tmp_path / "keys"), "save_strategy": "no"}
     tiny.trainer(tmp_path / "out", **made).train()

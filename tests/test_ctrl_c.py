@@ -17,6 +17,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from hf_dpopt.common import collectives
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.ledger import Ledger
 from tests import preempted, ranks, tiny
@@ -120,10 +121,13 @@ def test_at_a_prompt_it_interrupts_the_step(tmp_path):
     _assert_ends_as_undisturbed(tmp_path, preempted.reference(tmp_path / "reference", "nu_dpftrl"))
 
 
-class Interrupt(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 == 4:
-            raise KeyboardInterrupt
+def _raise_interrupt(state, model):
+    raise KeyboardInterrupt
+
+
+def _send_interrupt(state, model):
+    if collectives.world_size() == 1 or collectives.rank() == 1:
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("is_main", [True, False])
@@ -134,7 +138,9 @@ def test_what_is_interrupted_is_closed(tmp_path, monkeypatch, is_main):
 
     def train() -> None:
         with preempted.known_keys(), contextlib.suppress(KeyboardInterrupt):
-            preempted.make(tmp_path, "nu_dpftrl", callbacks=[Interrupt()]).train()
+            preempted.make(
+                tmp_path, "nu_dpftrl", callbacks=[tiny.At("pre_optimizer_step", _raise_interrupt, 4)]
+            ).train()
 
     if is_main:
         train()
@@ -147,14 +153,9 @@ def test_what_is_interrupted_is_closed(tmp_path, monkeypatch, is_main):
     _assert_ends_as_undisturbed(tmp_path, preempted.reference(tmp_path / "reference", "nu_dpftrl"))
 
 
-class InterruptAtEnd(TrainerCallback):
-    def on_train_end(self, args, state, control, **kwargs):
-        os.kill(os.getpid(), signal.SIGINT)
-
-
 def test_after_the_last_step_it_is_the_scripts(tmp_path):
     """The run has ended then, so its keys are gone."""
-    trainer = preempted.make(tmp_path, "gaussian", callbacks=[InterruptAtEnd()])
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[tiny.At("train_end", _send_interrupt)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert trainer.state.global_step == NUM_STEPS
@@ -179,16 +180,11 @@ def test_workers_that_load_records_leave_it_to_the_main_process(tmp_path):
     assert process.exitcode == 130 and "Traceback" not in output, output[-2000:]
 
 
-class InterruptRank(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 == 4 and args.process_index == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.slow
 def test_all_ranks_end_with_the_same_code(tmp_path):
     def run() -> None:
-        trainer = preempted.make(tmp_path, "gaussian", callbacks=[InterruptRank()], per_device_train_batch_size=16)
+        interrupt = tiny.At("pre_optimizer_step", _send_interrupt, 4)
+        trainer = preempted.make(tmp_path, "gaussian", callbacks=[interrupt], per_device_train_batch_size=16)
         with pytest.raises(SystemExit) as ended:
             trainer.train()
         assert ended.value.code == 130 and trainer.state.global_step == 4

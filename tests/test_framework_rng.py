@@ -115,13 +115,6 @@ def test_an_unknown_layout_is_no_reason_to_go_on(monkeypatch):
         framework._words_in_cpu_state()
 
 
-def test_step_and_rank_are_told_apart():
-    """(step 1, rank 11) and (step 11, rank 1) would agree if the digits were only put side by side."""
-    pairs = [(1, 11), (11, 1), (111, 0), (1, 1), (12, 3), (1, 23)]
-    seen = [inside(step=step, rank=rank)["python"] for step, rank in pairs]
-    assert len(set(seen)) == len(pairs)
-
-
 def test_the_generators_of_one_step_do_not_repeat_each_other():
     one = inside()
     assert not set(one["python"]) & set(one["numpy"]) and not set(one["numpy"]) & set(one["torch"])

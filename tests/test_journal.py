@@ -16,7 +16,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.run.journal import JOURNAL, STEP, Journal
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.log import RunLog, find_run
-from tests import preempted
+from tests import preempted, tiny
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +136,8 @@ def _a_link_to_itself(folder):
 
 
 FORGERIES = {
-    _a_folder: "is no file",
-    _a_link_to_itself: "is a link",
+    _a_folder: "is not a regular file",
+    _a_link_to_itself: "is not a regular file",
     _flipped_value: "step 3 is missing or was edited",
     _flipped_header: "step 3 is missing or was edited",
     _missing_entry: "step 3 is missing or was edited",
@@ -166,7 +166,7 @@ def test_a_torn_last_entry_counts_as_not_written(left):
     trainer = _resume(left)
     assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
     ledger = Ledger.read(left / "out/privacy/ledger.jsonl")
-    assert [ledger.lost(chain.chain_id) for chain in ledger.chains] == [{5}]
+    assert [chain.lost for chain in ledger.chains] == [{5}]
 
 
 def test_entries_that_are_cut_off_make_no_loss_of_several_steps(left):
@@ -195,14 +195,18 @@ def test_the_journal_is_emptied_by_checkpoints_and_has_one_when_it_is_full(tmp_p
     sizes, kept = [], []
     entry = 4 * sum(p.numel() for p in preempted.model().parameters())
 
-    class Looking(transformers.TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            files = list((tmp_path / "out" / JOURNAL).iterdir())
-            sizes.append(sum(path.stat().st_size for path in files) // entry)
-            kept.append(sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")))
+    def look(state, model):
+        files = list((tmp_path / "out" / JOURNAL).iterdir())
+        sizes.append(sum(path.stat().st_size for path in files) // entry)
+        kept.append(sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")))
 
     limit = 10.5 * entry / 1e9  # ten entries and what stands beside them
-    options = {"save_strategy": "no", "max_steps": 25, "callbacks": [Looking()], "target_epsilon": 12.0}
+    options = {
+        "save_strategy": "no",
+        "max_steps": 25,
+        "callbacks": [tiny.At("step_end", look)],
+        "target_epsilon": 12.0,
+    }
     preempted.make(tmp_path, "gaussian", journal_limit=limit, **options).train()
     assert max(sizes) <= 10 and sizes[0] == 1 and min(sizes[10:]) >= 1
     assert any(kept) and all(len(names) <= 1 for names in kept), (
@@ -216,15 +220,14 @@ def test_every_entry_is_on_the_disk_before_the_optimizer_steps(tmp_path, monkeyp
     def fdatasync(descriptor):
         synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
 
-    class Looking(transformers.TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **kwargs):
-            files = sorted((tmp_path / "out" / JOURNAL).iterdir())
-            assert [synced[str(path)] for path in files] == [path.stat().st_size for path in files]
-            *_, journal = _own(tmp_path)
-            seen.append((journal.contents().entries[-1].step, state.global_step + 1))
+    def look(state, model):
+        files = sorted((tmp_path / "out" / JOURNAL).iterdir())
+        assert [synced[str(path)] for path in files] == [path.stat().st_size for path in files]
+        *_, journal = _own(tmp_path)
+        seen.append((journal.contents().entries[-1].step, state.global_step + 1))
 
     monkeypatch.setattr("hf_dpopt.run.journal._fdatasync", fdatasync)
-    preempted.make(tmp_path, "gaussian", callbacks=[Looking()]).train()
+    preempted.make(tmp_path, "gaussian", callbacks=[tiny.At("pre_optimizer_step", look)]).train()
     assert seen == [(step, step) for step in range(1, preempted.NUM_STEPS + 1)]
 
 

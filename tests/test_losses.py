@@ -18,14 +18,12 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.losses import IGNORED, RecordLosses, num_records, token_mean
+from tests import tiny
 
-VOCABULARY, NUM_LABELS, LONG = 40, 5, 300
+NUM_LABELS, LONG = 5, 300
+_LONG = {"max_position_embeddings": 320}
+_LENGTHS: dict[type, dict[str, int]] = {tf.T5ForConditionalGeneration: {}, tf.GPT2LMHeadModel: {"n_positions": 320}}
 LENGTHS = [6, 3, 5, 1, 2]
-_SMALL = {
-    "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "intermediate_size": 16, "max_position_embeddings": 320, "pad_token_id": 0,
-}  # fmt: skip
-_BERT = {**_SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 Records = list[dict[str, torch.Tensor]]
 
@@ -39,46 +37,12 @@ def _sharp(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-def _bert(cls: type, **config: Any) -> Callable[[], nn.Module]:
-    return lambda: _sharp(cls(tf.BertConfig(**_BERT, **config)))
+def _made(cls: type, **config: Any) -> Callable[[], nn.Module]:
+    return lambda: _sharp(tiny.made(cls, **_LENGTHS.get(cls, _LONG) | config))
 
 
-def _gpt2() -> nn.Module:
-    return _sharp(
-        tf.GPT2LMHeadModel(
-            tf.GPT2Config(
-                vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=320, resid_pdrop=0.0,
-                embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-            )
-        )
-    )  # fmt: skip
-
-
-def _llama() -> nn.Module:
-    return _sharp(tf.LlamaForCausalLM(tf.LlamaConfig(**_SMALL, num_key_value_heads=2)))
-
-
-def _t5() -> nn.Module:
-    return _sharp(
-        tf.T5ForConditionalGeneration(
-            tf.T5Config(
-                vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
-                decoder_start_token_id=0, pad_token_id=0,
-            )
-        )
-    )  # fmt: skip
-
-
-def _bart() -> nn.Module:
-    return _sharp(
-        tf.BartForConditionalGeneration(
-            tf.BartConfig(
-                vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-                decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=320,
-                dropout=0.0, pad_token_id=0, decoder_start_token_id=2, bos_token_id=1, eos_token_id=2,
-            )
-        )
-    )  # fmt: skip
+_gpt2 = _made(tf.GPT2LMHeadModel)
+_t5 = _made(tf.T5ForConditionalGeneration)
 
 
 def _llava() -> nn.Module:
@@ -86,11 +50,8 @@ def _llava() -> nn.Module:
     vision = tf.CLIPVisionConfig(
         hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, image_size=8, patch_size=4
     )
-    return _sharp(
-        tf.LlavaForConditionalGeneration(
-            tf.LlavaConfig(text_config=tf.LlamaConfig(**_SMALL, num_key_value_heads=2), vision_config=vision)
-        )
-    )
+    text = tiny.made(tf.LlamaForCausalLM, **_LONG).config
+    return _sharp(tf.LlavaForConditionalGeneration(tf.LlavaConfig(text_config=text, vision_config=vision)))
 
 
 def _lora() -> nn.Module:
@@ -98,7 +59,7 @@ def _lora() -> nn.Module:
 
 
 def _ids(length: int) -> torch.Tensor:
-    return torch.randint(3, VOCABULARY, (length,))
+    return torch.randint(3, tiny.VOCABULARY, (length,))
 
 
 def _class(length: int) -> dict[str, torch.Tensor]:
@@ -145,29 +106,34 @@ def _span(length: int) -> dict[str, torch.Tensor]:
 
 
 HEADS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, torch.Tensor]]]] = {
-    "single label": (_bert(tf.BertForSequenceClassification, num_labels=NUM_LABELS), _class),
-    "several labels": (_bert(tf.BertForSequenceClassification, num_labels=NUM_LABELS), _classes),
-    "regression": (_bert(tf.BertForSequenceClassification, num_labels=1), _number),
+    "single label": (_made(tf.BertForSequenceClassification, num_labels=NUM_LABELS), _class),
+    "several labels": (_made(tf.BertForSequenceClassification, num_labels=NUM_LABELS), _classes),
+    "regression": (_made(tf.BertForSequenceClassification, num_labels=1), _number),
     "several regressions": (
-        _bert(tf.BertForSequenceClassification, num_labels=NUM_LABELS, problem_type="regression"),
+        _made(tf.BertForSequenceClassification, num_labels=NUM_LABELS, problem_type="regression"),
         _numbers,
     ),
-    "token classification": (_bert(tf.BertForTokenClassification, num_labels=NUM_LABELS), _token_classes),
-    "masked LM": (_bert(tf.BertForMaskedLM), _masked),
+    "token classification": (_made(tf.BertForTokenClassification, num_labels=NUM_LABELS), _token_classes),
+    "masked LM": (_made(tf.BertForMaskedLM), _masked),
     "causal LM": (_gpt2, _next),
-    "causal LM, rotary": (_llama, _next),
-    "causal LM, named LMHeadModel": (_bert(tf.BertLMHeadModel, is_decoder=True), _next),
+    "causal LM, rotary": (_made(tf.LlamaForCausalLM), _next),
+    "causal LM, named LMHeadModel": (_made(tf.BertLMHeadModel, is_decoder=True), _next),
     "causal LM behind pictures": (_llava, _next),
     "LoRA": (_lora, _next),
     "seq2seq T5": (_t5, _target),
-    "seq2seq BART": (_bart, _target),
-    "question answering": (_bert(tf.BertForQuestionAnswering), _span),
+    "seq2seq BART": (_made(tf.BartForConditionalGeneration), _target),
+    "question answering": (_made(tf.BertForQuestionAnswering), _span),
 }
 TOKEN_HEADS = [name for name, (_, target) in HEADS.items() if target in (_token_classes, _masked, _next, _target)]
 
 
 def _records(target: Callable[[int], dict[str, torch.Tensor]], lengths: list[int]) -> Records:
     return [{"input_ids": _ids(n), "attention_mask": torch.ones(n).long(), **target(n)} for n in lengths]
+
+
+def _case(head: str) -> tuple[nn.Module, Callable[[int], dict[str, torch.Tensor]], Records]:
+    make, target = HEADS[head]
+    return make(), target, _records(target, LENGTHS)
 
 
 def _collate(records: Records, *, side: str = "right", labels_fill: int = IGNORED) -> dict[str, torch.Tensor]:
@@ -202,8 +168,7 @@ def _want(model: nn.Module, records: Records, head: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("head", HEADS)
 def test_each_loss_is_the_models_own_of_that_record_alone(head):
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, _, records = _case(head)
     got = RecordLosses(model)(_collate(records))
     assert got.shape == (len(records),) and got.requires_grad
     torch.testing.assert_close(got, _want(model, records, head), rtol=1e-5, atol=1e-6)
@@ -212,8 +177,7 @@ def test_each_loss_is_the_models_own_of_that_record_alone(head):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_a_long_record_in_the_batch_changes_no_other_loss(head):
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, target, records = _case(head)
     losses = RecordLosses(model)
     want = losses(_collate(records)).detach()
     joined = losses(_collate([*records, *_records(target, [LONG])])).detach()
@@ -223,8 +187,7 @@ def test_a_long_record_in_the_batch_changes_no_other_loss(head):
 @pytest.mark.parametrize("head", ["causal LM, rotary", "causal LM behind pictures"])
 def test_padding_on_the_left_changes_nothing_either(head):
     """The first token of a padded record would otherwise be predicted from padding: a target more."""
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, _, records = _case(head)
     got = RecordLosses(model)(_collate(records, side="left"))
     torch.testing.assert_close(got, _want(model, records, head), rtol=1e-4, atol=1e-5)
 
@@ -232,16 +195,14 @@ def test_padding_on_the_left_changes_nothing_either(head):
 @pytest.mark.parametrize("head", ["masked LM", "causal LM", "token classification"])
 def test_labels_at_padding_do_not_count(head):
     """Collators that copy the input ids make targets of padding, as many as the longest record has more tokens."""
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, _, records = _case(head)
     got = RecordLosses(model)(_collate(records, labels_fill=0))
     torch.testing.assert_close(got, _want(model, records, head), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("head", TOKEN_HEADS)
 def test_a_record_without_targets_has_loss_and_gradient_exactly_zero(head):
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, _, records = _case(head)
     records[2]["labels"].fill_(IGNORED)
     losses = RecordLosses(model)(_collate(records))
     assert losses[2] == 0
@@ -274,8 +235,7 @@ def test_an_answer_outside_the_text_is_no_target(record, beyond):
 @pytest.mark.parametrize("head", ["single label", "token classification", "masked LM", "causal LM", "seq2seq T5"])
 @pytest.mark.parametrize("smoothing", [0.1, 0.7])
 def test_label_smoothing_is_the_trainers_within_one_record(head, smoothing):
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, target, records = _case(head)
     smoother = LabelSmoother(epsilon=smoothing)
     want = []
     for r in records:
@@ -292,8 +252,7 @@ def test_label_smoothing_is_the_trainers_within_one_record(head, smoothing):
 @pytest.mark.parametrize("head", ["several labels", "regression", "question answering"])
 def test_label_smoothing_leaves_the_other_heads_alone(head):
     """As in the Trainer, whose smoother is off for them."""
-    make, target = HEADS[head]
-    model, records = make(), _records(target, LENGTHS)
+    model, _, records = _case(head)
     got = RecordLosses(model, label_smoothing=0.3)(_collate(records))
     torch.testing.assert_close(got, _want(model, records, head), rtol=1e-5, atol=1e-6)
 
@@ -331,9 +290,9 @@ def test_a_loss_of_ones_own_gets_outputs_and_labels():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: tf.BertForNextSentencePrediction(tf.BertConfig(**_BERT)),
-        lambda: tf.BertModel(tf.BertConfig(**_BERT)),
-        lambda: tf.BertForPreTraining(tf.BertConfig(**_BERT)),
+        lambda: tiny.made(tf.BertForNextSentencePrediction),
+        lambda: tiny.made(tf.BertModel),
+        lambda: tiny.made(tf.BertForPreTraining),
         lambda: nn.Linear(2, 2),
     ],
 )
@@ -390,19 +349,7 @@ def test_disagreeing_first_dimensions_are_refused():
 
 def test_seq2seq_labels_padded_with_the_padding_token_are_no_targets():
     """Collators with label_pad_token_id=pad: one long record would dilute the loss of the short ones (3.6 C measured)."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=40,
-        d_model=16,
-        d_kv=8,
-        d_ff=16,
-        num_layers=1,
-        num_heads=2,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    model = T5ForConditionalGeneration(config)
+    model = tiny.made(tf.T5ForConditionalGeneration)
     ids = torch.randint(3, 40, (2, 6))
     ignored = torch.tensor([[5, 6, 7, -100, -100], [8, 9, 4, 5, 6]])
     padded = ignored.masked_fill(ignored == -100, 0)

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
+from hf_dpopt.huggingface import advice_log as module
 from hf_dpopt.huggingface.recipe import Trained, read_recipe
 from hf_dpopt.plan import advice
 from tests.tiny import arguments, collate, model, records, trainer
@@ -104,14 +105,16 @@ def test_it_processes_no_more_records_than_the_epochs_say(tmp_path, num, epochs)
     assert batch * steps <= epochs * num + (epochs + 1) * batch  # every epoch, and the run, end with a whole batch
 
 
-def test_a_resumed_run_keeps_its_recipe_whatever_later_rules_say(tmp_path, monkeypatch):
-    first = trainer(tmp_path, **big(save_strategy="steps", save_steps=2))
+@pytest.mark.parametrize("given", [{}, {"model_init": lambda: model()}], ids=["model", "model_init"])
+def test_a_resumed_run_keeps_its_recipe_whatever_later_rules_say(tmp_path, monkeypatch, given):
+    options = big(save_strategy="steps", save_steps=2, **given)
+    first = trainer(tmp_path, **options)
     first.train()
     chosen = dict(first.plan.recipe)
     monkeypatch.setattr(advice, "RATES", {key: 10 * rate for key, rate in advice.RATES.items()})
     monkeypatch.setattr(advice, "SHORTEST", 2)
     advice.advise.cache_clear()
-    again = trainer(tmp_path, **big(save_strategy="steps", save_steps=2))
+    again = trainer(tmp_path, **options)
     assert again.plan.recipe == chosen and again.args.learning_rate == chosen["learning_rate"]
     assert again.plan.num_steps == first.plan.num_steps
     checkpoint = sorted(tmp_path.glob("checkpoint-*"))[-1]
@@ -182,20 +185,6 @@ def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
     assert made.plan.epsilon() == given.plan.epsilon()
 
 
-def test_a_run_of_such_a_model_goes_on_with_its_recipe(tmp_path, monkeypatch):
-    options = big(model_init=lambda: model(), save_strategy="steps", save_steps=1)
-    first = trainer(tmp_path, **options)
-    first.train()
-    checkpoint = str(sorted(tmp_path.glob("checkpoint-*"))[0])
-    monkeypatch.setitem(advice.RATES, ("full", "classification"), 0.5)
-    monkeypatch.setitem(advice.RATES, ("full", "generation"), 0.5)
-    advice.advise.cache_clear()
-    again = trainer(tmp_path, **{**options, "target_epsilon": 100.0})
-    assert again.plan.recipe == first.plan.recipe and again.args.learning_rate == first.args.learning_rate
-    again.train(resume_from_checkpoint=checkpoint)
-    advice.advise.cache_clear()
-
-
 @pytest.mark.parametrize("recipe", ["auto", "none"])
 def test_a_trained_head_is_written_down_and_changes_nothing_else(tmp_path, recipe):
     made = trainer(tmp_path / "a", **big(recipe=recipe, trained_head=True))
@@ -237,20 +226,15 @@ def test_advice_is_no_reason_to_refuse_a_run(tmp_path, flags):
 # --- the log ---
 
 
-def started(made):
-    """Begin the run, so that it announces itself."""
-    made.train()
-
-
 def test_a_hopeless_run_is_told_so_with_what_would_be_better(tmp_path, log):
     """All by hand: a batch in which the noise is a thousand times the signal."""
-    started(trainer(tmp_path, **big(recipe="none", expected_batch_size=4, learning_rate=1e-3)))
+    trainer(tmp_path, **big(recipe="none", expected_batch_size=4, learning_rate=1e-3)).train()
     (line,) = [line for line in log() if "HOPELESS" in line]
     assert "the signal" in line and "--expected_batch_size" in line and "--learning_rate" in line
 
 
 def test_a_hopeless_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
-    started(trainer(tmp_path, **big(recipe="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)))
+    trainer(tmp_path, **big(recipe="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)).train()
     (line,) = [line for line in log() if "HOPELESS" in line]
     assert "it takes more records" in line and "--expected_batch_size" not in line
 
@@ -261,8 +245,6 @@ def test_a_hopeless_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
      (8e-4, "weak", "may lose some of that"), (1e-2, "hopeless", "may lose some of that")],
 )  # fmt: skip
 def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verdict, words):
-    from hf_dpopt.huggingface import advice_log as module
-
     monkeypatch.setattr(
         module, "outlook_of",
         lambda plan, kind, **kwargs: advice.Outlook(
@@ -270,7 +252,7 @@ def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verd
             has_trained_head=kwargs["has_trained_head"],
         ),
     )  # fmt: skip
-    started(trainer(tmp_path, **big(trained_head=True)))
+    trainer(tmp_path, **big(trained_head=True)).train()
     assert any(line.startswith("Outlook:") and f"({verdict})" in line for line in log())
     (line,) = [line for line in log() if "The head was trained before" in line]
     assert words in line and "linear head" not in line and ("HOPELESS" in line) == (verdict == "hopeless")
@@ -278,49 +260,45 @@ def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verd
 
 def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
     """The README's first command before there were recipes: everything as it comes, 5e-5 included."""
-    from hf_dpopt.huggingface import advice_log as module
-
     monkeypatch.setattr(
         module, "outlook_of",
         lambda plan, kind, **kwargs: advice.Outlook(
             num_steps=198, noise=5e-4, run_noise=5e-4 / 14, signal=5e-4, **kwargs
         ),
     )  # fmt: skip
-    started(trainer(tmp_path, **big(recipe="none", expected_batch_size=200)))
+    trainer(tmp_path, **big(recipe="none", expected_batch_size=200)).train()
     (line,) = [line for line in log() if "HOPELESS" in line]
     assert "the weights stay where they are" in line
 
 
 def test_an_optimizer_of_ones_own_is_not_judged_by_a_rate_that_it_does_not_have(tmp_path, log):
     own = (torch.optim.AdamW, {"lr": 0.05})
-    started(trainer(tmp_path, **big(optimizer_cls_and_kwargs=own, num_train_epochs=1)))
+    trainer(tmp_path, **big(optimizer_cls_and_kwargs=own, num_train_epochs=1)).train()
     assert not any("stay where they are" in line for line in log())
 
 
 def test_noise_so_large_that_epsilon_is_0_is_announced(tmp_path, log):
     hidden = dict(target_epsilon=None, noise_multiplier=1e4, noise_mechanism="blt", expected_batch_size=40)
-    started(trainer(tmp_path, **big(**hidden, num_train_epochs=0.3)))
+    trainer(tmp_path, **big(**hidden, num_train_epochs=0.3)).train()
     assert any("HOPELESS" in line for line in log())
 
 
 def test_long_correlated_noise_is_announced_without_its_error(tmp_path, log, monkeypatch):
     """That of a tree over 60,000 steps would take 54 GB."""
-    from hf_dpopt.huggingface import advice_log as module
-
     monkeypatch.setattr(module, "MAX_CORRELATED_STEPS", 2)
-    started(trainer(tmp_path, **big(noise_mechanism="tree", expected_batch_size=40, num_train_epochs=0.3)))
+    trainer(tmp_path, **big(noise_mechanism="tree", expected_batch_size=40, num_train_epochs=0.3)).train()
     assert not any("Outlook" in line for line in log())
 
 
 def test_correlated_noise_with_adamw_is_warned_of(tmp_path, log):
-    started(trainer(tmp_path, **big(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=40)))
+    trainer(tmp_path, **big(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=40)).train()
     assert any("--noise_mechanism gaussian" in line for line in log())
 
 
 def test_no_such_warning_for_sgd_that_gains(tmp_path, log):
-    started(
-        trainer(tmp_path, **big(noise_mechanism="nu_dpftrl", optim="sgd", expected_batch_size=40, num_train_epochs=10))
-    )
+    trainer(
+        tmp_path, **big(noise_mechanism="nu_dpftrl", optim="sgd", expected_batch_size=40, num_train_epochs=10)
+    ).train()
     assert not any("fills" in line for line in log())
 
 

@@ -8,7 +8,6 @@ import threading
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_dpopt.huggingface.preemption import SIGNALS, Preempted
 from hf_dpopt.run.ledger import Ledger
@@ -16,16 +15,9 @@ from tests import preempted, tiny
 from tests.preempted import NUM_STEPS
 
 
-class Send(TrainerCallback):
-    """Sends this process a signal before the update of a step, so in the middle of it."""
-
-    def __init__(self, number, step):
-        self.number, self.step = number, step
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step + 1 == self.step:
-            os.kill(os.getpid(), self.number)
-            os.kill(os.getpid(), self.number)  # as launchers do
+def send(number, step):
+    """Send this process a signal twice, as launchers do, before the update of a step, so in the middle of it."""
+    return tiny.At("pre_optimizer_step", lambda *_: [os.kill(os.getpid(), number) for _ in range(2)], step)
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ def handlers():
 def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, save_strategy):
     want, spent = preempted.reference(tmp_path / "reference", "nu_dpftrl")
     options = {"save_strategy": save_strategy, "logging_strategy": "no"}
-    trainer = preempted.make(tmp_path, "nu_dpftrl", callbacks=[Send(number, 4)], **options)
+    trainer = preempted.make(tmp_path, "nu_dpftrl", callbacks=[send(number, 4)], **options)
     with preempted.known_keys(), pytest.raises(SystemExit) as ended:
         trainer.train()
     assert ended.type is Preempted and ended.value.code == (130 if number == signal.SIGINT else 75)
@@ -58,7 +50,7 @@ def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, s
 
 def test_a_signal_in_the_last_step_ends_with_its_checkpoint(tmp_path, handlers):
     options = {"save_strategy": "no"}
-    trainer = preempted.make(tmp_path, "gaussian", callbacks=[Send(signal.SIGTERM, NUM_STEPS)], **options)
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[send(signal.SIGTERM, NUM_STEPS)], **options)
     with pytest.raises(Preempted):
         trainer.train()
     again = preempted.make(tmp_path, "gaussian", **options)
@@ -67,18 +59,12 @@ def test_a_signal_in_the_last_step_ends_with_its_checkpoint(tmp_path, handlers):
     assert all(torch.equal(p, tiny.weights(trainer.model)[name]) for name, p in tiny.weights(again.model).items())
 
 
-class SendAtEnd(TrainerCallback):
-    """Sends the signal when the last checkpoint is made, so after the last look at it."""
-
-    def on_train_end(self, args, state, control, **kwargs):
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
 def test_a_signal_after_the_last_step_is_passed_on(tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        preempted.make(tmp_path, "gaussian", callbacks=[SendAtEnd()], enable_jit_checkpoint=True).train()
+        late = tiny.At("train_end", lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # after the last look at it
+        preempted.make(tmp_path, "gaussian", callbacks=[late], enable_jit_checkpoint=True).train()
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -87,16 +73,14 @@ def test_a_signal_after_the_last_step_is_passed_on(tmp_path):
 def test_a_child_that_was_forked_does_not_swallow_signals(tmp_path, handlers):
     ended = []
 
-    class Fork(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                child = os.fork()
-                if not child:
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    os._exit(0)
-                ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    def fork(state, model):
+        child = os.fork()
+        if not child:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        ended.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
-    preempted.make(tmp_path, "gaussian", callbacks=[Fork()]).train()
+    preempted.make(tmp_path, "gaussian", callbacks=[tiny.At("step_end", fork, 2)]).train()
     assert ended == [-signal.SIGTERM]
 
 
@@ -106,7 +90,7 @@ def test_what_a_signal_saves_is_enough_to_go_on(tmp_path, handlers, options):
     if "save_strategy" in options:
         options = {**options, "eval_steps": 1, "metric_for_best_model": "loss", "eval_data_privacy": "public"}
         options["eval_dataset"] = tiny.records(70)[64:]
-    trainer = preempted.make(tmp_path, "gaussian", callbacks=[Send(signal.SIGTERM, 4)], **options)
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[send(signal.SIGTERM, 4)], **options)
     trainer._determine_best_metric = lambda **k: False
     with pytest.raises(Preempted):
         trainer.train()
@@ -120,10 +104,10 @@ def test_a_handler_of_somebody_else_stays_unless_ours_is_asked_for(tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *a: heard.append(a))
     try:
-        preempted.make(tmp_path / "a", "gaussian", callbacks=[Send(signal.SIGTERM, 2)]).train()
+        preempted.make(tmp_path / "a", "gaussian", callbacks=[send(signal.SIGTERM, 2)]).train()
         assert len(heard) == 2
         asked = preempted.make(
-            tmp_path / "b", "gaussian", callbacks=[Send(signal.SIGTERM, 2)], enable_jit_checkpoint=True
+            tmp_path / "b", "gaussian", callbacks=[send(signal.SIGTERM, 2)], enable_jit_checkpoint=True
         )
         assert asked.args.enable_jit_checkpoint
         names = [type(callback).__name__ for callback in asked.callback_handler.callbacks]
@@ -138,11 +122,8 @@ def test_a_handler_of_somebody_else_stays_unless_ours_is_asked_for(tmp_path):
 def test_outside_of_the_main_thread_no_handler_is_installed(tmp_path, handlers):
     seen = []
 
-    class Look(TrainerCallback):
-        def on_step_end(self, *args, **kwargs):
-            seen.append([signal.getsignal(number) for number in SIGNALS])
-
-    trainer = preempted.make(tmp_path, "gaussian", callbacks=[Look()])
+    look = tiny.At("step_end", lambda *_: seen.append([signal.getsignal(number) for number in SIGNALS]))
+    trainer = preempted.make(tmp_path, "gaussian", callbacks=[look])
     thread = threading.Thread(target=trainer.train)
     thread.start()
     thread.join()

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import HfArgumentParser, TrainerCallback
+from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments
 from hf_dpopt.clipping import make_engine
@@ -350,11 +350,7 @@ def test_a_run_ends_with_the_average_within_the_ball(tmp_path):
     run = trainer(tmp_path, ball_radius=0.01, average_iterate="uniform", optim="sgd", learning_rate=10.0)
     before, seen = tiny.weights(run.model), []
 
-    class Seen(TrainerCallback):
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            seen.append(tiny.weights(model))
-
-    run.add_callback(Seen())
+    run.add_callback(tiny.At("step_end", lambda state, model: seen.append(tiny.weights(model))))
     run.train()
     for weights in seen:
         assert reference.norm({n: weights[n] - before[n] for n in before}).item() == pytest.approx(0.01, rel=1e-3)

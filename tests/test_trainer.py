@@ -23,23 +23,13 @@ FIXED = "11" * 32
 ALPHA = 1e-6  # false-alarm probability of each random test, whatever the seed
 
 
-class Gradients(TrainerCallback):
-    """Keeps what the optimizer is given in every step."""
-
-    def __init__(self):
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
-
-
 def _drawn(trainer, step: int) -> list[int]:
     return trainer._session.run.plan.sampler.draw(trainer._session.run.chain.sampling_key, step).tolist()
 
 
 def test_without_noise_a_step_is_the_clipped_sum_of_the_drawn_records(tmp_path):
     """Through the real loader, sampler, collator and step, against a loop over single records."""
-    seen = Gradients()
+    seen = tiny.Gradients()
     trainer = tiny.trainer(
         tmp_path / "out", model=tiny.model(dropout=0.0), callbacks=[seen], noise_multiplier=0.0, clipping_norm=0.5,
         max_steps=3, learning_rate=0.0,
@@ -170,7 +160,7 @@ def test_leave_one_out_through_the_trainer(tmp_path, monkeypatch, adversary, cli
     n, norm = len(dataset), 1e-2
     grads = []
     for num in (n, n - 1):
-        seen = Gradients()
+        seen = tiny.Gradients()
         trainer = tiny.trainer(
             tmp_path / f"{num}", model=model, train_dataset=dataset.records[:num], callbacks=[seen], max_steps=1,
             noise_multiplier=0.0, expected_batch_size=num, clipping_norm=norm, clipping=clipping, learning_rate=0.0,
@@ -190,7 +180,7 @@ def test_a_noise_only_step_noises_every_coordinate(tmp_path):
 
     Chi-square on all coordinates at level ALPHA; 5,000 coordinates and more catch a stddev wrong by 10%.
     """
-    seen = Gradients()
+    seen = tiny.Gradients()
     trainer = tiny.trainer(
         tmp_path / "out",
         callbacks=[seen],
@@ -215,7 +205,7 @@ def test_a_noise_only_step_noises_every_coordinate(tmp_path):
 def test_noise_of_a_run_has_the_calibrated_scale(tmp_path):
     """Test V: with dead gradients (learning rate 0, records without loss) what is left is noise at sigma C / B."""
     trainer = tiny.trainer(
-        tmp_path / "out", callbacks=[seen := Gradients()], target_epsilon=3.0, noise_multiplier=None, max_steps=8,
+        tmp_path / "out", callbacks=[seen := tiny.Gradients()], target_epsilon=3.0, noise_multiplier=None, max_steps=8,
         clipping_norm=1e-9, per_example_loss_func=lambda outputs, labels: outputs.logits[:, 0] * 0,
     )  # fmt: skip
     trainer.train()
@@ -279,7 +269,7 @@ def test_fixed_key_is_stamped_not_private_everywhere(tmp_path):
 def test_two_runs_with_the_same_seed_have_different_noise(tmp_path):
     runs = []
     for name in "ab":
-        trainer = tiny.trainer(tmp_path / name, callbacks=[seen := Gradients()], max_steps=2, seed=42)
+        trainer = tiny.trainer(tmp_path / name, callbacks=[seen := tiny.Gradients()], max_steps=2, seed=42)
         trainer.train()
         runs.append(torch.cat([g.flatten() for g in seen.steps[0].values()]))
     assert abs(torch.corrcoef(torch.stack(runs))[0, 1]) < 5.5 / math.sqrt(runs[0].numel())
@@ -348,7 +338,7 @@ def test_mixin_works_on_another_trainer(tmp_path):
 
 def test_model_init_is_captured_too(tmp_path):
     """The model that trains is made inside train(); the capture must be on that one."""
-    trainer = tiny.trainer(tmp_path / "out", model_init=lambda: tiny.model(dropout=0.0), max_steps=2, noise_multiplier=0.0, callbacks=[seen := Gradients()])  # fmt: skip
+    trainer = tiny.trainer(tmp_path / "out", model_init=lambda: tiny.model(dropout=0.0), max_steps=2, noise_multiplier=0.0, callbacks=[seen := tiny.Gradients()])  # fmt: skip
     trainer.train()
     assert all(g.abs().sum() > 0 for n, g in seen.steps[0].items() if "classifier" in n)
 
@@ -389,7 +379,7 @@ def test_evaluation_only_needs_no_budget(tmp_path):
 
 
 def test_bf16_autocast_trains_with_float32_sums(tmp_path):
-    trainer = tiny.trainer(tmp_path / "out", bf16=True, callbacks=[seen := Gradients()], noise_multiplier=0.0, clipping_norm=0.5, max_steps=2, model=tiny.model(dropout=0.0), learning_rate=0.0)  # fmt: skip
+    trainer = tiny.trainer(tmp_path / "out", bf16=True, callbacks=[seen := tiny.Gradients()], noise_multiplier=0.0, clipping_norm=0.5, max_steps=2, model=tiny.model(dropout=0.0), learning_rate=0.0)  # fmt: skip
     trainer.train()
     batch = tiny.collate([trainer.train_dataset[i] for i in _drawn(trainer, 1)])
     with torch.autocast("cpu", enabled=False):
@@ -407,11 +397,7 @@ def test_sampling_follows_the_plan(tmp_path):
             served[-1].extend(r["index"] for r in rows)
         return tiny.collate(rows)
 
-    class Steps(TrainerCallback):
-        def on_step_begin(self, *args, **kwargs):
-            served.append([])
-
-    trainer = tiny.trainer(tmp_path / "out", train_dataset=records, data_collator=collate, callbacks=[Steps()], skip_self_check=True)  # fmt: skip
+    trainer = tiny.trainer(tmp_path / "out", train_dataset=records, data_collator=collate, callbacks=[tiny.At("step_begin", lambda *_: served.append([]))], skip_self_check=True)  # fmt: skip
     trainer.train()
     assert [sorted(s) for s in served] == [_drawn(trainer, step) for step in range(1, 7)]
     assert len({tuple(s) for s in served}) == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,34 @@ from transformers import BertConfig, BertForSequenceClassification, TrainerCallb
 from hf_dpopt import DPTrainer, DPTrainingArguments
 
 VOCABULARY = 40
+_PLAIN: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+    max_position_embeddings=64, pad_token_id=0,
+)  # fmt: skip
+_SIZES: dict[str, dict[str, Any]] = {  # by the type of model
+    "bert": _PLAIN | dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
+    "llama": _PLAIN | dict(num_key_value_heads=2),
+    "gpt2": dict(
+        vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
+        attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+    ),
+    "t5": dict(
+        vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
+        pad_token_id=0, decoder_start_token_id=0,
+    ),
+    "bart": dict(
+        vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, dropout=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+    ),
+}  # fmt: skip
+
+
+def made(kind: type, **changes: Any) -> Any:
+    """A tiny model of a class of transformers, without dropout; `changes` are those of its configuration."""
+    torch.manual_seed(0)
+    config: Any = kind.config_class  # type: ignore[attr-defined]
+    return kind(config(**_SIZES.get(config.model_type, _SIZES["bert"]) | changes))
 
 
 def model(dropout: float = 0.1, **changes: Any) -> BertForSequenceClassification:
@@ -65,6 +94,35 @@ def trainer(output_dir: Path | str, *, cls: type = DPTrainer, **changes: Any) ->
     return cls(args=arguments(output_dir, **changes), **for_trainer)
 
 
+class At(TrainerCallback):
+    """Calls a function with the state and the model at a moment of every step.
+
+    Args:
+        moment: of the Trainer, as "step_end".
+        do: the function.
+        step: the one step at which it is called; None for all.
+    """
+
+    def __init__(self, moment: str, do: Callable[[Any, Any], Any], step: int | None = None):
+        is_before = moment in ("step_begin", "pre_optimizer_step")
+
+        def call(args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if step in (None, state.global_step + is_before):
+                do(state, model)
+
+        setattr(self, f"on_{moment}", call)
+
+
+class Gradients(TrainerCallback):
+    """Keeps what the optimizer is given in every step."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
+
+
 class StopAt(TrainerCallback):
     """Stops training after a step, as a preempted run stops."""
 
@@ -77,3 +135,13 @@ class StopAt(TrainerCallback):
 
 def weights(m: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in m.named_parameters()}
+
+
+class Bomb:
+    """A pickle of it makes a file where it is read."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)

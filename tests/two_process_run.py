@@ -19,16 +19,13 @@ from tests import preempted, tiny
 FIXED = "22" * 32
 
 
-class Gradients(TrainerCallback):
+class Gradients(tiny.Gradients):
     def __init__(self):
-        self.steps: list[dict[str, torch.Tensor]] = []
+        super().__init__()
         self.served: list[list[int]] = []  # records of each step
 
     def on_step_begin(self, *args, **kwargs):
         self.served.append([])
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters()})
 
 
 def run(folder: Path, name: str, resume: bool = False, **changes) -> None:

@@ -12,9 +12,9 @@ last iterate costs no more than R sampled Gaussian mechanisms and one Gaussian m
 **What is proven.** Under ``add_or_remove_one`` with Poisson batches, step by step: reveal the batch without the
 record (same law in both runs, and a contraction), then the record's own term, then the shift; a product of trade-off
 functions bounds the whole. The record is left out of the contraction, so its sensitivity is L, not 2 L. The paper's
-own statement, for batches of fixed size under ``replace_one``, is evaluated here as printed, to reproduce its figures:
-its proof conditions on split noise that depends on the batch, and we could not close that gap (docs/convex.md has the
-smallest case). It is never reported. A lower bound on all of this: `hf_dpopt.accounting.last_iterate_lower`.
+own statement, for batches of fixed size under ``replace_one``, is not here: its proof conditions on split noise that
+depends on the batch, and we could not close that gap (docs/convex.md has the smallest case). A lower bound on all of
+this: `recipes/paper/convergent/lower_bound.py`.
 
 **What is outside**, and must be refused: losses that are not convex (every deep model), clipped gradients other than
 those of generalised linear models, momentum, Adam, filters and correlated noise.
@@ -171,14 +171,12 @@ class LastIterate:
         composition: epsilon of all iterates together; infinite where it was not computed, being far above.
         horizon: R, the steps before the end that count; None if plain composition is the better bound.
         share: theta, of the noise's variance, that hides the distance; None likewise.
-        adjacency: what neighbouring datasets are.
     """
 
     epsilon: float
     composition: float
     horizon: int | None
     share: float | None
-    adjacency: str
 
 
 def last_iterate_epsilon(
@@ -187,52 +185,42 @@ def last_iterate_epsilon(
     *,
     form: Form = "pld",
     shifts: Shifts = "optimal",
-    adjacency: str = ADJACENCY,
     relative_error: float = FINE,
 ) -> LastIterate:
     """Epsilon of the weights after the last step, the smaller one of this bound and plain composition.
 
     Formal guarantee: under ``add_or_remove_one``, if the run is as described (see the module) and nothing but its last
     iterate leaves, it is (epsilon, delta)-differentially private. A part of delta pays for batches that are too large
-    for a contraction. Under ``replace_one`` the number is the paper's, with the gap named above.
+    for a contraction.
 
     Args:
         run: what runs.
         delta: delta of the guarantee, in (0, 1).
         form: "pld" is tighter; "rdp" is Eq. (3.6) of the paper, and (5.3) with a regulariser and ``shifts="last"``.
         shifts: how the distance is made up for; see `ProjectedSGD.shift_costs`.
-        adjacency: ``replace_one`` for the paper's statement, with ``form="rdp"`` only.
         relative_error: tolerated excess of epsilon by discretisation.
 
     Raises:
-        DPConfigError: if batches that are too large are not rare enough, or for a pair without an analysis.
+        DPConfigError: if batches that are too large are not rare enough.
 
     References:
         Altschuler and Talwar (2022), arXiv:2205.13710, Eq. (3.6) and (5.3).
         Bok, Su and Altschuler (2024), arXiv:2403.00278 (trade-off functions).
     """
-    if adjacency not in (ADJACENCY, "replace_one") or (adjacency == "replace_one" and form != "rdp"):
-        raise DPConfigError(
-            f"The last iterate has no bound of form {form!r} under adjacency={adjacency!r}. Use {ADJACENCY!r}, or "
-            "form 'rdp' with 'replace_one' to evaluate the paper's statement."
-        )
     if not 0 < delta < 1:
         raise DPConfigError(f"delta={delta} is outside (0, 1). Use at most 1 / number of records.")
     if not run.noise_multiplier:
-        return LastIterate(math.inf, math.inf, None, None, adjacency)
-    sensitivity = 2.0 if adjacency == "replace_one" else 1.0
-    kept = delta if adjacency == "replace_one" else delta * (1 - OVERSIZED_SHARE)
-    start, horizon, share = _by_renyi(run, kept, shifts, sensitivity)
-    bound = start
+        return LastIterate(math.inf, math.inf, None, None)
+    kept = delta * (1 - OVERSIZED_SHARE)
+    bound, horizon, share = _by_renyi(run, kept, shifts)
     if form == "pld" and _pld_is_exact(horizon, kept):
         horizon, share = _refined(run, kept, shifts, horizon, share)
         bound = _epsilon(_event(run, shifts, horizon, share), kept, relative_error)
-    plain = _plain(run, delta, sensitivity, form, bound, relative_error)
+    plain = _plain(run, delta, form, bound, relative_error)
     if plain <= bound:
-        return LastIterate(plain, plain, None, None, adjacency)
-    if adjacency == ADJACENCY:
-        _check_oversized(run, horizon, delta)
-    return LastIterate(bound, plain, horizon, share, adjacency)
+        return LastIterate(plain, plain, None, None)
+    _check_oversized(run, horizon, delta)
+    return LastIterate(bound, plain, horizon, share)
 
 
 def event_of(run: ProjectedSGD, found: LastIterate) -> DpEvent:
@@ -283,7 +271,7 @@ def plateau(run: ProjectedSGD, delta: float) -> int | None:
     if run.decay:
         raise DPConfigError(f"decay={run.decay:g}: noise of small steps hides less, and no plateau is reached. Use 0.")
     many = dataclasses.replace(run, num_steps=MANY)
-    flat = _by_renyi(many, delta, "optimal", 1.0)[0]
+    flat = _by_renyi(many, delta, "optimal")[0]
     step = _step_divergences(run.sample_rate, run.noise_multiplier)
 
     def exceeds(log_steps: float) -> float:
@@ -314,19 +302,17 @@ def _mean(run: ProjectedSGD, shifts: Shifts, horizon: int, share: float) -> floa
     return max(math.sqrt(cost / share) / sigma, 1e-12)  # the shift is nearly nothing after many contractions
 
 
-def _plain(
-    run: ProjectedSGD, delta: float, sensitivity: float, form: Form, bound: float, relative_error: float
-) -> float:
+def _plain(run: ProjectedSGD, delta: float, form: Form, bound: float, relative_error: float) -> float:
     """Epsilon of all iterates; infinite if it is seen without much work that it is no match for the bound."""
-    noise = run.noise_multiplier
-    rough = _renyi_epsilon(_step_divergences(run.sample_rate, noise / sensitivity), run.num_steps, 0.0, delta)
+    step = _step_divergences(run.sample_rate, run.noise_multiplier)
+    rough = _renyi_epsilon(step, run.num_steps, 0.0, delta)
     if form == "rdp":
         return rough
     if rough > PLAIN_LIMIT * bound:
         return math.inf
     if not _pld_is_exact(run.num_steps, delta):
         return rough
-    return _epsilon(event_of(run, LastIterate(bound, bound, None, None, ADJACENCY)), delta, relative_error)
+    return _epsilon(event_of(run, LastIterate(bound, bound, None, None)), delta, relative_error)
 
 
 def _pld_is_exact(num_steps: int, delta: float) -> bool:
@@ -376,12 +362,12 @@ def _renyi_epsilon(step: tuple[float, ...], num_steps: int, squared_mean: float,
     return float(compute_epsilon(_ORDERS, num_steps * np.array(step) + _ORDERS * squared_mean / 2, delta)[0])
 
 
-def _by_renyi(run: ProjectedSGD, delta: float, shifts: Shifts, sensitivity: float) -> tuple[float, int, float]:
+def _by_renyi(run: ProjectedSGD, delta: float, shifts: Shifts) -> tuple[float, int, float]:
     """Eq. (3.6) and (5.3): least epsilon over horizon and share, and where it is attained."""
-    best = _least(run, delta, shifts, sensitivity, _horizons(1, run.num_steps), SHARES)
+    best = _least(run, delta, shifts, _horizons(1, run.num_steps), SHARES)
     step = SHARES[1] - SHARES[0]
     around = np.clip(np.linspace(best[2] - step, best[2] + step, 9), 1e-3, 1 - 1e-3)
-    return min(best, _least(run, delta, shifts, sensitivity, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
+    return min(best, _least(run, delta, shifts, _horizons(best[1] / 1.2, best[1] * 1.2, run), around))
 
 
 def _horizons(first: float, last: float, run: ProjectedSGD | None = None) -> np.ndarray:
@@ -390,13 +376,13 @@ def _horizons(first: float, last: float, run: ProjectedSGD | None = None) -> np.
 
 
 def _least(
-    run: ProjectedSGD, delta: float, shifts: Shifts, sensitivity: float, horizons: np.ndarray, shares: np.ndarray
+    run: ProjectedSGD, delta: float, shifts: Shifts, horizons: np.ndarray, shares: np.ndarray
 ) -> tuple[float, int, float]:
     sigma = run.noise_multiplier * run.lipschitz / run.expected_batch_size
     squares = run.shift_costs(horizons, shifts) / sigma**2
     found = []
     for share in shares:
-        step = _step_divergences(run.sample_rate, run.noise_multiplier * math.sqrt(1 - share) / sensitivity)
+        step = _step_divergences(run.sample_rate, run.noise_multiplier * math.sqrt(1 - share))
 
         def at(i: int, step: tuple[float, ...] = step, share: float = share) -> float:
             return _renyi_epsilon(step, int(horizons[i]), float(squares[i] / share), delta)

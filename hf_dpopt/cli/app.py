@@ -8,26 +8,26 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_dpopt.cli.flags import (
-    AllowLargeDelta,
     AsJson,
-    BatchSize,
-    Delta,
-    Epsilon,
-    MaybeBatchSize,
-    NoiseMultiplier,
+    Epochs,
+    Finetuning,
     NumExamples,
     OutputDir,
+    Plots,
+    PrivateStateDir,
+    Steps,
     check_folder,
     check_path,
     flag,
+    takes,
 )
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.plan.options import AMPLIFICATION_SAMPLES, RECORDS_PER_USER
+from hf_dpopt.plan.options import RECORDS_PER_USER
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,28 +70,16 @@ def common(
 
 
 @app.command()
+@takes(
+    "expected_batch_size", "target_epsilon", "noise_multiplier", "target_delta", "allow_large_delta", "sampling",
+    "adjacency", "noise_mechanism", "noise_kwargs", "noise_restart_every", "noise_at_changes", "preconditioner",
+    "preconditioner_kwargs", "amplification_samples",
+)  # fmt: skip
 def plan(
     ctx: typer.Context,
     num_examples: NumExamples,
-    expected_batch_size: MaybeBatchSize = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run.")] = None,
-    epochs: Annotated[
-        float | None,
-        typer.Option("--epochs", "--passes", help="Or passes over the data, counted as the Trainer does."),
-    ] = None,
-    target_epsilon: Epsilon = None,
-    noise_multiplier: NoiseMultiplier = None,
-    target_delta: Delta = None,
-    allow_large_delta: AllowLargeDelta = False,
-    sampling: Annotated[str, flag("sampling")] = "auto",
-    adjacency: Annotated[str, flag("adjacency")] = "auto",
-    noise_mechanism: Annotated[str, flag("noise_mechanism")] = "gaussian",
-    noise_kwargs: Annotated[str | None, flag("noise_kwargs")] = None,
-    noise_restart_every: Annotated[int | None, flag("noise_restart_every")] = None,
-    noise_at_changes: Annotated[str, flag("noise_at_changes")] = "auto",
-    preconditioner: Annotated[str, flag("preconditioner")] = "none",
-    preconditioner_kwargs: Annotated[str | None, flag("preconditioner_kwargs")] = None,
-    amplification_samples: Annotated[int, flag("amplification_samples")] = AMPLIFICATION_SAMPLES,
+    steps: Steps = None,
+    epochs: Epochs = None,
     users: Annotated[
         int | None, typer.Option(help="Users in the training set: they are protected, and ways to train compared.")
     ] = None,
@@ -103,61 +91,29 @@ def plan(
         str | None,
         typer.Option("--num-parameters", "--trained", help="Trained coordinates (0.3M), for advice, memory and time."),
     ] = None,
-    weights: Annotated[
-        str | None, typer.Option(help="Weights of the model, frozen ones included, such as 125M.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Name or folder of the model, for the command line; roberta-base, gpt2 ..")
-    ] = None,
-    task: Annotated[str | None, typer.Option(help="GLUE task, or e2e, for the command line.")] = None,
-    finetuning: Annotated[str | None, typer.Option(help="full, lora or head. Default: by what is trained.")] = None,
-    objective: Annotated[
-        str, typer.Option(help="classification, or generation (a loss on tokens).")
-    ] = "classification",
-    records_per_second: Annotated[float | None, typer.Option(help="A measured rate, for the hours of advice.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Weights of the model, frozen ones included (125M).")] = None,
+    finetuning: Finetuning = None,
+    objective: Annotated[str, typer.Option(help="classification, or generation (of tokens).")] = "classification",
     compare: Annotated[
         bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
     ] = None,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for plots of the privacy profile, and of the comparison (PNG and SVG).", callback=check_folder
-        ),
-    ] = None,
+    plots: Plots = None,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Plan a run: noise, epsilon, and which noise suits it. Without a batch: advice which to take. No data is read."""
-    given = dict(locals())
+    given = {**locals(), **options}
     from hf_dpopt.cli import advising
 
-    trained = None if num_parameters is None else advising.parse_count(num_parameters)
-    request = advising.Request(
-        num_examples=num_examples, epsilon=target_epsilon, delta=target_delta, passes=epochs, trained=trained,
-        weights=None if weights is None else advising.parse_count(weights), finetuning=finetuning,
-        objective="generation" if task == "e2e" else objective, records_per_second=records_per_second,
-        model=model, task=task,
-    )  # fmt: skip
-    if expected_batch_size is None:
+    given |= {name: advising.parse_count(given[name]) for name in ("num_parameters", "weights")}
+    if options["expected_batch_size"] is None:
         advising.refuse_without_batch(ctx, given)
-        advising.show_advice(request, as_json=as_json)
+        advising.show_advice(advising.job_of(given), as_json=as_json)
         return
     from hf_dpopt.cli import planning
 
-    num_steps = planning.steps_of_run(num_examples, expected_batch_size, steps=steps, epochs=epochs)
-    if users is not None:
-        planning.plan_users(
-            planning.config_of(given), num_steps, users=users, records_per_user=records_per_user, as_json=as_json
-        )
-        return
-    planning.plan_run(
-        given,
-        num_steps,
-        planning.Training(optimizer=optimizer, momentum=momentum, schedule=schedule, num_parameters=trained or 10**6),
-        request=request,
-        compare=compare if compare is not None else not as_json or plots is not None,
-        plots=plots,
-        as_json=as_json,
-    )
+    num_steps = planning.steps_of_run(num_examples, options["expected_batch_size"], steps=steps, epochs=epochs)
+    (planning.plan_run if users is None else planning.plan_users)(given, num_steps)
 
 
 @app.command()
@@ -165,8 +121,7 @@ def report(output_dir: OutputDir) -> None:
     """Print a run's privacy statement, and check it by the ledger. Exit code 1 if they disagree."""
     from hf_dpopt.cli.folders import show_report
 
-    if not show_report(output_dir):
-        raise typer.Exit(1)
+    _end_with(not show_report(output_dir))
 
 
 @app.command()
@@ -175,7 +130,7 @@ def verify(
         Path, typer.Argument(help="The output_dir of a private run, or its folder privacy.", callback=check_path)
     ],
     strict: Annotated[bool, typer.Option(help="Take what could not be checked for a failure.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the checks as JSON.")] = False,
+    as_json: AsJson = False,
     mark_card: Annotated[
         bool, typer.Option(help="If all is verified, say so in the metadata of the model card beside it.")
     ] = False,
@@ -187,26 +142,17 @@ def verify(
     """
     from hf_dpopt.cli.verification import show_verification
 
-    code = show_verification(path, is_strict=strict, as_json=as_json, marks_card=mark_card)
-    if code:
-        raise typer.Exit(code)
+    _end_with(show_verification(path, is_strict=strict, as_json=as_json, marks_card=mark_card))
 
 
 @app.command()
+@takes(
+    "target_epsilon", "noise_multiplier", "target_delta", "expected_batch_size", "noise_mechanism", "noise_kwargs",
+    "sampling", "adjacency", "preconditioner", "preconditioner_kwargs", "privacy_unit", has_defaults=False,
+)  # fmt: skip
 def audit(
-    target_epsilon: Epsilon = None,
-    noise_multiplier: NoiseMultiplier = None,
-    target_delta: Delta = None,
-    expected_batch_size: MaybeBatchSize = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 32,
     canaries: Annotated[int, typer.Option(help="Records (or users) whose gradients are known.")] = 1000,
-    noise_mechanism: Annotated[str | None, flag("noise_mechanism", says_default=False)] = None,
-    noise_kwargs: Annotated[str | None, flag("noise_kwargs")] = None,
-    sampling: Annotated[str | None, flag("sampling", says_default=False)] = None,
-    adjacency: Annotated[str | None, flag("adjacency", says_default=False)] = None,
-    preconditioner: Annotated[str | None, flag("preconditioner", says_default=False)] = None,
-    preconditioner_kwargs: Annotated[str | None, flag("preconditioner_kwargs")] = None,
-    privacy_unit: Annotated[str | None, flag("privacy_unit", says_default=False)] = None,
     like: Annotated[
         Path | None,
         typer.Option(
@@ -225,52 +171,40 @@ def audit(
     plot: Annotated[
         Path | None, typer.Option(help="Write a plot of the attack within the claim (PNG, SVG).", callback=check_path)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Attack a run of canaries in this installation. Prints lower bounds on epsilon, and tests of the noise.
 
     Takes seconds and no data. Without options: 1,000 canaries, 32 steps of 250, epsilon 4 at delta 1e-5. Exit code 0:
     no test failed. 1: one did, or the claim is refuted. 2: a wrong setting.
     """
-    given = dict(locals())
-    from hf_dpopt.cli.auditing import settings_of, show_audit, show_scores, significance_of
+    from hf_dpopt.cli import auditing
 
-    significance = significance_of(confidence)
+    significance = auditing.significance_of(confidence)
     if scores is not None:
-        code = show_scores(
-            scores, delta=target_delta, epsilon=target_epsilon, significance=significance, as_json=as_json
-        )
+        delta, epsilon = options["target_delta"], options["target_epsilon"]
+        code = auditing.show_scores(scores, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
     else:
-        code = show_audit(
-            settings_of(given), num_canaries=canaries, num_steps=steps, significance=significance, plot=plot,
-            as_json=as_json, like=like,
+        code = auditing.show_audit(
+            options, num_canaries=canaries, num_steps=steps, significance=significance, plot=plot, as_json=as_json,
+            like=like,
         )  # fmt: skip
-    if code:
-        raise typer.Exit(code)
+    _end_with(code)
 
 
 @app.command()
-def scan(
-    output_dir: OutputDir,
-    private_state_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where the run kept its keys, if that was not the default.", callback=check_path),
-    ] = None,
-) -> None:
+def scan(output_dir: OutputDir, private_state_dir: PrivateStateDir = None) -> None:
     """Look for keys and un-noised results in a folder. Generator states, too; exit code 1 if something is found."""
     from hf_dpopt.cli.folders import show_findings
 
-    if show_findings(output_dir, private_state_dir):
-        raise typer.Exit(1)
+    _end_with(show_findings(output_dir, private_state_dir) > 0)
 
 
 @app.command()
 def doctor(
     output_dir: OutputDir,
-    private_state_dir: Annotated[
-        Path | None,
-        typer.Option(help="Where the run kept its keys, if that was not the default.", callback=check_path),
-    ] = None,
+    private_state_dir: PrivateStateDir = None,
     fix: Annotated[
         bool, typer.Option(help="Move torn checkpoints aside, remove what killed runs left, and locks of nobody.")
     ] = False,
@@ -278,42 +212,30 @@ def doctor(
     """Say what a folder holds of a run, and what it has cost. Exit code 1 if something is wrong."""
     from hf_dpopt.cli.doctor import show_health
 
-    if not show_health(output_dir, private_state_dir, fix=fix):
-        raise typer.Exit(1)
+    _end_with(not show_health(output_dir, private_state_dir, fix=fix))
 
 
 @app.command()
+@takes("expected_batch_size", "target_epsilon", "target_delta", "sampling")
 def plan_tuning(
     num_examples: NumExamples,
-    epsilon: Epsilon = None,
-    delta: Delta = None,
-    batch_size: MaybeBatchSize = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps of a run.")] = None,
-    epochs: Annotated[
-        float | None, typer.Option("--epochs", "--passes", help="Or passes over the data. Default: 3.")
-    ] = None,
+    steps: Steps = None,
+    epochs: Epochs = None,
     runs: Annotated[
         list[float] | None, typer.Option(help="Mean number of runs; more than once for several. Default: 2 to 100.")
     ] = None,
     shape: Annotated[
         list[float] | None, typer.Option(help="Shape of its law (0, 1, inf ..); more than once for several.")
     ] = None,
-    sampling: Annotated[str, flag("sampling")] = "auto",
-    finetuning: Annotated[str | None, typer.Option(help="full, lora or head. Default: lora.")] = None,
+    finetuning: Finetuning = None,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Plan the best of a random number of runs. Prints noise and epsilon of each; no data is read."""
-    from hf_dpopt.cli import advising, tuning
+    given = {**locals(), **options}
+    from hf_dpopt.cli.tuning import show_tuning_plans
 
-    request = advising.Request(
-        num_examples=num_examples, epsilon=epsilon, delta=delta, passes=epochs, trained=None, weights=None,
-        finetuning=finetuning, objective="classification", records_per_second=None,
-    )  # fmt: skip
-    if steps is not None and epochs is not None:
-        raise DPConfigError("Both --steps and --epochs are given. Give one of them, such as --epochs 3.")
-    tuning.show_tuning_plans(
-        request, batch_size=batch_size, steps=steps, sampling=sampling, means=runs, shapes=shape, as_json=as_json
-    )
+    show_tuning_plans(given)
 
 
 @app.command()
@@ -327,11 +249,9 @@ def tune(
     space: Annotated[str, typer.Option(help="Options to draw and their laws: JSON, or a file of it.")],
     metric: Annotated[str, typer.Option(help="Score by which the best is chosen, as in eval_results.json.")],
     runs: Annotated[float, typer.Option(help="Mean number of runs; the number itself is secret.")] = 10.0,
-    shape: Annotated[float, flag("tuned_shape", "--shape")] = 1.0,
+    shape: Annotated[float, flag("tuned_shape")] = 1.0,
     minimize: Annotated[bool, typer.Option(help="The best score is the smallest.")] = False,
-    private_state_dir: Annotated[
-        Path | None, typer.Option(help="Folder for runs and keys, which nobody may look at.", callback=check_path)
-    ] = None,
+    private_state_dir: PrivateStateDir = None,
     privacy_ledger: Annotated[str | None, flag("privacy_ledger")] = None,
     privacy_ledger_epsilon: Annotated[float | None, flag("privacy_ledger_epsilon")] = None,
 ) -> None:
@@ -342,50 +262,44 @@ def tune(
     given = dict(locals())
     from hf_dpopt.cli.tune import run_tuning
 
-    if not run_tuning(**given):
-        raise typer.Exit(1)
+    _end_with(not run_tuning(**given))
 
 
 @app.command()
 def ledger(
-    path: Annotated[Path, typer.Argument(help="A --privacy_ledger.", callback=check_path)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print what it says as JSON.")] = False,
+    path: Annotated[Path, typer.Argument(help="A --privacy_ledger.", callback=check_path)], as_json: AsJson = False
 ) -> None:
     """Print what all runs on the same people have spent."""
-    from hf_dpopt.cli.ledgers import show_ledger
+    from hf_dpopt.cli.folders import show_ledger
 
     show_ledger(path, as_json=as_json)
 
 
 @app.command()
+@takes(
+    "expected_batch_size", "head_radius", "feature_norm", "target_epsilon", "noise_multiplier", "target_delta",
+    "allow_large_delta", "l2",
+)  # fmt: skip
 def plan_head(
     num_examples: NumExamples,
-    expected_batch_size: BatchSize,
     num_steps: Annotated[int, typer.Option("--steps", help="Steps of the whole run.")],
-    head_radius: Annotated[float, flag("head_radius")],
-    feature_norm: Annotated[float, flag("feature_norm")],
-    target_epsilon: Epsilon = None,
-    noise_multiplier: NoiseMultiplier = None,
-    target_delta: Delta = None,
-    allow_large_delta: AllowLargeDelta = False,
     learning_rate: Annotated[float | None, typer.Option(help="Default: half of what is allowed.")] = None,
-    l2: Annotated[float, flag("l2")] = 0.0,
     num_weights: Annotated[
         int | None, typer.Option(help="Labels x (features + 1 for a bias): how far noise carries them.")
     ] = None,
-    plots: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for plots of both bounds on epsilon against the steps (PNG and SVG).", callback=check_folder
-        ),
-    ] = None,
     as_json: AsJson = False,
+    **options: Any,
 ) -> None:
     """Plan a linear head of which only the final weights leave. Noise, epsilon, and from where on steps are free."""
-    given = dict(locals())
+    given = {**locals(), **options}
     from hf_dpopt.cli.head import show_head
 
-    show_head(given, num_examples=num_examples, num_weights=num_weights, as_json=as_json, plots=plots)
+    show_head(given)
+
+
+def _end_with(code: int) -> None:
+    if code:
+        raise typer.Exit(int(code))
 
 
 if __name__ == "__main__":

@@ -20,20 +20,10 @@ from hf_dpopt.report.audits import INSTALLATION
 from hf_dpopt.report.report import add_audit, read_report
 
 IMAGES = (".png", ".svg")
-SETTINGS = (
-    "target_epsilon", "noise_multiplier", "target_delta", "expected_batch_size", "noise_mechanism", "noise_kwargs",
-    "sampling", "adjacency", "preconditioner", "preconditioner_kwargs", "privacy_unit",
-)  # fmt: skip
 LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
 
 
-def settings_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of the audited run: those of the run that it is like, and those given."""
-    like = {} if given["like"] is None else settings_like(given["like"])
-    return like | {name: given[name] for name in SETTINGS if given[name] is not None}
-
-
-def settings_like(output_dir: Path) -> dict[str, Any]:
+def _settings_like(output_dir: Path) -> dict[str, Any]:
     """Options that audit what a run did: its noise, sampling, clip and budget, on as few records as canaries.
 
     Raises:
@@ -52,7 +42,7 @@ def settings_like(output_dir: Path) -> dict[str, Any]:
 
 
 def show_audit(
-    settings: dict[str, Any],
+    options: Mapping[str, Any],
     *,
     num_canaries: int,
     num_steps: int,
@@ -61,9 +51,11 @@ def show_audit(
     as_json: bool,
     like: Path | None = None,
 ) -> int:
-    """Audit a setting, print what was found, and return the exit code: 1 if a test failed."""
+    """Audit these options, or those of a run it is like, print what was found, and return 1 if a test failed."""
     if plot is not None:
         _check_plot(plot)
+    settings = {} if like is None else _settings_like(like)
+    settings |= {name: value for name, value in options.items() if value is not None}
     done = audit(settings, num_canaries=num_canaries, num_steps=num_steps, significance=significance)
     if like is not None:
         current_ranks().same(lambda: _write_down(like, done))

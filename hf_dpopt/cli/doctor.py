@@ -49,6 +49,12 @@ def _fix(found: Examination) -> Iterator[str]:
     if lock.is_symlink() or (lock.is_file() and lock.stat().st_nlink > 1):
         lock.unlink()
         yield f"removed {lock}, which led to another file"
+    elif lock.exists() and not lock.is_file():
+        try:
+            lock.rmdir() if lock.is_dir() else lock.unlink()
+        except OSError as error:
+            raise DPConfigError(f"{lock} is not a lock and cannot be removed ({error.strerror}). Move it.") from None
+        yield f"removed {lock}, which was not a file"
     if found.ledger is None or found.private_dir is None:
         return
     left = leftovers(found.output_dir)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +14,9 @@ from hf_dpopt.common.locks import is_held
 from hf_dpopt.plan.earlier import composed, earlier_runs_of
 from hf_dpopt.run.checkpoint import Checkpoint, checkpoints, examine, leftovers
 from hf_dpopt.run.keys import RUNS, private_dir
-from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.ledger import LEDGER
 from hf_dpopt.run.log import Found, find_run
-from hf_dpopt.run.resume import Resume, decide
+from hf_dpopt.run.resume import decide
 
 T = TypeVar("T")
 
@@ -57,15 +56,11 @@ class Examination:
             raise DPConfigError(f"{output_dir} is not a folder. Give the output_dir of a run.")
         self.output_dir = output_dir
         self.problems: list[Entry] = []
-        self.private_dir = self._read("keys", lambda: private_dir(private_state_dir, output_dir, is_read=True))
-        found = None if self.private_dir is None else self._read("ledger", self._find)
-        self.found = found or Found(None, None, None)
+        directory = self._read("keys", lambda: private_dir(private_state_dir, output_dir, is_read=True))
+        found = None if directory is None else self._read("ledger", lambda: find_run(output_dir, directory))
+        self.private_dir, self.found = directory, found or Found(None, None, None)
         self.ledger = self.found.known
         self.checkpoints = [examine(path, self.ledger, needed=needed) for path in checkpoints(output_dir)]
-
-    def _find(self) -> Found:
-        assert self.private_dir is not None
-        return find_run(self.output_dir, self.private_dir)
 
     def _read(self, name: str, read: Callable[[], T]) -> T | None:
         """Return what can be read, or None and an entry that says why not."""
@@ -91,36 +86,6 @@ class Examination:
     def last_whole(self) -> Checkpoint | None:
         """The checkpoint that a run would go on from."""
         return next((one for one in self.checkpoints if one.is_whole), None)
-
-    @property
-    def resume(self) -> Resume | None:
-        """Decision of the run itself on `resume_from_checkpoint=True`; None where there is no run.
-
-        Raises:
-            DPConfigError: for what a resume refuses.
-        """
-        if isinstance(self._resume, DPConfigError):
-            raise self._resume
-        return self._resume
-
-    @functools.cached_property
-    def _resume(self) -> Resume | DPConfigError | None:
-        """The decision or its refusal; the journal, which may be long, is read once."""
-        if self.ledger is None or self.ledger.plan is None or self.is_head:
-            return None
-        last, plan = self.last_whole, self.ledger.plan
-        try:
-            return decide(
-                self.ledger,
-                self.found.keys,
-                self.output_dir,
-                step=0 if last is None else last.step,
-                manifest=None if last is None else last.manifest,
-                num_steps=plan.get("num_steps"),
-                is_private=plan.get("is_private", True),
-            )
-        except DPConfigError as error:
-            return error
 
     def epsilon(self, charged: tuple[int, ...]) -> float | None:
         """Epsilon of so many steps of each chain, with earlier runs; None where the ledger does not say enough."""
@@ -178,16 +143,15 @@ def _cost(found: Examination) -> Iterator[Entry]:
     charged, plan = ledger.charged, ledger.plan
     spent = found.epsilon(charged) if sum(charged) else 0.0
     known = "epsilon not known from this ledger" if spent is None else f"epsilon {spent:.4g}"
-    chains = f"{len(charged)} chain{'s' * (len(charged) != 1)}"
-    of_plan = math.inf if plan.get("epsilon") is None else float(plan["epsilon"])  # a head's is None without noise
-    planned = f"{of_plan:.4g} planned" if "epsilon" in plan else "no plan recorded"
+    planned = "no plan recorded"
+    if "epsilon" in plan:  # a head's is None without noise
+        planned = f"{math.inf if plan['epsilon'] is None else float(plan['epsilon']):.4g} planned"
     target = f", target {plan['target_epsilon']:g}" if plan.get("target_epsilon") else ""
     at = f" at delta {plan['delta']:g} ({plan['adjacency']})" if "delta" in plan else ""
-    steps = f"{sum(charged)} steps charged in {chains}"
+    steps = f"{sum(charged)} steps charged in {len(charged)} chain{'s' * (len(charged) != 1)}"
     if found.is_head:
         steps = f"all {plan.get('num_steps', '?')} steps charged at once" if sum(charged) else "nothing charged"
-    text = f"{steps}: {known}{at}; {planned}{target}"
-    yield Entry("cost", text)
+    yield Entry("cost", f"{steps}: {known}{at}; {planned}{target}")
     if found.found.ledger is not None and (behind := found.found.num_unknown):
         yield Entry("cost", f"{behind} of them are not in the ledger: it was put back. The next run adds them", True)
     for one in ledger.evaluations.values():
@@ -238,22 +202,31 @@ def _resume(found: Examination) -> Iterator[Entry]:
     ledger, last = found.ledger, found.last_whole
     if ledger is None or ledger.plan is None or "num_steps" not in ledger.plan:
         return
-    if found.is_head:
-        yield from _resume_head(found, ledger)
+    if found.is_head:  # it costs nothing more, and has no checkpoints
+        key = ledger.last_chain
+        if key is None:
+            yield Entry("resume", "nothing was trained yet")
+        elif found.found.keys is None or found.found.keys.load(key.chain_id, key.key_id) is None:
+            yield Entry("resume", "not possible: the run has ended, or its key is gone")
+        else:
+            yield Entry("resume", "with the same command, under its key; nothing more is charged")
         return
-    planned, target = int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
+    plan, planned, target = ledger.plan, int(ledger.plan["num_steps"]), ledger.plan.get("target_epsilon")
     if last is not None and last.step >= planned:
         yield Entry("resume", f"finished: {last.folder.name} is that of the last step")
         return
-    reached = max((ledger.reached(chain.chain_id) for chain in ledger.chains), default=0)
+    reached = max((chain.reached for chain in ledger.chains), default=0)
     try:
-        resume = found.resume
+        resume = decide(
+            ledger, found.found.keys, found.output_dir, step=0 if last is None else last.step,
+            manifest=None if last is None else last.manifest, num_steps=planned,
+            is_private=plan.get("is_private", True),
+        )  # fmt: skip
     except DPConfigError:
         if last is not None or reached < planned:
             raise
         yield Entry("resume", "finished: all steps are charged, and no checkpoint was kept; load the saved model")
         return
-    assert resume is not None
     start = "from the start" if last is None else f"from {last.folder.name}"
     if (taken := resume.recovery) is not None:
         lost = "" if not taken.lost else f"; {len(taken.lost)} of them charged without a release, and lost"
@@ -272,18 +245,6 @@ def _resume(found: Examination) -> Iterator[Entry]:
     yield Entry(
         "command", "that of the run with --resume_from_checkpoint True (trainer.train(resume_from_checkpoint=True))"
     )
-
-
-def _resume_head(found: Examination, ledger: Ledger) -> Iterator[Entry]:
-    """Say whether the training of a head can go on; it costs nothing more, and has no checkpoints."""
-    last = ledger.last_chain
-    if last is None:
-        yield Entry("resume", "nothing was trained yet")
-        return
-    if found.found.keys is None or found.found.keys.load(last.chain_id, last.key_id) is None:
-        yield Entry("resume", "not possible: the run has ended, or its key is gone")
-        return
-    yield Entry("resume", "with the same command, under its key; nothing more is charged")
 
 
 # One function for each part of a run; what another part has to say is one more.

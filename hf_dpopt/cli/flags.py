@@ -2,30 +2,70 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
+import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.plan.options import OPTIONS, help_of
+from hf_dpopt.plan.options import GROUPS, OPTIONS, HeadOptions, help_of
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+SHORT = {
+    "target_epsilon": ("--epsilon",),
+    "target_delta": ("--delta",),
+    "expected_batch_size": ("--batch-size", "--batch", "-b"),
+    "tuned_shape": ("--shape",),
+}
+TYPES = {name: hint for group in (*GROUPS, HeadOptions) for name, hint in typing.get_type_hints(group).items()}
 
 
-def flag(name: str, *short: str, says_default: bool = True) -> Any:
+def flag(name: str, *, says_default: bool = True) -> Any:
     """The flag of the option `name`.
 
     Args:
         name: name of the option and of the flag. Underscores and dashes are the same to the command line.
-        short: other names.
         says_default: whether the option's default is that of the flag.
     """
     text = help_of(name)
-    shown = str(text) if says_default else text.says
+    said = str(text) if says_default else text.says
     choices = OPTIONS[name].metadata.get("choices", ())
-    if any(choice not in shown for choice in choices):
-        shown = f"{shown} One of: {', '.join(choices)}."
-    return typer.Option(*short, f"--{name.replace('_', '-')}", help=shown)
+    if any(choice not in said for choice in choices):
+        said = f"{said} One of: {', '.join(choices)}."
+    return typer.Option(*SHORT.get(name, ()), f"--{name.replace('_', '-')}", help=said)
+
+
+def takes(*names: str, has_defaults: bool = True) -> Callable[[Command], Command]:
+    """Give a command, which takes any keywords, the flags of these options.
+
+    Args:
+        names: names of options.
+        has_defaults: whether a flag that is not given has the option's default, or None.
+    """
+
+    def with_flags(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        for name in names:
+            default = OPTIONS[name].default if has_defaults else None
+            kind = Annotated[_type_of(name) | None, flag(name, says_default=has_defaults)]  # type: ignore[valid-type]
+            own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in own}
+        return command
+
+    return with_flags
+
+
+def _type_of(name: str) -> type:
+    """Number or switch; anything else is a text to the command line, JSON and choices among them."""
+    hints = {*typing.get_args(TYPES[name]), TYPES[name]}
+    return next((kind for kind in (bool, int, float) if kind in hints), str)
 
 
 def check_path(path: Path | None) -> Path | None:
@@ -65,13 +105,14 @@ def check_folder(path: Path | None) -> Path | None:
 
 
 NumExamples = Annotated[int, typer.Option("--num-examples", "-n", help="Records in the training set.")]
-BatchSize = Annotated[int, flag("expected_batch_size", "--batch-size", "--batch", "-b", says_default=False)]
-MaybeBatchSize = Annotated[
-    int | None, flag("expected_batch_size", "--batch-size", "--batch", "-b", says_default=False)
+Steps = Annotated[int | None, typer.Option(help="Optimizer steps of a run.")]
+Epochs = Annotated[
+    float | None, typer.Option("--epochs", "--passes", help="Or passes over the data, counted as the Trainer does.")
 ]
-Epsilon = Annotated[float | None, flag("target_epsilon", "--epsilon")]
-NoiseMultiplier = Annotated[float | None, flag("noise_multiplier")]
-Delta = Annotated[float | None, flag("target_delta", "--delta")]
-AllowLargeDelta = Annotated[bool, flag("allow_large_delta")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")]
+Finetuning = Annotated[str | None, typer.Option(help="full, lora or head. Default: by the trained weights.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Plots = Annotated[Path | None, typer.Option(help="Folder for plots (PNG and SVG).", callback=check_folder)]
 OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.", callback=check_path)]
+PrivateStateDir = Annotated[
+    Path | None, typer.Option(help="Where the run keeps its keys, if not in the default folder.", callback=check_path)
+]

@@ -1,4 +1,4 @@
-"""`hf-dpopt report` and `hf-dpopt scan`: what a run left in its folder."""
+"""`hf-dpopt report` and `scan`: what a run left in its folder; `ledger`: what all runs on the same people spent."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from pathlib import Path
 
 import typer
 
+from hf_dpopt.cli.show import print_json, print_table
 from hf_dpopt.convex.statement import disagreements, read_head_report, read_statement
 from hf_dpopt.report.audits import read_audits
 from hf_dpopt.report.facts import RunFacts
 from hf_dpopt.report.release_scan import scan_for_secrets
 from hf_dpopt.report.report import FOLDER, LEDGER, STATEMENT, is_of_this_release, read_report, statement_in
+from hf_dpopt.report.statement import round_up
 from hf_dpopt.run.checkpoint import UNPUBLISHED
+from hf_dpopt.run.dataset_ledger import DatasetLedger
 from hf_dpopt.run.keys import private_dir, secrets_in
 from hf_dpopt.run.ledger import Ledger
 
@@ -76,3 +79,45 @@ def _disagreements(output_dir: Path, facts: RunFacts, text: str) -> list[str]:
     elif ledger.num_charged != facts.steps_charged:
         problems.append(f"the ledger has charged {ledger.num_charged} steps, the report says {facts.steps_charged}.")
     return problems
+
+
+def show_ledger(path: Path, *, as_json: bool) -> None:
+    """Print a ledger of a dataset.
+
+    Args:
+        path: the file.
+        as_json: whether for programs.
+
+    Raises:
+        DPConfigError: if there is none, or a line was changed.
+    """
+    ledger = DatasetLedger.read(path)
+    rule, shares = ledger.filter, [(one, ledger.share(one.charge)) for one in ledger.entries.values()]
+    if as_json:
+        print_json(
+            {
+                **ledger.header,
+                "digest": ledger.digest,
+                "spent": ledger.spent,
+                "share_left": ledger.left,
+                "runs": [
+                    {"entry": one.name, "what": one.what, "num_units": one.num_units, "share": share}
+                    for one, share in shares
+                ],
+            }
+        )
+        return
+    print_table(
+        f"Ledger {ledger.name} of a dataset",
+        ("run", "what", f"{ledger.header['unit']}s", "alone", "share of the budget"),
+        (
+            (one.name, one.what, f"{one.num_units:,}", round_up(rule.spent([one.charge]), 4), f"{share:.1%}")
+            for one, share in shares
+        ),
+        width=100,
+    )
+    typer.echo(
+        f"Spent: epsilon {round_up(ledger.spent)} of {rule.epsilon:g} at delta {rule.delta:g} "
+        f"({ledger.header['adjacency']}), {ledger.left:.1%} left; Renyi filter of order {rule.order:g}."
+    )
+    typer.echo(f"Digest: {ledger.digest}")

@@ -4,58 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-
 from hf_dpopt.accounting.meaning import FALSE_POSITIVES
-from hf_dpopt.cli.show import print_json, table_of
+from hf_dpopt.cli.show import print_facts, print_json
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
-from hf_dpopt.convex.plots import plot_head
 from hf_dpopt.report.meaning import percent
 from hf_dpopt.report.statement import round_up
 
 
-def show_head(
-    given: dict[str, Any], *, num_examples: int, num_weights: int | None, as_json: bool, plots: Path | None = None
-) -> None:
+def show_head(given: Mapping[str, Any]) -> None:
     """Print the plan of a head.
 
     Args:
-        given: flags, those with the names of fields of `HeadConfig` among them.
-        num_examples: records in the training set.
-        num_weights: weights of the head; None if how far noise carries them is not asked.
-        as_json: whether JSON is printed.
-        plots: folder of plots of both bounds against the steps; None for none.
+        given: flags of the command, those with the names of fields of `HeadConfig` among them.
     """
+    num_weights = given["num_weights"]
     fields = {field.name for field in dataclasses.fields(HeadConfig)}
     config = HeadConfig(**{name: value for name, value in given.items() if name in fields})
     if num_weights is not None:
         check_count("num_weights", num_weights)
-    plan = make_head_plan(config, num_examples=num_examples)
+    plan = make_head_plan(config, num_examples=given["num_examples"])
     radii = None if num_weights is None else plan.noise_over_radius(num_weights)
-    paths = [] if plots is None else plot_head(plan, plots)
-    lower = plan.lower_epsilon() if plan.is_private else None
-    if as_json:
-        more = {"free_after": plan.free_steps(), "noise_over_radius": radii, "epsilon_at_least": lower}
-        print_json({**plan.public_dict(), **more})
+    if given["as_json"]:
+        print_json({**plan.public_dict(), "free_after": plan.free_steps(), "noise_over_radius": radii})
         return
     facts = _facts(plan)
-    if lower:
-        facts["lower bound"] = (
-            f"{math.floor(1000 * lower) / 1000:g}: linear losses reach it, so no bound for all convex losses says "
-            f"less; epsilon is {plan.spent.epsilon / lower:.3g} times as much"
-        )
     if radii is not None:
         is_too_far = radii > MAX_NOISE_RADII
         verdict = "too far: more l2, a smaller step size or a larger ball" if is_too_far else "little enough"
         facts["noise alone"] = f"carries the weights {radii:.3g} radii of the ball ({verdict})"
-    console = Console()
-    console.print(table_of("Convex head, final weights only", facts))
-    for path in paths:
-        console.print(f"Written: {path}")
+    print_facts("Convex head, final weights only", facts)
 
 
 def _facts(plan: HeadPlan) -> dict[str, str]:

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
-from rich.console import Console
 
-from hf_dpopt.cli.advising import Request, advice_beside
-from hf_dpopt.cli.mechanisms import mechanism_facts, mechanisms_table
-from hf_dpopt.cli.show import print_json, table_of
+from hf_dpopt.cli.advising import advice_beside
+from hf_dpopt.cli.show import print_facts, print_json, print_table, warn
 from hf_dpopt.common import log
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
+from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan, opening_noise
-from hf_dpopt.plan.users import UserPlans, plan_for_users
+from hf_dpopt.plan.users import plan_for_users
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.noise_plots import plot_comparison, pyplot
@@ -37,6 +38,11 @@ from hf_dpopt.report.profile_plot import plot_profile
 from hf_dpopt.report.statement import round_up
 
 PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
+BYTES = 4  # of a float32
+AHEAD = (
+    " Ahead below: learning rate x curvature of a quadratic, below which the last weights have less noise than with "
+    "independent noise."
+)
 
 
 def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epochs: float | None) -> int:
@@ -53,104 +59,96 @@ def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epoch
     return steps_of(epochs, num_examples, batch_size)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training:
-    """Weights and optimizer that noise is tuned for."""
+def workload_of(given: Mapping[str, Any], num_steps: int) -> Workload:
+    """Make the workload of the optimizer: its map from gradients to iterates.
 
-    optimizer: str
-    momentum: float
-    schedule: str
-    num_parameters: int
-
-    def workload(self, num_steps: int) -> Workload:
-        """Make the workload of the optimizer: its map from gradients to iterates."""
-        if self.optimizer not in ("adamw", "sgd"):
-            raise DPConfigError(f"--optimizer {self.optimizer} is unknown. Use adamw (for any adaptive one) or sgd.")
-        if self.optimizer == "adamw" and self.momentum:
-            raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
-        if self.schedule not in ("constant", "linear"):
-            raise DPConfigError(f"--schedule {self.schedule} is unknown. Use constant or linear.")
-        scheduled = self.schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
-        sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
-        workload = momentum_workload(num_steps, self.momentum, sizes)
-        return dataclasses.replace(workload, adaptive=self.optimizer == "adamw")
+    Args:
+        given: flags `optimizer`, `momentum` and `schedule`.
+        num_steps: optimizer steps.
+    """
+    optimizer, momentum, schedule = given["optimizer"], given["momentum"], given["schedule"]
+    if optimizer not in ("adamw", "sgd"):
+        raise DPConfigError(f"--optimizer {optimizer} is unknown. Use adamw (for any adaptive one) or sgd.")
+    if optimizer == "adamw" and momentum:
+        raise DPConfigError("--momentum is that of SGD: add --optimizer sgd. Noise for AdamW is tuned without it.")
+    if schedule not in ("constant", "linear"):
+        raise DPConfigError(f"--schedule {schedule} is unknown. Use constant or linear.")
+    scheduled = schedule == "linear" and 1 < num_steps <= MAX_SCHEDULED_STEPS
+    sizes = [(num_steps - t) / num_steps for t in range(num_steps)] if scheduled else None
+    workload = momentum_workload(num_steps, momentum, sizes)
+    return dataclasses.replace(workload, adaptive=optimizer == "adamw")
 
 
-def plan_run(
-    given: Mapping[str, Any],
-    num_steps: int,
-    training: Training,
-    *,
-    request: Request,
-    compare: bool,
-    plots: Path | None,
-    as_json: bool,
-) -> None:
+def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
     """Print the plan of a run, and beside it that of every mechanism at the same budget.
 
     Args:
-        given: flags, with the names of fields of `PrivacyConfig`.
+        given: flags of the command, those with the names of fields of `PrivacyConfig` among them.
         num_steps: optimizer steps.
-        training: weights and optimizer.
-        request: records, and what advice is for.
-        compare: whether to compare mechanisms.
-        plots: folder for plots of the comparison, or None.
     """
     log.show(True)
-    check_count("num_parameters", training.num_parameters)
+    num_examples, num_parameters, plots = given["num_examples"], given["num_parameters"] or 10**6, given["plots"]
+    check_count("num_parameters", num_parameters)
     if plots is not None:
         pyplot()  # what cannot be drawn is found before anything is computed
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = config_of(given)
-        check_sizes(request.num_examples, num_steps)
+        check_sizes(num_examples, num_steps)
         check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
-        workload = training.workload(num_steps)
-        sizes = {"num_examples": request.num_examples, "num_steps": num_steps, "workload": workload}
-        made = make_plan(config, **sizes)  # type: ignore[arg-type]
-        rows = _compare(config, made, sizes, wanted=compare)
+        workload = workload_of(given, num_steps)
+        sizes = {"num_examples": num_examples, "num_steps": num_steps, "workload": workload}
+        made = make_plan(config, **sizes)
+        compares = given["compare"] if given["compare"] is not None else not given["as_json"] or plots is not None
+        rows = _compare(config, made, sizes) if compares else []
     for message in dict.fromkeys(str(warning.message) for warning in caught):
-        sys.stderr.write(f"hf-dpopt: warning: {message}\n")
-    beside = advice_beside(made, request, is_adaptive=training.optimizer == "adamw")
-    if as_json:
-        listed = {"mechanisms": [mechanism_facts(row, training.num_parameters) for row in rows]} if rows else {}
-        listed |= {"meaning": spell_infinity(meaning_of_plan(made))}
+        warn(message)
+    beside, meaning = advice_beside(made, given), meaning_of_plan(made)
+    if given["as_json"]:
+        listed = {"mechanisms": [mechanism_facts(row, num_parameters) for row in rows]} if rows else {}
+        listed |= {"meaning": spell_infinity(meaning)}
         print_json(made.public_dict() | listed | ({} if beside is None else {"outlook": beside.facts()}))
     else:
-        _show(made, rows, training.num_parameters)
+        print_facts("Private run", _facts(made))
+        if rows:
+            print_mechanisms(rows, num_parameters)
         for line in [] if beside is None else beside.lines():
             typer.echo(line)
-    if plots is not None and meaning_of_plan(made):
-        for path in plot_profile(
+    written: list[Path] = []
+    if plots is not None and meaning:
+        written += plot_profile(
             profile_of_plan(made), plots, epsilon=made.epsilon(), delta=made.delta, unit=_unit(made)
-        ):
-            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
+        )
     if plots is not None and rows:
         by_epsilon = {target: _compare(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
-        for path in plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon):
-            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
+        written += plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon)
+    for path in written:
+        sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
-def plan_users(config: PrivacyConfig, num_steps: int, *, users: int, records_per_user: int, as_json: bool) -> None:
-    """Print two plans that protect users, one that samples users and one that samples records.
-
-    Args:
-        config: the settings, with records as the batch.
-        num_steps: optimizer steps.
-        users: users in the training set.
-        records_per_user: records of a user that take part.
-    """
+def plan_users(given: Mapping[str, Any], num_steps: int) -> None:
+    """Print two plans that protect users, one that samples users and one that samples records."""
+    config = config_of(given)
     compared = plan_for_users(
         config,
-        num_users=users,
-        records_per_user=records_per_user,
+        num_users=given["users"],
+        records_per_user=given["records_per_user"],
         records_per_step=config.expected_batch_size,
         num_steps=num_steps,
     )
-    if as_json:
+    if given["as_json"]:
         print_json({"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()})
-    else:
-        typer.echo(_users_text(compared))
+        return
+    for label, plan, kind, noise in (
+        ("users sampled", compared.by_users, "users", compared.noise_by_users),
+        ("records sampled", compared.by_records, "records", compared.noise_by_records),
+    ):
+        typer.echo(
+            f"{label}: {plan.config.expected_batch_size} {kind} a step of {plan.num_examples}, noise multiplier "
+            f"{plan.noise_multiplier:.4g}, noise in the mean gradient {noise:.3g} clipping norms of a {kind[:-1]}; "
+            f"epsilon {plan.epsilon():.4g} at delta {plan.delta:g} for a user"
+        )
+    typer.echo(compared.advice())
 
 
 def config_of(given: Mapping[str, Any]) -> PrivacyConfig:
@@ -171,11 +169,10 @@ def _compare(
     made: PrivacyPlan | None,
     sizes: dict[str, Any],
     *,
-    wanted: bool = True,
     target: float | None = None,
 ) -> list[ComparedNoise]:
     """Compare all mechanisms at the budget of the config, or at another one."""
-    if not wanted or config.target_epsilon is None:
+    if config.target_epsilon is None:
         return []
     if made is not None and made.compared:
         return list(made.compared)
@@ -187,16 +184,8 @@ def _compare(
     except DPConfigError as error:
         if made is None:
             return []  # a budget of the plot that nothing can keep
-        sys.stderr.write(f"hf-dpopt: warning: mechanisms are not compared: {error}\n")
+        warn(f"mechanisms are not compared: {error}")
         return []
-
-
-def _show(made: PrivacyPlan, rows: list[ComparedNoise], num_parameters: int) -> None:
-    console = Console()
-    console.print(table_of("Private run", _facts(made)))
-    if rows:
-        # the table does not fit into the 80 columns of a pipe
-        Console(width=max(console.width, 148)).print(mechanisms_table(rows, num_parameters))
 
 
 def _facts(made: PrivacyPlan) -> dict[str, Any]:
@@ -224,14 +213,67 @@ def _unit(made: PrivacyPlan) -> str:
     return "record" if made.unit == "example" else made.unit
 
 
-def _users_text(compared: UserPlans) -> str:
-    lines = [
-        f"{label}: {plan.config.expected_batch_size} {kind} a step of {plan.num_examples}, noise multiplier "
-        f"{plan.noise_multiplier:.4g}, noise in the mean gradient {noise:.3g} clipping norms of a {kind[:-1]}; "
-        f"epsilon {plan.epsilon():.4g} at delta {plan.delta:g} for a user"
-        for label, plan, kind, noise in (
-            ("users sampled", compared.by_users, "users", compared.noise_by_users),
-            ("records sampled", compared.by_records, "records", compared.noise_by_records),
-        )
-    ]
-    return "\n".join([*lines, compared.advice()])
+# --- the comparison of mechanisms ---
+
+
+@functools.cache
+def seconds_per_coordinate() -> tuple[float, float]:
+    """Time of a secure draw, and of a multiply-add, on this machine's CPU: the faster of three short trials."""
+    speed = measure_speed(torch.device("cpu"))
+    return speed.draw_s, speed.pass_s
+
+
+def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
+    """One row as plain values; memory in bytes, time in seconds for so many trained coordinates."""
+    draw, one_pass = seconds_per_coordinate()
+    plan = row.plan
+    return {
+        "mechanism": row.mechanism,
+        "sampler": plan.sampler.parameters(),
+        "adjacency": plan.adjacency,
+        "strategy": plan.strategy.parameters(),
+        "noise_multiplier": plan.noise_multiplier,
+        "draw_stddev": plan.draw_stddev,
+        "step_stddev": row.step_stddev,
+        "rmse": row.rmse,
+        "max_error": row.max_error,
+        "ahead_below": row.ahead_below,
+        "memory_bytes": row.cost.kept * num_parameters * BYTES,
+        "seconds_per_step": (row.cost.draws * draw + row.cost.passes * one_pass) * num_parameters,
+        "epsilon": plan.epsilon(),
+        "accountant": plan.public_dict()["accountant"],
+    }
+
+
+def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None:
+    """Print all rows, the one to take first; how far one is ahead only where that is known of one of them."""
+    plan = rows[0].plan
+    is_curved = any(row.ahead_below is not None for row in rows)
+    listed = [mechanism_facts(row, num_parameters) for row in rows]
+    columns = {
+        "mechanism": [facts["mechanism"] for facts in listed],
+        "sampling": [facts["sampler"]["name"] for facts in listed],
+        "adjacency": [facts["adjacency"] for facts in listed],
+        "sigma": [f"{facts['noise_multiplier']:.4g}" for facts in listed],
+        "sigma_z": [f"{facts['draw_stddev']:.4g}" for facts in listed],
+        "one step": [f"{facts['step_stddev']:.4g}" for facts in listed],
+        "RMSE": [f"{facts['rmse']:.4g}" for facts in listed],
+        "max error": [f"{facts['max_error']:.4g}" for facts in listed],
+        "ahead below": ["" if (far := facts["ahead_below"]) is None else f"{far:.2g}" for facts in listed],
+        "memory": [f"{facts['memory_bytes'] / 2**20:.4g} MiB" for facts in listed],
+        "s / step": [f"{facts['seconds_per_step']:.2g}" for facts in listed],
+    }
+    if not is_curved:
+        del columns["ahead below"]
+    print_table(
+        f"Noise mechanisms at epsilon {plan.config.target_epsilon:g}, delta {plan.delta:g}",
+        [*columns],
+        zip(*columns.values(), strict=True),
+        width=148,
+        caption=(
+            "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
+            "max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer and "
+            f"schedule. Memory and time of the noise for {num_parameters:,} trained coordinates on this CPU."
+            + (AHEAD if is_curved else "")
+        ),
+    )

@@ -22,7 +22,6 @@ from hf_dpopt.accounting.last_iterate import (
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.accounting.last_iterate_lower import last_iterate_lower_epsilon
 from hf_dpopt.accounting.profile import Profile, privacy_profile
 from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
@@ -200,13 +199,6 @@ class HeadPlan:
     def free_steps(self) -> int | None:
         """Number of steps after which further ones are free; None if none are: step size decays, or no noise."""
         return None if self.config.decay or not self.is_private else plateau(self.sgd, self.delta)
-
-    def lower_epsilon(self) -> float | None:
-        """Epsilon that some convex losses reach, so no bound for all of them says less; None if the step size decays.
-
-        They are linear, on a line (`hf_dpopt.accounting.last_iterate_lower`); a softmax regression may reveal less.
-        """
-        return None if self.config.decay else last_iterate_lower_epsilon(self.sgd, self.delta)
 
     def noise_over_radius(self, num_weights: int) -> float:
         """Radii that noise alone would move K x D weights; above `MAX_NOISE_RADII` it fills the ball."""

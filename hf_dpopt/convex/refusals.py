@@ -32,19 +32,15 @@ def check_convex_arguments(args: Any, *, lora_r: int = 0) -> Iterator[Refusal]:
         DPConfigError: with the reason and the fix.
     """
     check_values(args)
-    if args.preconditioner == SUBSPACE:
-        yield from _on_subspace(args, lora_r)
-        yield from _on_records_of_subspace(args)
-    else:
-        yield from _on_steps(args, lora_r)
-        yield from _on_records(args)
-        yield from _on_schedule(args)
+    is_subspace = args.preconditioner == SUBSPACE
+    yield from _on_subspace(args, lora_r) if is_subspace else _on_steps(args, lora_r)
+    yield from _on_records(args)
+    yield from _on_schedule(args, falls="AdaGrad's matrix makes" if is_subspace else "--decay 0.5 makes")
     yield from _on_what_is_seen(args)
 
 
 def _on_subspace(args: Any, lora_r: int) -> Iterator[Refusal]:
     optim = str(getattr(args.optim, "value", args.optim))
-    scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"rank": 16}')
     unknown = [name for name in options if name not in SUBSPACE_OPTIONS]
     yield (
@@ -69,45 +65,10 @@ def _on_subspace(args: Any, lora_r: int) -> Iterator[Refusal]:
         "--noise_mechanism gaussian.",
     )
     yield (
-        args.log_private_metrics is not None,
-        "`log_private_metrics` releases numbers in every step, and of a head only the final weights leave. Leave it "
-        "out, or finetune with DPTrainer.",
-    )
-    yield (
         args.clipping_quantile is not None,
         "`clipping_quantile` adapts a clip, and gradients are bounded by --feature_norm here. Leave it out.",
     )
-    yield args.ball_radius is not None, "`ball_radius` belongs to finetuning. Use --head_radius."
-    yield bool(args.weight_decay), f"weight_decay={args.weight_decay:g} belongs to finetuning. Leave it at 0."
-    yield bool(args.max_grad_norm), "`max_grad_norm` clips a sum, which this algorithm does not. Leave it at 0."
-    yield (
-        scheduler != "constant" or bool(args.get_warmup_steps(100)),
-        f"lr_scheduler_type={scheduler}, with or without warmup: AdaGrad's matrix makes the steps fall. Use "
-        "--lr_scheduler_type constant without warmup.",
-    )
-    yield lora_r > 0, f"lora_r={lora_r}: the subspace is one of gradients of the head alone. {FINETUNE}"
-
-
-def _on_records_of_subspace(args: Any) -> Iterator[Refusal]:
-    yield (
-        bool(args.earlier_runs),
-        f"earlier_runs={args.earlier_runs}: a head's steps are not composed with those of other runs. Leave it out, "
-        "and add up epsilon and delta; or finetune with DPTrainer.",
-    )
-    yield (
-        args.privacy_unit != "example",
-        f"privacy_unit={args.privacy_unit!r}: features are bounded record by record, so single records are "
-        "protected. Finetune with DPTrainer, which protects users.",
-    )
-    yield (
-        args.sampling not in ("auto", "poisson"),
-        f"sampling={args.sampling!r}: the batches of a head are full, or Poisson. Use --sampling poisson.",
-    )
-    yield (
-        args.adjacency not in ("auto", "add_or_remove_one"),
-        f"adjacency={args.adjacency!r}: epsilon of a head is computed under add_or_remove_one only. Use --adjacency "
-        "add_or_remove_one.",
-    )
+    yield (lora_r > 0, f"lora_r={lora_r}: the subspace is one of gradients of the head alone. {FINETUNE}")
 
 
 def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
@@ -133,11 +94,6 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
         f"end hides less than the bound on the last iterate needs. {FINETUNE}",
     )
     yield (
-        args.log_private_metrics is not None,
-        "`log_private_metrics` releases numbers in every step, and of a head only the final weights leave. Leave it "
-        "out, or finetune with DPTrainer.",
-    )
-    yield (
         args.preconditioner not in (None, "none", "identity") or args.clipping_quantile is not None,
         "Preconditioners and adaptive clipping norms change with the data: steps are no gradients of one convex "
         f"loss. {FINETUNE}",
@@ -146,48 +102,44 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
         args.public_mirror_descent is not None or args.average_iterate is not None,
         f"Mirror descent and averages of iterates are outside the bound on the last iterate of plain SGD. {FINETUNE}",
     )
-    yield (
-        args.ball_radius is not None,
-        "`ball_radius` belongs to finetuning. Use --head_radius, which the epsilon of the head counts on.",
-    )
-    yield lora_r > 0, f"lora_r={lora_r}: the loss is not convex in an adapter. {FINETUNE}"
+    yield (lora_r > 0, f"lora_r={lora_r}: the loss is not convex in an adapter. {FINETUNE}")
 
 
 def _on_records(args: Any) -> Iterator[Refusal]:
     yield (
         bool(args.earlier_runs),
-        f"earlier_runs={args.earlier_runs}: the bound on the final weights of a head is not composed with the steps "
-        "of other runs. Leave it out, and add up epsilon and delta; or finetune with DPTrainer.",
+        f"earlier_runs={args.earlier_runs}: a head's steps are not composed with those of other runs. Leave it out, "
+        "and add up epsilon and delta; or finetune with DPTrainer.",
     )
     yield (
         args.privacy_unit != "example",
-        f"privacy_unit={args.privacy_unit!r}: the bound on the last iterate is known for single records only. "
-        "Finetune with DPTrainer, which protects users.",
+        f"privacy_unit={args.privacy_unit!r}: features are bounded record by record, so single records are "
+        "protected. Finetune with DPTrainer, which protects users.",
     )
     yield (
         args.sampling not in ("auto", "poisson"),
-        f"sampling={args.sampling!r}: the last iterate has a proof with Poisson batches only. Use --sampling poisson.",
+        f"sampling={args.sampling!r}: the batches of a head are full, or Poisson. Use --sampling poisson.",
     )
     yield (
         args.adjacency not in ("auto", "add_or_remove_one"),
-        f"adjacency={args.adjacency!r}: the last iterate has a proof under add_or_remove_one only. Use --adjacency "
+        f"adjacency={args.adjacency!r}: epsilon of a head has a proof under add_or_remove_one only. Use --adjacency "
         "add_or_remove_one.",
     )
 
 
-def _on_schedule(args: Any) -> Iterator[Refusal]:
+def _on_schedule(args: Any, *, falls: str) -> Iterator[Refusal]:
     scheduler = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     yield (
         scheduler != "constant" or bool(args.get_warmup_steps(100)),
-        f"lr_scheduler_type={scheduler}, with or without warmup: the steps of a head are constant, or fall as a "
-        "power of their number. Use --lr_scheduler_type constant without warmup, and --decay 0.5 if the steps should "
-        "fall.",
+        f"lr_scheduler_type={scheduler}, with or without warmup: the steps of a head are constant; {falls} them "
+        "fall. Use --lr_scheduler_type constant without warmup.",
     )
-    yield bool(args.weight_decay), f"weight_decay={args.weight_decay:g} belongs to finetuning. Use --l2."
+    yield (args.ball_radius is not None, "`ball_radius` belongs to finetuning. Use --head_radius.")
     yield (
-        bool(args.max_grad_norm),
-        "`max_grad_norm` clips a sum, and a clipped step is no contraction. Leave it at 0.",
+        bool(args.weight_decay),
+        f"weight_decay={args.weight_decay:g} belongs to finetuning. Leave it at 0. Use --l2 with a head by SGD.",
     )
+    yield (bool(args.max_grad_norm), "`max_grad_norm` clips a sum, which no head does. Leave it at 0.")
 
 
 def _on_what_is_seen(args: Any) -> Iterator[Refusal]:
@@ -199,12 +151,17 @@ def _on_what_is_seen(args: Any) -> Iterator[Refusal]:
     for name, never in (("save_strategy", "no"), ("eval_strategy", "no"), ("logging_strategy", "no")):
         value = str(getattr(getattr(args, name), "value", getattr(args, name)))
         what = {"save": "Checkpoints", "eval": "Evaluations", "logging": "Logs"}[name.split("_")[0]]
-        yield value != never, f"{name}={value}: {what} {intermediate} Use --{name} no."
-    yield bool(args.load_best_model_at_end), f"`load_best_model_at_end` chooses among iterates. {only} Leave it out."
-    yield bool(args.log_unprivatized), f"`log_unprivatized` prints values of the training data. {only} Leave it out."
+        yield (value != never, f"{name}={value}: {what} {intermediate} Use --{name} no.")
+    yield (bool(args.load_best_model_at_end), f"`load_best_model_at_end` chooses among iterates. {only} Leave it out.")
+    yield (bool(args.log_unprivatized), f"`log_unprivatized` prints values of the training data. {only} Leave it out.")
+    yield (
+        args.log_private_metrics is not None,
+        "`log_private_metrics` releases numbers in every step, and of a head only the final weights leave. Leave it "
+        "out, or finetune with DPTrainer.",
+    )
     yield (
         args.unsafe_fixed_noise_key is not None,
         "`unsafe_fixed_noise_key` makes nothing private. Leave it out; --noise_multiplier 0 runs without noise and "
         "says so.",
     )
-    yield args.world_size > 1, "A head is trained by one process. Start the recipe without accelerate launch."
+    yield (args.world_size > 1, "A head is trained by one process. Start the recipe without accelerate launch.")

@@ -179,7 +179,7 @@ class HeadRun:
                 f"second one on the same records would bring epsilon to {again:.4g}. Use another output_dir for a run "
                 "with a budget of its own; both come on top of each other."
             )
-        if not log.state.steps(last.chain_id):
+        if not last.steps:
             log.charge(last.chain_id, self.plan.config.num_steps)
         return kept
 

@@ -36,9 +36,9 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.framework import reseed_from_the_system
 from hf_dpopt.records.collation import Collation, Padding
-from hf_dpopt.records.likeness import TrainingRows
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
 from hf_dpopt.run.ledger import Evaluation, Ledger

@@ -123,7 +123,7 @@ class TrainingRecords:
             yield records.__getitems__(choose(run, 0, mine))
 
     def _units(self) -> tuple[Records, Choose]:
-        """What a loader reads, and the choice of rows for the units that are drawn."""
+        """The records that a loader reads, and the choice of rows for the units that are drawn."""
         if self.users is None:
             return Records(self.dataset, of_rows), take_all
         return Records(self.dataset, self.users.batch), self.users.choose

@@ -46,7 +46,7 @@ from hf_dpopt.huggingface.storage import explains_storage_faults
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preclip
-from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.run.batches import LogicalBatch, Records
 from hf_dpopt.run.run import PrivacySpent
 

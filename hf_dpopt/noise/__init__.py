@@ -8,7 +8,7 @@ A mechanism is one file: strategy, tuner, stream and cost, registered under a na
 from __future__ import annotations
 
 from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, LambdaCGD, optimize_damped
-from hf_dpopt.noise.banded import BandedToeplitz, ColumnNormalized, choose_num_bands, optimize_banded
+from hf_dpopt.noise.banded import BandedToeplitz, choose_num_bands, optimize_banded
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.blt import BufferedLinearToeplitz, fit_blt, optimize_blt
 from hf_dpopt.noise.copies import Phased, Restarted
@@ -30,7 +30,6 @@ __all__ = [
     "BandedInverse",
     "BandedToeplitz",
     "BufferedLinearToeplitz",
-    "ColumnNormalized",
     "CorrelatedStream",
     "DampedAntiPGD",
     "DenseStrategy",

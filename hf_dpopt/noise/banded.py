@@ -11,16 +11,13 @@ from scipy.signal import correlate, lfilter
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import sensitivity
 from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.objective import descend, squared_error, squared_sensitivity
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
-from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
-from hf_dpopt.noise.streams import NoiseStream, RecurrentStream, StreamCost
+from hf_dpopt.noise.strategy import ToeplitzStrategy
 from hf_dpopt.noise.workloads import Workload
-from hf_dpopt.randomness.cipher import NoiseSource
 
 DEFAULT_BANDS = 16  # in a fixed order, where more bands are better but each keeps a copy of the gradient
 LARGEST = 1e15  # noise beyond it belongs to a C whose inverse grows without bound; a step of the search went too far
@@ -63,60 +60,6 @@ class BandedToeplitz(ToeplitzStrategy):
 
     def strategy_coefs(self, n: int) -> np.ndarray:
         return padded(self.coefs, n)
-
-
-@dataclasses.dataclass(frozen=True)
-class ColumnNormalized(NoiseStrategy):
-    """A banded strategy whose columns all have norm 1, for a run of exactly `num_steps` steps.
-
-    The last columns of a Toeplitz matrix are cut short; without the normalisation they are given less noise than the
-    sensitivity would allow.
-    """
-
-    base: BandedToeplitz
-    num_steps: int
-    name: ClassVar[str] = "banded_normalized"
-    anytime: ClassVar[bool] = False
-
-    @property
-    def num_bands(self) -> int | None:
-        return self.base.num_bands
-
-    def _norms(self, n: int) -> np.ndarray:
-        if n > self.num_steps:
-            raise DPConfigError(f"This strategy is for {self.num_steps} steps, not {n}. Make one for {n} steps.")
-        return np.sqrt(np.cumsum(self.base.strategy_coefs(self.num_steps) ** 2))[::-1][:n]
-
-    def column_norms(self) -> np.ndarray:
-        """L2 norms of the columns of the base, by which the rows of B are multiplied, (num_steps,)."""
-        return self._norms(self.num_steps)
-
-    def strategy_matrix(self, n: int) -> np.ndarray:
-        return self.base.strategy_matrix(n) / self._norms(n)
-
-    def noising_matrix(self, n: int) -> np.ndarray:
-        return self._norms(n)[:, None] * self.base.noising_matrix(n)
-
-    def sensitivity(self, n: int, participation: Participation) -> float:
-        matrix = self.strategy_matrix(n)
-        if len(self.base.coefs) <= participation.min_sep or participation.fits(n) == 1:
-            return sensitivity.banded_sensitivity(np.linalg.norm(matrix, axis=0), participation)
-        return sensitivity.gram_sensitivity(matrix.T @ matrix, participation)
-
-    def _make_stream(self, source: NoiseSource, backend: str, block: int, common: dict[str, Any]) -> NoiseStream:
-        if backend == "auto":
-            return RecurrentStream(self.base.coefs, source, row_scales=self.column_norms(), **common)
-        return super()._make_stream(source, backend, block, common)
-
-    def cost(self, num_steps: int, *, backend: str = "auto", block: int = 1) -> StreamCost:
-        if backend == "auto":
-            return self.base.cost(num_steps)
-        return super().cost(num_steps, backend=backend, block=block)
-
-    @classmethod
-    def read(cls, values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NoiseStrategy:
-        values["base"] = BandedToeplitz(**values["base"])  # it can only be of one kind, which is not written down
-        return cls(**values)
 
 
 # --- tuning ----------------------------------------------------------------------------------------------------------
@@ -246,27 +189,17 @@ def _num_bands_of(options: Mapping[str, Any]) -> int | None:
     num_bands_of=_num_bands_of,
 )
 def tune_banded(
-    setting: Setting,
-    num_bands: int | None = None,
-    coefs: Sequence[float] | None = None,
-    column_normalize: bool = False,
-) -> NoiseStrategy:
+    setting: Setting, num_bands: int | None = None, coefs: Sequence[float] | None = None
+) -> BandedToeplitz:
     """The best bands, or the given ones.
 
     Args:
         setting: the run.
         num_bands: p; None for as many as the participations leave apart, 16 at most.
         coefs: c_0 .. c_{p-1}, not to be tuned.
-        column_normalize: give all columns norm 1, for a run of exactly these steps.
     """
-    if not isinstance(column_normalize, bool):
-        raise DPConfigError(f"column_normalize={column_normalize!r} is neither true nor false.")
     if coefs is not None:
-        bands = BandedToeplitz(tuple(coefs))
-    else:
-        most = min(setting.participation.min_sep, setting.num_steps)
-        wanted = min(most, DEFAULT_BANDS) if num_bands is None else num_bands
-        bands = optimize_banded(
-            setting.num_steps, wanted, participation=setting.participation, workload=setting.workload
-        )
-    return ColumnNormalized(bands, setting.num_steps) if column_normalize else bands
+        return BandedToeplitz(tuple(coefs))
+    most = min(setting.participation.min_sep, setting.num_steps)
+    wanted = min(most, DEFAULT_BANDS) if num_bands is None else num_bands
+    return optimize_banded(setting.num_steps, wanted, participation=setting.participation, workload=setting.workload)

@@ -44,7 +44,7 @@ class AdaptiveFIR(Filter):
 
     Departures from the paper: (1) its noise is independent, so k(tau) = 0 for tau >= 1. (2) Its c_0 keeps the noise
     of ``<g_t, g_t>``, so that larger noise brings the filter nearer to ``none``; here it is subtracted as at the
-    other lags (``subtract_at_zero=False`` is the paper's). (3) It has no such check, and takes every
+    other lags. (3) It has no such check, and takes every
     weight. (4) Its common denominator cancels in b and is left out. ``as_printed=True`` undoes the first three; then
     only weights that do not exist, where the c add up to 0 or are not finite, are left out.
 
@@ -56,7 +56,6 @@ class AdaptiveFIR(Filter):
         noise: noise level of the released gradient; asked once per step, and replaceable until the first.
         refresh_every: steps between two estimates; the first is made when `taps` steps can be compared.
         dtype: type they are kept in: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
-        subtract_at_zero: see above.
         as_printed: the paper's estimate, nothing subtracted at any lag, and no check of the weights: they may be
             negative, and may raise the noise of a step or turn the gradient around.
 
@@ -80,7 +79,6 @@ class AdaptiveFIR(Filter):
         *,
         refresh_every: int = 10,
         dtype: torch.dtype | None = None,
-        subtract_at_zero: bool = True,
         as_printed: bool = False,
     ):
         check_count("taps", taps, "an integer >= 2: the gradients that are averaged")
@@ -93,7 +91,6 @@ class AdaptiveFIR(Filter):
         check_storage(dtype)
         self.taps, self.noise, self.refresh_every, self.dtype = taps, noise, refresh_every, dtype
         self.as_printed = bool(as_printed)
-        self.subtract_at_zero = bool(subtract_at_zero) and not self.as_printed
         self.b: tuple[float, ...] = (1.0,) + (0.0,) * (taps - 1)
         self.num_steps = 0
         self._shapes: Shapes | None = None
@@ -108,8 +105,7 @@ class AdaptiveFIR(Filter):
             "taps": self.taps,
             "refresh_every": self.refresh_every,
             "dtype": storage_name(self.dtype),
-            "subtract_at_zero": self.subtract_at_zero,
-            **({"as_printed": True} if self.as_printed else {}),  # checkpoints from before the option have no such key
+            "as_printed": self.as_printed,
         }
 
     def set_noise(self, level: NoiseLevel) -> None:
@@ -161,8 +157,9 @@ class AdaptiveFIR(Filter):
         products = [_dot(g, g, device), *(_dot(g, old, device) for old in self._kept[1:])]
         signal = (products[0] - d * variance).clamp(min=0)
         self._signal = torch.cat([signal.reshape(1), self._signal.to(device)[: len(products) - 1]])
-        covariances = [variance if self.subtract_at_zero else 0.0]
-        covariances += [0.0 if self.as_printed else self.noise.covariance(lag) for lag in range(1, len(products))]
+        covariances = [0.0] * len(products)
+        if not self.as_printed:
+            covariances = [variance, *(self.noise.covariance(lag) for lag in range(1, len(products)))]
         noise = d * torch.tensor(covariances, dtype=torch.float64, device=device)
         self._sums = self._sums.to(device)
         self._sums[: len(products)] += torch.stack(products) - noise - self._signal / 2

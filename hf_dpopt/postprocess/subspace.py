@@ -16,8 +16,6 @@ from hf_dpopt.postprocess.base import Postprocess
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.public.subspace import COORDINATES, PublicSubspace, retained
 
-PRECONDITIONERS = ("released", "none", "goe")
-
 
 class ProjectedGradient(Postprocess):
     r"""``V V^T g~``: what of the released gradient lies in the public subspace (projected DP-SGD).
@@ -79,11 +77,10 @@ class SubspaceAdaGrad(ProjectedGradient):
     Args:
         subspace: V.
         noise: level of the noise of a coordinate.
-        preconditioner: "released"; "none" is `ProjectedGradient`.
         eps: added to the retained eigenvalues of ``S_t^{1/2}``; gradient units (of the mean), >= 0.
 
     Raises:
-        DPConfigError: for "goe", which cannot be made of released gradients, unknown names and a negative eps.
+        DPConfigError: for a negative eps.
 
     References:
         Kairouz et al. (2021), arXiv:2008.06570, Sec. 4. Duchi, Hazan and Singer (2011), full-matrix AdaGrad.
@@ -91,23 +88,11 @@ class SubspaceAdaGrad(ProjectedGradient):
 
     name = "subspace_adagrad"
 
-    def __init__(
-        self, subspace: PublicSubspace, noise: NoiseLevel, *, preconditioner: str = "released", eps: float = 1e-8
-    ):
-        if preconditioner == "goe":
-            raise DPConfigError(
-                "preconditioner='goe' is made of un-noised gradients, which a map of released ones never sees. Use "
-                "hf_dpopt.experimental.goe.GoePreconditioner in your own loop, and for its budget "
-                "hf_dpopt.experimental.subspace_accounting; or preconditioner='released', which is free."
-            )
-        if preconditioner not in PRECONDITIONERS:
-            raise DPConfigError(
-                f"preconditioner={preconditioner!r} is unknown. Use one of: {', '.join(map(repr, PRECONDITIONERS))}."
-            )
+    def __init__(self, subspace: PublicSubspace, noise: NoiseLevel, *, eps: float = 1e-8):
         if not (math.isfinite(eps) and eps >= 0):
             raise DPConfigError(f"eps={eps} is no number >= 0. Use 1e-8, in units of the mean gradient.")
         super().__init__(subspace)
-        self.noise, self.preconditioner, self.eps = noise, preconditioner, float(eps)
+        self.noise, self.eps = noise, float(eps)
         self.second_moment = torch.zeros(subspace.rank, subspace.rank, dtype=torch.float64)  # S_t, (k, k)
         self._squared_variance = 0.0  # sum of v_s^2
         self._largest_variance = 0.0
@@ -123,8 +108,6 @@ class SubspaceAdaGrad(ProjectedGradient):
         return 2 * math.sqrt(rank * self._squared_variance) + rank * self._largest_variance
 
     def _precondition(self, coordinates: torch.Tensor) -> torch.Tensor:
-        if self.preconditioner == "none":
-            return coordinates
         self._follow()
         u_k, variance = coordinates.detach().double().cpu(), self.noise.variance()
         self.second_moment += torch.outer(u_k, u_k) - variance * torch.eye(len(u_k), dtype=torch.float64)
@@ -146,7 +129,7 @@ class SubspaceAdaGrad(ProjectedGradient):
         self._version = self.subspace.version
 
     def parameters(self) -> dict[str, Any]:
-        return super().parameters() | {"preconditioner": self.preconditioner, "eps": self.eps}
+        return super().parameters() | {"eps": self.eps}
 
     def state_dict(self) -> dict[str, Any]:
         own = {

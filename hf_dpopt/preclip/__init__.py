@@ -17,7 +17,6 @@ from typing import Any
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.preclip.base import Identity, OpeningQuery, Preclip, Preconditioning, PublicSource, ScaleChanges
-from hf_dpopt.preclip.delay_advice import DelayOutcome, advise_delay
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
 from hf_dpopt.preclip.one_query import OneQuery
 from hf_dpopt.preclip.public import PublicPreconditioner
@@ -55,7 +54,6 @@ def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip
 
 __all__ = [
     "PRECLIPS",
-    "DelayOutcome",
     "DelayedPreconditioner",
     "Identity",
     "OneQuery",
@@ -68,6 +66,5 @@ __all__ = [
     "QuantileClipping",
     "ScaleChanges",
     "ScaleThenPrivatize",
-    "advise_delay",
     "make_preclip",
 ]

@@ -14,7 +14,7 @@ from hf_dpopt.common.checks import check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess import NoiseLevel
-from hf_dpopt.postprocess.subspace import PRECONDITIONERS, ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, ScaleChanges
 from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public.gradients import PublicGradients
@@ -68,7 +68,7 @@ class PublicSubspaceProjection(Preclip):
             raise DPConfigError(
                 f"project={self.project!r} is unknown. Use one of: {', '.join(map(repr, PROJECTIONS))}."
             )
-        if self.adagrad == "goe" or self.adagrad not in PRECONDITIONERS:
+        if self.adagrad not in ("none", "released"):
             raise DPConfigError(
                 f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; 'goe' is made of un-noised "
                 "gradients and costs budget of its own: hf_dpopt.experimental.goe.GoePreconditioner, in your own loop."

@@ -92,44 +92,37 @@ def _first_in_rows(rows: Iterator[tuple[int, Any]], limits: Limits, form: Form |
             return f"Training record {i} does not have the form of the others: {misfit}."
         if misfit := limits.misfit(row):
             return f"Training record {i}: {misfit}. Cut or pad it where it is tokenized."
-        if isinstance(row, Mapping):
-            for column, value in row.items():
-                if _is_checked(column, limits) and not _is_finite(value):
-                    return f"Training record {i}: {column!r} {NOT_FINITE}"
-                allowed = _range_of(column, limits)
-                if allowed is not None and (wrong := _value_outside(value, allowed, column, limits)):
-                    return f"Training record {i}: {wrong}"
+        for column, value in row.items() if isinstance(row, Mapping) else ():
+            try:
+                array = np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+            except (ValueError, OverflowError):
+                continue  # lists of unlike lengths, whose parts a collator pads
+            if wrong := _first_wrong(array.ravel(), column, limits, is_number=array.ndim == 0):
+                return f"Training record {i}: {wrong[1]}"
     return ""
 
 
-def _is_checked(column: str, limits: Limits) -> bool:
-    """Whether values of NaN and infinity in a column are refused."""
-    return limits.labels_are_finite and column in LABEL_COLUMNS
+def _first_wrong(values: np.ndarray, column: str, limits: Limits, *, is_number: bool) -> tuple[int, str] | None:
+    """Place of the first value of a column that the model cannot take, and why; None if there is none.
 
-
-def _is_finite(value: Any) -> bool:
-    try:
-        array = np.asarray(value if not hasattr(value, "detach") else value.detach().cpu())
-    except (ValueError, OverflowError):
-        return True  # lists of different lengths
-    return array.dtype.kind != "f" or bool(np.isfinite(array).all())
+    Args:
+        values: flat.
+        is_number: whether a record has one number in the column, not a list of them.
+    """
+    if values.dtype.kind == "f" and column in LABEL_COLUMNS:
+        places = np.flatnonzero(~np.isfinite(values))
+        if len(places) and limits.labels_are_finite:
+            return int(places[0]), f"{column!r} {NOT_FINITE}"
+        return (0, _floats(column)) if is_number and limits.classes_are_whole and len(values) else None
+    allowed = _range_of(column, limits)
+    if allowed is None or values.dtype.kind not in "iub":
+        return None
+    places = np.flatnonzero(~allowed.holds(values.astype(np.int64, copy=False)))
+    return (int(places[0]), allowed.says(column, values[places[0]])) if len(places) else None
 
 
 def _range_of(column: str, limits: Limits) -> Range | None:
     return limits.ranges.get("labels" if column in LABEL_COLUMNS else column)
-
-
-def _value_outside(value: Any, allowed: Range, column: str, limits: Limits) -> str:
-    try:
-        array = np.asarray(value if not hasattr(value, "detach") else value.detach().cpu())
-    except (ValueError, OverflowError):
-        return ""  # lists of unlike lengths, whose parts a collator pads
-    if array.dtype.kind == "f" and array.size:
-        return _floats(column) if array.ndim == 0 and column in LABEL_COLUMNS and limits.classes_are_whole else ""
-    if array.dtype.kind not in "iub" or not array.size:
-        return ""
-    outside = array[~allowed.holds(array.astype(np.int64))] if array.ndim else array[~allowed.holds(array)]
-    return allowed.says(column, outside.flat[0]) if outside.size else ""
 
 
 def _floats(column: str) -> str:
@@ -144,14 +137,15 @@ def _floats(column: str) -> str:
 
 def _first_in_columns(dataset: Any, limits: Limits) -> str:
     """Vectorised `_first_in_rows` over Arrow columns; the columns that the model reads are known by name."""
-    names = [name for name in dataset.column_names if name in (*limits.ranges, *limits.per_token, *LABEL_COLUMNS)]
+    read = {*limits.ranges, *limits.positions, *limits.per_token, *LABEL_COLUMNS}
+    names = [name for name in dataset.column_names if name in read]
     if not names:
         return ""
     begin = 0
     for batch in dataset.with_format("arrow", columns=names).iter(STORED_ROWS):
         arrays = {name: _one_array(batch.column(name)) for name in names}
         for name, array in arrays.items():
-            wrong = _first_in_array(array, name, limits) or _first_uneven(arrays, name, limits)
+            wrong = _first_in_array(array, name, limits) or _first_of_another_length(arrays, name, limits)
             if wrong is not None:
                 return f"Training record {begin + wrong[0]}: {wrong[1]}"
         begin += len(batch)
@@ -167,52 +161,53 @@ def _one_array(column: Any) -> Any:
     return whole
 
 
-def _first_uneven(arrays: Mapping[str, Any], name: str, limits: Limits) -> tuple[int, str] | None:
-    """The first record whose column has a different number of values than the record has tokens."""
-    import pyarrow.compute as pc
-
-    ids, values = arrays.get("input_ids"), arrays[name]
-    if name not in limits.per_token or ids is None or not (_is_list(ids.type) and _is_list(values.type)):
+def _first_of_another_length(arrays: Mapping[str, Any], name: str, limits: Limits) -> tuple[int, str] | None:
+    """The first record with more tokens than positions, or with another number of values than of tokens."""
+    ids, values, table = arrays.get("input_ids"), arrays[name], limits.positions.get(name)
+    if not _is_flat_list(values):
         return None
-    if _is_list(ids.type.value_type) or _is_list(values.type.value_type):
+    lengths = _lengths(values)
+    for place in np.flatnonzero(lengths > table.most) if table is not None else ():
+        if misfit := limits.misfit({name: values[int(place)].as_py()}):  # padding may take no position
+            return int(place), f"{misfit}."
+    if name not in limits.per_token or not _is_flat_list(ids):
         return None
-    lengths = [pc.list_value_length(array).to_numpy(zero_copy_only=False) for array in (values, ids)]
-    places = np.flatnonzero(lengths[0] != lengths[1])
+    places = np.flatnonzero(lengths != (tokens := _lengths(ids)))
     if not len(places):
         return None
-    own, tokens = (each[places[0]] for each in lengths)
-    return int(places[0]), f"{name!r} has {own} values for the {tokens} tokens of 'input_ids'."
+    own, wanted = lengths[places[0]], tokens[places[0]]
+    return int(places[0]), f"{name!r} has {own} values for the {wanted} tokens of 'input_ids'."
 
 
 def _first_in_array(array: Any, column: str, limits: Limits) -> tuple[int, str] | None:
     import pyarrow as pa
 
     if array.null_count:
-        return int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0]), f"{column!r} is missing (null)."
-    allowed = _range_of(column, limits)
+        return _first_null(array), f"{column!r} is missing (null)."
+    kind = array.type
     values, row_of = _flattened(array)
-    if _is_checked(column, limits) and pa.types.is_floating(values.type) and not values.null_count:
-        places = np.flatnonzero(~np.isfinite(values.to_numpy(zero_copy_only=False)))
-        if len(places):
-            return _row(places[0], row_of), f"{column!r} {NOT_FINITE}"
-    if allowed is None:
-        place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0]) if values.null_count else None
-        return None if place is None else (_row(place, row_of), f"{column!r} holds a missing value (null).")
-    if pa.types.is_floating(values.type):
-        is_class = row_of is None and column in LABEL_COLUMNS and limits.classes_are_whole
-        return (0, _floats(column)) if is_class and len(values) else None
-    if not pa.types.is_integer(values.type) and not pa.types.is_boolean(values.type):
+    is_known = _range_of(column, limits) is not None
+    if values.null_count and (not is_known or pa.types.is_integer(values.type) or pa.types.is_boolean(values.type)):
+        return _row(_first_null(values), row_of), f"{column!r} holds a missing value (null)."
+    if not (pa.types.is_integer(values.type) or pa.types.is_boolean(values.type) or pa.types.is_floating(values.type)):
         return None
-    if values.null_count:
-        place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        return _row(place, row_of), f"{column!r} holds a missing value (null)."
-    numbers = values.to_numpy(zero_copy_only=False).astype(np.int64, copy=False)
-    places = np.flatnonzero(~allowed.holds(numbers))
-    return (_row(places[0], row_of), allowed.says(column, numbers[places[0]])) if len(places) else None
+    numbers = values.to_numpy(zero_copy_only=False)
+    wrong = _first_wrong(numbers, column, limits, is_number=not _is_list(kind))
+    return None if wrong is None else (_row(wrong[0], row_of), wrong[1])
 
 
-def _row(place: Any, ends: Sequence[np.ndarray] | None) -> int:
-    for each in ends or ():
+def _first_null(array: Any) -> int:
+    return int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+
+
+def _lengths(array: Any) -> np.ndarray:
+    import pyarrow.compute as pc
+
+    return pc.list_value_length(array).to_numpy(zero_copy_only=False)
+
+
+def _row(place: int, ends: Sequence[np.ndarray]) -> int:
+    for each in ends:
         place = int(np.searchsorted(each, place, side="right"))
     return int(place)
 
@@ -223,12 +218,14 @@ def _is_list(kind: Any) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
 
 
-def _flattened(array: Any) -> tuple[Any, list[np.ndarray] | None]:
-    """Values of nested lists, and the ends of the lists of every level, innermost first."""
-    import pyarrow.compute as pc
+def _is_flat_list(array: Any) -> bool:
+    return array is not None and _is_list(array.type) and not _is_list(array.type.value_type)
 
+
+def _flattened(array: Any) -> tuple[Any, list[np.ndarray]]:
+    """Values of nested lists, and the ends of the lists of every level, innermost first."""
     ends: list[np.ndarray] = []
     while _is_list(array.type):
-        ends.insert(0, np.cumsum(pc.list_value_length(array).to_numpy(zero_copy_only=False)))
+        ends.insert(0, np.cumsum(_lengths(array)))
         array = array.flatten()
-    return array, ends or None
+    return array, ends

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from hf_dpopt.records.lengths import Positions, num_entries, positions
 from hf_dpopt.records.losses import IGNORED, base_model
+from hf_dpopt.records.positions import Positions, num_entries, positions
 
 RESIZE = "If tokens were added: model.resize_token_embeddings(len(tokenizer))."
 MORE_LABELS = "If the labels are right: load the model with num_labels=<number of labels>."
@@ -193,7 +193,8 @@ class Limits:
             return ""
         for column, table in self.positions.items():
             if num_entries(record.get(column)) > 0 and _num_places(record[column], table) > table.most:
-                return f"{column!r} is longer than the {table.most} positions of the model"
+                cut = f"tokenizer(.., truncation=True, max_length={table.most})"
+                return f"{column!r} is longer than the {table.most} positions of the model: {cut}"
         for column in MASKS if self.first_tokens_count else ():
             mask: Any = record.get(column)
             if is_flat(mask) and len(mask) and not mask[0] and any(mask):

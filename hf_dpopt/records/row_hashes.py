@@ -7,14 +7,11 @@ Hashes hold within one process.
 from __future__ import annotations
 
 import array
-from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 BASE = np.uint64(0x9E3779B97F4A7C15)
 
@@ -22,13 +19,8 @@ Key = tuple[str, str]  # name of a column (of a field of it), and kind: ints, fl
 Hashes = tuple[np.ndarray, np.ndarray]  # hashes, uint64, and sizes in bytes, 4 of an integer, (rows,)
 
 
-def of_table(table: pa.Table, but: Container[Key] = ()) -> dict[Key, Hashes]:
-    """Return the hashes of all rows of a (small) table, without those of some columns of lists."""
-    return of_rows(table.select([name for name in table.column_names if (name, "ints") not in but]).to_pylist())
-
-
 def of_rows(rows: Sequence[Any]) -> dict[Key, Hashes]:
-    """Return the hashes of rows as Python reads them: mappings, tuples, or values."""
+    """Return the hashes of rows: mappings, tuples, or values."""
     contents = [_content(row) for row in rows]
     found = {}
     for key in {key for content in contents for key in content}:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.records.rows import read_rows
+from hf_dpopt.records.rows import is_stored, read_rows
 
 NUM_PARTS, PART_SIZE = 4, 1000  # runs of neighbouring rows, spread over the dataset
 NUM_LAZY_ROWS = 64  # of a dataset that makes its rows when they are asked for
@@ -30,12 +30,12 @@ class Sample:
         """Sample the stored rows, or the first rows of a dataset without columns; None if rows are not mappings."""
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) == 0:
             return None
-        names, form = getattr(dataset, "column_names", None), getattr(dataset, "format", None)
-        is_stored = isinstance(names, list) and isinstance(form, dict) and form.get("type") != "custom"
-        if is_stored and hasattr(dataset, "with_format"):
-            stored = dataset.with_format("arrow")
-            return cls([_of_table(stored[part.start : part.stop]) for part in _runs(len(dataset))])
-        if isinstance(dataset, (list, tuple)):
+        if is_stored(dataset):
+            schema, heavy = dataset.data.schema, ("struct", "binary", "large_binary")  # pictures and sounds
+            names = [name for name in dataset.column_names if not str(schema.field(name).type).startswith(heavy)]
+            stored = dataset.with_format("arrow", columns=names)
+            parts = [stored[part.start : part.stop].to_pylist() for part in _runs(len(dataset))]
+        elif isinstance(dataset, (list, tuple)):
             parts = [list(dataset[part.start : part.stop]) for part in _runs(len(dataset))]
         else:
             parts = [[row for rows in read_rows(dataset, range(min(NUM_LAZY_ROWS, len(dataset)))) for row in rows]]
@@ -74,36 +74,6 @@ def _runs(num_rows: int) -> list[range]:
         return [range(num_rows)]
     starts = np.linspace(0, num_rows - PART_SIZE, NUM_PARTS).astype(int)
     return [range(start, start + PART_SIZE) for start in starts.tolist()]
-
-
-def _of_table(table: Any) -> Part:
-    """The columns of an Arrow table that hold lists of numbers or plain values."""
-    import pyarrow as pa
-
-    part: Part = {}
-    for name in table.column_names:
-        column = table.column(name)
-        kind = column.type
-        if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-            is_flat = pa.types.is_integer(kind.value_type) or pa.types.is_boolean(kind.value_type)
-            part[name] = _lists(column) if is_flat and not column.null_count else [None] * len(column)
-        elif pa.types.is_integer(kind) or pa.types.is_string(kind) or pa.types.is_large_string(kind):
-            part[name] = column.to_pylist()
-        else:
-            part[name] = [None] * len(column)
-    return part
-
-
-def _lists(column: Any) -> list[np.ndarray]:
-    import pyarrow.compute as pc
-
-    rows: list[np.ndarray] = []
-    whole = column.combine_chunks()  # rows that were shuffled come in chunks of one
-    for chunk in getattr(whole, "chunks", [whole]):
-        values = pc.list_flatten(chunk).to_numpy(zero_copy_only=False)
-        cuts = np.cumsum(pc.list_value_length(chunk).to_numpy(zero_copy_only=False))[:-1]
-        rows += np.split(values, cuts) if len(chunk) else []
-    return rows
 
 
 def _of_rows(rows: list[Mapping[str, Any]]) -> Part:

@@ -15,8 +15,7 @@ import hashlib
 import json
 import os
 import re
-import stat
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +63,9 @@ class Manifest:
     files: Mapping[str, Mapping[str, Any]]
 
     @property
-    def origin(self) -> tuple[str, int]:
+    def origin(self) -> str:
         """Chain and step: the weights of two checkpoints with the same ones are the same."""
-        return self.chain, self.step
+        return f"{self.chain}:{self.step}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,21 +108,22 @@ def write_manifest(folder: Path, run: str, chain: str, step: int) -> None:
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint; None if there is none, or it is damaged."""
-    try:
-        with open_regular(folder / MANIFEST) as file:
-            read = parse_json(file.read())
+
+    def made_of(read: Any) -> Manifest:
         files = {str(name): dict(entry) for name, entry in read["files"].items()}
-        made = Manifest(read["run"], read["chain"], read["step"], files)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError):
-        return None
-    return made if is_run_id(made.run) and isinstance(made.chain, str) and type(made.step) is int else None
+        return Manifest(read["run"], read["chain"], read["step"], files)
+
+    made = _read_json(folder / MANIFEST, made_of)
+    is_one = made is not None and is_run_id(made.run) and isinstance(made.chain, str) and type(made.step) is int
+    return made if is_one else None
 
 
-def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = ()) -> Checkpoint:
+def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = (), step: int | None = None) -> Checkpoint:
     """Find out whether a checkpoint is whole, and what it costs is known.
 
     Args:
         ledger: record of the run; None to look at the files alone.
+        step: that of the weights that are wanted; None for any.
         needed: names of files without which there is nothing to go on from.
     """
     if not folder.is_dir():
@@ -132,6 +132,8 @@ def examine(folder: Path, ledger: Ledger | None, *, needed: Iterable[str] = ()) 
     if manifest is None and os.path.lexists(folder / MANIFEST):
         return Checkpoint(folder, (f"its {MANIFEST} is damaged",), None)
     reasons = [*_origin(folder, manifest, ledger), *_differences(folder, manifest, needed)]
+    if manifest is not None and step not in (None, manifest.step):
+        reasons.append(f"its weights are those of step {manifest.step}, and its {STATE} says {step}")
     return Checkpoint(folder, tuple(reasons), manifest)
 
 
@@ -147,31 +149,32 @@ def _origin(folder: Path, manifest: Manifest | None, ledger: Ledger | None) -> I
         yield f"its {STATE} is not that of step {manifest.step}"
     if ledger is not None:
         chain = ledger.chain(manifest.chain)
-        if chain is None or not chain.start_step <= manifest.step <= ledger.reached(chain.chain_id):
+        if chain is None or not chain.start_step <= manifest.step <= chain.reached:
             yield f"{_FOREIGN}{where}, so what its weights cost is unknown"
 
 
 def _differences(folder: Path, manifest: Manifest | None, needed: Iterable[str]) -> Iterator[str]:
     """Differences between a folder and the list of its files."""
     there, listed = set(_files(folder)) - {MANIFEST}, {} if manifest is None else manifest.files
-    for name in sorted(there):
-        if not (folder / name).is_file():
-            yield f"{name} is not a regular file"
-        elif name.endswith(".index.json") and not all(map(is_file_name, _names_in(folder / name))):
-            yield f"{name} names files outside of its folder"
     for name in sorted({*listed, *needed} - there):
         yield f"it has no {name}"
-    for name in sorted(there & listed.keys()):
-        try:
-            is_same = _entry(folder / name) == listed[name]
-        except OSError:
-            is_same = False
-        if not is_same:
+    for name in sorted(there):
+        path = folder / name
+        if not path.is_file():
+            yield f"{name} is not a regular file"
+        elif name.endswith(".index.json") and not all(map(is_file_name, _names_in(path))):
+            yield f"{name} names files outside of its folder"
+        elif name in listed and not _is_as_listed(path, listed[name]):
             yield f"{name} is not what was saved"
-    if manifest is not None:
-        for name in sorted(there - listed.keys()):
-            if any(fnmatch.fnmatch(name, pattern) for pattern in READ):
-                yield f"{name} was put in after it was saved"
+        elif manifest is not None and name not in listed and any(fnmatch.fnmatch(name, one) for one in READ):
+            yield f"{name} was put in after it was saved"
+
+
+def _is_as_listed(path: Path, entry: Mapping[str, Any]) -> bool:
+    try:
+        return _entry(path) == entry
+    except OSError:
+        return False
 
 
 def refuse(found: Checkpoint, instead: str = "") -> DPConfigError:
@@ -255,14 +258,7 @@ def leftovers(output_dir: Path) -> list[Path]:
         for path in _entries(output_dir / UNFINISHED)
         if FOLDER_NAME.fullmatch(path.name) or _REMOVED.fullmatch(path.name)
     ]
-    return found + [path for path in _entries((output_dir / LEDGER).parent) if _is_temporary(path)]
-
-
-def _is_temporary(path: Path) -> bool:
-    """Whether a file is what `write_durably` leaves when it is killed."""
-    status = path.lstat()
-    is_own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-    return is_own and _TEMPORARY.fullmatch(path.name) is not None
+    return found + [path for path in _entries((output_dir / LEDGER).parent) if _TEMPORARY.fullmatch(path.name)]
 
 
 def _entries(folder: Path) -> list[Path]:
@@ -278,21 +274,23 @@ def _files(folder: Path) -> Iterator[str]:
 
 def _step_in(state: Path) -> int | None:
     """Step in a state of the Trainer; None if there is none."""
-    try:
-        with open_regular(state) as file:
-            step = parse_json(file.read())["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    step = _read_json(state, lambda read: read["global_step"])
     return step if type(step) is int else None
 
 
 def _names_in(index: Path) -> list[Any]:
     """Names of the files that an index of weights distributes them to."""
+    names = _read_json(index, lambda read: list(read["weight_map"].values()))
+    return [None] if names is None else names
+
+
+def _read_json(path: Path, read: Callable[[Any], Any]) -> Any:
+    """A part of a JSON file; None if it is not there, or of another form."""
     try:
-        with open_regular(index) as file:
-            return list(parse_json(file.read())["weight_map"].values())
+        with open_regular(path) as file:
+            return read(parse_json(file.read()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return [None]
+        return None
 
 
 def _entry(path: Path) -> dict[str, Any]:

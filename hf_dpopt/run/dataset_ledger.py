@@ -26,9 +26,11 @@ from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.resume import Resume
 
 VERSION = 1
+ENTRY = "privacy_ledger"  # of a recorded plan: where the run is charged for the people in its data
 LEAST_SHARE = 0.001  # of the budget; with less left, the ledger is closed
 
 
@@ -120,17 +122,23 @@ class DatasetLedger:
         """Share of the budget that is left."""
         return max(0.0, 1 - math.fsum(self.share(charge) for charge in self.charges()))
 
-    def check(self, reservation: Reservation, entry: str | None = None) -> Charge:
+    def check(self, reservation: Reservation, entry: str | None = None, budget: float | None = None) -> Charge:
         """Check that a run is within what is left, and return its cost. Nothing is charged.
 
         Args:
             reservation: what it will cost.
             entry: its name in the ledger if it was charged before; None for a run that begins.
+            budget: budget that the ledger has to have; None for any.
 
         Raises:
             DPBudgetExceeded: if it costs more than what is left.
-            DPConfigError: if it protects something else than the runs before it.
+            DPConfigError: if it protects something else than the runs before it, or for another budget.
         """
+        if budget not in (None, self.filter.epsilon):
+            raise DPConfigError(
+                f"privacy_ledger_epsilon={budget:g} is not the budget of {self.path}, which is "
+                f"{self.filter.epsilon:g} and was promised. Leave it out."
+            )
         was, now = (self.header["unit"], self.header["adjacency"]), (reservation.unit, reservation.adjacency)
         if was != now:
             raise DPConfigError(
@@ -184,8 +192,7 @@ def reserve(
             file.append(_header(path, reservation, budget))
         ledger = DatasetLedger(path, file)
         _check_since(path, ledger, since)
-        _check_budget(ledger, budget)
-        charge = ledger.check(reservation, entry)
+        charge = ledger.check(reservation, entry, budget)
         if entry not in ledger.entries or ledger.entries[entry].charge != charge:
             file.append(
                 {"kind": "charge", "entry": entry, "what": reservation.what, "num_units": reservation.num_units}
@@ -219,7 +226,7 @@ class DatasetBudget:
     entry: str | None = None
 
 
-def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: Ledger, resume: Resume) -> DatasetLedger | None:
+def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: RunLog, resume: Resume) -> dict[str, Any]:
     """Charge all steps of a run to the ledger of its dataset, before the first of them; see `reserve`.
 
     Steps that were taken in from elsewhere count, too, also where the run that took them was charged under an id of
@@ -228,49 +235,38 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: Ledger, re
     Args:
         dataset: the ledger that was named; None for none.
         plan: plan of the run.
-        log: record of the run.
+        log: log of the run, which notes the charge.
         resume: how it goes on.
 
     Returns:
-        The ledger as it is now; None without one.
+        Entry for the recorded plan; nothing without a ledger.
 
     Raises:
         DPConfigError: if the run was charged to a ledger and none is named now; see `reserve`.
     """
-    _check_named(dataset, log.plan)
+    _check_named(dataset, log.state.plan)
     if dataset is None:
-        return None
-    reservation, entry = reservation_of(plan, resume.in_the_end(plan.num_steps)), dataset.entry or log.run
-    return reserve(dataset.path, reservation, budget=dataset.epsilon, entry=entry, since=log.datasets)
+        return {}
+    reservation, entry = reservation_of(plan, resume.in_the_end(plan.num_steps)), dataset.entry or log.state.run
+    charged = reserve(dataset.path, reservation, budget=dataset.epsilon, entry=entry, since=log.state.datasets)
+    log.note_dataset(charged.name, charged.digest)
+    return {ENTRY: {"name": charged.name, "entry": entry}}
 
 
-def check_run(
-    dataset: DatasetBudget | None,
-    plan: PrivacyPlan,
-    recorded: Mapping[str, Any] | None,
-    log: Ledger | None = None,
-    resume: Resume | None = None,
-) -> None:
-    """Refuse a run that does not fit into the ledger of its dataset; nothing is written. See `charge_run`.
+def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: Mapping[str, Any] | None) -> None:
+    """Refuse a run that does not fit into the ledger of its dataset, before it is open; nothing is written.
 
     Args:
-        recorded: plan of the run that goes on; None for one that begins.
-        log: record of the run, where it is open; else only what `recorded` says is checked, or a run that begins.
-        resume: how it goes on.
+        recorded: plan of the run that goes on, whose cost is known when it is open; None for one that begins.
     """
     _check_named(dataset, recorded)
-    if dataset is None or (recorded is not None and resume is None):
+    if dataset is None or recorded is not None:
         return
-    path = Path(dataset.path)
-    before = DatasetLedger.read(path) if path.exists() else None
-    reservation = reservation_of(plan, (plan.num_steps,) if resume is None else resume.in_the_end(plan.num_steps))
-    if log is not None:
-        _check_since(path, before, log.datasets)
-    if before is None:
+    path, reservation = Path(dataset.path), reservation_of(plan, (plan.num_steps,))
+    if path.exists():
+        DatasetLedger.read(path).check(reservation, dataset.entry, dataset.epsilon)
+    else:
         _header(path, reservation, dataset.epsilon)
-        return
-    _check_budget(before, dataset.epsilon)
-    before.check(reservation, dataset.entry or (log.run if log is not None else None))
 
 
 def check_is_open(dataset: DatasetBudget | None, output_dir: str | Path) -> None:
@@ -301,15 +297,13 @@ def charged_to(ledger: Ledger | None, dataset: DatasetBudget | None) -> dict[str
         ledger: ledger of the run.
         dataset: that of its dataset, as it is named now.
     """
-    recorded = (ledger.plan or {}).get("privacy_ledger") if ledger is not None else None
-    if recorded is None:
-        return {}
-    if dataset is None or not Path(dataset.path).exists():
-        return {"privacy_ledger": dict(recorded)}
+    recorded = (ledger.plan or {}).get(ENTRY) if ledger is not None else None
+    if recorded is None or dataset is None or not Path(dataset.path).exists():
+        return {} if recorded is None else {ENTRY: recorded}
     now = DatasetLedger.read(dataset.path)
     rule = now.filter
     return {
-        "privacy_ledger": {
+        ENTRY: {
             **recorded, "epsilon": rule.epsilon, "delta": rule.delta, "order": rule.order, "spent": now.spent,
             "runs": len(now.entries), "digest": now.digest,
         }
@@ -331,7 +325,7 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
 
 def _check_named(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> None:
     """Refuse to go on without the ledger that a run was charged to, or under another shared entry."""
-    before = (recorded or {}).get("privacy_ledger") or {}
+    before = (recorded or {}).get(ENTRY) or {}
     if not isinstance(before, dict) or (before and not {"name", "entry"} <= before.keys()):
         raise DPConfigError(
             f"The plan of this run names a ledger of its dataset that no run names: {before!r}. Put the ledger of the "
@@ -347,14 +341,6 @@ def _check_named(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | No
         raise DPConfigError(
             f"privacy_ledger_entry={shared}: this run is charged to the entry {before['entry']} of its ledger. Leave "
             "privacy_ledger_entry out."
-        )
-
-
-def _check_budget(ledger: DatasetLedger, budget: float | None) -> None:
-    if budget is not None and budget != ledger.filter.epsilon:
-        raise DPConfigError(
-            f"privacy_ledger_epsilon={budget:g} is not the budget of {ledger.path}, which is "
-            f"{ledger.filter.epsilon:g} and was promised. Leave it out."
         )
 
 

@@ -16,6 +16,7 @@ all of them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -24,7 +25,7 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -80,11 +81,11 @@ class Contents:
 
     Attributes:
         entries: those with a right checksum, in the order in which they were written.
-        torn: files in which something else follows the last of them.
+        torn: files in which something else follows the last of them -> where that one ends.
     """
 
     entries: tuple[Entry, ...]
-    torn: tuple[Path, ...]
+    torn: Mapping[Path, int]
 
 
 class Journal:
@@ -125,15 +126,11 @@ class Journal:
             if last <= step:
                 path.unlink(missing_ok=True)
                 del self._last_steps[path]
-        self._remove_other_chains()
-
-    def _remove_other_chains(self) -> None:
-        if self.folder.is_dir():
-            for path in self.folder.glob(f"*{SUFFIX}"):
-                if not path.name.startswith(f"{self.chain_id}-"):
-                    path.unlink(missing_ok=True)
-            if not any(self.folder.iterdir()):
-                self.folder.rmdir()
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            if not path.name.startswith(f"{self.chain_id}-"):
+                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is not there, or something is left in it
+            self.folder.rmdir()
 
     def write(self, kind: str, step: int, values: Released) -> None:
         """Make what a step released durable.
@@ -164,17 +161,24 @@ class Journal:
         return not self._is_off and _size_of(values) * LEAST_STEPS <= self._limit
 
     def _append(self, header: dict[str, Any], values: Mapping[str, torch.Tensor]) -> None:
+        """Append an entry and its checksum to the file in use, and wait for the disk."""
         names = list(values)  # their order tells the queries of a step apart
         tensors = [[name, list(values[name].shape)] for name in names]
         public: dict[str, Any] = {"chain": self.chain_id, "tensors": tensors, **header}
         body = json.dumps(public, sort_keys=True).encode()
         assert len(body) <= LONGEST_HEADER, len(body)
-        parts: Iterable[Any] = (_bytes_of(values[name]) for name in names)
         with naming(self.folder):
-            self._write_out(int(header["step"]), itertools.chain((_PREFIX.pack(MAGIC, len(body)), body), parts))
+            file, checksum = self._in_use(int(header["step"])), hashlib.sha256()
+            for part in (_PREFIX.pack(MAGIC, len(body)), body, *map(_bytes_of, values.values())):
+                checksum.update(part)
+                file.write(part)
+            file.write(checksum.digest())
+            file.flush()
+            _fdatasync(file.fileno())
+        self._last_steps[Path(file.name)] = int(header["step"])
 
-    def _write_out(self, step: int, parts: Iterable[Any]) -> None:
-        """Append an entry and its checksum to the file in use, and wait for the disk."""
+    def _in_use(self, step: int) -> BinaryIO:
+        """The file that is written to; a new one after a checkpoint, or where it was taken away."""
         if self._file is not None and not is_open_at(self._file.fileno(), Path(self._file.name)):
             logger.warning(
                 f"{self._file.name} was deleted or replaced while the run was going on. Its steps are lost to a "
@@ -185,14 +189,7 @@ class Journal:
             self._is_broken = True
         if self._file is None:
             self._file = self._open(step)
-        checksum = hashlib.sha256()
-        for part in parts:
-            checksum.update(part)
-            self._file.write(part)
-        self._file.write(checksum.digest())
-        self._file.flush()
-        _fdatasync(self._file.fileno())
-        self._last_steps[Path(self._file.name)] = step
+        return self._file
 
     def _open(self, step: int) -> BinaryIO:
         if not self.folder.is_dir() or self.folder.is_symlink():
@@ -241,20 +238,19 @@ class Journal:
         Raises:
             DPConfigError: for something else than a file, or a file that cannot be read.
         """
-        entries: list[Entry] = []
-        torn: list[Path] = []
-        for path in sorted(self.folder.glob(f"{self.chain_id}-*{SUFFIX}")) if self.folder.is_dir() else []:
+        entries, torn = list[Entry](), dict[Path, int]()
+        for path in sorted(self.folder.glob(f"{self.chain_id}-*{SUFFIX}")):
             end = 0
             _check_readable(path)
             for entry, after in self._entries(path):
                 end = after
                 entries.append(entry)
-                self._last_steps[path] = entry.step
                 self._largest = max(self._largest, 4 * _num_values(entry.header))
+                self._last_steps[path] = entry.step
             self._last_steps.setdefault(path, -1)
             if end < path.stat().st_size:
-                torn.append(path)
-        return Contents(tuple(entries), tuple(torn))
+                torn[path] = end
+        return Contents(tuple(entries), torn)
 
     def cut_torn(self) -> None:
         """Cut off what follows the last whole entry of a file, which a kill left half-written.
@@ -262,8 +258,7 @@ class Journal:
         Call it when the ledger has noted the step as lost: else a later resume, of a run that wrote no further
         entries, would take the rest for an edited one.
         """
-        for path in self.contents().torn:
-            end = max((end for _, end in self._entries(path)), default=0)
+        for path, end in self.contents().torn.items():
             with open(path, "r+b") as file:
                 file.truncate(end)
                 os.fsync(file.fileno())
@@ -323,15 +318,12 @@ class Journal:
 
 
 def _check_readable(path: Path) -> None:
-    """Refuse what is no file, or a file of somebody else: whether it held a release cannot be told."""
-    if path.is_symlink() or not path.is_file():
-        found = "a link" if path.is_symlink() else "no file"
+    """Refuse what is not a file of this user: whether it held a release cannot be told, and a link leads elsewhere."""
+    if path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
         raise DPConfigError(
-            f"{path} is {found}, where the journal of releases of this run was. Put the file back, or remove it: what "
-            "it held was paid for and is then lost."
+            f"{path} is not a regular file that can be read, and the journal of releases of this run was there. Put "
+            "the file back (its owner can allow it: chmod u+r), or remove it: what it held was paid for and is lost."
         )
-    if not os.access(path, os.R_OK):
-        raise DPConfigError(f"{path} cannot be read: its owner has to allow it (chmod u+r).")
 
 
 def _is_shape(sizes: tuple[Any, ...]) -> bool:

@@ -16,7 +16,6 @@ import mmap
 import os
 import secrets
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key
 
 RUNS = "runs"  # in the private folder
 CHECKSUM_BYTES = 32  # at the end of a kept state; torch reads over them
-_CHUNK_BYTES = 2**24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,15 +317,12 @@ def read_state(path: Path) -> dict[str, Any] | None:
     left = path.stat().st_size - CHECKSUM_BYTES
     if left < 0:
         return None
-    digest = hashlib.sha256()
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for part in _parts(content, left):
-            digest.update(part)
-        if digest.digest() != content[left:]:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        memoryview(content) as view,
+        view[:left] as written,
+    ):
+        if hashlib.sha256(written).digest() != content[left:]:
             return None
     return torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # a rank's device is its own affair
-
-
-def _parts(content: mmap.mmap, end: int) -> Iterator[bytes]:
-    for start in range(0, end, _CHUNK_BYTES):
-        yield content[start : min(start + _CHUNK_BYTES, end)]

@@ -40,7 +40,7 @@ PUBLIC: Mapping[str, tuple[str, ...]] = {
 _FIX = "Put the original file back; or delete a ledger whose checkpoint and log are here, and it is made again."
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(kw_only=True, eq=False)
 class ChainRecord:
     """An uninterrupted sequence of steps under one noise key.
 
@@ -51,6 +51,9 @@ class ChainRecord:
         parent: the chain it branched from or came after; None for the first one.
         note: why the chain began.
         unsafe: the key was fixed by the user, so nothing is private.
+        plan: the plan that it began under; None where none was recorded.
+        steps: steps that were charged, in order.
+        lost: those of them whose release was lost: they made no update, and are not drawn again.
     """
 
     chain_id: str
@@ -59,6 +62,17 @@ class ChainRecord:
     parent: str | None
     note: str
     unsafe: bool
+    plan: Mapping[str, Any] | None = None
+    steps: dict[int, None] = dataclasses.field(default_factory=dict)
+    lost: set[int] = dataclasses.field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.reached = self.start_step  # the last step that was charged
+
+    def charge(self, step: int) -> None:
+        """Take in a step."""
+        self.steps[step] = None
+        self.reached = max(self.reached, step)
 
     @property
     def is_own(self) -> bool:
@@ -100,9 +114,6 @@ class Ledger:
         self.data: dict[str, str] = {}
         self.datasets: dict[str, str] = {}
         self._chains: dict[str, ChainRecord] = {}
-        self._steps: dict[str, dict[int, None]] = {}  # in the order in which they were charged
-        self._reached: dict[str, int] = {}
-        self._lost: dict[str, set[int]] = {}
         self._digest = GENESIS
 
     @classmethod
@@ -118,14 +129,9 @@ class Ledger:
                 f"There is no ledger at {path}, so what was spent on the data is unknown. Give the output_dir of the "
                 "run; a ledger that was deleted is written again when the run is resumed."
             )
-        return cls.of(ChainedFile.read(path))
-
-    @classmethod
-    def of(cls, file: ChainedFile) -> Ledger:
-        """The state of the records of a file."""
-        found = cls(file.path)
+        file, found = ChainedFile.read(path), cls(path)
         if not file.records:
-            raise DPConfigError(f"{file.path} is empty or has no whole line, not even the header. {_FIX}")
+            raise DPConfigError(f"{path} is empty or has no whole line, not even the header. {_FIX}")
         for record in file.records:
             found.apply(record)
         found._digest = file.digest
@@ -153,6 +159,10 @@ class Ledger:
         """The plan recorded last, or None."""
         return self.plans[-1] if self.plans else None
 
+    def plan_of(self, chain: ChainRecord | None) -> Mapping[str, Any] | None:
+        """The plan that a chain began under; without one the plan recorded last, or None."""
+        return self.plan if chain is None or chain.plan is None else chain.plan
+
     @property
     def chains(self) -> tuple[ChainRecord, ...]:
         """All chains, oldest first."""
@@ -170,29 +180,17 @@ class Ledger:
     @property
     def charged(self) -> tuple[int, ...]:
         """Steps charged to each chain, oldest first. Chains draw apart, so their sum may not tell the cost."""
-        return tuple(len(steps) for steps in self._steps.values())
+        return tuple(len(chain.steps) for chain in self.chains)
 
     @property
     def num_charged(self) -> int:
         """Steps charged over all chains."""
         return sum(self.charged)
 
-    def steps(self, chain_id: str) -> tuple[int, ...]:
-        """Steps charged to a chain, in order."""
-        return tuple(self._steps.get(chain_id, ()))
-
-    def reached(self, chain_id: str) -> int:
-        """The last step charged to a chain, or where it starts."""
-        return self._reached[chain_id]
-
-    def lost(self, chain_id: str) -> frozenset[int]:
-        """Charged steps of a chain whose release was lost: they made no update, and are not drawn again."""
-        return frozenset(self._lost[chain_id])
-
     @property
     def num_lost(self) -> int:
         """Charged steps without an update, over all chains."""
-        return sum(map(len, self._lost.values()))
+        return sum(len(chain.lost) for chain in self.chains)
 
     def digest(self) -> str:
         """SHA-256 of the last record, and through it of all: quote it, and no record can be changed or removed."""
@@ -204,49 +202,50 @@ class Ledger:
         same = [one for one in self.evaluations.values() if one.query == asked]
         return next((one for one in same if one.metrics is not None), same[0] if same else None)
 
-    def check_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
+    def check_plan(
+        self, plan: Mapping[str, Any], *, must_match: Sequence[str], since: ChainRecord | None = None
+    ) -> None:
         """Check that a plan has the mechanism that is recorded, if one is.
 
         Args:
             plan: public values, JSON-able.
             must_match: the fields that make the mechanism. The others (``num_steps``, ``target_epsilon``) may change.
+            since: the chain whose plan is compared; None for the plan recorded last.
 
         Raises:
-            DPConfigError: if a field of ``must_match`` differs from the plan recorded last.
+            DPConfigError: if a field of ``must_match`` differs.
         """
-        if differing := self.differences(plan, must_match):
+        if differing := differences(self.plan_of(since), plan, must_match):
             raise DPConfigError(
                 f"The run recorded in {self.path} used another private mechanism ({'; '.join(differing)}). Continue "
                 "with the same options, or choose another output_dir for a new run; on the same data its epsilon "
                 "comes on top of this one's."
             )
 
-    def differences(self, plan: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-        """Fields in which a plan differs from the one recorded last, if one is, and how."""
-        if self.plan is None:
-            return []
-        return list(_differences(self.plan, json.loads(canonical(dict(plan))), names))
-
     # --- records ---
 
     def apply(self, record: Mapping[str, Any]) -> None:
-        """Take in the next record, if it passes `check`."""
-        self.check(record)
+        """Take in the next record; refuse one that a run could not have written here.
+
+        Hashes have no key, so whoever can write to `output_dir` can make any record. Names of runs and chains become
+        names of files, so only their form is let in.
+        """
+        if record.get("kind") == "header":
+            self._check_header(record)
+        elif not self.run or not self._is_valid(record):
+            raise DPConfigError(f"{self.path} has a record that no run writes: {canonical(dict(record)):.200}. {_FIX}")
         match record["kind"]:
             case "header":
                 self.run, self.parent = record["run"], record.get("parent")
             case "plan":
                 self.plans.append(dict(record["plan"]))
             case "chain":
-                chain = ChainRecord(**{name: record[name] for name in PUBLIC["chain"]})
-                self._chains[chain.chain_id] = chain
-                self._steps[chain.chain_id], self._lost[chain.chain_id] = {}, set()
-                self._reached[chain.chain_id] = chain.start_step
+                fields = {name: record[name] for name in PUBLIC["chain"]}
+                self._chains[record["chain_id"]] = ChainRecord(**fields, plan=self.plan)
             case "step":
-                self._steps[record["chain_id"]][record["step"]] = None
-                self._reached[record["chain_id"]] = max(self._reached[record["chain_id"]], record["step"])
+                self._chains[record["chain_id"]].charge(record["step"])
             case "lost":
-                self._lost[record["chain_id"]].add(record["step"])
+                self._chains[record["chain_id"]].lost.add(record["step"])
             case "evaluation":
                 charged = {name: record[name] for name in ("noise_multiplier", "adjacency", "query")}
                 self.evaluations[record["evaluation"]] = Evaluation(**charged)
@@ -256,17 +255,6 @@ class Ledger:
                 self.data[record["chain_id"]] = record["mark"]
             case "dataset":
                 self.datasets[record["name"]] = record["digest"]
-
-    def check(self, record: Mapping[str, Any]) -> None:
-        """Refuse a record that a run could not have written next.
-
-        Hashes have no key, so whoever can write to `output_dir` can make any record. Names of runs and chains become
-        names of files, so only their form is let in.
-        """
-        if record.get("kind") == "header":
-            self._check_header(record)
-        elif not self.run or not self._is_valid(record):
-            raise DPConfigError(f"{self.path} has a record that no run writes: {canonical(dict(record)):.200}. {_FIX}")
 
     def _check_header(self, record: Mapping[str, Any]) -> None:
         version, run, parent = record.get("version"), record.get("run"), record.get("parent")
@@ -293,11 +281,13 @@ class Ledger:
                 is_new = chain_id not in self._chains and (parent is None or parent in self._chains)
                 return is_named and is_fresh and is_new and type(start) is int and start >= 0
             case {"kind": "step", "chain_id": str(chain_id), "step": step}:
-                is_known = chain_id in self._chains and type(step) is int
-                return is_known and step > self._chains[chain_id].start_step and step not in self._steps[chain_id]
+                chain = self.chain(chain_id)
+                if chain is None or type(step) is not int:
+                    return False
+                return step > chain.start_step and step not in chain.steps
             case {"kind": "lost", "chain_id": str(chain_id), "step": step}:
-                is_charged = chain_id in self._chains and type(step) is int and step in self._steps[chain_id]
-                return is_charged and step not in self._lost[chain_id]
+                chain = self.chain(chain_id)
+                return chain is not None and type(step) is int and step in chain.steps and step not in chain.lost
             case {"kind": "evaluation", "evaluation": str(name), "noise_multiplier": noise, "query": dict()}:
                 is_charge = record.get("adjacency") in list(SENSITIVITY_FACTOR) and type(noise) in (int, float)
                 is_noise = is_charge and LEAST_NOISE < noise < 1 / LEAST_NOISE
@@ -315,6 +305,11 @@ class Ledger:
 def is_run_id(value: object) -> bool:
     """Whether a value that was read from a file has the form of the id of a run."""
     return isinstance(value, str) and RUN_ID.fullmatch(value) is not None
+
+
+def differences(before: Mapping[str, Any] | None, plan: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Fields in which a plan differs from one that was recorded before, if one was, and how."""
+    return [] if before is None else list(_differences(before, json.loads(canonical(dict(plan))), names))
 
 
 def _differences(

@@ -15,23 +15,22 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common.chained import ChainedFile, canonical, wait_for_lock
-from hf_dpopt.common.durable import make_folder, remove
+from hf_dpopt.common.chained import ChainedFile, canonical
+from hf_dpopt.common.durable import make_folder
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held
 from hf_dpopt.common.log import logger, warn_once
 from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.run.checkpoint import checkpoints, read_manifest
 from hf_dpopt.run.keys import RUNS, Chain, Keys
-from hf_dpopt.run.ledger import LEDGER, PUBLIC, TAKEN_IN, VERSION, ChainRecord, Ledger
+from hf_dpopt.run.ledger import LEDGER, PUBLIC, TAKEN_IN, VERSION, ChainRecord, Ledger, differences
 
 LOG, LOCK = "log.jsonl", "lock"
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")  # see `write_durably`
-_HEADER_ALONE = 400  # bytes of a log that has no more than its header
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +78,34 @@ def find_run(output_dir: Path, directory: Path) -> Found:
         DPConfigError: for a ledger or log that was changed, or a ledger of another mechanism.
     """
     ledger = Ledger.find(output_dir)
-    named = [] if ledger is None else [ledger.run]
-    here = _folders(directory, [*named, *_named_by_checkpoints(output_dir)])
-    folder = next((one for one in here if ledger is None or one.name == ledger.run), None)
-    others = tuple(Ledger.read(one / LOG) for one in here if one != folder)
-    if folder is None:
+    own, others = _logs(ledger, output_dir, directory)
+    if own is None:
         return Found(ledger, None, None, others)
-    log = Ledger.read(folder / LOG)
+    log = Ledger.read(own / LOG)
     if ledger is not None:
         _check_same_mechanism(log, ledger)
-    return Found(ledger, log, Keys(folder), others)
+    return Found(ledger, log, Keys(own), others)
+
+
+def _logs(ledger: Ledger | None, output_dir: Path, directory: Path) -> tuple[Path | None, tuple[Ledger, ...]]:
+    """Folder of the log of a run, if it is here; and logs of the runs that it descends from, or took checkpoints of.
+
+    Ids that were read from files have the form of `is_run_id`, so none leads elsewhere.
+    """
+    named = [manifest.run for folder in checkpoints(output_dir) if (manifest := read_manifest(folder)) is not None]
+    if ledger is not None:
+        named = [ledger.run, *named, *filter(None, [ledger.parent])]
+    own, others = None, dict[str, Ledger]()
+    for run in named:  # grows by the parents of what is found
+        folder = directory / RUNS / run
+        if run in others or not os.path.lexists(folder / LOG):
+            continue
+        if own is None and (ledger is None or run == ledger.run):
+            own = folder
+        elif folder != own:
+            others[run] = Ledger.read(folder / LOG)
+            named.extend(filter(None, [others[run].parent]))
+    return own, tuple(others.values())
 
 
 class RunLog:
@@ -104,10 +121,10 @@ class RunLog:
         output_dir: folder of the run.
     """
 
-    def __init__(self, output_dir: Path, locks: list[FileLock], log: ChainedFile):
+    def __init__(self, output_dir: Path, log: ChainedFile, held: contextlib.ExitStack):
         """Use `RunLog.open`."""
         self.output_dir, self.keys = output_dir, Keys(log.path.parent)
-        self._locks, self._log = locks, log
+        self._log, self._held = log, held
         self.state = Ledger(output_dir / LEDGER)
         for record in log.records:
             self.state.apply(record)
@@ -125,48 +142,38 @@ class RunLog:
             DPConfigError: if another process has it open, if a file was changed, or if the ledger is that of another
                 mechanism or contradicts the log.
         """
-        output_dir = Path(output_dir)
-        path = output_dir / LEDGER
+        path = Path(output_dir) / LEDGER
         make_folder(path.parent)
-        locks, log = [lock_ledger(path)], None
-        try:
-            ledger = _read_settled(path)
-            named = [*([] if ledger is None else [ledger.run]), *_named_by_checkpoints(output_dir)]
-            here = _folders(directory, named)
-            own = next((folder for folder in here if ledger is None or folder.name == ledger.run), None)
-            parent = ledger.run if own is None and ledger is not None and ledger.num_charged else None
-            if parent is not None and ledger is not None:
-                logger.warning(
-                    f"There is no log of run {parent} in {directory}: it is on another machine, in another "
-                    f"private_state_dir, or lost. Its {ledger.num_charged} steps stay charged, the next ones get a "
-                    "fresh key, and what ran elsewhere and is not in the ledger cannot be known here."
-                )
-            folder = _begin(directory, locks) if own is None else own
-            if own is not None:
-                locks.append(_lock_log(own, path))
-            log = ChainedFile.open(folder / LOG, mode=0o600)
+        with contextlib.ExitStack() as held:
+            held.enter_context(contextlib.closing(lock_ledger(path)))
+            ledger = Ledger.find(output_dir)
+            folder, others = _logs(ledger, Path(output_dir), directory)
+            parent = None
+            if folder is None:
+                if ledger is not None and ledger.num_charged:
+                    parent = ledger.run
+                    logger.warning(
+                        f"There is no log of run {parent} in {directory}: it is on another machine, in another "
+                        f"private_state_dir, or lost. Its {ledger.num_charged} steps stay charged, the next ones get "
+                        "a fresh key, and what ran elsewhere and is not in the ledger cannot be known here."
+                    )
+                folder = directory / RUNS / secrets.token_hex(8)
+                folder.mkdir(mode=0o700)
+            held.enter_context(contextlib.closing(_lock_log(folder, path)))
+            log = held.enter_context(contextlib.closing(ChainedFile.open(folder / LOG, mode=0o600)))
             if not log.records:
                 log.append({"kind": "header", "version": VERSION, "run": folder.name, "parent": parent})
-            made = cls(output_dir, locks, log)
-            made._take_in_all(ledger, [one for one in here if one != own], directory)
+            made = cls(Path(output_dir), log, held)
+            for other in others if ledger is None else (ledger, *others):
+                made._take_in(other)
             made._write_ledger(ledger)
             made._clean()
-            return made
-        except BaseException:
-            if log is not None:
-                log.close()
-            for lock in locks:
-                lock.close()
-            raise
+            made._held = held.pop_all()
+        return made
 
     def close(self) -> None:
         """Let other processes go on."""
-        for lock in reversed(self._locks):
-            lock.close()
-        self._locks = []
-        self._log.close()
-        if self._ledger is not None:
-            self._ledger.close()
+        self._held.close()
 
     def __enter__(self) -> RunLog:
         return self
@@ -174,33 +181,19 @@ class RunLog:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # --- what others know ---
-
-    def _take_in_all(self, ledger: Ledger | None, others: Sequence[Path], directory: Path) -> None:
-        """Take in what the ledger, and logs that this run descends from or whose checkpoints lie here, know alone."""
-        found = [] if ledger is None else [ledger]
-        found += [Ledger.read(folder / LOG) for folder in others]
-        seen, parent = {self.state.run, *(one.run for one in found)}, None if ledger is None else ledger.parent
-        while parent is not None and parent not in seen and _folders(directory, [parent]):
-            found.append(Ledger.read(directory / RUNS / parent / LOG))
-            seen.add(parent)
-            parent = found[-1].parent
-        for other in found:
-            self._take_in(other)
-
     def _take_in(self, other: Ledger) -> None:
+        """Take in what another record of the run, or one of a run that this one descends from, knows alone."""
         if self.state.plan is None:
             self._append(*({"kind": "plan", "plan": plan} for plan in other.plans))
-        else:
-            _check_same_mechanism(self.state, other)
+        _check_same_mechanism(self.state, other)
         for chain in other.chains:
-            self._take_in_chain(other, chain)
+            self._append(*self._unknown(other, chain))
         for name, one in other.evaluations.items():
             if name not in self.state.evaluations:
-                charged = {"noise_multiplier": one.noise_multiplier, "adjacency": one.adjacency, "query": one.query}
-                self._append({"kind": "evaluation", "evaluation": name, **charged})
+                self._charge_evaluation(name, one.noise_multiplier, one.adjacency, one.query)
 
-    def _take_in_chain(self, other: Ledger, chain: ChainRecord) -> None:
+    def _unknown(self, other: Ledger, chain: ChainRecord) -> Iterator[dict[str, Any]]:
+        """Records of steps that only the other one knows; a key of this log whose use it forgot is destroyed."""
         mine = self.state.chain(chain.chain_id)
         same_key = (one for one in self.state.chains if one.key_id == chain.key_id and not chain.unsafe)
         is_other = mine is not None and (mine.key_id, mine.start_step) != (chain.key_id, chain.start_step)
@@ -209,14 +202,10 @@ class RunLog:
                 f"{other.path} contradicts the log of the run about chain {chain.chain_id}: another key, or another "
                 "start. It was edited. Put the original file back; or delete it: it is written again from the log."
             )
-        known = set(self.state.steps(chain.chain_id))
-        unknown = [step for step in other.steps(chain.chain_id) if step not in known]
-        if not unknown:
-            return
-        if mine is None:
-            begun = dataclasses.asdict(chain) | {"note": TAKEN_IN, "parent": None}
-            self._append({"kind": "chain", **begun})
-        elif mine.is_own:
+        unknown = [step for step in chain.steps if mine is None or step not in mine.steps]
+        if unknown and mine is None:
+            yield _record_of(dataclasses.replace(chain, note=TAKEN_IN, parent=None))
+        elif unknown and mine is not None and mine.is_own:
             # This private folder was put back to an earlier state: noise of later steps was used.
             self.keys.destroy(chain.chain_id)
             logger.warning(
@@ -224,14 +213,10 @@ class RunLog:
                 "know: it was put back to an earlier state, or the ledger was edited. The steps count, and the next "
                 "ones get a fresh key."
             )
-        lost, batch = other.lost(chain.chain_id), list[dict[str, Any]]()
         for step in unknown:  # a lost one is noted before the next is charged, as a run does
-            batch.append({"kind": "step", "chain_id": chain.chain_id, "step": step})
-            if step in lost:
-                self._append(*batch)
-                self.lose(chain.chain_id, step)
-                batch.clear()
-        self._append(*batch)
+            yield {"kind": "step", "chain_id": chain.chain_id, "step": step}
+            if step in chain.lost:
+                yield {"kind": "lost", "chain_id": chain.chain_id, "step": step}
 
     def _write_ledger(self, before: Ledger | None) -> None:
         """Write the ledger from the log, and say so if it was behind by more than a kill leaves."""
@@ -244,6 +229,7 @@ class RunLog:
             )
         records = [public for record in self._log.records if (public := _public_part(record)) is not None]
         self._ledger = ChainedFile.rewrite(self.output_dir / LEDGER, records)
+        self._held.callback(self._ledger.close)
         self._log.records.clear()  # they are in `state`
 
     def _clean(self) -> None:
@@ -276,13 +262,17 @@ class RunLog:
         return self._ledger.digest
 
     def _append(self, *records: Mapping[str, Any]) -> None:
-        """Write records to the log, then to the ledger, then take them in; none may depend on another of them."""
+        """Take records in, and write them to the log, then to the ledger.
+
+        What cannot be taken in is not written: it would be refused whenever the log is read. If a write fails, no
+        further one is possible.
+        """
         made = [json.loads(canonical(dict(record))) for record in records]
         if not made:
             return
         self.check_intact()
         for record in made:
-            self.state.check(record)  # what was refused when it is read would make the log worthless
+            self.state.apply(record)
         self._log.append(*made)
         public = [part for record in made if (part := _public_part(record)) is not None]
         if self._ledger is not None:
@@ -290,30 +280,28 @@ class RunLog:
             if public:
                 self._ledger.append(*public)
                 self._ledger.records.clear()
-        for record in made:
-            self.state.apply(record)
 
-    def record_plan(self, plan: dict[str, Any], *, must_match: Sequence[str]) -> None:
+    def record_plan(self, plan: Mapping[str, Any], *, must_match: Sequence[str]) -> None:
         """Record the plan of a run, or check that a later run is the same mechanism; see `Ledger.check_plan`.
 
         Raises:
             DPConfigError: if a field of ``must_match`` differs from the plan recorded last.
         """
         self.state.check_plan(plan, must_match=must_match)
-        if self.state.plan is None or self.state.differences(plan, sorted({*self.state.plan, *plan})):
+        if self.state.plan is None or differences(self.state.plan, plan, sorted({*self.state.plan, *plan})):
             self._append({"kind": "plan", "plan": plan})
 
-    def start_chain(self, chain: Chain, start_step: int, note: str) -> ChainRecord:
+    def start_chain(self, chain: Chain, start_step: int, note: str) -> None:
         """Begin a chain of steps under a key of its own, which is on the disk before the chain has a name here."""
         if not chain.unsafe:
             self.keys.add(chain)
         last = self.state.last_chain
-        record = ChainRecord(
-            chain_id=chain.chain_id, key_id=chain.key_id, start_step=start_step,
-            parent=None if last is None else last.chain_id, note=note, unsafe=chain.unsafe,
+        parent = None if last is None else last.chain_id
+        made = ChainRecord(
+            chain_id=chain.chain_id, key_id=chain.key_id, start_step=start_step, parent=parent, note=note,
+            unsafe=chain.unsafe,
         )  # fmt: skip
-        self._append({"kind": "chain", **dataclasses.asdict(record)})
-        return record
+        self._append(_record_of(made))
 
     def charge(self, chain_id: str, step: int) -> None:
         """Charge one optimizer step, durably, before anything of it is computed.
@@ -325,9 +313,10 @@ class RunLog:
         Raises:
             DPConfigError: if the step, or a later one, was charged to the chain: its noise may have been used.
         """
-        if step <= self.state.reached(chain_id):
+        chain = self.state.chain(chain_id)
+        if chain is not None and step <= chain.reached:
             raise DPConfigError(
-                f"Step {step} cannot run on chain {chain_id}, which has reached step {self.state.reached(chain_id)}: "
+                f"Step {step} cannot run on chain {chain_id}, which has reached step {chain.reached}: "
                 "the noise of a step would be used for a second batch and could be subtracted out. Steps that are run "
                 "again need a new chain with a fresh key."
             )
@@ -340,9 +329,12 @@ class RunLog:
     def charge_evaluation(self, noise_multiplier: float, adjacency: str, query: Mapping[str, Any]) -> str:
         """Charge a private evaluation, durably, before a record is looked at; return its id."""
         name = secrets.token_hex(8)
+        self._charge_evaluation(name, noise_multiplier, adjacency, query)
+        return name
+
+    def _charge_evaluation(self, name: str, noise_multiplier: float, adjacency: str, query: Mapping[str, Any]) -> None:
         charged = {"noise_multiplier": noise_multiplier, "adjacency": adjacency, "query": dict(query)}
         self._append({"kind": "evaluation", "evaluation": name, **charged})
-        return name
 
     def note_answer(self, evaluation: str, metrics: Mapping[str, float]) -> None:
         """Note what was released for an evaluation."""
@@ -379,7 +371,7 @@ def _check_same_mechanism(log: Ledger, other: Ledger) -> None:
         return
     # a convex head is charged as a whole, by all of its plan
     names = RESUME_KEYS if "noise_strategy" in log.plan else sorted({*log.plan, *other.plan})
-    if differing := log.differences(other.plan, names):
+    if differing := differences(log.plan, other.plan, names):
         raise DPConfigError(
             f"The plan in {other.path} is not the one that the keys of this run were used for "
             f"({'; '.join(differing)}): it was edited, or is that of another run, and what the steps cost would be "
@@ -389,7 +381,7 @@ def _check_same_mechanism(log: Ledger, other: Ledger) -> None:
 
 
 def _charges(ledger: Ledger) -> Iterator[tuple[str, int]]:
-    yield from ((chain.chain_id, step) for chain in ledger.chains for step in ledger.steps(chain.chain_id))
+    yield from ((chain.chain_id, step) for chain in ledger.chains for step in chain.steps)
     yield from ((name, 0) for name in ledger.evaluations)
 
 
@@ -400,48 +392,8 @@ def _public_part(record: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"kind": record["kind"]} | {name: record[name] for name in PUBLIC[record["kind"]]}
 
 
-def _read_settled(path: Path) -> Ledger | None:
-    """The ledger in a folder of a run; None if there is none, or nothing but what a kill left of its first line."""
-    if not os.path.lexists(path):
-        return None
-    file = ChainedFile.read(path)
-    return Ledger.of(file) if file.records else None
-
-
-def _named_by_checkpoints(output_dir: Path) -> list[str]:
-    """Ids of the runs that wrote the checkpoints in a folder, as their manifests say, newest first."""
-    manifests = (read_manifest(folder) for folder in checkpoints(output_dir))
-    return [manifest.run for manifest in manifests if manifest is not None]
-
-
-def _folders(directory: Path, runs: Iterable[str]) -> list[Path]:
-    """Folders of those runs that have a log here; ids have the form of `is_run_id`, so none leads elsewhere."""
-    found = [directory / RUNS / run for run in dict.fromkeys(runs)]
-    return [folder for folder in found if os.path.lexists(folder / LOG)]
-
-
-def _begin(directory: Path, locks: list[FileLock]) -> Path:
-    """Make the folder of a run and take its lock; folders that a kill left with no more than a name are deleted."""
-    runs = directory / RUNS
-    with contextlib.closing(wait_for_lock(runs / LOCK, 0o600)):  # else another run could delete this one
-        for folder in runs.iterdir():
-            if folder.is_dir() and _is_empty(folder):
-                try:
-                    lock = FileLock.take(folder / LOCK, mode=0o600)
-                except LockHeld:
-                    continue
-                remove(folder)
-                lock.close()
-        made = runs / secrets.token_hex(8)
-        made.mkdir(mode=0o700)
-        locks.append(_lock_log(made, made))
-    return made
-
-
-def _is_empty(folder: Path) -> bool:
-    """Whether the folder of a run has no key, no noise, and nothing but a header in its log."""
-    names = {path.name for path in folder.iterdir() if not _TEMPORARY.fullmatch(path.name)}
-    return names <= {LOCK, LOG} and (LOG not in names or (folder / LOG).stat().st_size <= _HEADER_ALONE)
+def _record_of(chain: ChainRecord) -> dict[str, Any]:
+    return {"kind": "chain"} | {name: getattr(chain, name) for name in PUBLIC["chain"]}
 
 
 def lock_ledger(path: Path) -> FileLock:

@@ -16,7 +16,7 @@ from pathlib import Path
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.checkpoint import Manifest
-from hf_dpopt.run.journal import BASE, JOURNAL, OPENING, STEP, Contents, Entry, Journal
+from hf_dpopt.run.journal import BASE, JOURNAL, OPENING, STEP, SUFFIX, Contents, Entry, Journal
 from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 
@@ -125,50 +125,35 @@ def decide(
             charged, initial weights that are not those the run began from, and a run without checkpoint that no
             journal leads to.
     """
+
+    def resume(chain: ChainRecord | None, note: str = "", recovery: Recovery | None = None) -> Resume:
+        ordered = sorted(ledger.chains, key=lambda one: one is chain)  # stable; the one that goes on comes last
+        charged = tuple(len(one.steps) for one in ordered)
+        return Resume(step, chain, note, recovery, charged, "" if manifest is None else manifest.origin)
+
     if step is None:
-        return _resume(ledger, step, None, manifest, "training started over" if ledger.chains else "first run")
+        return resume(None, "training started over" if ledger.chains else "first run")
     _check_charged(ledger, step)
-    journals = chains_with_journals(output_dir)
+    journals = {path.name.partition("-")[0] for path in (output_dir / JOURNAL).glob(f"*{SUFFIX}")}
     strangers = journals - {chain.chain_id for chain in ledger.chains}
     own = [chain for chain in reversed(ledger.chains) if chain.is_own]
     named = journals | ({manifest.chain} if manifest is not None else set())
-    candidates = [*own[:1], *(chain for chain in own[1:] if chain.chain_id in named)]
     notes = []
-    for chain in candidates:
-        if is_private and _has_key(keys, chain) and chain.start_step <= step < ledger.reached(chain.chain_id):
+    for chain in (*own[:1], *(chain for chain in own[1:] if chain.chain_id in named)):
+        if is_private and _has_key(keys, chain) and chain.start_step <= step < chain.reached:
             if strangers:
                 raise _refusal(output_dir, f"it is that of another run ({', '.join(sorted(strangers))})")
-            recovery = _find_recovery(
-                ledger, chain, output_dir, step, manifest, initial_weights=initial_weights, has_opening=has_opening
-            )
+            found = _find_journal(chain, output_dir, step, manifest, initial_weights)
+            recovery = None if found is None else _steps_of(chain, step, found, output_dir, has_opening)
             if recovery is not None:
-                return _resume(ledger, step, chain, manifest, "", recovery)
-        notes.append(_why_fresh(ledger, keys, chain, step, manifest))
+                return resume(chain, recovery=recovery)
+        notes.append(_why_fresh(keys, chain, step, manifest))
         if not notes[-1]:
-            return _resume(ledger, step, chain, manifest, "")
+            return resume(chain)
     if step == 0 and own:
         _check_begins(ledger, own[0], output_dir, num_steps)
-    note = f"resumed at step {step}; no chain began here" if ledger.chains else "first run"
-    return _resume(ledger, step, None, manifest, next(iter(notes), note))
-
-
-def _resume(
-    ledger: Ledger,
-    step: int | None,
-    chain: ChainRecord | None,
-    manifest: Manifest | None,
-    note: str,
-    recovery: Recovery | None = None,
-) -> Resume:
-    """Make the decision, with the chains in the order in which it has them."""
-    ordered = sorted(ledger.chains, key=lambda one: one == chain)  # stable
-    charged = tuple(len(ledger.steps(one.chain_id)) for one in ordered)
-    return Resume(step, chain, note, recovery, charged, "" if manifest is None else origin_of(manifest))
-
-
-def origin_of(manifest: Manifest) -> str:
-    """Text that tells one checkpoint from another."""
-    return f"{manifest.chain}:{manifest.step}"
+    notes.append(f"resumed at step {step}; no chain began here" if ledger.chains else "first run")
+    return resume(None, notes[0])
 
 
 def _has_key(keys: Keys | None, chain: ChainRecord) -> bool:
@@ -177,8 +162,8 @@ def _has_key(keys: Keys | None, chain: ChainRecord) -> bool:
 
 def _check_charged(ledger: Ledger, step: int) -> None:
     """Refuse a checkpoint whose cost is not known."""
-    if step and not any(chain.start_step <= step <= ledger.reached(chain.chain_id) for chain in ledger.chains):
-        reached = max((ledger.reached(chain.chain_id) for chain in ledger.chains), default=0)
+    if step and not any(chain.start_step <= step <= chain.reached for chain in ledger.chains):
+        reached = max((chain.reached for chain in ledger.chains), default=0)
         raise DPConfigError(
             f"The checkpoint is at step {step}, but {ledger.path} has charged no run that reached it (it ends at step "
             f"{reached}): what the checkpoint cost is unknown. Resume with the ledger of the run that wrote the "
@@ -188,88 +173,73 @@ def _check_charged(ledger: Ledger, step: int) -> None:
 
 def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path, num_steps: int | None) -> None:
     """Refuse to resume a run from its initial weights where steps were charged that nothing leads to."""
-    reached = ledger.reached(last.chain_id)
-    if num_steps is not None and reached >= num_steps:
+    if num_steps is not None and last.reached >= num_steps:
         raise DPConfigError(
-            f"The run of {ledger.path} is finished: all {reached} steps are charged, and no checkpoint was kept "
+            f"The run of {ledger.path} is finished: all {last.reached} steps are charged, and no checkpoint was kept "
             "(save_strategy='no'). Load the model that it saved; or start over without resume_from_checkpoint (its "
             "cost comes on top), or in another output_dir."
         )
-    if reached:
+    if last.reached:
         raise DPConfigError(
             f"There is no checkpoint in {output_dir}, and no journal that leads from the initial weights to step "
-            f"{reached}, which {ledger.path} has charged. Start over without resume_from_checkpoint (its cost comes "
-            "on top), or in another output_dir."
+            f"{last.reached}, which {ledger.path} has charged. Start over without resume_from_checkpoint (its cost "
+            "comes on top), or in another output_dir."
         )
 
 
-def _why_fresh(ledger: Ledger, keys: Keys | None, last: ChainRecord, step: int, manifest: Manifest | None) -> str:
+def _why_fresh(keys: Keys | None, chain: ChainRecord, step: int, manifest: Manifest | None) -> str:
     """Reason why a chain cannot go on after a checkpoint; empty if it can."""
-    reached = ledger.reached(last.chain_id)
-    if reached != step:
-        return f"resumed at step {step}; step {reached} of the chain before was charged"
-    if manifest is not None and step > last.start_step and manifest.chain != last.chain_id:
-        return f"resumed at step {step}; the checkpoint is that of an earlier chain, with other weights"
-    if not _has_key(keys, last):
-        return f"resumed at step {step}; the key of the chain before is not here"
-    return ""
+    reason = ""
+    if chain.reached != step:
+        reason = f"step {chain.reached} of the chain before was charged"
+    elif manifest is not None and step > chain.start_step and manifest.chain != chain.chain_id:
+        reason = "the checkpoint is that of an earlier chain, with other weights"
+    elif not _has_key(keys, chain):
+        reason = "the key of the chain before is not here"
+    return reason and f"resumed at step {step}; {reason}"
 
 
 # --- the journal ---
 
 
-def _find_recovery(
-    ledger: Ledger,
+def _find_journal(
     chain: ChainRecord,
     output_dir: Path,
     step: int,
     manifest: Manifest | None,
-    *,
     initial_weights: Callable[[], str] | None,
-    has_opening: bool,
-) -> Recovery | None:
-    """The steps between a checkpoint and the last one that was charged; None where no journal leads there."""
-    reached = ledger.reached(chain.chain_id)
+) -> Contents | None:
+    """The journal that leads on from a checkpoint; None if there is none."""
     found = Journal(output_dir, chain.chain_id).contents()
     if found.torn and not found.entries:
         raise _refusal(output_dir, "nothing in it is as it was written")
-    bases = [entry for entry in found.entries if entry.kind == BASE and entry.step <= step]
-    if not bases:
-        return None  # a later checkpoint took the place of what is asked for
-    if manifest is not None and not _leads_on(chain, step, manifest, str(bases[-1].header.get("base"))):
+    bases = [str(entry.header.get("base")) for entry in found.entries if entry.kind == BASE and entry.step <= step]
+    # without a base, a later checkpoint took the place of what is asked for
+    if not bases or (manifest is not None and not _leads_on(chain, step, manifest, bases[-1])):
         return None
-    if step == 0 and initial_weights is not None and initial_weights() != bases[-1].header.get("base"):
+    if step == 0 and initial_weights is not None and initial_weights() != bases[-1]:
         raise DPConfigError(
-            f"The run of {ledger.path} was killed before its first checkpoint, and began from other weights than the "
+            f"The run of {output_dir} was killed before its first checkpoint, and began from other weights than the "
             "model has now. Load the same initial model (with the same seed set before new layers or adapters are "
             "made), or start over without resume_from_checkpoint, whose cost comes on top."
         )
-    return _steps_of(ledger, chain, step, reached, found, output_dir, has_opening=has_opening)
+    return found
 
 
 def _leads_on(chain: ChainRecord, step: int, manifest: Manifest, base: str) -> bool:
     """Whether the steps after a checkpoint, as the chain had them, were made from it."""
-    return manifest.chain == chain.chain_id if step > chain.start_step else origin_of(manifest) == base
+    return manifest.chain == chain.chain_id if step > chain.start_step else manifest.origin == base
 
 
-def _steps_of(
-    ledger: Ledger,
-    chain: ChainRecord,
-    step: int,
-    reached: int,
-    found: Contents,
-    output_dir: Path,
-    *,
-    has_opening: bool,
-) -> Recovery | None:
+def _steps_of(chain: ChainRecord, step: int, found: Contents, output_dir: Path, has_opening: bool) -> Recovery | None:
     """The steps after the checkpoint; None if the journal ends more than one step before what was charged."""
-    lost, charged = ledger.lost(chain.chain_id), set(ledger.steps(chain.chain_id))
+    lost, reached = chain.lost, chain.reached
     of_kind: dict[str, dict[int, Entry]] = {STEP: {}, OPENING: {}}
     for entry in found.entries:
         if entry.kind == BASE:
             continue
-        if entry.step not in charged:
-            raise _refusal(output_dir, f"step {entry.step} is not charged in {ledger.path}")
+        if entry.step not in chain.steps:
+            raise _refusal(output_dir, f"step {entry.step} is not charged in the log of the run")
         if entry.step in of_kind[entry.kind] or (entry.kind == STEP and entry.step in lost):
             raise _refusal(output_dir, f"step {entry.step} is there twice, or the ledger says that it was lost")
         of_kind[entry.kind][entry.step] = entry
@@ -294,11 +264,6 @@ def _steps_of(
     return Recovery(
         step + 1, reached, again, bool(missing), {one: steps[one] for one in needed if one in steps}, opening
     )
-
-
-def chains_with_journals(output_dir: Path) -> set[str]:
-    """Names of the chains that files of a journal are named after."""
-    return {path.name.partition("-")[0] for path in (output_dir / JOURNAL).glob("*.releases")}
 
 
 def _refusal(output_dir: Path, what: str) -> DPConfigError:

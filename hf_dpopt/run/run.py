@@ -32,16 +32,15 @@ from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.sharded import ShardedSource
 from hf_dpopt.run.checkpoint import Manifest, clean, examine, refuse
-from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run, check_run
+from hf_dpopt.run.dataset_ledger import DatasetBudget, charge_run
 from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
-from hf_dpopt.run.keys import RUNS, Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
+from hf_dpopt.run.keys import Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import RunLog, find_run
 from hf_dpopt.run.resume import Recovery, Resume, decide
 from hf_dpopt.sampling.check import ParticipationCheck
 
 TRAINING = "training"  # entry of the recorded plan
-DATASET = "privacy_ledger"  # likewise: where the run was charged for the people in its data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +72,12 @@ class _Door(enum.Enum):
 class _Opened:
     """The same on every rank, when a run was opened on rank 0."""
 
-    run: str
     chain: Chain
     charged: tuple[int, ...]  # the chain in progress comes last
     start: int  # steps that were done before it began
     noise: dict[str, Any] | None
     recovery: Recovery | None
-    directory: Path
+    keys: Path  # their folder
 
 
 class PrivateRun:
@@ -143,40 +141,38 @@ class PrivateRun:
     ):
         self.plan, self.output_dir, self.ranks = plan, Path(output_dir), current_ranks()
         self._dataset = dataset
-        self._is_sharded = any_sharded((parameters or {}).values())
+        is_sharded = any_sharded((parameters or {}).values())
+        self._shard = (self.ranks.rank, self.ranks.size) if is_sharded else None  # of the noise that this rank keeps
         self._journal_limit = journal_limit if plan.is_private else 0.0
         self.log: RunLog | None = None
         self._journal: Journal | None = None
         self._is_closed = False
-        self._preclip: Preconditioning | None = None
         self._door, self._step = _Door.IDLE, 0
-        opened = self.ranks.same(
-            lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
-        )
-        self.chain, self.charged, self.first_step, self.recovery = (
-            opened.chain, list(opened.charged), opened.start, opened.recovery,
-        )  # fmt: skip
-        self._keys = Keys(opened.directory / RUNS / opened.run)
-        done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
-        self._taken = done  # steps of this chain that the model has taken
-        drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
-        self._shards = ShardedSource(drawn_from, self.ranks) if self._is_sharded else None
-        source = drawn_from if self._shards is None else self._shards
-        num_steps = max(1, plan.num_steps - self.first_step)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._let_go)
+            opened = self.ranks.same(
+                lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
+            )
+            self.chain, self.charged, self.first_step, self.recovery = (
+                opened.chain, list(opened.charged), opened.start, opened.recovery,
+            )  # fmt: skip
+            self._keys = Keys(opened.keys)
+            done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
+            self._taken = done  # steps of this chain that the model has taken
+            drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
+            self._shards = ShardedSource(drawn_from, self.ranks) if is_sharded else None
+            source = drawn_from if self._shards is None else self._shards
+            num_steps = max(1, plan.num_steps - self.first_step)
             self.noise = plan.mechanism.stream(
                 source, plan.sensitivity, first_step=self.first_step + 1, num_steps=num_steps
             )
-            shard = (self.ranks.rank, self.ranks.size)
-            if self._is_sharded and self.charged[-1]:
-                self.noise.continue_at(self.charged[-1], self._keys.load_noise(self.chain, self.charged[-1], shard))
-            else:
-                self.noise.continue_at(self.charged[-1], opened.noise)
-            if not self._is_sharded:  # else each rank has its own sums
+            kept = opened.noise
+            if self._shard is not None:
+                kept = self._keys.load_noise(self.chain, self.charged[-1], self._shard)
+            self.noise.continue_at(self.charged[-1], kept)
+            if self._shard is None:  # else each rank has its own sums
                 self.noise.share_over(self.ranks)
-        except BaseException:
-            self._let_go()
-            raise
+            undo.pop_all()
         self._participations = (
             ParticipationCheck(plan.sampler, self.chain.sampling_key, self.first_step + 1)
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
@@ -193,6 +189,7 @@ class PrivateRun:
                 has_one_norm=plan.config.clipping == "flat",
             )
         )
+        self._preclip = None if plan.preclip.needs_start else self._started({})
         self.noise_generator = source.name
         self.noise_generator_class = type(drawn_from).__name__
 
@@ -206,78 +203,54 @@ class PrivateRun:
         initial_weights: Callable[[], str] | None,
     ) -> _Opened:
         """Decide how the run goes on, refuse what is not affordable, and charge the dataset. On rank 0."""
-        directory = private_dir(private_state_dir, self.output_dir)
-        self.log = RunLog.open(self.output_dir, directory)
-        try:
-            state = self.log.state
-            resume = decide(
-                state,
-                self.log.keys,
-                self.output_dir,
-                step=resume_step,
-                manifest=self._manifest(resume_step, checkpoint),
-                num_steps=self.plan.num_steps,
-                initial_weights=initial_weights,
-                has_opening=self.plan.preclip.opening is not None,
-                is_private=self.plan.is_private,
-            )
-            clean(self.output_dir, state)
-            self._check_budget(resume)
-            check_run(self._dataset, self.plan, state.plan, state, resume)
-            self._check_plan(training, is_resumed=resume_step is not None)
-            dataset = charge_run(self._dataset, self.plan, state, resume)
-            charged_to = (
-                (state.plan or {}).get(DATASET)
-                if dataset is None or self._dataset is None
-                else {"name": dataset.name, "entry": self._dataset.entry or state.run}
-            )
-            self._record_plan(training, charged_to)
-            if dataset is not None:
-                self.log.note_dataset(dataset.name, dataset.digest)
-            chain = self._chain(resume)
-            if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
-                self.log.check_data(chain.chain_id, data_mark)
-            self._journal = self._take_up(chain, resume, initial_weights)
-        except BaseException:
-            self._let_go()
-            raise
-        charged = resume.charged if resume.chain is not None else (*resume.charged, 0)
-        noise = None
-        if charged[-1] and not self._is_sharded:
-            noise = self.log.keys.load_noise(chain, charged[-1])
-        start = resume.chain.start_step if resume.chain is not None else resume.reached
-        return _Opened(state.run, chain, charged, start, noise, resume.recovery, directory)
-
-    def _manifest(self, resume_step: int | None, checkpoint: str | Path | None) -> Manifest | None:
-        """Refuse a checkpoint that is torn, or of unknown cost; return its manifest."""
-        if not resume_step or checkpoint is None:
-            return None
-        assert self.log is not None
-        found = examine(Path(checkpoint), self.log.state)
-        if found.manifest is not None and found.manifest.step != resume_step:
-            reason = (
-                f"its weights are those of step {found.manifest.step}, and its trainer_state.json says {resume_step}"
-            )
-            found = dataclasses.replace(found, reasons=(*found.reasons, reason))
-        if not found.is_whole:
-            raise refuse(found)
-        return found.manifest
-
-    def _public_plan(self, training: Mapping[str, Any] | None) -> dict[str, Any]:
-        return self.plan.public_dict() | ({} if training is None else {TRAINING: dict(training)})
-
-    def _check_plan(self, training: Mapping[str, Any] | None, *, is_resumed: bool) -> None:
-        """Check that what is executed is what the run was charged for."""
-        assert self.log is not None
-        # trained anew, a run may be another one; a loop of one's own need not say its options
-        compared = is_resumed and training is not None and TRAINING in (self.log.state.plan or {})
-        keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS
-        self.log.state.check_plan(self._public_plan(training), must_match=keys)
-
-    def _record_plan(self, training: Mapping[str, Any] | None, charged_to: Mapping[str, Any] | None) -> None:
-        assert self.log is not None
-        public = self._public_plan(training) | ({} if charged_to is None else {DATASET: dict(charged_to)})
+        self.log = RunLog.open(self.output_dir, private_dir(private_state_dir, self.output_dir))
+        state, manifest = self.log.state, None
+        if resume_step and checkpoint is not None:
+            found = examine(Path(checkpoint), state, step=resume_step)
+            if not found.is_whole:
+                raise refuse(found)
+            manifest = found.manifest
+        resume = decide(
+            state,
+            self.log.keys,
+            self.output_dir,
+            step=resume_step,
+            manifest=manifest,
+            num_steps=self.plan.num_steps,
+            initial_weights=initial_weights,
+            has_opening=self.plan.preclip.opening is not None,
+            is_private=self.plan.is_private,
+        )
+        clean(self.output_dir, state)
+        self._check_budget(resume)
+        public = self._check_plan(training, resume, manifest)
+        public |= charge_run(self._dataset, self.plan, self.log, resume)
         self.log.record_plan(public, must_match=RESUME_KEYS)
+        chain = self._chain(resume)
+        if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
+            self.log.check_data(chain.chain_id, data_mark)
+        self._journal = self._take_up(chain, resume, initial_weights)
+        charged, start, noise = (*resume.charged, 0), resume.reached, None
+        if resume.chain is not None:
+            charged, start = resume.charged, resume.chain.start_step
+            noise = self.log.keys.load_noise(chain, charged[-1]) if self._shard is None else None
+        return _Opened(chain, charged, start, noise, resume.recovery, self.log.keys.folder)
+
+    def _check_plan(
+        self, training: Mapping[str, Any] | None, resume: Resume, manifest: Manifest | None
+    ) -> dict[str, Any]:
+        """Check that what is executed is what the run was charged for; return its public values."""
+        assert self.log is not None
+        state, public = self.log.state, self.plan.public_dict()
+        if training is not None:
+            public[TRAINING] = dict(training)
+        origin = resume.chain if manifest is None or resume.chain is not None else state.chain(manifest.chain)
+        before = state.plan_of(origin) or {}
+        # trained anew, a run may be another one; a loop of one's own need not say its options
+        compared = resume.step is not None and training is not None and TRAINING in before
+        keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS
+        state.check_plan(public, must_match=keys, since=origin)
+        return public
 
     def _chain(self, resume: Resume) -> Chain:
         """The chain that goes on, or a new one; a run that has no step left begins none."""
@@ -334,27 +307,24 @@ class PrivateRun:
         Raises:
             DPConfigError: if log or ledger were taken from under the run.
         """
-        if self._is_sharded:
-            self.ranks.every(lambda: self._keep_noise((self.ranks.rank, self.ranks.size)))
+        self.ranks.every(self._keep_noise)
         return self.ranks.same(self._stand)
 
-    def _keep_noise(self, shard: tuple[int, int] | None = None) -> None:
-        noise = self.noise.state()
-        if noise and not self.chain.unsafe:
-            self._keys.save_noise(self.chain, noise, shard)
+    def _keep_noise(self) -> None:
+        is_kept = not self.chain.unsafe and (self._shard is not None or self.ranks.rank == 0)
+        if is_kept and (noise := self.noise.state()):
+            self._keys.save_noise(self.chain, noise, self._shard)
 
     def _stand(self) -> tuple[str, str, int]:
         assert self.log is not None
         self.log.check_intact()
-        if not self._is_sharded:
-            self._keep_noise()
         state, step = self.log.state, self.first_step + self.charged[-1]
         if state.chain(self.chain.chain_id) is not None:
             return state.run, self.chain.chain_id, step
         # no step was left: the weights are those of a chain before
         return (
             state.run,
-            next(one.chain_id for one in state.chains if one.start_step <= step <= state.reached(one.chain_id)),
+            next(one.chain_id for one in state.chains if one.start_step <= step <= one.reached),
             step,
         )
 
@@ -376,16 +346,11 @@ class PrivateRun:
         """Whether the journal has reached its limit; on rank 0."""
         return self._journal is not None and self._journal.is_full
 
-    @property
-    def _target(self) -> float | None:
-        # without privacy (a fixed key in a test) there is no budget to keep
-        return self.plan.config.target_epsilon if self.plan.is_private else None
-
     def _check_budget(self, resume: Resume) -> None:
         """Refuse a call whose steps are not all affordable, before anything runs."""
-        target, num_steps = self._target, self.plan.num_steps
+        target, num_steps = self.plan.config.target_epsilon, self.plan.num_steps
         needed = num_steps - resume.reached
-        if target is None or needed <= 0:
+        if target is None or needed <= 0 or not self.plan.is_private:  # a fixed key in a test has no budget to keep
             return
         *before, in_all = resume.in_the_end(num_steps)
         spent = self.plan.epsilon((*before, in_all))
@@ -412,38 +377,18 @@ class PrivateRun:
         )
 
     def charge(self, step: int) -> None:
-        """Write the step to the ledger, on disk, before any record of its batch is looked at.
+        """Write the step to the log, on disk, before any record of its batch is looked at.
 
         Raises:
-            DPBudgetExceeded: if the step would spend more than `target_epsilon`.
+            DPConfigError: for a step beyond the plan, whose steps alone were found affordable, and after `close`.
         """
         if self._is_closed:
             raise DPConfigError(f"Step {step} cannot run: the run was closed, and its ledger takes no more steps.")
-        target, next_charged = self._target, (*self.charged[:-1], self.charged[-1] + 1)
-        horizon = self.plan.horizon
-        if horizon is not None and next_charged[-1] > horizon:
-            raise DPBudgetExceeded(
-                f"Step {step} was not run: the noise was made for {horizon} steps. Plan more steps in another "
-                "output_dir, or use a mechanism without a horizon (nu_dpftrl, blt, banded, honaker)."
+        if self.charged[-1] >= self.plan.num_steps - self.first_step:  # all of them were affordable at the start
+            raise DPConfigError(
+                f"Step {step} cannot run: all {self.plan.num_steps} steps of the plan are done. Plan more steps."
             )
-        if self._dataset is not None and next_charged[-1] > self.plan.num_steps - self.first_step:
-            raise DPBudgetExceeded(
-                f"Step {step} was not run: the ledger of the dataset was charged with {self.plan.num_steps} steps. "
-                "Plan more steps."
-            )
-        # all steps of the plan on this chain were found affordable at the start
-        if target is not None and next_charged[-1] > self.plan.num_steps - self.first_step:
-            spent = self.plan.epsilon(next_charged)
-            if spent > target:
-                raise DPBudgetExceeded(
-                    f"Step {step} would bring epsilon to {spent:.4g}, above target_epsilon={target:g}; it was not "
-                    "run. Raise --target_epsilon, or stop here: the model so far is within the budget."
-                )
         if self.log is not None:
-            if self.log.state.chain(self.chain.chain_id) is None:
-                raise DPConfigError(
-                    f"Step {step} cannot run: all {self.plan.num_steps} steps of the plan are done. Plan more steps."
-                )
             self.log.charge(self.chain.chain_id, step)
         self.charged[-1] += 1
         self._taken = self.charged[-1]
@@ -460,7 +405,6 @@ class PrivateRun:
 
         Raises:
             DPConfigError: for another step, another clip, or a query that is not awaited. Nothing is charged.
-            DPBudgetExceeded: see `charge`.
         """
         opening = self.plan.preclip.opening
         if opening is None or not self.preclip.awaits_opening or self.charged[-1] or step != self.first_step + 1:
@@ -484,10 +428,9 @@ class PrivateRun:
             What records are multiplied by before the clip, for each query that the noise was calibrated to.
 
         Raises:
-            DPConfigError: for a step out of order; for a preconditioner that was not started, asks for other queries
-                or counts more than its sensitivity_ratio says; for another clip: one record would move the sums by
-                more. Nothing is charged then.
-            DPBudgetExceeded: see `charge`.
+            DPConfigError: for a step out of order or beyond the plan; for a preconditioner that was not started, asks
+                for other queries or counts more than its sensitivity_ratio says; for another clip: one record would
+                move the sums by more. Nothing is charged then.
         """
         is_charged = self._door is _Door.OPENED
         following = self.first_step + self.charged[-1] + (not is_charged)
@@ -497,7 +440,7 @@ class PrivateRun:
                 "a step and are charged by how many there were, so a step left out would show records more often than "
                 "was paid for. Take every step of a run once, in order; one without a batch, too."
             )
-        if any_sharded(engine.parameters.values()) and not self._is_sharded:
+        if any_sharded(engine.parameters.values()) and self._shard is None:
             raise DPConfigError(
                 "The model's parameters lie in shards, and the run was not told: every rank would add the noise of "
                 "other elements. Pass them: PrivateRun(.., parameters=engine.parameters)."
@@ -594,7 +537,9 @@ class PrivateRun:
     def _write_down(self, kind: str, released: Released, step: int) -> Released:
         """Make what was released durable, where a journal is kept: the optimizer sees it after that."""
         written = released
-        if self._is_sharded and self.ranks.same(lambda: self._journal is not None and self._journal.takes(released)):
+        if self._shard is not None and self.ranks.same(
+            lambda: self._journal is not None and self._journal.takes(released)
+        ):
             # rank 0 writes all of it, one file for any number of ranks; the others only take part
             whole = {name: whole_of(value) for name, value in released.items()}
             written = Released({name: value.cpu() for name, value in whole.items()} if self.ranks.rank == 0 else {})
@@ -649,11 +594,14 @@ class PrivateRun:
         Raises:
             DPConfigError: if it does not fit the model, or public gradients are missing.
         """
-        norm = self.plan.config.clipping_norm
-        self._preclip = self.plan.preclip.start(
-            engine.parameters, clipping_norm=norm, noise=self.noise_level(), public=public
-        )
+        self._preclip = self._started(engine.parameters, public)
         return self._preclip
+
+    def _started(
+        self, parameters: Mapping[str, torch.nn.Parameter], public: PublicSource | None = None
+    ) -> Preconditioning:
+        norm = self.plan.config.clipping_norm
+        return self.plan.preclip.start(parameters, clipping_norm=norm, noise=self.noise_level(), public=public)
 
     @property
     def preclip(self) -> Preconditioning:
@@ -663,13 +611,9 @@ class PrivateRun:
             DPConfigError: if there is none yet, and the plan has one.
         """
         if self._preclip is None:
-            if self.plan.preclip.needs_start:
-                raise DPConfigError(
-                    "The plan's noise is calibrated to its preconditioner, which has not been started. Do so once, "
-                    "before the first step: preclip = run.start_preclip(engine)."
-                )
-            self._preclip = self.plan.preclip.start(
-                {}, clipping_norm=self.plan.config.clipping_norm, noise=self.noise_level()
+            raise DPConfigError(
+                "The plan's noise is calibrated to its preconditioner, which has not been started. Do so once, before "
+                "the first step: preclip = run.start_preclip(engine)."
             )
         return self._preclip
 
@@ -718,7 +662,7 @@ class PrivateRun:
         self.noise.forget()
         last = self.first_step + self.charged[-1]
         is_over = is_finished and last >= self.plan.num_steps
-        if is_over and (self._is_sharded or self.log is not None):
+        if is_over and (self._shard is not None or self.log is not None):
             self._keys.secrets()  # still known to the scan of what is released
             self._keys.destroy()
         if self.log is not None:
@@ -789,24 +733,28 @@ def recorded_plan(
         return None
     found = find_run(Path(output_dir), private_dir(private_state_dir, output_dir, is_read=True))
     known = found.known
-    plan, path = (None, LEDGER) if known is None else (known.plan, known.path)
-    if plan is not None and known is not None and found.log is None:  # anybody who writes there may have made it
-        plan = None if not known.num_charged else {**plan, "delta": None}
-        (plan or {}).pop("certificate", None)
-    if plan is not None and "noise_strategy" not in plan:
+    if known is None or known.plan is None:
+        return None
+    plan = dict(known.plan)
+    if found.log is None:  # anybody who writes there may have made it
+        if not known.num_charged:
+            return None
+        plan["delta"] = None
+        plan.pop("certificate", None)
+    if "noise_strategy" not in plan:
         raise DPConfigError(
-            f"output_dir={output_dir}: {path} records a run of another kind, without a noise strategy. Choose another "
-            "output_dir."
+            f"output_dir={output_dir}: {known.path} records a run of another kind, without a noise strategy. Choose "
+            "another output_dir."
         )
-    if plan is not None and num_examples not in (None, plan.get("num_examples")):
+    if num_examples not in (None, plan.get("num_examples")):
         raise DPConfigError(
             f"output_dir={output_dir}: holds a run on another dataset, of {plan.get('num_examples')} "
             f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
             "another output_dir."
         )
-    if keeps_budget and plan is not None and plan.get("noise_multiplier") == 0:
+    if keeps_budget and plan.get("noise_multiplier") == 0:
         raise DPConfigError(
-            f"The run recorded in {path} had no noise (noise_multiplier 0), so a budget cannot be kept on top of it. "
-            "Choose another output_dir."
+            f"The run recorded in {known.path} had no noise (noise_multiplier 0), so a budget cannot be kept on top "
+            "of it. Choose another output_dir."
         )
     return plan

@@ -66,8 +66,7 @@ def private_step(
 
     Raises:
         DPConfigError: before the step is charged, for an engine or scales that the plan's noise was not made for, and
-            for a preconditioner that was not started.
-        DPBudgetExceeded: before the step runs, if it would spend more than the target.
+            for a preconditioner that was not started; for a step beyond the plan, whose steps alone are affordable.
     """
     if everything is not None and run.preclip.awaits_opening:
         ask(engine, losses, everything(), run=run, step=step)
@@ -190,7 +189,7 @@ def ask(
         step: the first step of its chain.
 
     Raises:
-        DPConfigError, DPBudgetExceeded: see `PrivateRun.open`.
+        DPConfigError: see `PrivateRun.open`.
     """
     query = run.open(step, engine)
     if run.ranks.rank == 0:

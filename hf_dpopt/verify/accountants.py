@@ -11,23 +11,25 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+import numpy as np
 from dp_accounting import (
     DpEvent,
     GaussianDpEvent,
     NeighboringRelation,
     PoissonSampledDpEvent,
+    PrivacyAccountant,
     TruncatedSubsampledGaussianDpEvent,
 )
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, stats
-from scipy.special import log_ndtr
+from scipy.special import log_ndtr, ndtr, ndtri
 
-from hf_dpopt.verify import selection
-from hf_dpopt.verify.events import MOVES, Leaves
+from hf_dpopt.verify.events import MOVES, Leaves, best_of, leaves_of_run, on_sample
 from hf_dpopt.verify.outcome import Inapplicable, Unknown
 
 TOLERANCE = 1e-3  # relative, by which a claim may lie below a recomputed value: grids differ
@@ -35,7 +37,11 @@ SLACK = 1e-5  # absolute, for an epsilon near 0
 GRID_ERROR = 2e-4  # relative, of a recomputed value
 MOST_POINTS = 2 * 10**6  # of the privacy loss of one step
 LARGEST = 500.0  # epsilon beyond which privacy losses overflow
+POINTS = 400  # epsilons whose deltas bound an attacker
 SMALLEST_DELTA = 1e-10  # at which rounding in the convolutions is small beside delta
+STEPS = 64  # intervals of epsilon at which the profile of one run is looked at, for each unit
+LARGEST_CONDITION = 12
+SHARES = 100_000  # probabilities at which the condition is computed
 CAP_SHARE = 0.01  # of delta, that cut batches may cost in the simple bound
 RELATIONS = {
     "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -50,12 +56,10 @@ class Recomputed:
 
     Attributes:
         epsilon: upper bound on what ran.
-        coarseness: how much of it, relatively, may be due to the grid.
-        least: lower end, where the accountant has one; 0 elsewhere.
+        least: what a claim below which is false; 0 where the bound is not tight.
     """
 
     epsilon: float
-    coarseness: float = 0.0
     least: float = 0.0
 
 
@@ -74,9 +78,9 @@ def uncut(leaves: Leaves, delta: float) -> tuple[Leaves, float]:
             cost += count * float(stats.binom.sf(cap - 1, leaf.dataset_size, q))
             leaf = PoissonSampledDpEvent(q, GaussianDpEvent(leaf.noise_multiplier))
         elif isinstance(leaf, RepeatAndSelectDpEvent):
-            run, left = uncut(selection.leaves_of(leaf), delta)
+            run, left = uncut(leaves_of_run(leaf), delta)
             cost += count * leaf.mean * (delta - left)  # every run may fail
-            leaf = selection.best_of(run, (leaf.mean, leaf.shape))
+            leaf = best_of(run, (leaf.mean, leaf.shape))
         found.append((leaf, count))
     return (found, delta - cost) if cost <= CAP_SHARE * delta else (leaves, delta)
 
@@ -89,8 +93,14 @@ def by_gaussian(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     """
     if not all(isinstance(leaf, GaussianDpEvent) for leaf, _ in leaves):
         raise Inapplicable("not all steps are plain Gaussian mechanisms")
-    squares = sum(count / leaf.noise_multiplier**2 for leaf, count in leaves)
-    return Recomputed(gaussian_epsilon(MOVES[adjacency] * math.sqrt(squares), delta))
+    epsilon = gaussian_epsilon(_shift(leaves, adjacency), delta)
+    return Recomputed(epsilon, least=epsilon)
+
+
+def _shift(leaves: Leaves, adjacency: str) -> float:
+    """Standard deviations by which a record moves the mean of plain Gaussian mechanisms together."""
+    squares = sum(count / leaf.noise_multiplier**2 for leaf, count in leaves)  # type: ignore[attr-defined]
+    return MOVES[adjacency] * math.sqrt(squares)
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -116,35 +126,50 @@ def by_pld(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     if delta < SMALLEST_DELTA:
         raise Unknown(f"delta={delta:g} is below {SMALLEST_DELTA:g}, where rounding is no longer small")
     leaves, delta = uncut(leaves, delta)
-    empty = PLDAccountant(RELATIONS[adjacency])
-    if not all(empty.supports(leaf) for leaf, _ in leaves):
+    if not _supports(PLDAccountant(RELATIONS[adjacency]), leaves):
         raise Inapplicable(f"it has no analysis of these batches under {adjacency}")
-    noise = min(_noise(leaf) for leaf, _ in leaves)
-    floor = (40 / noise + 4 / noise**2) / MOST_POINTS
-    steps = sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in leaves)
+    floor, steps = _floor(leaves), _num_grids(leaves)
     epsilon = _guess(leaves, delta, adjacency)
     for _ in range(4):
         grid = max(floor, _grid(epsilon, steps))
         if epsilon > LARGEST or grid > max(1.0, epsilon):
             raise Unknown(f"epsilon is above {LARGEST:g}, where privacy losses overflow")
-        accountant = PLDAccountant(RELATIONS[adjacency], grid)
-        for leaf, count in leaves:
-            accountant.compose(leaf, count)
-        epsilon = float(accountant.get_epsilon(delta))
+        epsilon = float(_composed(PLDAccountant(RELATIONS[adjacency], grid), leaves).get_epsilon(delta))
         if not math.isfinite(epsilon):
             raise Unknown("its bound is infinite")
         if grid <= max(floor, 1.5 * _grid(epsilon, steps)):
             break
     excess = (4 + 0.12 * epsilon) * steps * (grid / max(epsilon, 1e-3)) ** 2
-    return Recomputed(epsilon, excess)
+    return Recomputed(epsilon, least=epsilon if excess <= TOLERANCE else 0.0)
 
 
-def _noise(leaf: DpEvent) -> float:
+def _rate_and_noise(leaf: DpEvent) -> tuple[float, float]:
+    """Sample rate and noise of a mechanism, of a mixture those of about as much."""
+    if isinstance(leaf, GaussianDpEvent):
+        return 1.0, leaf.noise_multiplier
     if isinstance(leaf, PoissonSampledDpEvent):
-        return _noise(leaf.event)
+        return leaf.sampling_probability, _rate_and_noise(leaf.event)[1]
     if isinstance(leaf, MixtureOfGaussiansDpEvent):
-        return leaf.standard_deviation / max(leaf.sensitivities)
-    return leaf.noise_multiplier  # type: ignore[attr-defined]
+        pairs = list(zip(leaf.sensitivities, leaf.sampling_probs, strict=True))
+        q = min(1.0, sum(p for shift, p in pairs if shift > 0))
+        return q, leaf.standard_deviation * q / sum(shift * p for shift, p in pairs)
+    return leaf.sampling_probability, leaf.noise_multiplier  # type: ignore[attr-defined]
+
+
+def _floor(leaves: Leaves) -> float:
+    """Smallest interval of the privacy loss that leaves few enough points."""
+    noise = min(
+        leaf.standard_deviation / max(leaf.sensitivities)
+        if isinstance(leaf, MixtureOfGaussiansDpEvent)
+        else _rate_and_noise(leaf)[1]
+        for leaf, _ in leaves
+    )
+    return (40 / noise + 4 / noise**2) / MOST_POINTS
+
+
+def _num_grids(leaves: Leaves) -> int:
+    """Privacy losses that are rounded: plain Gaussian mechanisms are composed before."""
+    return sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in leaves)
 
 
 def _grid(epsilon: float, steps: int) -> float:
@@ -153,32 +178,50 @@ def _grid(epsilon: float, steps: int) -> float:
     return min(epsilon * math.sqrt(GRID_ERROR / ((4 + 0.12 * epsilon) * steps)), epsilon / 200)
 
 
-def grid_of(leaves: Leaves, epsilon: float) -> float:
-    """Interval of the privacy loss for steps whose epsilon is about that, finer than what a rate needs."""
-    noise = min(_noise(leaf) for leaf, _ in leaves)
-    steps = sum(1 if isinstance(leaf, GaussianDpEvent) else count for leaf, count in leaves)
-    return max((40 / noise + 4 / noise**2) / MOST_POINTS, 2 * _grid(epsilon, steps))
-
-
 def _guess(leaves: Leaves, delta: float, adjacency: str) -> float:
     """Rough size of epsilon, for the first grid alone."""
-    factor = MOVES[adjacency]
-    rough: Leaves = []
-    for leaf, count in leaves:
-        if isinstance(leaf, GaussianDpEvent):
-            rough.append((GaussianDpEvent(leaf.noise_multiplier / factor), count))
-        elif isinstance(leaf, PoissonSampledDpEvent):
-            sampled = GaussianDpEvent(_noise(leaf) / factor)
-            rough.append((PoissonSampledDpEvent(leaf.sampling_probability, sampled), count))
-        elif isinstance(leaf, MixtureOfGaussiansDpEvent):
-            pairs = list(zip(leaf.sensitivities, leaf.sampling_probs, strict=True))
-            q = min(1.0, sum(p for shift, p in pairs if shift > 0))
-            mean = sum(shift * p for shift, p in pairs) / q
-            rough.append((PoissonSampledDpEvent(q, GaussianDpEvent(leaf.standard_deviation / mean)), count))
-        else:
-            sampled = GaussianDpEvent(_noise(leaf) / factor)
-            rough.append((PoissonSampledDpEvent(leaf.sampling_probability, sampled), count))  # type: ignore[attr-defined]
+    parts = [(*_rate_and_noise(leaf), count) for leaf, count in leaves]
+    rough = [(on_sample(q, noise / MOVES[adjacency]), count) for q, noise, count in parts]
     return 0.7 * by_rdp(rough, delta, "add_or_remove_one").epsilon
+
+
+def true_positives(leaves: Leaves, false_positives: float, epsilon: float, delta: float, adjacency: str) -> float:
+    """Largest true-positive rate of a test between neighbours, from delta at many epsilons.
+
+    Raises:
+        Unknown: for batches without an independent analysis.
+    """
+    if all(isinstance(leaf, GaussianDpEvent) for leaf, _ in leaves):
+        return float(ndtr(ndtri(false_positives) + _shift(leaves, adjacency)))
+    steps, left = uncut(leaves, delta)
+    if not _supports(PLDAccountant(RELATIONS[adjacency]), steps):
+        raise Unknown("no independent accountant knows the whole profile of these batches")
+    grid = max(_floor(steps), 2 * _grid(epsilon, _num_grids(steps)))
+    losses = _composed(PLDAccountant(RELATIONS[adjacency], grid), steps)
+    t = np.linspace(0.0, 2 * epsilon + 1, POINTS)
+    deltas = np.minimum(1.0, np.array([losses.get_delta(float(x)) for x in t]) + delta - left)
+    bounds = np.minimum(
+        np.exp(t) * false_positives + deltas, 1 - np.exp(-t) * (1 - deltas - false_positives)
+    )  # the attack, and that on the complement with both datasets exchanged
+    return float(min(1.0, bounds.min()))
+
+
+def _by_tight(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
+    """Return epsilon by the exact formula, or from privacy losses."""
+    try:
+        return by_gaussian(leaves, delta, adjacency)
+    except Inapplicable:
+        return by_pld(leaves, delta, adjacency)
+
+
+def _supports(accountant: PrivacyAccountant, leaves: Leaves) -> bool:
+    return all(accountant.supports(leaf) for leaf, _ in leaves)
+
+
+def _composed(accountant: PrivacyAccountant, leaves: Leaves) -> Any:
+    for leaf, count in leaves:
+        accountant.compose(leaf, count)
+    return accountant
 
 
 def by_selection(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
@@ -191,16 +234,50 @@ def by_selection(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     if len(leaves) != 1 or not isinstance(leaves[0][0], RepeatAndSelectDpEvent):
         raise Inapplicable("it was no tuning")
     best = leaves[0][0]
-    run, law = selection.leaves_of(best), (best.mean, best.shape)
-    try:
-        one_run = by_gaussian(run, delta / best.mean, adjacency)
-    except Inapplicable:
-        one_run = by_pld(run, delta / best.mean, adjacency)
-    accountant = PLDAccountant(RELATIONS[adjacency], max(1e-4, one_run.epsilon / 2000))
-    for leaf, count in run:
-        accountant.compose(leaf, count)
-    epsilon = one_run.epsilon + selection.condition(law, accountant.get_delta)
-    return Recomputed(epsilon, max(one_run.coarseness, 2 * TOLERANCE))
+    run, law = leaves_of_run(best), (best.mean, best.shape)
+    one_run = _by_tight(run, delta / best.mean, adjacency)
+    accountant = _composed(PLDAccountant(RELATIONS[adjacency], max(1e-4, one_run.epsilon / 2000)), run)
+    epsilon = one_run.epsilon + condition(law, accountant.get_delta)
+    return Recomputed(epsilon)
+
+
+def gamma_of(mean: float, shape: float) -> float:
+    """Parameter of the truncated negative binomial law, from its mean, by the derivative of its generating function.
+
+    The mean is ``f'(1) / (f(1) - f(0))`` of ``f(x) = (1 - (1 - gamma) x)^-shape``, or of its logarithm for shape 0.
+    """
+
+    def excess(gamma: float) -> float:
+        if shape == 0:
+            return (1 - gamma) / gamma / -math.log(gamma) - mean
+        return shape * (1 - gamma) * gamma ** (-shape - 1) / (gamma**-shape - 1) - mean
+
+    low = 0.5
+    while excess(low) < 0:
+        low /= 2
+    return float(optimize.brentq(excess, low, 1 - 1e-9, xtol=1e-15))
+
+
+def condition(law: tuple[float, float], delta_of: Callable[[float], float]) -> float:
+    """Log of how much likelier a good output can be made by the other runs, under one data set than the other.
+
+    Args:
+        law: mean and shape of the number of runs.
+        delta_of: delta of one run at an epsilon >= 0.
+    """
+    mean, shape = law
+    if math.isinf(shape):
+        return mean * delta_of(0.0)
+    gamma = gamma_of(mean, shape)
+    epsilons = np.arange(0, LARGEST_CONDITION * STEPS + 1) / STEPS
+    deltas = np.array([delta_of(float(e)) for e in epsilons])
+    better = np.concatenate([[0.0], np.geomspace(1e-9, 1.0, SHARES)])  # share of outputs that are better, ours
+    most = np.ones_like(better)  # and the largest it can be under the other data set
+    for e, d in zip(epsilons, deltas, strict=True):
+        np.minimum(most, math.exp(e) * better + d, out=most)
+    # between two of the shares: the larger numerator over the smaller denominator
+    ratio = (gamma + (1 - gamma) * most[1:]) / (gamma + (1 - gamma) * better[:-1])
+    return (1 + shape) * float(np.log(max(1.0, ratio.max())))
 
 
 def by_sum(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
@@ -217,9 +294,8 @@ def by_sum(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     share = delta / num_parts
     found = [(by_selection([(leaf, 1)], share, adjacency), count) for leaf, count in tunings]
     if rest:
-        is_gaussian = all(isinstance(leaf, GaussianDpEvent) for leaf, _ in rest)
-        found.append(((by_gaussian if is_gaussian else by_pld)(rest, share, adjacency), 1))
-    return Recomputed(sum(count * part.epsilon for part, count in found), max(part.coarseness for part, _ in found))
+        found.append((_by_tight(rest, share, adjacency), 1))
+    return Recomputed(sum(count * part.epsilon for part, count in found))
 
 
 def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
@@ -231,14 +307,10 @@ def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     if adjacency == "replace_one":
         raise Inapplicable("its analysis moves one clip, and a swapped record moves two")
     leaves, delta = uncut(leaves, delta)
-    accountant = RdpAccountant()
-    if not all(accountant.supports(leaf) for leaf, _ in leaves):
+    if not _supports(RdpAccountant(), leaves):
         raise Inapplicable("it has no analysis of these batches")
     with _quiet():
-        for leaf, count in leaves:
-            accountant.compose(leaf, count)
-        epsilon = float(accountant.get_epsilon(delta))
-    return Recomputed(epsilon)
+        return Recomputed(float(_composed(RdpAccountant(), leaves).get_epsilon(delta)))
 
 
 def by_prv(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
@@ -262,7 +334,7 @@ def by_prv(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
         try:
             accountants = importlib.import_module("opacus.accountants")
             accountant = accountants.PRVAccountant()
-            accountant.history = [(_noise(leaf), leaf.sampling_probability, count) for leaf, count in leaves]  # type: ignore[attr-defined]
+            accountant.history = [(*_rate_and_noise(leaf)[::-1], count) for leaf, count in leaves]
             prv = accountant._get_dprv(eps_error=error, delta_error=delta / 1000)
             least, _, most = prv.compute_epsilon(delta, delta / 1000, error)
         except ImportError:
@@ -271,7 +343,7 @@ def by_prv(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
             raise Unknown(f"opacus gave no number ({type(problem).__name__})") from None
     if not (math.isfinite(least) and math.isfinite(most)):
         raise Unknown("opacus gave no finite number")
-    return Recomputed(float(most), 2 * error / max(float(most), 1e-9), float(least))
+    return Recomputed(float(most), float(least))
 
 
 @contextlib.contextmanager

@@ -55,6 +55,11 @@ class LedgerFile:
         return tuple(len(chain.steps) for chain in self.chains.values())
 
     @property
+    def is_unsafe(self) -> bool:
+        """Whether a key was fixed by hand."""
+        return any(chain.is_unsafe for chain in self.chains.values())
+
+    @property
     def num_lost(self) -> int:
         """Steps that were charged and made no update."""
         return sum(len(chain.lost) for chain in self.chains.values())

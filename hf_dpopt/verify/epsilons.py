@@ -1,30 +1,29 @@
-"""Recomputation of a claimed epsilon, by every accountant that knows its events."""
+"""Recomputation of a claimed epsilon by every accountant that knows its events, and of the claims on attackers."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
 
 from dp_accounting.dp_event import RepeatAndSelectDpEvent
 
 from hf_dpopt.verify import accountants, bins
 from hf_dpopt.verify.accountants import SLACK, TOLERANCE, Recomputed
 from hf_dpopt.verify.claims import Report
-from hf_dpopt.verify.events import ALLOWED, BINS, Leaves
+from hf_dpopt.verify.events import ALLOWED, Leaves
 from hf_dpopt.verify.outcome import (
     EPSILON,
     FAILED,
     NOT_CHECKED,
     OK,
     SIMULATION,
-    UNCOMPUTABLE,
     Check,
     Contradiction,
     Inapplicable,
     Unknown,
+    attempt,
 )
+from hf_dpopt.verify.reading import Fields
 
 PRV = "opacus PRV"
 ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
@@ -35,49 +34,40 @@ ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
     "sum over the tunings and the rest": accountants.by_sum,
     PRV: accountants.by_prv,
 }
-TIGHT = ("exact Gaussian", "dp-accounting PLD")
+RATE_TOLERANCE = 0.01  # relative, by which a claimed rate may lie below a recomputed one: grids differ
 
 
-def check_epsilons(report: Report, charged: tuple[int, ...] | None) -> list[Check]:
-    """Recompute every epsilon that a report claims.
-
-    Args:
-        report: the report.
-        charged: steps of each chain by the ledger; None if it cannot be relied on.
-    """
-    checks: list[Check] = []
-    planned = (report.planned_steps,)
-    wanted: list[tuple[str, float, tuple[int, ...]]] = [("the plan", report.epsilons["the plan"], planned)]
-    if charged is not None and charged != planned:
-        wanted.append(("the steps charged", report.epsilons["the steps charged"], charged))
-    elif charged is not None:  # the same steps, so the same cost
-        wanted[0] = ("the plan", min(report.epsilons.values()), planned)
-    for what, claimed, chains in wanted:
-        checks += or_failure(what, partial(_of, report, what, claimed, chains))
+def check_epsilons(report: Report) -> list[Check]:
+    """Recompute every epsilon that a report claims."""
+    planned: tuple[int, ...] = (report.planned_steps,)
+    charged = planned if report.known_ledger is None else report.ledger.charged
+    wanted = {"the plan": (report.epsilons["the plan"], planned)}
+    if charged != planned:
+        wanted["the steps charged"] = (report.epsilons["the steps charged"], charged)
+    elif report.known_ledger is not None:  # the same steps, so the same cost
+        wanted["the plan"] = (min(report.epsilons.values()), planned)
+    checks = [check for what, asked in wanted.items() for check in _of(report, what, *asked)]
     if report.fields.has("epsilon_replace_one"):
-        most = charged if charged is not None and sum(charged) > sum(planned) else planned
-        checks += or_failure("a swapped record", lambda: _of_swapped(report, most))
+        checks += attempt_epsilon("a swapped record", lambda: _of_swapped(report))
     return checks
 
 
-def or_failure(what: str, look: Callable[[], list[Check]]) -> list[Check]:
+def attempt_epsilon(what: str, look: Callable[[], list[Check]]) -> list[Check]:
     """The checks that `look` makes, or the one that says why it cannot."""
-    try:
-        return look()
-    except (Contradiction, Unknown, *UNCOMPUTABLE) as error:
-        status = NOT_CHECKED if isinstance(error, Unknown) else FAILED
-        return [Check(f"{EPSILON} of {what}", status, str(error), {"claim": what, "supports": False})]
+    return attempt(f"{EPSILON} of {what}", look, claim=what, supports=False)
 
 
 def _of(report: Report, what: str, claimed: float, chains: tuple[int, ...]) -> list[Check]:
-    adjacency = report.mechanism.adjacency
-    leaves = leaves_of(report, chains)
-    if BINS in (report.mechanism.sampler, *(run.sampler for run in report.earlier)):
-        return _of_bins(report, what, claimed, chains, leaves)
-    return check_epsilon(what, claimed, leaves, report.delta, adjacency)
+    def look() -> list[Check]:
+        leaves = leaves_of(report, chains)
+        if report.has_bins:
+            return _of_bins(report, what, claimed, chains, leaves)
+        return check_epsilon(what, claimed, leaves, report.delta, report.mechanism.adjacency)
+
+    return attempt_epsilon(what, look)
 
 
-def _of_swapped(report: Report, chains: tuple[int, ...]) -> list[Check]:
+def _of_swapped(report: Report) -> list[Check]:
     """Epsilon if one record is swapped for another, which is no part of the claim but stands in the report."""
     claimed = report.fields.number("epsilon_replace_one", may_be_infinite=True)
     for mechanism in (report.mechanism, *report.earlier):
@@ -85,7 +75,8 @@ def _of_swapped(report: Report, chains: tuple[int, ...]) -> list[Check]:
             raise Contradiction(f"{mechanism.sampler} has no proof under replace_one, and {claimed:.6g} is claimed")
     if not math.isfinite(claimed):
         return []
-    return check_epsilon("a swapped record", claimed, leaves_of(report, chains), report.delta, "replace_one")
+    leaves = leaves_of(report, report.most_steps)
+    return check_epsilon("a swapped record", claimed, leaves, report.delta, "replace_one")
 
 
 def leaves_of(report: Report, chains: tuple[int, ...]) -> Leaves:
@@ -106,45 +97,40 @@ def check_epsilon(what: str, claimed: float, leaves: Leaves, delta: float, adjac
         delta: delta of the claim.
         adjacency: which data sets are neighbours.
     """
+    title = f"{EPSILON} of {what}"
     if not leaves:
-        detail = f"nothing was released; {claimed:.6g} is claimed"
-        return [Check(f"{EPSILON} of {what}", OK, detail, {"claim": what, "supports": True})]
-    tried = [_by(name, what, claimed, leaves, delta, adjacency) for name in ACCOUNTANTS]
-    checks = [check for check in tried if check is not None]
-    if not checks:
-        detail = f"no accountant here knows these batches under {adjacency}"
-        return [Check(f"{EPSILON} of {what}", NOT_CHECKED, detail, {"claim": what, "supports": False})]
-    is_supported = any(check.numbers.get("supports") for check in checks)
-    is_refuted = any(check.status == FAILED for check in checks)
-    if is_supported:  # a bound that is less tight refutes nothing
-        return [_with(check, OK) if check.status == FAILED and PRV not in check.name else check for check in checks]
-    if not is_refuted:
-        return [_with(check, NOT_CHECKED) if check.status == OK else check for check in checks]
+        return [Check(title, OK, f"nothing was released; {claimed:.6g} is claimed", {"claim": what, "supports": True})]
+    found: dict[str, Recomputed | Unknown] = {}
+    for name, recompute in ACCOUNTANTS.items():
+        try:
+            found[name] = recompute(leaves, delta, adjacency)
+        except Inapplicable:
+            continue
+        except Unknown as error:
+            found[name] = error
+    if not found:
+        raise Unknown(f"no accountant here knows these batches under {adjacency}")
+    known = {name: one for name, one in found.items() if isinstance(one, Recomputed)}
+    is_supported = any(not _is_below(claimed, one.epsilon) for one in known.values())
+    # where one bound supports the claim, one that is less tight refutes nothing
+    refuting = [n for n, one in known.items() if _is_below(claimed, one.least) and (n == PRV or not is_supported)]
+    checks = []
+    for name, one in found.items():
+        if isinstance(one, Unknown):
+            checks.append(Check(f"{title}, {name}", NOT_CHECKED, str(one), {"claim": what, "supports": False}))
+        else:
+            status = FAILED if name in refuting else OK if is_supported or refuting else NOT_CHECKED
+            said = f"{one.epsilon:.6g} recomputed{_apart(claimed, one.epsilon)}"
+            if name == PRV:
+                said = f"{one.least:.6g} to {one.epsilon:.6g} recomputed"
+            checks.append(_comparison(f"{title}, {name}", status, what, claimed, one.epsilon, said))
     return checks
 
 
-def _with(check: Check, status: str) -> Check:
-    return dataclasses.replace(check, status=status)
-
-
-def _by(name: str, what: str, claimed: float, leaves: Leaves, delta: float, adjacency: str) -> Check | None:
-    """The check of one accountant; None if it is one for other mechanisms."""
-    title = f"{EPSILON} of {what}, {name}"
-    try:
-        found = ACCOUNTANTS[name](leaves, delta, adjacency)
-    except Inapplicable:
-        return None
-    except Unknown as error:
-        return Check(title, NOT_CHECKED, str(error), {"claim": what, "supports": False})
-    numbers = {"claim": what, "claimed": _spelt(claimed), "recomputed": _spelt(found.epsilon)}
-    is_supported = not _is_below(claimed, found.epsilon)
-    if name == PRV:
-        detail = f"{claimed:.6g} claimed, {found.least:.6g} to {found.epsilon:.6g} recomputed"
-        is_false = _is_below(claimed, found.least)
-    else:
-        detail = f"{claimed:.6g} claimed, {found.epsilon:.6g} recomputed{_apart(claimed, found.epsilon)}"
-        is_false = not is_supported and name in TIGHT and found.coarseness <= TOLERANCE
-    return Check(title, FAILED if is_false else OK, detail, numbers | {"supports": is_supported})
+def _comparison(title: str, status: str, what: str, claimed: float, found: float, said: str) -> Check:
+    is_supported = not _is_below(claimed, found)
+    numbers = {"claim": what, "claimed": _spelt(claimed), "recomputed": _spelt(found), "supports": is_supported}
+    return Check(title, status, f"{claimed:.6g} claimed, {said}", numbers)
 
 
 def _is_below(claimed: float, found: float) -> bool:
@@ -152,31 +138,51 @@ def _is_below(claimed: float, found: float) -> bool:
 
 
 def _apart(claimed: float, found: float) -> str:
-    if not math.isfinite(claimed) or found <= 0:
-        return ""
-    return f", {claimed / found - 1:+.2%}"
-
-
-def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...], leaves: Leaves) -> list[Check]:
-    """Balls in bins: the bound of a record whose bin is known, and a simulation."""
-    delta, adjacency = report.delta, report.mechanism.adjacency
-    is_tuned = any(isinstance(leaf, RepeatAndSelectDpEvent) for leaf, _ in leaves)
-    known = (accountants.by_sum if is_tuned else accountants.by_gaussian)(leaves, delta, adjacency).epsilon
-    is_above = not _is_below(claimed, known)
-    detail = f"{claimed:.6g} claimed, {known:.6g} if the batches are known{_apart(claimed, known)}"
-    numbers = {"claim": what, "claimed": _spelt(claimed), "recomputed": _spelt(known), "supports": is_above}
-    checks = [Check(f"{EPSILON} of {what}, exact Gaussian", OK if is_above else NOT_CHECKED, detail, numbers)]
-    title, numbers = f"{EPSILON} of {what}, {SIMULATION}", {"claim": what, "supports": False}
-    try:
-        if report.earlier:
-            raise Unknown("earlier runs are not simulated")
-        said, supports = bins.judge(bins.simulate(report.mechanism, chains, claimed), delta)
-    except Contradiction as error:
-        return [*checks, Check(title, FAILED, str(error), numbers)]
-    except Unknown as error:
-        return [*checks, Check(title, NOT_CHECKED, str(error), numbers)]
-    return [*checks, Check(title, OK if supports else NOT_CHECKED, said, numbers | {"supports": supports})]
+    return f", {claimed / found - 1:+.2%}" if math.isfinite(claimed) and found > 0 else ""
 
 
 def _spelt(value: float) -> float | str:
     return value if math.isfinite(value) else "inf"
+
+
+def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...], leaves: Leaves) -> list[Check]:
+    """Balls in bins: the bound of a record whose bin is known, and a simulation."""
+    is_tuned = any(isinstance(leaf, RepeatAndSelectDpEvent) for leaf, _ in leaves)
+    by_known = accountants.by_sum if is_tuned else accountants.by_gaussian
+    known = by_known(leaves, report.delta, report.mechanism.adjacency).epsilon
+    status = NOT_CHECKED if _is_below(claimed, known) else OK
+    said = f"{known:.6g} if the batches are known{_apart(claimed, known)}"
+    title = f"{EPSILON} of {what}, {SIMULATION}"
+
+    def simulated() -> list[Check]:
+        if report.earlier:
+            raise Unknown("earlier runs are not simulated")
+        detail, supports = bins.judge(bins.simulate(report.mechanism, chains, claimed), report.delta)
+        return [Check(title, OK if supports else NOT_CHECKED, detail, {"claim": what, "supports": supports})]
+
+    bound = _comparison(f"{EPSILON} of {what}, exact Gaussian", status, what, claimed, known, said)
+    return [bound, *attempt(title, simulated, claim=what, supports=False)]
+
+
+def check_attackers(report: Report) -> str:
+    """The claimed true-positive rates against an independent bound on the best attacker."""
+    leaves = leaves_of(report, report.most_steps)
+    rows = report.fields.inner("meaning").content.get("true_positives")
+    if not isinstance(rows, list) or not rows:
+        raise Contradiction("it states what epsilon means, and no rates of attackers")
+    found = []
+    for content in rows:
+        row = Fields(content, "the rates of an attacker")
+        false, claimed = row.positive("false_positives"), row.number("whole_profile")
+        if not false < 1 or claimed > 1:
+            raise Contradiction(f"{false:g} and {claimed:g} are no rates")
+        recomputed = accountants.true_positives(
+            leaves, false, report.epsilon, report.delta, report.mechanism.adjacency
+        )
+        said = f"{claimed:.4g} claimed, {recomputed:.4g}"
+        if claimed < recomputed * (1 - RATE_TOLERANCE):
+            if report.has_bins:
+                raise Unknown(f"at {false:.3g} false positives, {said} if the batches are known")
+            raise Contradiction(f"at {false:.3g} false positives, the most true ones are {said} recomputed")
+        found.append(f"{said} recomputed at {false:g}")
+    return "; ".join(found)

@@ -11,14 +11,20 @@ import dataclasses
 import math
 
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, TruncatedSubsampledGaussianDpEvent
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
+from dp_accounting import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
+)
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
 from scipy import stats
 
 from hf_dpopt.verify.matrices import ROUNDING, Strategy
 from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields
-from hf_dpopt.verify.selection import best_of, read_law
 from hf_dpopt.verify.sensitivity import Uses, by_formula
 
 BINS = "balls_in_bins"
@@ -133,18 +139,17 @@ class Mechanism:
             return 1.0
         self._computable(num_steps)
         if self.sampler == "cyclic_poisson":
-            self.check_columns(num_steps)
+            self._check_columns(num_steps, self.law.count("num_groups"))
         return by_formula(self.strategy, num_steps, self.uses(num_steps))
 
-    def check_columns(self, num_steps: int) -> None:
+    def _check_columns(self, num_steps: int, groups: int) -> None:
         """Refuse bands that tie the turns of a group together."""
-        groups = self.law.count("num_groups")
         coefs = self.strategy.coefficients(num_steps)
         if coefs is not None:
             is_apart = not coefs[groups:].any()
         else:
             gram = np.abs(np.tril((m := self.strategy.matrix(num_steps)).T @ m, -1))
-            is_apart = all(gram[np.ix_(s, s)].max() <= ROUNDING for s in map(np.array, _turns(num_steps, groups)))
+            is_apart = all(gram[t::groups, t::groups].max() <= ROUNDING for t in range(min(groups, num_steps)))
         if not is_apart:
             raise Contradiction(f"noise of {self.strategy.name} ties steps together that are {groups} groups apart")
 
@@ -168,8 +173,11 @@ class Mechanism:
             found += [(asked, len(running))] if running else []
         for num_steps in running:
             found += self._of_chain(num_steps)
-        law = read_law(self.fields)
-        return _merge(found) if law is None or not running else [(best_of(_merge(found), law), 1)]
+        counts: dict[DpEvent, int] = {}
+        for leaf, count in found:
+            counts[leaf] = counts.get(leaf, 0) + count
+        leaves, law = list(counts.items()), read_law(self.fields)
+        return leaves if law is None or not running else [(best_of(leaves, law), 1)]
 
     def _of_chain(self, num_steps: int) -> Leaves:
         sampler, stddev, q = self.sampler, self.stddev, self.rate
@@ -185,9 +193,8 @@ class Mechanism:
             if groups * q > 1:
                 raise Contradiction(f"{groups} groups are too small for batches of {self.batch}")
             return [(on_sample(groups * q, stddev / self.sensitivity(steps)), -(-steps // groups))]
-        if self.strategy.is_independent:
-            return [(GaussianDpEvent(stddev / math.sqrt(-(-steps // self.epoch))), 1)]
-        return [(GaussianDpEvent(stddev / self.sensitivity(steps)), 1)]
+        moves = math.sqrt(-(-steps // self.epoch)) if self.strategy.is_independent else self.sensitivity(steps)
+        return [(GaussianDpEvent(stddev / moves), 1)]
 
     def _truncated(self, stddev: float) -> DpEvent:
         cap = self.law.count("cap")
@@ -215,10 +222,6 @@ class Mechanism:
         return met @ met.T
 
 
-def _turns(num_steps: int, groups: int) -> list[range]:
-    return [range(first, num_steps, groups) for first in range(min(groups, num_steps))]
-
-
 def on_sample(q: float, stddev: float) -> DpEvent:
     """A Gaussian mechanism on a sample of rate q; the plain one if all are in it."""
     return PoissonSampledDpEvent(q, GaussianDpEvent(stddev)) if q < 1 else GaussianDpEvent(stddev)
@@ -234,8 +237,27 @@ def _users(q: float, stddev: float, places: int) -> DpEvent:
     )
 
 
-def _merge(leaves: Leaves) -> Leaves:
-    counts: dict[DpEvent, int] = {}
-    for leaf, count in leaves:
-        counts[leaf] = counts.get(leaf, 0) + count
-    return list(counts.items())
+# --- the best of several runs ---
+
+
+def read_law(plan: Fields) -> tuple[float, float] | None:
+    """Mean and shape of the number of runs of which the best was released; None for a run by itself."""
+    if not plan.has("tuned"):
+        return None
+    law = plan.inner("tuned")
+    shape = math.inf if law.content.get("shape") == "poisson" else law.number("shape")
+    mean = law.positive("mean")
+    if mean <= 1 or shape < 0:
+        raise Contradiction(f"no number of runs has mean {mean:g} and shape {shape:g}")
+    return mean, shape
+
+
+def best_of(leaves: list, law: tuple[float, float]) -> RepeatAndSelectDpEvent:
+    """Event of the best of the runs."""
+    run = ComposedDpEvent(tuple(SelfComposedDpEvent(leaf, count) for leaf, count in leaves))  # type: ignore[arg-type]
+    return RepeatAndSelectDpEvent(run, *law)
+
+
+def leaves_of_run(event: RepeatAndSelectDpEvent) -> list:
+    """Mechanisms of one run, and how often each ran: what `best_of` was made of."""
+    return [(part.event, part.count) for part in event.event.events]  # type: ignore[attr-defined]

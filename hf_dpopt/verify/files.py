@@ -7,6 +7,7 @@ import math
 import re
 from pathlib import Path
 
+from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields, read_regular, strict_json
 
@@ -19,22 +20,16 @@ QUOTED = {"installation": "independent", "canaries": "one_run"}  # kind of audit
 SLACK = 2e-5  # relative, of an epsilon that was rounded up to five digits
 
 
-def sha256_of(path: Path) -> str:
-    """Digest of a file, read piece by piece."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_released(fields: Fields, folder: Path | None) -> str:
+def check_released(report: Report, folder: Path | None) -> str:
     """The files that the report names against those beside it.
 
     Args:
-        fields: the report.
+        report: the report.
         folder: where the released files lie; None if only the report is there.
     """
-    if not fields.content.get("released_files"):
+    if not report.fields.content.get("released_files"):
         raise Unknown("the report names no released files, so nothing ties the weights to it")
-    named = fields.inner("released_files")
+    named = report.fields.inner("released_files")
     if folder is None:
         raise Unknown(f"{len(named.content)} files are named, and the folder that they were saved to was not given")
     missing = []
@@ -44,8 +39,10 @@ def check_released(fields: Fields, folder: Path | None) -> str:
         path = folder / name
         if not path.is_file():
             missing.append(name)
-        elif sha256_of(path) != named.text(name):
-            raise Contradiction(f"{name} is not the file that was saved: another digest")
+            continue
+        with path.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != named.text(name):
+                raise Contradiction(f"{name} is not the file that was saved: another digest")
     if len(missing) == len(named.content):
         raise Unknown(f"none of the {len(missing)} files that are named is in {folder}")
     if missing:
@@ -57,15 +54,15 @@ def check_released(fields: Fields, folder: Path | None) -> str:
     return f"{len(named.content)} files have the digests that the report names: {', '.join(sorted(named.content))}"
 
 
-def check_text(path: Path, epsilon: float, delta: float, *, is_card: bool) -> str:
+def check_text(path: Path, report: Report, *, is_card: bool = False) -> str:
     """The promise that people read against the claim.
 
     Args:
         path: the statement, or a model card.
-        epsilon: the claim; an upper end to which it was rounded is no contradiction.
-        delta: its delta.
+        report: the report; an upper end to which its claim was rounded is no contradiction.
         is_card: whether it is a model card, which may have no section on privacy.
     """
+    epsilon, delta = report.epsilon, report.delta
     if not path.is_file():
         raise Unknown(f"there is no {path.name}")
     text = read_regular(path).decode(errors="replace")
@@ -84,7 +81,7 @@ def check_text(path: Path, epsilon: float, delta: float, *, is_card: bool) -> st
     return f"{path.name} promises the same epsilon and delta"
 
 
-def check_audits(path: Path, statement: Path, report: Fields) -> str:
+def check_audits(path: Path, statement: Path, report: Report) -> str:
     """The audits beside a report: of this state of the ledger, passed, below the claim, and told in the statement.
 
     Args:
@@ -99,12 +96,12 @@ def check_audits(path: Path, statement: Path, report: Fields) -> str:
         if kind not in QUOTED:
             raise Contradiction(f"{path.name}: audits of kind {kind!r:.40} are unknown here")
         audit, method = audits.inner(kind), QUOTED[kind]
-        if audit.text("ledger_digest") != report.text("ledger_digest"):
+        if audit.text("ledger_digest") != report.fields.text("ledger_digest"):
             raise Unknown(f"the audit of the {kind} is of another state of the ledger: the statement leaves it out")
         bounds, claimed = audit.inner("lower_bounds"), audit.number("claimed_epsilon")
-        if not _is_same(audit.number("delta"), report.number("delta")):
+        if not _is_same(audit.number("delta"), report.delta):
             raise Contradiction(f"the audit of the {kind} is at another delta than the claim")
-        if kind == "canaries" and not _is_same(claimed, _claimed(report)):
+        if kind == "canaries" and not _is_same(claimed, report.epsilon):
             raise Contradiction(f"the audit by canaries is beside a claim of {claimed:.6g}, which the report is not")
         if not audit.flag("passed") or bounds.number("one_run") > claimed:
             verdict = audit.content.get("verdict", "refuted")
@@ -113,11 +110,6 @@ def check_audits(path: Path, statement: Path, report: Fields) -> str:
             raise Contradiction(f"the statement does not tell the bound {bounds.number(method):.2f} of the {kind}")
         said.append(f"epsilon >= {bounds.number(method):.2f} by {method}, on the {kind}")
     return f"{'; '.join(said)}: below the claim. That they were made is not shown"
-
-
-def _claimed(report: Fields) -> float:
-    plan = report.inner("plan")
-    return max(plan.number("epsilon", may_be_infinite=True), report.number("epsilon_spent", may_be_infinite=True))
 
 
 def _number(text: str) -> float:

@@ -42,10 +42,7 @@ class Strategy:
     @property
     def base(self) -> Strategy:
         """Strategy that this one repeats."""
-        inner = self.fields.inner("base")
-        if self.name == "banded_normalized":  # of one kind, which is not written down
-            inner = Fields({**inner.content, "name": "banded"}, inner.where)
-        return Strategy(inner)
+        return Strategy(self.fields.inner("base"))
 
     @property
     def is_anytime(self) -> bool:
@@ -109,14 +106,7 @@ def _damping(fields: Fields) -> float:
 def _blt(fields: Fields, n: int) -> np.ndarray:
     """``prod (1 - zeros z) / (1 - poles z)`` as a filter of an impulse, arXiv:2404.16706."""
     poles, zeros = fields.numbers("poles"), fields.numbers("zeros")
-    return lfilter(_polynomial(zeros), _polynomial(poles), np.eye(1, n)[0])
-
-
-def _polynomial(decays: tuple[float, ...]) -> np.ndarray:
-    found = np.ones(1)
-    for decay in decays:
-        found = np.convolve(found, [1.0, -decay])
-    return found
+    return lfilter(np.poly(zeros), np.poly(poles), np.eye(1, n)[0])
 
 
 def _banded(fields: Fields, n: int) -> np.ndarray:
@@ -139,15 +129,6 @@ COEFFICIENTS = {
 
 
 # --- others ----------------------------------------------------------------------------------------------------------
-
-
-def _banded_normalized(strategy: Strategy, n: int) -> np.ndarray:
-    """Bands whose columns have norm 1 in the run of all steps."""
-    total = strategy.fields.count("num_steps")
-    if n > total:
-        raise Contradiction(f"the noise was made for {total} steps, not for {n}")
-    whole = strategy.base.matrix(total)
-    return (whole / np.linalg.norm(whole, axis=0))[:n, :n]
 
 
 def _fft(strategy: Strategy, n: int) -> np.ndarray:
@@ -209,7 +190,6 @@ def _phased(strategy: Strategy, n: int) -> np.ndarray:
 
 
 MATRICES = {
-    "banded_normalized": _banded_normalized,
     "fft": _fft,
     "tree": _tree,
     "restarted": _copies,

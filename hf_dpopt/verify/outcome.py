@@ -109,13 +109,21 @@ class Outcome:
         }
 
 
-def attempt(name: str, look: Callable[[], str]) -> Check:
-    """The check that `look` makes: it returns what it found, or raises `Contradiction` or `Unknown`."""
+def attempt(name: str, look: Callable[[], str | list[Check]], **numbers: Any) -> list[Check]:
+    """Make a check, or several.
+
+    Args:
+        name: name of the check, where `look` makes one, or none.
+        look: returns what it found or the checks that it made, or raises `Contradiction` or `Unknown`.
+        numbers: values of the check.
+    """
     try:
-        return Check(name, OK, look())
-    except Contradiction as error:
-        return Check(name, FAILED, str(error))
-    except UNCOMPUTABLE as error:
-        return Check(name, FAILED, f"its numbers cannot be computed with ({type(error).__name__}: {error})")
+        found = look()
+        return found if isinstance(found, list) else [Check(name, OK, found, numbers)]
     except Unknown as error:
-        return Check(name, NOT_CHECKED, str(error))
+        return [Check(name, NOT_CHECKED, str(error), numbers)]
+    except Contradiction as error:
+        return [Check(name, FAILED, str(error), numbers)]
+    except UNCOMPUTABLE as error:
+        detail = f"its numbers cannot be computed with ({type(error).__name__}: {error})"
+        return [Check(name, FAILED, detail, numbers)]

@@ -47,11 +47,11 @@ def by_formula(strategy: Strategy, n: int, uses: Uses) -> float:
     if coefs is not None:
         bands = int(np.flatnonzero(coefs)[-1]) + 1
         is_falling = bool((coefs >= 0).all() and (np.diff(coefs) <= ROUNDING * coefs[0]).all())
+        first = uses.patterns(n)[0]  # it begins in the first step: of columns that are cut at the end, the longest
         if uses.most == 1 or bands <= uses.apart:
-            squares = np.cumsum(coefs**2)[::-1]  # of every column
-            return float(np.sqrt(max(squares[pattern].sum() for pattern in _first(uses, n))))
+            return float(np.sqrt(np.cumsum(coefs**2)[::-1][first].sum()))
         if is_falling:
-            return float(np.linalg.norm(_summed(coefs, _first(uses, n)[0])))
+            return float(np.linalg.norm(_summed(coefs, first)))
         if n > MOST_DENSE and (coefs >= 0).all() and n * uses.apart * uses.most <= MOST_WORK:
             return max(float(np.linalg.norm(_summed(coefs, pattern))) for pattern in uses.patterns(n))
     if strategy.name == "tree":
@@ -61,11 +61,6 @@ def by_formula(strategy: Strategy, n: int, uses: Uses) -> float:
         return max(float(np.linalg.norm(matrix[:, pattern].sum(axis=1))) for pattern in uses.patterns(n))
     gram = np.abs(matrix.T @ matrix)
     return float(np.sqrt(max(gram[np.ix_(pattern, pattern)].sum() for pattern in uses.patterns(n))))
-
-
-def _first(uses: Uses, n: int) -> list[np.ndarray]:
-    """The pattern that begins in the first step: of columns that are cut at the end, it has the longest."""
-    return [uses.patterns(n)[0]]
 
 
 def _summed(coefs: np.ndarray, pattern: np.ndarray) -> np.ndarray:
@@ -100,10 +95,8 @@ def brute_force(strategy: Strategy, uses: Uses, num_steps: int) -> tuple[int, fl
         Contradiction: if a record can move the sums by more than the formula says.
     """
     n = min(num_steps, SMALL)
-    if strategy.name == "banded_normalized":  # made for all steps of its run, whose first columns are cut by less
-        n = min(n, strategy.fields.count("num_steps"))
     small = Uses(min(uses.most, n), min(uses.apart, 3) if uses.most > 1 else uses.apart)
-    matrix = strategy.matrix(n) if strategy.name != "banded_normalized" else strategy.matrix(num_steps)[:n, :n]
+    matrix = strategy.matrix(n)
     found = 0.0
     for pattern in small.patterns(n):
         for signs in itertools.product((1.0, -1.0), repeat=len(pattern)):

@@ -228,7 +228,7 @@ def inverse_of(scale: Scale | None, shape: tuple[int, ...]) -> np.ndarray | None
     if not scale.parts:
         return np.full(shape, scale.factor)
     part = scale.parts[WEIGHTS]
-    inverse = part.inverse if isinstance(part, Diagonal) else part.matrix(torch.Size(shape))
+    inverse = part.inverse if isinstance(part, Diagonal) else part.matrix(part.inverse_P.new_empty(shape))
     return scale.factor * inverse.double().numpy()
 
 

@@ -34,7 +34,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
-    ColumnNormalized,
+    DenseStrategy,
     IdentityStrategy,
     NuDPFTRL,
     Participation,
@@ -46,7 +46,8 @@ EVENT = BallsInBinsDpEvent(NuDPFTRL(0.1), 4.0, 64, 16)
 
 
 def _normalized(num_steps):
-    return ColumnNormalized(BandedToeplitz((1.0, 0.5)), num_steps)
+    bands = BandedToeplitz((1.0, 0.5)).strategy_matrix(num_steps)
+    return DenseStrategy(bands / np.linalg.norm(bands, axis=0))
 
 
 def test_one_bin_is_the_gaussian_mechanism():

@@ -40,14 +40,6 @@ def test_spends_nearly_all_of_the_budget_and_never_more(target, rate, steps):
     assert 0.995 * target <= spent <= target
 
 
-@pytest.mark.parametrize("adjacency", ["zero_out", "replace_one"])
-def test_other_adjacencies(adjacency):
-    epsilon_at = dpsgd(adjacency=adjacency)
-    noise = calibrate_noise_multiplier(epsilon_at, 3.0)
-    assert 0.995 * 3.0 <= epsilon_at(noise, FINE) <= 3.0
-    assert (noise > 0.78) == (adjacency == "replace_one")
-
-
 def test_a_hundred_thousand_steps_take_seconds():
     """About 1 s on an idle core; the fixed grid of 1e-4 took ten. CPU time, and room for a slow machine."""
     start = time.process_time()

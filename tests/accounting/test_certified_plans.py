@@ -119,11 +119,6 @@ def test_too_few_samples_leave_the_computed_bound(computed):
     assert make_plan(dataclasses.replace(CONFIG, amplification_samples=500), **SIZES).epsilon() == computed.epsilon()
 
 
-def test_a_run_that_is_not_private_has_no_certificate():
-    config = dataclasses.replace(CONFIG, unsafe_fixed_noise_key="5a" * 32)
-    assert make_plan(config, **SIZES).epsilon() == float("inf")
-
-
 def test_another_plan_does_not_take_it(certified, computed):
     """A plan that was changed by hand is not the one that was verified."""
     for change in ({"num_steps": 80, "noise_steps": 80}, {"delta": 1e-8}):

@@ -15,7 +15,6 @@ from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    ColumnNormalized,
     DampedAntiPGD,
     DenseStrategy,
     IdentityStrategy,
@@ -149,7 +148,7 @@ STRATEGIES = {
     "identity": IdentityStrategy(), "nu": NuDPFTRL(0.1), "damped": DampedAntiPGD(0.1), "tree": TreeAggregation(),
     "full honaker": TreeAggregation("full_honaker"), "blt": BufferedLinearToeplitz((0.9,), (0.5,)),
     "4 bands": BandedToeplitz((1.0, 0.5, 0.3, 0.1)), "5 bands": BandedToeplitz((1.0, 0.5, 0.3, 0.1, 0.1)),
-    "signs": BandedToeplitz((1.0, -0.5)), "normalized": ColumnNormalized(BandedToeplitz((1.0, 0.5)), 16),
+    "signs": BandedToeplitz((1.0, -0.5)),
     "inverse bands": BandedInverse((1.0, -0.5)), "dense": DenseStrategy(np.eye(16) + np.tril(np.ones((16, 16)), -1) / 4),
     "restarted bands": Restarted(BandedToeplitz((1.0, 0.5)), 5),
 }  # fmt: skip
@@ -157,7 +156,7 @@ ALLOWED = {
     "fixed": (FIXED, set(STRATEGIES)),
     "poisson": (POISSON, {"identity"}),
     "truncated": (TRUNCATED, {"identity"}),
-    "cyclic": (CYCLIC, {"identity", "4 bands", "signs", "normalized", "restarted bands"}),
+    "cyclic": (CYCLIC, {"identity", "4 bands", "signs", "restarted bands"}),
     "bins": (BINS, set(STRATEGIES) - {"tree", "signs"}),
 }
 

@@ -7,7 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import scipy.stats
+import torch
+from transformers import TrainerCallback
+
 LEDGER = Path("privacy") / "ledger.jsonl"
+ALPHA = 1e-6  # probability of a false alarm, per step
 
 
 def records_of(out: Path) -> list[dict[str, Any]]:
@@ -27,6 +32,28 @@ def write(out: Path, records: list[dict[str, Any]]) -> None:
     path.unlink(missing_ok=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
+
+
+class Releases(TrainerCallback):
+    """Keeps what every step released."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.seen[state.global_step + 1] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
+
+
+def assert_fresh(made: Any, first: dict[int, torch.Tensor], again: dict[int, torch.Tensor]) -> None:
+    """No two releases of one step have the same noise.
+
+    What they differ by holds the fresh draws of both: chi-square from below, at `ALPHA`. Gradients, and what correlated
+    noise takes back of earlier draws, only add to the energy.
+    """
+    stddev = made.plan.draw_stddev * made.plan.sensitivity / made.plan.config.expected_batch_size
+    for step in first.keys() & again.keys():
+        energy = float((first[step] - again[step]).square().sum()) / (2 * stddev**2)
+        assert energy > scipy.stats.chi2.ppf(ALPHA, df=first[step].numel()), f"the noise of step {step} is used twice"
 
 
 def _canonical(body: dict[str, Any]) -> str:

@@ -15,6 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers as tf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
 from hf_dpopt.preclip import queries
@@ -66,6 +70,27 @@ def trainer(output_dir: Path, dataset: Any, **changes: Any) -> DPTrainer:
     if isinstance(values.get("model"), torch.nn.Module) and not values.get("bf16"):
         values["model"] = values["model"].double()
     return tiny.trainer(output_dir, **values)
+
+
+def making(make_model: Callable[[], Any] | None = None, **changes: Any) -> Make:
+    """A `Make` of such trainers, each with a model of its own."""
+
+    def make(output_dir: Path, dataset: Any, **more: Any) -> DPTrainer:
+        torch.manual_seed(0)
+        model = {} if make_model is None else {"model": make_model()}
+        return trainer(output_dir, dataset, **model | changes | more)
+
+    return make
+
+
+def words(padding_side: str = "right") -> Any:
+    """A tokenizer of the words w3, w4 and so on, which are their own numbers."""
+    vocabulary = {"<eos>": 0, "<pad>": 1, "<other>": 2, **{f"w{i}": i for i in range(3, tiny.VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<other>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, padding_side=padding_side, pad_token="<pad>", eos_token="<eos>"
+    )
 
 
 def clipped_sums(make: Make, dataset: Any, indices: Sequence[int], output_dir: Path) -> dict[str, torch.Tensor]:

@@ -28,38 +28,30 @@ import datasets
 import peft
 import torch
 import transformers as tf
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
+from tests import tiny
 from tests.adversary import harness
 
-NUM, ODD, VOCABULARY = 200, 150, 40  # records; the odd one lies where no sample before training looks
+NUM, ODD, VOCABULARY = 200, 150, tiny.VOCABULARY  # records; the odd one lies where no sample before training looks
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "adversary_matrix.json"
 SLACK = {"float64": 1e-5, "bfloat16": 2e-2}
 
-_TEXT = dict(
-    vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-    max_position_embeddings=130, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, pad_token_id=1,
-)  # fmt: skip
-_GPT2 = dict(
-    vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2, n_positions=130, resid_pdrop=0.0, embd_pdrop=0.0,
-    attn_pdrop=0.0, pad_token_id=1, bos_token_id=0, eos_token_id=0,
-)  # fmt: skip
-_T5 = dict(
-    vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=1,
-    decoder_start_token_id=1, eos_token_id=0,
-)  # fmt: skip
 
+def _head(kind: type, **changes: Any) -> Callable[[], torch.nn.Module]:
+    return lambda: tiny.made(kind, **{"pad_token_id": 1, **changes})
+
+
+_LONG = {"max_position_embeddings": 130}
 # head -> (the model, what labels are, the layers that LoRA takes)
 HEADS: dict[str, tuple[Callable[[], torch.nn.Module], str, list[str]]] = {
-    "classes": (lambda: tf.BertForSequenceClassification(tf.BertConfig(**_TEXT)), "class", ["query", "value"]),
-    "regression": (
-        lambda: tf.RobertaForSequenceClassification(tf.RobertaConfig(**_TEXT, num_labels=1)), "number", ["query"],
+    "classes": (_head(tf.BertForSequenceClassification, **_LONG), "class", ["query", "value"]),
+    "regression": (_head(tf.RobertaForSequenceClassification, **_LONG, num_labels=1), "number", ["query"]),
+    "tokens": (_head(tf.BertForTokenClassification, **_LONG), "tags", ["query"]),
+    "causal": (_head(tf.GPT2LMHeadModel, n_positions=130), "text", ["c_attn"]),
+    "last token": (_head(tf.GPT2ForSequenceClassification, n_positions=130), "class", ["c_attn"]),
+    "sequences": (
+        _head(tf.T5ForConditionalGeneration, decoder_start_token_id=1, eos_token_id=0), "text", ["q", "v"],
     ),
-    "tokens": (lambda: tf.BertForTokenClassification(tf.BertConfig(**_TEXT)), "tags", ["query"]),
-    "causal": (lambda: tf.GPT2LMHeadModel(tf.GPT2Config(**_GPT2)), "text", ["c_attn"]),
-    "last token": (lambda: tf.GPT2ForSequenceClassification(tf.GPT2Config(**_GPT2)), "class", ["c_attn"]),
-    "sequences": (lambda: tf.T5ForConditionalGeneration(tf.T5Config(**_T5)), "text", ["q", "v"]),
 }  # fmt: skip
 
 
@@ -126,19 +118,13 @@ DATASETS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
     "several rows": lambda made: Lazy(made, cuts=True),
     "transform": lambda made: datasets.Dataset.from_list(made).with_transform(lambda batch: batch),
 }
-TOLD_BEFORE = ("list", "stored")  # read whole before training, so that a malformed record is refused there
-
-
-def tokenizer(side: str) -> Any:
-    words = Tokenizer(WordLevel({"<eos>": 0, "<pad>": 1, "<unk>": 2}, unk_token="<unk>"))
-    return tf.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", padding_side=side)
 
 
 def stock(labels: str, side: str, **of_labels: Any) -> Any:
     """The collator that transformers' scripts take for such labels; `of_labels` are options of their padding."""
     if labels in ("tags", "text"):
-        return tf.DataCollatorForTokenClassification(tokenizer(side), **of_labels)
-    return tf.DataCollatorWithPadding(tokenizer(side))
+        return tf.DataCollatorForTokenClassification(harness.words(side), **of_labels)
+    return tf.DataCollatorWithPadding(harness.words(side))
 
 
 def _plain(collate: Any) -> Callable[[list[dict[str, Any]]], Any]:
@@ -188,7 +174,6 @@ def everything(factors: dict[str, list[str]]) -> Iterator[dict[str, str]]:
 
 def trainer(cell: dict[str, str], output_dir: Path, dataset: Any) -> Any:
     make_model, labels, targets = HEADS[cell["head"]]
-    torch.manual_seed(0)
     model = make_model()
     if cell["finetuning"] == "lora":
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2))

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 
 from tests import tiny
-from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_refused, influence, trainer
+from tests.adversary.harness import assert_kept, assert_kept_or_refused, assert_refused, influence, making, words
 
 NUM, WIDTH = 8, 6
 
@@ -40,19 +37,12 @@ def test_an_integer_label_does_not_truncate_the_fractions_of_others(first, tmp_p
     """`default_data_collator` takes the type of all labels from the first record."""
     rows = of_one_length(lambda i: PREDICTED + 0.45)
     rows[first]["label"] = 101
-
-    def make(output_dir, dataset):
-        return trainer(output_dir, dataset, model=regression(), data_collator=tf.default_data_collator)
-
-    assert_kept(make, rows, first, tmp_path)
+    assert_kept(making(regression, data_collator=tf.default_data_collator), rows, first, tmp_path)
 
 
 def test_integers_are_numbers_where_numbers_are_predicted(tmp_path):
     """All integers: the same sum as of the same numbers written as floats."""
-
-    def make(output_dir, dataset):
-        return trainer(output_dir, dataset, model=regression(), data_collator=tf.default_data_collator)
-
+    make = making(regression, data_collator=tf.default_data_collator)
     assert_kept(make, of_one_length(lambda i: i), 2, tmp_path)
 
 
@@ -62,12 +52,6 @@ def test_integers_are_numbers_where_numbers_are_predicted(tmp_path):
 def _centring(rows: list[dict]) -> dict[str, torch.Tensor]:
     batch = tf.default_data_collator(rows)
     batch["labels"] = batch["labels"] - batch["labels"].mean()
-    return batch
-
-
-def _scaling(rows: list[dict]) -> dict[str, torch.Tensor]:
-    batch = tf.default_data_collator(rows)
-    batch["labels"] = batch["labels"] / batch["labels"].abs().max()
     return batch
 
 
@@ -85,11 +69,9 @@ class _Subclass(tf.DataCollatorWithPadding):
         return _centring(features)
 
 
-@pytest.mark.parametrize("collate", [_centring, _scaling, _with_a_negative, _Subclass(tokenizer=None)])
+@pytest.mark.parametrize("collate", [_centring, _with_a_negative, _Subclass(tokenizer=None)])
 def test_a_collator_that_mixes_records_is_refused(collate, tmp_path):
-    def make(output_dir, dataset):
-        return trainer(output_dir, dataset, model=regression(), data_collator=collate)
-
+    make = making(regression, data_collator=collate)
     assert_refused(make, of_one_length(lambda i: 30.0 * i), tmp_path, "The collator mixes records: '.*' of a training")
 
 
@@ -100,10 +82,7 @@ def test_a_collator_that_mixes_seldom_sees_single_records(tmp_path):
     def seldom(some: list[dict]) -> dict:
         return _centring(some) if any(row["label"] == 210.0 for row in some) and len(some) > 4 else tf.default_data_collator(some)  # fmt: skip
 
-    def make(output_dir, dataset):
-        return trainer(output_dir, dataset, model=regression(), data_collator=seldom)
-
-    assert_kept(make, rows, NUM - 1, tmp_path)
+    assert_kept(making(regression, data_collator=seldom), rows, NUM - 1, tmp_path)
 
 
 def test_random_collators_are_no_mixing(tmp_path):
@@ -114,28 +93,10 @@ def test_random_collators_are_no_mixing(tmp_path):
         drawn = torch.rand(batch["input_ids"].shape) < 0.3
         return {**batch, "input_ids": batch["input_ids"].masked_fill(drawn, 1)}
 
-    assert 0 < influence(lambda out, data: trainer(out, data, data_collator=masking), tiny.records(NUM), 1, tmp_path)
+    assert 0 < influence(making(data_collator=masking), tiny.records(NUM), 1, tmp_path)
 
 
 # --- padding -----------------------------------------------------------------------------------------------------------
-
-
-def _words(padding_side: str, padding: str) -> Any:
-    vocabulary = {"<eos>": 0, "<pad>": 1, "<other>": 2, **{f"w{i}": i for i in range(3, tiny.VOCABULARY)}}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<other>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return tf.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, padding_side=padding_side, pad_token=padding, eos_token="<eos>"
-    )
-
-
-def _gpt2(padding_id: int) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = tf.GPT2Config(
-        vocab_size=tiny.VOCABULARY, n_embd=16, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, pad_token_id=padding_id, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    return tf.GPT2ForSequenceClassification(config)
 
 
 def equal_at_the_start() -> list[dict[str, Any]]:
@@ -143,10 +104,6 @@ def equal_at_the_start() -> list[dict[str, Any]]:
     rows = [{"input_ids": row["input_ids"], "label": i % 2} for i, row in enumerate(of_one_length(lambda i: 0))]
     rows[5]["input_ids"] = rows[5]["input_ids"] * 5
     return rows
-
-
-def _stock(tokenizer: Any) -> Any:
-    return tf.DataCollatorWithPadding(tokenizer)
 
 
 def _own(tokenizer: Any) -> Any:
@@ -162,16 +119,13 @@ def _own(tokenizer: Any) -> Any:
 @pytest.mark.parametrize("agrees", [True, False], ids=["same id", "other id"])
 def test_padding_wherever_the_tokenizer_sits(place, side, agrees, tmp_path):
     """GPT-2 counts positions from the first column, and takes the last token that is not its padding token."""
-    tokenizer = _words(side, "<pad>")
-
-    def make(output_dir, dataset):
-        where = {
-            "data_collator": {"data_collator": _stock(tokenizer)},
-            "processing_class": {"data_collator": None, "processing_class": tokenizer},
-            "function": {"data_collator": _own(tokenizer)},
-        }[place]
-        return trainer(output_dir, dataset, model=_gpt2(1 if agrees else 0), **where)
-
+    tokenizer = words(side)
+    where = {
+        "data_collator": {"data_collator": tf.DataCollatorWithPadding(tokenizer)},
+        "processing_class": {"data_collator": None, "processing_class": tokenizer},
+        "function": {"data_collator": _own(tokenizer)},
+    }[place]
+    make = making(lambda: tiny.made(tf.GPT2ForSequenceClassification, pad_token_id=1 if agrees else 0), **where)
     refusal = assert_kept_or_refused(make, equal_at_the_start(), 5, tmp_path)
     if place == "function" or (side == "right" and (agrees or place == "processing_class")):
         # rows that are joined here are padded as the model expects; the Trainer tells the model of its own tokenizer
@@ -185,24 +139,16 @@ def test_padding_wherever_the_tokenizer_sits(place, side, agrees, tmp_path):
 
 def test_a_config_that_names_no_token_of_the_model_is_not_padded_with_it(tmp_path):
     """A collator of one's own: rows are joined here, with the model's padding if its table has that token."""
-    rows = tiny.records(NUM)
-
-    def make(output_dir, dataset):
-        model = tiny.model(dropout=0.0)
-        model.config.pad_token_id = 10**6
-        return trainer(output_dir, dataset, model=model)
-
-    assert 1e-3 < influence(make, rows, 0, tmp_path) <= 1 + 1e-5
+    model = tiny.model(dropout=0.0)
+    model.config.pad_token_id = 10**6
+    assert 1e-3 < influence(making(lambda: model), tiny.records(NUM), 0, tmp_path) <= 1 + 1e-5
 
 
 def test_a_tokenizer_that_pads_with_a_new_token_is_refused(tmp_path):
     """Every padded record would be left out of its step."""
     rows = [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
-    tokenizer = _words("right", "<pad>")
+    tokenizer = words()
     tokenizer.add_special_tokens({"pad_token": "<new>"})
     assert tokenizer.pad_token_id >= tiny.VOCABULARY
-
-    def make(output_dir, dataset):
-        return trainer(output_dir, dataset, data_collator=tf.DataCollatorWithPadding(tokenizer))
-
+    make = making(data_collator=tf.DataCollatorWithPadding(tokenizer))
     assert_refused(make, rows, tmp_path, match="padding token .* outside 0 to 39, .*resize_token_embeddings")

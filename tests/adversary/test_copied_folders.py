@@ -66,17 +66,6 @@ def test_copies_that_are_trained_are_all_charged(tmp_path):
     assert ledger["spent"] == pytest.approx(truth) and len(ledger["runs"]) == 1, "copies share the log of the run"
 
 
-def test_a_copy_of_a_copy_is_charged(tmp_path):
-    out = tmp_path / "out"
-    train(out, stop=SAVED_AT)
-    one = copy(out, "one")
-    train(one, stop=SAVED_AT + 1, resume=True, save_steps=1)
-    other = copy(one, "other")
-    made = train(other, resume=True, save_steps=1)
-    ledger = dataset_ledger(tmp_path)
-    assert ledger["spent"] >= epsilon_of(made, ledger, (SAVED_AT + 1, 1)) and len(ledger["runs"]) == 1
-
-
 def test_a_run_whose_keys_are_gone_is_charged_again(tmp_path):
     """Nothing proves that it is the run that was charged, and not a copy."""
     out = tmp_path / "out"
@@ -158,18 +147,6 @@ def test_a_run_that_goes_on_is_charged_once(tmp_path):
     ledger = dataset_ledger(tmp_path)
     both = epsilon_of(made, ledger, (NUM_STEPS, NUM_STEPS))
     assert len(ledger["runs"]) == 1 and ledger["spent"] == pytest.approx(both)
-
-
-def test_copies_that_share_their_keys_are_one_run(tmp_path):
-    """Each takes in the steps of the others before it is charged, so that the last charge is that of all."""
-    out, keys = tmp_path / "out", {"private_state_dir": str(tmp_path / "keys")}
-    train(out, stop=SAVED_AT, **keys)
-    other = copy(out, "other")
-    train(out, resume=True, **keys)
-    made = train(other, resume=True, **keys)
-    ledger = dataset_ledger(tmp_path)
-    truth = epsilon_of(made, ledger, (NUM_STEPS, NUM_STEPS - SAVED_AT))
-    assert len(ledger["runs"]) == 1 and ledger["spent"] == pytest.approx(truth)
 
 
 def test_a_kill_after_the_charge_costs_nothing(tmp_path, monkeypatch):

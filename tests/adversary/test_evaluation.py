@@ -136,7 +136,7 @@ TRAINING: dict[str, Callable[[list[dict[str, Any]]], Any]] = {
 
 @pytest.mark.parametrize("kind", TRAINING)
 def test_whatever_the_training_set_is_made_of(kind):
-    from hf_dpopt.records.likeness import TrainingRows
+    from hf_dpopt.records.overlap import TrainingRows
 
     known = TrainingRows(TRAINING[kind](rows()))
     copies = [rows(), table(rows()), Wrapped(rows()), list(known.dataset)[10:20], Subset(known.dataset, [4])]

@@ -17,27 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scipy.stats
 import torch
-from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from tests import tiny
-from tests.adversary.forging import LEDGER, records_of, write
+from tests.adversary.forging import LEDGER, Releases, assert_fresh, records_of, write
 
-ALPHA = 1e-6  # probability of a false alarm, per case
 SAVED_AT, RAN, NUM_STEPS = 2, 4, 6
 Records = list[dict[str, Any]]
-
-
-class Releases(TrainerCallback):
-    """Keeps what every step released."""
-
-    def __init__(self) -> None:
-        self.seen: dict[int, torch.Tensor] = {}
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.seen[state.global_step + 1] = torch.cat([p.grad.flatten().double() for p in model.parameters()])
 
 
 def train(
@@ -213,14 +200,6 @@ def _check_places(scene: Scene, before: dict[str, Any]) -> None:
         assert re.fullmatch(r"runs(/lock|/[0-9a-f]{16}(/lock|/log\.jsonl|/[0-9a-f]{16}\.\w+)?)?", name), name
 
 
-def _assert_fresh(first: dict[int, torch.Tensor], again: dict[int, torch.Tensor], made: DPTrainer) -> None:
-    """No two releases of one step have the same noise."""
-    stddev = made.plan.draw_stddev * made.plan.sensitivity / made.plan.config.expected_batch_size
-    for step in first.keys() & again.keys():
-        energy = float((first[step] - again[step]).square().sum()) / (2 * stddev**2)
-        assert energy > scipy.stats.chi2.ppf(ALPHA, df=first[step].numel()), f"the noise of step {step} is used twice"
-
-
 def _go_on(scene: Scene, released: dict[int, torch.Tensor], resume: bool) -> bool:
     """Train after a forgery, with some labels changed, and check all that may not happen; return whether it ran."""
     before = _tree(scene.victim)
@@ -231,7 +210,7 @@ def _go_on(scene: Scene, released: dict[int, torch.Tensor], resume: bool) -> boo
         _check_places(scene, before)
         return False
     _check_places(scene, before)
-    _assert_fresh(released, {step: value for step, value in again.items() if step > 0}, made)
+    assert_fresh(made, released, again)
     assert made.privacy_spent().num_steps >= RAN + len(again), "a step that ran is not charged"
     alone = made.plan.epsilon((RAN, len(again)) if again else (RAN,))
     assert made.privacy_spent().epsilon >= min(alone, made.plan.epsilon((NUM_STEPS,))) * (1 - 1e-9)
@@ -251,14 +230,6 @@ def test_a_forged_ledger_gains_nothing(scene, made, name, resume):
     write(scene.out, FORGERIES[name](scene))
     _go_on(scene, made[1], resume)
     assert key.exists() or name == "the ledger of the other run", "the key of another run was deleted"
-
-
-@pytest.mark.parametrize("what", ["the ledger", "the ledger and the folder around it"])
-def test_a_ledger_that_is_gone_is_written_again(scene, made, what):
-    """The checkpoints name the run, and its log lies beside the keys."""
-    gone = scene.out / LEDGER
-    shutil.rmtree(gone.parent) if "folder" in what else gone.unlink()
-    assert _go_on(scene, made[1], True)
 
 
 def test_a_manifest_of_another_step_is_refused(scene, made):
@@ -312,14 +283,6 @@ def test_a_link_leads_nowhere(scene, made, name, resume):
     _check_places(scene, before)
 
 
-class Bomb:
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def list_files(folder: Path) -> None:
     """List the files of a checkpoint anew, as anybody can who may write to it."""
     path = folder / "privacy_ledger.json"
@@ -338,7 +301,7 @@ def test_a_checkpoint_runs_no_code(scene, name):
     path = folder / {"weights": "pytorch_model.bin"}.get(name, name)
     if name == "weights":
         (folder / "model.safetensors").unlink()
-    path.write_bytes(pickle.dumps(Bomb(bomb)))
+    path.write_bytes(pickle.dumps(tiny.Bomb(bomb)))
     list_files(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(scene.out)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError
@@ -17,17 +15,6 @@ from tests import tiny
 from tests.adversary.test_forged_ledgers import RAN, made, scene
 
 __all__ = ["made", "scene"]  # fixtures
-
-
-class Linking(TrainerCallback):
-    """Puts a link where the next checkpoint is written."""
-
-    def __init__(self, place: Path, target: Path):
-        self.place, self.target = place, target
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:
-            os.symlink(self.target, self.place)
 
 
 def _victim(root: Path) -> Path:
@@ -44,7 +31,8 @@ def _check(victim: Path) -> None:
 
 def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
     victim = _victim(tmp_path)
-    callback = Linking(tmp_path / "run/_unfinished_checkpoints", victim)
+    place = tmp_path / "run/_unfinished_checkpoints"
+    callback = tiny.At("step_begin", lambda state, model: os.symlink(victim, place), 2)
     options = dict(max_steps=2, save_strategy="steps", save_steps=2, private_state_dir=str(tmp_path / "keys"))
     with pytest.raises(DPConfigError, match="_unfinished_checkpoints is a link"):
         tiny.trainer(tmp_path / "run", callbacks=[callback], **options).train()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import TrainerCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
 from hf_dpopt.accounting import balls_in_bins_sampled
@@ -54,14 +53,15 @@ def test_an_earlier_run_that_is_going_on_is_noticed_without_its_lock(tmp_path):
     """What it charges from then on would not be counted."""
     keys, refused = str(tmp_path / "keys"), []
 
-    class Next(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            (tmp_path / "a/privacy/ledger.jsonl.lock").unlink(missing_ok=True)
-            with pytest.raises(DPConfigError, match="is still going on"):
-                tiny.trainer(tmp_path / "b", earlier_runs=str(tmp_path / "a"), private_state_dir=keys)
-            refused.append(state.global_step)
+    def begin_another(state: Any, model: Any) -> None:
+        (tmp_path / "a/privacy/ledger.jsonl.lock").unlink(missing_ok=True)
+        with pytest.raises(DPConfigError, match="is still going on"):
+            tiny.trainer(tmp_path / "b", earlier_runs=str(tmp_path / "a"), private_state_dir=keys)
+        refused.append(state.global_step)
 
-    tiny.trainer(tmp_path / "a", callbacks=[Next()], max_steps=1, private_state_dir=keys).train()
+    tiny.trainer(
+        tmp_path / "a", callbacks=[tiny.At("step_end", begin_another)], max_steps=1, private_state_dir=keys
+    ).train()
     assert refused == [1]
 
 

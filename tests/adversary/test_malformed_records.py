@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-import functools
+import io
 from typing import Any
 
 import datasets
@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from PIL import Image
 
 from hf_dpopt import DPStorageError
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
-from tests.adversary.harness import assert_refused, clipped_sums, influence, trainer
+from tests.adversary.harness import assert_refused, clipped_sums, influence, making
+from tests.adversary.test_own_losses import by_record
 from tests.reference import clipping as reference
 
 NUM = 90  # more than are looked at before training, where a dataset makes its records when asked
@@ -91,7 +93,7 @@ COLLATORS = {"own": lambda: _masked, "known": lambda: tf.DataCollatorWithPadding
 
 
 def _with(collator: str):
-    return lambda out, data: trainer(out, data, data_collator=COLLATORS[collator]())
+    return making(data_collator=COLLATORS[collator]())
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
@@ -129,9 +131,6 @@ def test_a_record_that_cannot_be_read_adds_nothing(tmp_path):
 
 def test_a_picture_that_cannot_be_decoded_adds_nothing(tmp_path):
     """Stored columns are read together, and one damaged file must not stop them all."""
-    import io
-
-    from PIL import Image
 
     def png(i: int) -> bytes:
         content = io.BytesIO()
@@ -148,20 +147,12 @@ def test_a_picture_that_cannot_be_decoded_adds_nothing(tmp_path):
         pixels = [torch.from_numpy(np.array(row["image"])).permute(2, 0, 1).double() for row in some]
         return {"pixel_values": torch.stack(pixels) / 255, "labels": torch.tensor([row["label"] for row in some])}
 
-    def make(output_dir, dataset):
-        torch.manual_seed(0)
-        config = tf.ViTConfig(
-            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8,
-            patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        model = tf.ViTForImageClassification(config)
-        model.vit.embeddings.requires_grad_(False)
-        loss = functools.partial(torch.nn.functional.cross_entropy, reduction="none")
-        return trainer(
-            output_dir, dataset, model=model, data_collator=collate,
-            per_example_loss_func=lambda outputs, labels: loss(outputs.logits, labels),
-        )  # fmt: skip
+    def model():
+        made = tiny.made(tf.ViTForImageClassification, image_size=8, patch_size=4)
+        made.vit.embeddings.requires_grad_(False)
+        return made
 
+    make = making(model, data_collator=collate, per_example_loss_func=by_record)
     assert influence(make, data, BAD, tmp_path, drawn=[1, BAD, 60]) == 0
 
 
@@ -192,11 +183,10 @@ def test_a_record_on_which_the_model_fails_adds_nothing(engine, tmp_path):
     made = [{**row, "input_ids": [min(i, 38) for i in row["input_ids"]]} for row in rows({"input_ids": [3, 4]})]
     bad = [{**row, "input_ids": [3, 39]} if i == BAD else row for i, row in enumerate(made)]
 
-    def make(output_dir, dataset):
-        model = _ChoosyForSequenceClassification(tiny.model(dropout=0.0).config)
-        model.load_state_dict(tiny.model(dropout=0.0).state_dict())
-        return trainer(output_dir, dataset, model=model, data_collator=_masked, clipping_engine=engine, skip_self_check=True)  # fmt: skip
+    def model():
+        return _ChoosyForSequenceClassification(tiny.model(dropout=0.0).config)
 
+    make = making(model, data_collator=_masked, clipping_engine=engine, skip_self_check=True)
     drawn = [1, 7, BAD, 60]
     got = clipped_sums(make, Lazy(bad), drawn, tmp_path / "with")
     want = clipped_sums(make, Lazy(bad), [1, 7, 60], tmp_path / "without")
@@ -208,11 +198,7 @@ def test_a_model_that_fails_on_every_record_is_told_before_training(tmp_path):
         def forward(self, input_ids=None, **inputs):
             raise ValueError("there is no input")
 
-    def make(output_dir, dataset):
-        return trainer(
-            output_dir, dataset, model=NeverForSequenceClassification(tiny.model().config), data_collator=_masked
-        )
-
+    make = making(lambda: NeverForSequenceClassification(tiny.model().config), data_collator=_masked)
     assert_refused(make, rows(None), tmp_path, "fails on training records: ValueError: there is no input")
 
 

@@ -18,7 +18,7 @@ import trl
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainer, DPTrainerMixin, DPTrainingArguments
 from tests import tiny
-from tests.adversary.test_collators import _words
+from tests.adversary.harness import words
 
 BUDGETS = ({"target_epsilon": 8.0, "noise_multiplier": None}, {"noise_multiplier": 1.0})
 
@@ -94,17 +94,14 @@ class DPOArguments(DPTrainingArguments, trl.DPOConfig):
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
 def test_trainers_of_trl(name: str, tmp_path: Path) -> None:
     kind, cls = {"SFT": (SFTArguments, trl.SFTTrainer), "DPO": (DPOArguments, trl.DPOTrainer)}[name]
-    torch.manual_seed(0)
-    model = tf.GPT2LMHeadModel(tf.GPT2Config(
-        vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0,
-    ))  # fmt: skip
+    model = tiny.made(tf.GPT2LMHeadModel)
     answers = {"completion": ["w4 w5"] * 8} if name == "SFT" else {"chosen": ["w4"] * 8, "rejected": ["w5"] * 8}
     data = datasets.Dataset.from_dict({"prompt": ["w1 w2 w3"] * 8, **answers})
     args = kind(
         output_dir=str(tmp_path / "out"), noise_multiplier=1.0, use_cpu=True, report_to="none", max_steps=2,
         bf16=False, pad_token="<pad>",
     )  # fmt: skip
-    given = {"train_dataset": data, "processing_class": _words("right", "<pad>")}
+    given = {"train_dataset": data, "processing_class": words()}
     reference = {} if name == "SFT" else {"ref_model": copy.deepcopy(model)}
     _assert_refused(cls(model, args=args, **given, **reference))
     if name == "SFT":  # it makes its own arguments of others, and those know no budget
@@ -145,17 +142,9 @@ def test_the_mixin_in_second_place(bases: tuple[type, ...]) -> None:
 
 
 def test_orders_that_are_right() -> None:
-    class Helper:
-        pass
-
-    class First(DPTrainerMixin, Own):
-        pass
-
-    class Second(Helper, First):
-        pass
-
-    class Third(Second, DPTrainer):
-        pass
+    first = type("First", (DPTrainerMixin, Own), {})
+    second = type("Second", (type("Helper", (), {}), first), {})
+    assert issubclass(type("Third", (second, DPTrainer), {}), Own)
 
 
 # --- methods that private training does not call ---------------------------------------------------------------------

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from tests import tiny
-from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, trainer
+from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, making
 
 WEIGHTS = [3, 1, 2, 5, 1, 4, 2, 7]
 
@@ -27,10 +27,7 @@ def _collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def _make(loss: Any, **changes: Any) -> Any:
-    def make(out: Path, data: Any) -> Any:
-        return trainer(out, data, data_collator=_collate, per_example_loss_func=loss, **changes)
-
-    return make
+    return making(data_collator=_collate, per_example_loss_func=loss, **changes)
 
 
 def by_record(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -49,19 +46,9 @@ def weighted_by_position(outputs: Any, labels: torch.Tensor, batch: Any, /) -> t
 def test_a_loss_that_reads_a_column_which_the_model_does_not(loss, tmp_path):
     rows, large = _rows(), {"clipping_norm": 1e6}  # nothing is clipped
     found = clipped_sums(_make(loss, **large), rows, [3, 7], tmp_path / "weighted")
-
-    def twice(row: int) -> dict[str, torch.Tensor]:
-        def plain(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
-            return by_record(outputs, labels)
-
-        def make(out: Path, data: Any) -> Any:
-            return trainer(out, data, per_example_loss_func=plain, **large)
-
-        return clipped_sums(
-            make, [{k: v for k, v in r.items() if k != "weight"} for r in rows], [row], tmp_path / f"{row}"
-        )
-
-    one, other = twice(3), twice(7)
+    plain = making(per_example_loss_func=by_record, **large)
+    bare = [{k: v for k, v in row.items() if k != "weight"} for row in rows]
+    one, other = (clipped_sums(plain, bare, [i], tmp_path / f"{i}") for i in (3, 7))
     assert all(torch.allclose(found[n], WEIGHTS[3] * one[n] + WEIGHTS[7] * other[n], atol=1e-12) for n in found)
     assert influence(_make(loss), rows, 7, tmp_path) <= 1 + SLACK
 
@@ -71,10 +58,7 @@ def test_a_third_parameter_with_a_default_is_left_alone(tmp_path):
         assert num_items_in_batch is None
         return by_record(outputs, labels)
 
-    def make(out: Path, data: Any) -> Any:
-        return trainer(out, data, per_example_loss_func=stock)
-
-    assert clipped_sums(make, tiny.records(4), [0, 1], tmp_path)
+    assert clipped_sums(making(per_example_loss_func=stock), tiny.records(4), [0, 1], tmp_path)
 
 
 def scaled_by_the_largest(outputs: Any, labels: torch.Tensor, inputs: Any) -> torch.Tensor:
@@ -89,28 +73,22 @@ def centred(outputs: Any, labels: torch.Tensor) -> torch.Tensor:
     return by_record(outputs, labels) - by_record(outputs, labels).mean()
 
 
-@pytest.mark.parametrize("loss", [scaled_by_the_largest, centred])
-def test_one_that_mixes_records_is_named_first(loss, tmp_path):
-    assert_refused(_make(loss, remove_unused_columns=False) if loss is scaled_by_the_largest else
-                   lambda out, data: trainer(out, data, per_example_loss_func=loss),
-                   _rows() if loss is scaled_by_the_largest else tiny.records(8), tmp_path,
-                   match=f"^per_example_loss_func={loss.__name__}: the self-check failed")  # fmt: skip
-
-
-def test_a_mean_is_named_first(tmp_path):
-    def make(out: Path, data: Any) -> Any:
-        return trainer(out, data, per_example_loss_func=mean)
-
-    assert_refused(
-        make, tiny.records(8), tmp_path, match="^per_example_loss_func=mean: .*return the per-record losses"
-    )
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (scaled_by_the_largest, ": the self-check failed"),
+        (centred, ": the self-check failed"),
+        (mean, ": .*return the per-record losses"),
+    ],
+)
+def test_one_that_mixes_records_is_named_first(loss, told, tmp_path):
+    is_of_weights = loss is scaled_by_the_largest
+    make = _make(loss) if is_of_weights else making(per_example_loss_func=loss)
+    rows = _rows() if is_of_weights else tiny.records(8)
+    assert_refused(make, rows, tmp_path, match=f"^per_example_loss_func={loss.__name__}{told}")
 
 
 def test_a_column_that_was_removed_is_pointed_to(tmp_path):
-    import datasets
-
-    def make(out: Path, data: Any) -> Any:
-        return trainer(out, data, per_example_loss_func=weighted, remove_unused_columns=True)
-
+    make = making(per_example_loss_func=weighted, remove_unused_columns=True)
     match = "^per_example_loss_func=weighted or .* fails .*'weight'.*remove_unused_columns=False"
     assert_refused(make, datasets.Dataset.from_list(_rows()), tmp_path, match=match)

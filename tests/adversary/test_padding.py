@@ -16,9 +16,8 @@ import transformers as tf
 from hf_dpopt import DPConfigError
 from hf_dpopt.records.losses import token_mean
 from tests import tiny
-from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, trainer
+from tests.adversary.harness import CLIPPING_NORM, SLACK, assert_refused, clipped_sums, making, trainer, words
 from tests.adversary.matrix import HEADS, stock
-from tests.adversary.test_collators import _words
 
 NUM, LONG = 40, 33  # records; the long one is not among those that are read before training
 Rows = list[dict[str, Any]]
@@ -73,10 +72,7 @@ def test_a_record_that_attends_to_nothing_is_empty(head, attention, nothing, tmp
     for i in EMPTY:
         rows[i] |= NOTHING[nothing](rows[i]["input_ids"])
 
-    def make(out: Path, data: Any) -> Any:
-        model = _model(head, attention)
-        return trainer(out, data, model=model, data_collator=stock(HEADS[head][1], "right"))
-
+    make = making(lambda: _model(head, attention), data_collator=stock(HEADS[head][1], "right"))
     together = clipped_sums(make, rows, [*EMPTY, LONG], tmp_path / "together")
     moved = _distance(together, [clipped_sums(make, rows, [LONG], tmp_path / "alone")])
     assert moved <= SLACK, f"records that attend to nothing add {moved:.3g} clipping norms"
@@ -84,10 +80,7 @@ def test_a_record_that_attends_to_nothing_is_empty(head, attention, nothing, tmp
 
 def test_a_training_set_that_attends_to_nothing_is_refused(tmp_path):
     rows = [{**row, "attention_mask": [0] * len(row["input_ids"])} for row in _rows("classes")]
-
-    def make(out: Path, data: Any) -> Any:
-        return trainer(out, data, model=_model("classes"), data_collator=stock("class", "right"))
-
+    make = making(lambda: _model("classes"), data_collator=stock("class", "right"))
     assert_refused(make, rows, tmp_path, "None of the records that were read can be used: .*masked as a whole")
 
 
@@ -101,11 +94,8 @@ def test_an_own_loss_that_counts_places_with_nothing_to_attend_to(attention, tmp
     """A causal model's first places see nothing where the record masks them: eager attention is uniform over all."""
     rows = _rows("causal")
     rows[7]["attention_mask"] = [0, 0, 1, 1]
-
-    def make(out: Path, data: Any) -> Any:
-        return trainer(out, data, model=_model("causal", attention), data_collator=stock("text", "right"),
-                       per_example_loss_func=_counts_every_target)  # fmt: skip
-
+    model, collate = lambda: _model("causal", attention), stock("text", "right")
+    make = making(model, data_collator=collate, per_example_loss_func=_counts_every_target)
     try:
         together = clipped_sums(make, rows, [7, LONG], tmp_path / "together")
     except DPConfigError as error:
@@ -142,7 +132,7 @@ def test_targets_padded_by_any_token(padded_by, padding_id, tmp_path):
     rows = [{**row, "labels": _targets(i)} for i, row in enumerate(_rows("sequences"))]
 
     def collate(model: torch.nn.Module) -> Any:
-        return tf.DataCollatorForSeq2Seq(_words("right", "<pad>"), model=model, label_pad_token_id=padded_by)
+        return tf.DataCollatorForSeq2Seq(words(), model=model, label_pad_token_id=padded_by)
 
     _check_targets(rows, collate, padding_id, tmp_path)
 

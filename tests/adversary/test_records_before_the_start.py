@@ -16,8 +16,7 @@ import transformers as tf
 from hf_dpopt import DPConfigError
 from tests import tiny
 from tests.adversary.harness import assert_nothing_charged
-
-WRONG = (math.nan, math.inf, -math.inf)
+from tests.adversary.test_malformed_records import Lazy
 
 
 def _numbers(wrong: float, every: int = 2) -> list[dict[str, Any]]:
@@ -27,17 +26,6 @@ def _numbers(wrong: float, every: int = 2) -> list[dict[str, Any]]:
 
 def _shares(wrong: float) -> list[dict[str, Any]]:
     return [{**row, "label": [0.0, wrong if i % 2 else 1.0]} for i, row in enumerate(tiny.records())]
-
-
-class Lazy(torch.utils.data.Dataset):
-    def __init__(self, rows: list[Any]):
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> Any:
-        return self.rows[i]
 
 
 def _as_arrays(rows: list[Any]) -> list[Any]:
@@ -57,24 +45,20 @@ def _refused(tmp_path: Path, match: str, **changes: Any) -> None:
     assert_nothing_charged(tmp_path)
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_labels_that_are_not_finite(wrong: float, holder: Any, tmp_path: Path) -> None:
-    model = tiny.model(num_labels=1)
-    _refused(tmp_path, "record 1: 'label' holds NaN or infinity", model=model, train_dataset=holder(_numbers(wrong)))
+ONE = [row if i != 37 else {**row, "label": math.nan} for i, row in enumerate(_numbers(0.5))]
+LABELS = [
+    *((holder, _numbers(wrong), "record 1") for holder in HOLDERS for wrong in (math.nan, math.inf, -math.inf)),
+    *((holder, _shares(math.nan), "") for holder in (list, Lazy, datasets.Dataset.from_list)),
+    (datasets.Dataset.from_list, ONE, "record 37"),
+]
 
 
-@pytest.mark.parametrize("holder", [list, Lazy, datasets.Dataset.from_list])
-def test_shares_of_several_labels_that_are_not_finite(holder: Any, tmp_path: Path) -> None:
-    model = tiny.model(problem_type="multi_label_classification")
-    _refused(tmp_path, "'label' holds NaN", model=model, train_dataset=holder(_shares(math.nan)))
-
-
-def test_one_label_among_many(tmp_path: Path) -> None:
-    rows = _numbers(0.5)
-    rows[37]["label"] = math.nan
-    data = datasets.Dataset.from_list(rows)
-    _refused(tmp_path, "record 37: 'label' holds NaN", model=tiny.model(num_labels=1), train_dataset=data)
+@pytest.mark.parametrize(("holder", "rows", "told"), LABELS)
+def test_labels_that_are_not_finite(holder: Any, rows: list[Any], told: str, tmp_path: Path) -> None:
+    several = (
+        {"problem_type": "multi_label_classification"} if isinstance(rows[0]["label"], list) else {"num_labels": 1}
+    )
+    _refused(tmp_path, f"{told}.*'label' holds NaN", model=tiny.model(**several), train_dataset=holder(rows))
 
 
 class FromVectors(torch.nn.Module):
@@ -111,35 +95,21 @@ def test_a_loss_of_the_user_may_read_nan_as_missing(tmp_path: Path) -> None:
     assert made.train().global_step == 1
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-def test_a_decoder_that_classifies_without_a_padding_token(kind: str, tmp_path: Path) -> None:
-    made: dict[str, Any] = {
-        "gpt2": lambda: tf.GPT2ForSequenceClassification(
-            tf.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64)
-        ),
-        "llama": lambda: tf.LlamaForSequenceClassification(
-            tf.LlamaConfig(
-                vocab_size=40,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                pad_token_id=None,
-            )  # fmt: skip
-        ),
-    }
+@pytest.mark.parametrize("kind", [tf.GPT2ForSequenceClassification, tf.LlamaForSequenceClassification])
+def test_a_decoder_that_classifies_without_a_padding_token(kind: type, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = made[kind]()
+        model = tiny.made(kind, pad_token_id=None)
     assert model.config.pad_token_id is None
     fix = r"model.config.pad_token_id = tokenizer.pad_token_id"
     _refused(tmp_path, f"fails on training records: ValueError: Cannot handle batch.*{fix}", model=model)
     model.config.pad_token_id = 0
-    tiny.trainer(tmp_path / "again", model=model, max_steps=1).train()
+    assert tiny.trainer(tmp_path / "again", model=model, max_steps=1).train().global_step == 1
 
 
 def test_a_decoder_that_predicts_text_needs_none(tmp_path: Path) -> None:
-    model = tf.GPT2LMHeadModel(tf.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64))
+    model = tiny.made(tf.GPT2LMHeadModel)
     rows = [{"input_ids": [3, 4, 5 + i % 9], "attention_mask": [1] * 3, "labels": [3, 4, 5]} for i in range(64)]
     collate = tf.default_data_collator
-    tiny.trainer(tmp_path / "out", model=model, train_dataset=rows, data_collator=collate, max_steps=1).train()
+    made = tiny.trainer(tmp_path / "out", model=model, train_dataset=rows, data_collator=collate, max_steps=1)
+    assert made.train().global_step == 1

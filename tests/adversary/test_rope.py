@@ -8,7 +8,7 @@ import transformers as tf
 
 from hf_dpopt.huggingface.refusals.model import check_model
 from tests import tiny
-from tests.adversary.harness import REFUSALS, assert_refused, trainer
+from tests.adversary.harness import REFUSALS, assert_refused, making
 
 ORIGINAL = 8  # positions the model was trained for; longer batches get other frequencies
 DYNAMIC = {"rope_type": "dynamic", "factor": 8.0, "rope_theta": 10000.0}
@@ -45,14 +45,10 @@ def _collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     return batch | {"labels": labels}
 
 
-def _make(output_dir, dataset, **changes):
-    torch.manual_seed(0)
-    return trainer(output_dir, dataset, model=_llava(DYNAMIC), data_collator=_collate, clipping_norm=1.0, **changes)
-
-
 def test_dynamic_positions_inside_a_text_config_are_refused(tmp_path):
     """One record of 40 tokens changes the frequencies, and with them the gradients of all short ones."""
-    assert_refused(_make, _records(), tmp_path, match="dynamic depends on the longest record.*another rope_type")
+    make = making(lambda: _llava(DYNAMIC), data_collator=_collate)
+    assert_refused(make, _records(), tmp_path, match="dynamic depends on the longest record.*another rope_type")
 
 
 def _qwen_vl() -> torch.nn.Module:

@@ -84,17 +84,12 @@ def test_the_rows_of_a_record_are_averaged_and_clipped_once(kind, size, tmp_path
         return trainer(output_dir, dataset, per_device_train_batch_size=size)
 
     got = clipped_sums(make, DATASETS[kind](), range(NUM), tmp_path)
-    model, want = tiny.model(dropout=0.0).double().train(), {}
+    model, units = tiny.model(dropout=0.0).double().train(), []
     for document in documents():
-        chunks = _chunks(document["input_ids"])
-        rows = [tiny.collate([{"input_ids": c, "label": document["label"]}]) for c in chunks]
-        gradient = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
-        for row in rows:
-            for name, g in reference.record_gradients(model, row)[0].items():
-                gradient[name] += g / len(rows)
-        factor = min(1.0, 1.0 / float(torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()))
-        want = {n: want.get(n, 0) + factor * g for n, g in gradient.items()}
-    assert reference.relative_error(got, want) < 1e-9
+        rows = [{"input_ids": c, "label": document["label"]} for c in _chunks(document["input_ids"])]
+        weights_B = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
+        units += reference.unit_gradients(model, tiny.collate(rows), sizes=[len(rows)], weights_B=weights_B)
+    assert reference.relative_error(got, reference.sum_of_clipped(units, 1.0)) < 1e-9
 
 
 def test_users_whose_records_have_several_rows(tmp_path):

@@ -6,14 +6,15 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 
 from tests import tiny
-from tests.adversary.harness import assert_adds_nothing, assert_kept, influence, trainer
-from tests.adversary.test_collators import _words
+from tests.adversary.harness import assert_adds_nothing, assert_kept, influence, making, trainer, words
+from tests.adversary.matrix import HEADS
 
 NUM, BAD = 200, 150  # not among the records that are looked at before training
 DRAWN = [1, 5, 7, BAD, 160, 161]
@@ -34,27 +35,17 @@ def rows() -> list[dict[str, Any]]:
     return [{**row, "attention_mask": [1] * len(row["input_ids"])} for row in tiny.records(NUM)]
 
 
-def bart_config(**changes: Any) -> tf.BartConfig:
-    """A tiny BART of 12 positions."""
-    return tf.BartConfig(
-        vocab_size=40, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=12, dropout=0.0,
-        pad_token_id=1, bos_token_id=0, eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2, **changes,
-    )  # fmt: skip
+def bart(kind: type, **changes: Any) -> Any:
+    return tiny.made(kind, max_position_embeddings=12, pad_token_id=1, bos_token_id=0, **changes)
 
 
 @pytest.mark.parametrize("stored", [False, True])
 def test_padding_to_a_multiple_beyond_the_positions(stored, tmp_path):
     """A record of 58 tokens in a model of 60 positions is padded to 64: it must neither fail nor fail the others."""
-    import datasets
-
     made = rows()
     made[BAD] = {"input_ids": [5] * 58, "attention_mask": [1] * 58, "label": 1}
-
-    def make(out, data):
-        collate = tf.DataCollatorWithPadding(_words("right", "<pad>"), pad_to_multiple_of=8)
-        return trainer(out, data, model=tiny.model(dropout=0.0, max_position_embeddings=60), data_collator=collate)
-
+    collate = tf.DataCollatorWithPadding(words(), pad_to_multiple_of=8)
+    make = making(lambda: tiny.model(dropout=0.0, max_position_embeddings=60), data_collator=collate)
     data = datasets.Dataset.from_list(made) if stored else Lazy(made)
     ratio = influence(make, data, BAD, tmp_path, drawn=DRAWN)
     assert 1e-3 < ratio <= 1 + 1e-5
@@ -64,10 +55,7 @@ def test_a_first_label_of_few_digits_rounds_no_other(tmp_path):
     made = [{**row, "label": np.float32(70000.0 + i)} for i, row in enumerate(rows()[:8])]
     made[0]["label"] = np.float16(1.0)
     made = [{**row, "input_ids": row["input_ids"][:1] * 4, "attention_mask": [1] * 4} for row in made]
-
-    def make(out, data):
-        return trainer(out, data, model=tiny.model(dropout=0.0, num_labels=1), data_collator=tf.default_data_collator)
-
+    make = making(lambda: tiny.model(dropout=0.0, num_labels=1), data_collator=tf.default_data_collator)
     assert_kept(make, made, 0, tmp_path, without=made[1:])
 
 
@@ -86,32 +74,24 @@ def test_more_targets_than_tokens_shift_nobody(tmp_path):
             "labels": torch.tensor([row["ids"] + [-100] * (wide - len(row["ids"])) for row in some]),
         }
 
+    assert_adds_nothing(making(HEADS["causal"][0], data_collator=collate), Lazy(made), BAD, tmp_path, drawn=DRAWN)
+
+
+def _with_targets(make_model, side, **padding):
     def make(out, data):
         torch.manual_seed(0)
-        config = tf.GPT2Config(
-            vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return trainer(out, data, model=tf.GPT2LMHeadModel(config), data_collator=collate)
+        model = make_model()
+        collate = tf.DataCollatorForSeq2Seq(words(side), model=model, **padding)
+        return trainer(out, data, model=model, data_collator=collate, remove_unused_columns=False)
 
-    assert_adds_nothing(make, Lazy(made), BAD, tmp_path, drawn=DRAWN)
+    return make
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_long_targets_shift_nobody(side, tmp_path):
     made = [{"input_ids": [5, 6, 7], "attention_mask": [1] * 3, "labels": [3 + i % 9, 4, 0]} for i in range(NUM)]
     made[BAD]["labels"] = [9] * 40
-
-    def make(out, data):
-        torch.manual_seed(0)
-        config = tf.T5Config(
-            vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0, pad_token_id=1,
-            decoder_start_token_id=1, eos_token_id=0,
-        )  # fmt: skip
-        model = tf.T5ForConditionalGeneration(config)
-        collate = tf.DataCollatorForSeq2Seq(_words(side, "<pad>"), model=model)
-        return trainer(out, data, model=model, data_collator=collate, remove_unused_columns=False)
-
+    make = _with_targets(HEADS["sequences"][0], side)
     assert_kept(make, Lazy(made), BAD, tmp_path, drawn=DRAWN)
 
 
@@ -119,13 +99,7 @@ def test_targets_padded_to_a_multiple_beyond_the_positions(tmp_path):
     """Ten targets in a decoder of 12 positions are padded to 16: the record contributes, and fails nobody."""
     made = [{"input_ids": [5, 6, 7], "attention_mask": [1] * 3, "labels": [3 + i % 9, 4, 2]} for i in range(NUM)]
     made[BAD]["labels"] = [9] * 9 + [2]
-
-    def make(out, data):
-        torch.manual_seed(0)
-        model = tf.BartForConditionalGeneration(bart_config())
-        collate = tf.DataCollatorForSeq2Seq(_words("right", "<pad>"), model=model, pad_to_multiple_of=8)
-        return trainer(out, data, model=model, data_collator=collate, remove_unused_columns=False)
-
+    make = _with_targets(lambda: bart(tf.BartForConditionalGeneration), "right", pad_to_multiple_of=8)
     assert 1e-3 < influence(make, Lazy(made), BAD, tmp_path, drawn=DRAWN) <= 1 + 1e-5
 
 
@@ -143,10 +117,7 @@ def test_a_collator_that_makes_two_rows_of_a_record(tmp_path):
             ]
         )
 
-    def make(out, data):
-        return trainer(out, data, data_collator=collate)
-
-    assert_adds_nothing(make, Lazy(made), BAD, tmp_path, drawn=DRAWN)
+    assert_adds_nothing(making(data_collator=collate), Lazy(made), BAD, tmp_path, drawn=DRAWN)
 
 
 def test_labels_that_are_no_targets_of_the_decoder_are_not_trimmed(tmp_path):
@@ -164,11 +135,10 @@ def test_labels_that_are_no_targets_of_the_decoder_are_not_trimmed(tmp_path):
         labels = torch.tensor([row["labels"] for row in some])
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
-    def make(out, data):
-        torch.manual_seed(0)
-        model = tf.BartForSequenceClassification(bart_config(num_labels=5))
-        return trainer(out, data, model=model, data_collator=collate, per_example_loss_func=loss)
+    def model():
+        return bart(tf.BartForSequenceClassification, num_labels=5)
 
+    make = making(model, data_collator=collate, per_example_loss_func=loss)
     assert 1e-3 < influence(make, Lazy(made), BAD, tmp_path, drawn=DRAWN) <= 1 + 1e-5
 
 

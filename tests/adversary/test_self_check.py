@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_dpopt.preclip import PRECLIPS
 from tests import tiny
-from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, trainer
+from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, making, trainer
+from tests.grads.test_self_check import _quantising
 
 MIXED = "differs from a loop|another record moves it|change with the padding"
 
@@ -30,20 +31,6 @@ class Spread(nn.Module):
         return y + 20 * y.mean(dim=0, keepdim=True) if self.training else y
 
 
-class Quantised(nn.Module):
-    """Rounds activations to eight bits of the largest one of the batch, in bfloat16."""
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        if torch.is_autocast_enabled("cpu"):
-            scale = x.detach().abs().amax() / 127
-            x = x + ((x / scale).round() * scale - x).detach()
-        return self.layer(x)
-
-
 def _spread() -> nn.Module:
     model = tiny.model(dropout=0.0)
     layer = model.bert.encoder.layer[1]
@@ -53,60 +40,27 @@ def _spread() -> nn.Module:
     return model
 
 
-def _quantised() -> nn.Module:
-    model = tiny.model(dropout=0.0)
-    with torch.no_grad():
-        model.bert.embeddings.word_embeddings.weight[7] *= 50
-    model.bert.embeddings.LayerNorm = Quantised(model.bert.embeddings.LayerNorm)
-    return model
-
-
-def _layerdrop() -> nn.Module:
-    model = tiny.model(dropout=0.0)
-    encoder = model.bert.encoder
-    forward = encoder.layer[1].forward
-
-    def dropped(hidden, *args, **kwargs):
-        return hidden if model.training and torch.rand([]) < 0.5 else forward(hidden, *args, **kwargs)
-
-    encoder.layer[1].forward = dropped
-    return model
-
-
 CASES = {
     "mixing in training mode": (_spread, {}, MIXED),
-    "quantised over the batch, bf16": (_quantised, {"bf16": True}, MIXED),
-    "layers dropped for the batch": (_layerdrop, {}, "once for the whole batch"),
+    "quantised over the batch, bf16": (_quantising, {"bf16": True}, MIXED),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_refused_before_the_first_step(name, tmp_path):
     make_model, changes, words = CASES[name]
-
-    def make(output_dir, dataset, **more):
-        return trainer(output_dir, dataset, model=make_model(), clipping_norm=1e-2, **changes | more)
-
+    make = making(make_model, clipping_norm=1e-2, **changes)
     assert_refused(make, tiny.records(4), tmp_path, match=words)
 
 
 def test_without_the_check_the_promise_is_broken(tmp_path):
     """So the adversary is one: a record moves the sum by more than its clipped gradient."""
-
-    def make(output_dir, dataset, **more):
-        return trainer(output_dir, dataset, model=_spread(), clipping_norm=1.0, skip_self_check=True, **more)
-
-    heavy = tiny.records(6)
-    assert influence(make, heavy, 0, tmp_path) > 1 + SLACK
+    assert influence(making(_spread, skip_self_check=True), tiny.records(6), 0, tmp_path) > 1 + SLACK
 
 
 def test_dropout_keeps_the_promise_and_passes(tmp_path):
     """Masks are drawn for each record, so the check has nothing to say against them."""
-
-    def make(output_dir, dataset, **more):
-        return trainer(output_dir, dataset, model=tiny.model(dropout=0.2), **more)
-
-    assert clipped_sums(make, tiny.records(4), [0, 1, 2], tmp_path / "run")
+    assert clipped_sums(making(lambda: tiny.model(dropout=0.2)), tiny.records(4), [0, 1, 2], tmp_path / "run")
 
 
 # --- no false alarm ------------------------------------------------------------------------------------------------------
@@ -151,7 +105,7 @@ def _cancelling() -> nn.Module:
 def _in_bfloat16(model: nn.Module, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> Any:
     if not has_room:
         monkeypatch.setattr("hf_dpopt.huggingface.self_check.conditions.free_bytes", lambda device: 0)
-    return lambda out, data: trainer(out, data, model=model, bf16=True)
+    return making(lambda: model, bf16=True)
 
 
 @ROOM

@@ -13,19 +13,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import GenerationConfig, TrainerCallback
+from transformers import GenerationConfig
 
-from hf_dpopt import DPConfigError, DPTrainer, UnsupportedModuleError
+from hf_dpopt import DPConfigError, UnsupportedModuleError
 from hf_dpopt.convex import compute_features
 from hf_dpopt.huggingface import evaluation
 from hf_dpopt.records.scores import Scores
 from tests import tiny
-from tests.adversary.harness import SLACK
-from tests.adversary.test_collators import _words
+from tests.adversary.harness import SLACK, words
 
 REFUSALS = (DPConfigError, UnsupportedModuleError)
 EVALUATION = {
@@ -64,21 +64,50 @@ class Writer(nn.Module):
         return y
 
 
-class Buffer(Writer):
-    def step(self, x):
-        self.seen.add_(x)
+def _add(tensor: torch.Tensor, x: torch.Tensor) -> None:
+    tensor.add_(x)
 
 
-class BufferByData(Writer):
+def _add_by_data(tensor: torch.Tensor, x: torch.Tensor) -> None:
     """`.data` has a version counter of its own."""
-
-    def step(self, x):
-        self.seen.data.mul_(0.9).add_(x)
+    tensor.data.mul_(0.9).add_(x)
 
 
-class BufferSwapped(Writer):
-    def step(self, x):
-        self.seen.data = self.seen + x
+def _swap(tensor: torch.Tensor, x: torch.Tensor) -> None:
+    tensor.data = tensor.data + x
+
+
+def _writer(
+    name: str, place: str, write: Callable[..., None], *, is_felt: bool = True, is_trained: bool = False
+) -> Any:
+    """A class that writes into its buffer or its parameter; an observer where nothing of it is felt."""
+
+    class Made(Writer):
+        def __init__(self, width: int = 16):
+            super().__init__(width)
+            self.frozen.requires_grad_(is_trained)
+
+        def value(self):
+            return getattr(self, place)
+
+        def step(self, x):
+            write(self.value(), x)
+
+    Made.__name__, Made.is_felt = name, is_felt
+    return Made
+
+
+Buffer = _writer("Buffer", "seen", _add)
+Frozen = _writer("Frozen", "frozen", _add)
+Counter = _writer("Counter", "seen", _add, is_felt=False)
+FrozenCounter = _writer("FrozenCounter", "frozen", _add_by_data, is_felt=False)
+MADE = (
+    Buffer, Frozen, Counter, FrozenCounter, _writer("BufferByData", "seen", _add_by_data),
+    _writer("BufferSwapped", "seen", _swap), _writer("FrozenByData", "frozen", _add_by_data),
+    _writer("FrozenSwapped", "frozen", _swap), _writer("CounterByData", "seen", _add_by_data, is_felt=False),
+    _writer("Trained", "frozen", _add, is_trained=True),  # a codebook that its layer moves itself
+    _writer("TrainedByData", "frozen", _add_by_data, is_trained=True),
+)  # fmt: skip
 
 
 class BufferLonger(Writer):
@@ -104,32 +133,6 @@ class BufferRegistered(Writer):
         self.register_buffer("later", x.clone())
 
 
-class Frozen(Writer):
-    def value(self):
-        return self.frozen
-
-    def step(self, x):
-        self.frozen.add_(x)
-
-
-class FrozenByData(Frozen):
-    def step(self, x):
-        self.frozen.data.add_(x)
-
-
-class FrozenSwapped(Frozen):
-    def step(self, x):
-        self.frozen.data = self.frozen.data + x
-
-
-class Trained(Frozen):
-    """A codebook that its layer moves itself, beside the optimizer."""
-
-    def __init__(self, width: int = 16):
-        super().__init__(width)
-        self.frozen.requires_grad_(True)
-
-
 class ExtraState(Writer):
     """State in a file that is no tensor of the module."""
 
@@ -148,11 +151,6 @@ class ExtraState(Writer):
 
     def step(self, x):
         self.sum = self.sum + x
-
-
-class TrainedByData(Trained):
-    def step(self, x):
-        self.frozen.data.add_(x)
 
 
 class ExtraStateForGood(ExtraState):
@@ -193,20 +191,6 @@ class ByHook(WhenSaved):
         destination[prefix + "frozen"] = module.sum
 
 
-class Counter(Buffer):
-    """Changes nothing but itself: an observer."""
-
-    is_felt = False
-
-
-class CounterByData(BufferByData):
-    is_felt = False
-
-
-class FrozenCounter(FrozenByData):
-    is_felt = False
-
-
 class InConfig(Writer):
     """A total in the config of the model, which is saved as config.json."""
 
@@ -222,8 +206,8 @@ class InGenerationConfig(InConfig):
 
 
 WRITERS = (
-    InConfig, InGenerationConfig, Buffer, BufferByData, BufferSwapped, BufferLonger, BufferReplaced, BufferRegistered, Frozen, FrozenByData,
-    FrozenSwapped, Trained, TrainedByData, ExtraState, ExtraStateForGood, WhenSaved, ByHook, Counter, CounterByData, FrozenCounter,
+    *MADE, InConfig, InGenerationConfig, BufferLonger, BufferReplaced, BufferRegistered, ExtraState, ExtraStateForGood,
+    WhenSaved, ByHook,
 )  # fmt: skip
 
 
@@ -271,17 +255,6 @@ def assert_no_trace(folder: Path, start: dict[str, torch.Tensor], model: nn.Modu
     return len(files)
 
 
-class SwitchOn(TrainerCallback):
-    """Lets a layer write from a step on."""
-
-    def __init__(self, layer: Writer, step: int):
-        self.layer, self.step = layer, step
-
-    def on_step_begin(self, args, state, control, **_):
-        if state.global_step + 1 == self.step:
-            self.layer.writes = lambda is_training: True
-
-
 def held_out(num: int = 12) -> list[dict[str, Any]]:
     return [{**record, "input_ids": [3, *record["input_ids"]]} for record in tiny.records(num)]
 
@@ -302,8 +275,12 @@ def test_what_is_written_after_the_start_reaches_no_file(writer, step, tmp_path)
     """An observer that is switched on later: in the first step, in the middle, in the last."""
     model, layer = model_with(writer)
     start = state_of(model)
+
+    def switch_on(state: Any, model: Any) -> None:
+        layer.writes = lambda is_training: True
+
     trainer = tiny.trainer(
-        tmp_path / "out", model=model, callbacks=[SwitchOn(layer, step)], max_steps=4, save_strategy="steps", save_steps=2,
+        tmp_path / "out", model=model, callbacks=[tiny.At("step_begin", switch_on, step)], max_steps=4, save_strategy="steps", save_steps=2,
         learning_rate=0.0,
     )  # fmt: skip
     with pytest.raises(REFUSALS, match="changed"):
@@ -332,7 +309,7 @@ def test_what_the_trial_writes_reaches_no_file(writer, tmp_path):
 @pytest.mark.parametrize("start", [{}, {"padding": "max_length", "max_length": 24, "truncation": True}])
 def test_the_lengths_of_the_last_call_are_not_saved_with_the_tokenizer(start, tmp_path):
     """Each call leaves its padding and truncation in a tokenizer, and `save_pretrained` writes them."""
-    tokenizer = _words("right", "<pad>")
+    tokenizer = words()
     tokenizer("w4", **start)
     tokenizer.save_pretrained(tmp_path / "start")
 
@@ -544,32 +521,21 @@ def test_features_of_a_record_depend_on_that_record_alone(writer, tmp_path):
 # --- what goes on working --------------------------------------------------------------------------------------------
 
 
+def adapted(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
+
+
 def test_adapters_may_be_merged_between_two_trainings(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny.model(dropout=0.0), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
-    )
-    trainer = tiny.trainer(tmp_path / "first", model=model, save_strategy="steps", save_steps=3)
-    trainer.train()
-    merged = trainer.model.merge_and_unload()
-    trainer.save_model()
-    for p in merged.parameters():
-        p.requires_grad_(True)
-    merged.resize_token_embeddings(48)
-    tiny.trainer(tmp_path / "second", model=merged, max_steps=2).train()
-
-
-def test_merged_in_place_after_the_training(tmp_path):
-    peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(
-        tiny.model(dropout=0.0), peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
-    )
-    trainer = tiny.trainer(tmp_path / "first", model=model)
+    trainer = tiny.trainer(tmp_path / "first", model=adapted(tiny.model(dropout=0.0)), save_strategy="no")
     trainer.train()
     trainer.model.merge_adapter()
     trainer.save_model()
     trainer.model.unmerge_adapter()
     trainer.train()
+    merged = trainer.model.merge_and_unload().requires_grad_(True)
+    trainer.save_model()
+    merged.resize_token_embeddings(48)
+    assert tiny.trainer(tmp_path / "second", model=merged, max_steps=2).train().global_step == 2
 
 
 def test_the_best_checkpoint_is_loaded_and_a_run_resumes(tmp_path):
@@ -599,22 +565,15 @@ class Cache(nn.Module):
         return x + self.table[: x.size(1)].view(1, -1, 1)
 
 
-@pytest.mark.parametrize("adapters", [True, False])
-def test_quantised_layers(adapters, tmp_path):
+def quantised() -> Any:
     """In 4 bits, on a CPU: weights that are packed where they are first used."""
-    quantised, peft = pytest.importorskip("bitsandbytes").nn, pytest.importorskip("peft")
+    layers = pytest.importorskip("bitsandbytes").nn
     model = tiny.model(dropout=0.0, hidden_size=64, intermediate_size=64)
     for layer in model.bert.encoder.layer:
-        plain = layer.intermediate.dense
-        made = quantised.Linear4bit(64, 64, compute_dtype=torch.float32)
-        made.load_state_dict(plain.state_dict())
+        made = layers.Linear4bit(64, 64, compute_dtype=torch.float32)
+        made.load_state_dict(layer.intermediate.dense.state_dict())
         layer.intermediate.dense = made.to("cpu").requires_grad_(False)
-    if adapters:
-        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS"))
-    trainer = tiny.trainer(tmp_path / "out", model=model, save_strategy="steps", save_steps=2, max_steps=4,
-                           eval_dataset=held_out(), eval_strategy="steps", eval_steps=2, **EVALUATION)  # fmt: skip
-    trainer.train()
-    trainer.save_model()
+    return model
 
 
 class PointsElsewhere(Writer):
@@ -624,19 +583,23 @@ class PointsElsewhere(Writer):
         self.frozen.data = self.frozen.data.clone()
 
 
-def test_weights_that_move_and_stay_the_same(tmp_path):
-    model, layer = model_with(PointsElsewhere)
-    layer.writes = lambda is_training: True
-    trainer = tiny.trainer(tmp_path / "out", model=model, save_strategy="steps", save_steps=2, skip_self_check=False,
-                           eval_dataset=held_out(), eval_strategy="steps", eval_steps=2, **EVALUATION)  # fmt: skip
-    trainer.train()
-    trainer.save_model()
+ALLOWED: dict[
+    str, tuple[Callable[[], Any], bool]
+] = {  # and whether the self-check runs, which knows nothing of 4 bits
+    "4 bits": (quantised, False),
+    "4 bits and adapters": (lambda: adapted(quantised()), False),
+    "weights that move and stay the same": (lambda: _writes_always(PointsElsewhere)["model"], True),
+    "a cache that is not saved and grows": (lambda: model_with(Cache())[0], False),
+}
 
 
-def test_a_cache_that_is_not_saved_may_grow(tmp_path):
-    model, _ = model_with(Cache())
-    cls: type = DPTrainer
-    trainer = tiny.trainer(tmp_path / "out", cls=cls, model=model, eval_dataset=held_out(), save_strategy="steps",
-                           eval_strategy="steps", eval_steps=2, save_steps=2, **EVALUATION)  # fmt: skip
-    trainer.train()
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_changes_no_file_stops_no_run(name, tmp_path):
+    make, is_checked = ALLOWED[name]
+    trainer = tiny.trainer(
+        tmp_path / "out", model=make(), skip_self_check=not is_checked, save_strategy="steps", save_steps=2, max_steps=4,
+        eval_dataset=held_out(), eval_strategy="steps", eval_steps=2, **EVALUATION,
+    )  # fmt: skip
+    assert trainer.train().global_step == 4
     trainer.save_model()
+    assert charges(tmp_path) and len(list((tmp_path / "out").rglob("*model.safetensors"))) == 3

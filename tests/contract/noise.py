@@ -69,10 +69,13 @@ def _steps(stream: NoiseStream, first: int, end: int) -> list[dict[str, torch.Te
 
 
 def patterns(n: int, participation: Participation) -> list[tuple[int, ...]]:
-    """Every set of steps that one record may take part in, the largest ones."""
+    """Every set of steps that one record may take part in."""
     k, b = participation.max_participations, participation.min_sep
     if participation.kind == "fixed_epoch":
-        return [tuple(range(offset, n, b))[:k] for offset in range(min(b, n))]
+        largest = [tuple(range(offset, n, b))[:k] for offset in range(min(b, n))]
+        return [
+            some for all_ in largest for size in range(len(all_)) for some in itertools.combinations(all_, size + 1)
+        ]
     found = []
     for size in range(1, participation.fits(n) + 1):
         for steps in itertools.combinations(range(n), size):

@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.clipping.rules import fallback, rule_for
+from tests.reference import clipping as reference
 
 NUM_RECORDS, CLIPPING_NORM = 4, 0.3
 
@@ -42,6 +43,10 @@ def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (outputs * torch.linspace(-1, 2, outputs.size(1)).to(outputs)).sum(dim=1).sin() + 0 * labels
 
 
+def _of_record(model: nn.Module, row: dict[str, Any]) -> torch.Tensor:
+    return _loss(model(row["x"]), row["labels"]).sum()
+
+
 def check_rule(make: Callable[[], Case]) -> None:
     """Both engines, with all parameters and with each one alone, to 1e-9 in float64; and no record depends on others.
 
@@ -59,20 +64,8 @@ def check_rule(make: Callable[[], Case]) -> None:
                 model.layer.get_parameter(name).requires_grad_(False)
             labels = torch.zeros(len(inputs), dtype=torch.float64)
             batch: dict[str, Any] = {"x": inputs, "labels": labels}
-            trained = {name for name, p in model.named_parameters() if p.requires_grad}
             got = clipped_gradient_sum(model, batch, clipping_norm=CLIPPING_NORM, engine=engine, loss=_loss)
-            want = _loop(model, trained, inputs, labels)
+            want = reference.clipped_sum(model, batch, CLIPPING_NORM, loss=_of_record)
             assert got.keys() == want.keys()
             for name in want:
                 torch.testing.assert_close(got[name].double(), want[name], rtol=1e-8, atol=1e-10)
-
-
-def _loop(model: nn.Module, trained: set[str], x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    total = {name: torch.zeros_like(p) for name, p in model.named_parameters() if name in trained}
-    params = [p for p in model.parameters() if p.requires_grad]
-    for b in range(len(x)):
-        grads = torch.autograd.grad(_loss(model(x[b : b + 1]), labels[b : b + 1]).sum(), params)
-        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        for name, g in zip(total, grads, strict=True):
-            total[name] += g * min(1.0, CLIPPING_NORM / float(norm))
-    return total

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -19,8 +17,6 @@ from hf_dpopt.noise import (
     Restarted,
 )
 from hf_dpopt.noise.streams import RecurrentStream
-from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from tests.contract import noise
 
 
@@ -28,18 +24,6 @@ from tests.contract import noise
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_mechanism(name, check):
     check(name)
-
-
-def test_a_plan_of_normalized_bands_is_resumed():
-    """Their base is of one kind, which the ledger does not name."""
-    config = PrivacyConfig(
-        noise_multiplier=0.7, expected_batch_size=noise.BATCH_SIZE, noise_mechanism="banded",
-        noise_kwargs={"num_bands": 3, "column_normalize": True},
-    )  # fmt: skip
-    sizes = {"num_examples": noise.NUM_EXAMPLES, "num_steps": noise.NUM_STEPS}
-    plan = make_plan(config, **sizes)
-    recorded = json.loads(json.dumps(plan.public_dict()))
-    assert make_plan(config, **sizes, recorded=recorded).strategy == plan.strategy
 
 
 class _Claiming(NoiseStrategy):

@@ -217,7 +217,7 @@ REFUSED = [
     ({"average_iterate": "tail"}, "averages of iterates"),
     ({"public_mirror_descent": "cosine"}, "Mirror descent"),
     ({"ball_radius": 1.0}, "--head_radius"),
-    ({"privacy_unit": "user", "user_id_column": "u"}, "single records only"),
+    ({"privacy_unit": "user", "user_id_column": "u"}, "single records are protected"),
     ({"sampling": "balls_in_bins"}, "Use --sampling poisson"),
     ({"adjacency": "replace_one"}, "add_or_remove_one only"),
     ({"lr_scheduler_type": "linear"}, "--decay 0.5"),

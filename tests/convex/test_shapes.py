@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -75,14 +74,6 @@ def test_the_sum_itself_takes_no_labels_of_another_shape():
     features, labels = _data()
     with pytest.raises(AssertionError, match="one label"):
         gradient_sum(features, labels[:, None], torch.zeros(K, features.size(1), dtype=torch.float64))
-
-
-def test_a_column_of_labels_would_have_broken_the_promise():
-    """The reason for the refusal: indexing broadcasts, and one record would move the sum by its batch."""
-    rows, labels = np.arange(4), np.array([[0], [0], [0], [1]])
-    errors = np.zeros((4, 2))
-    errors[rows, labels] -= 1
-    assert (errors[:, 1] == -1).all()
 
 
 def test_parts_of_one_tensor_may_be_private_and_public(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -12,65 +11,21 @@ import scipy.linalg
 import torch
 from scipy import optimize, stats
 
-from hf_dpopt.accounting import delta as deltas
-from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.convex import (
-    HeadConfig,
-    HeadRun,
-    SubspaceHeadConfig,
     adagrad,
     clip_features,
     make_head_plan,
     make_subspace_plan,
-    recorded_head_plan,
-    training,
 )
 from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.convex.gradients import gradient_sum
 from hf_dpopt.convex.statement import disagreements, read_head_report
 from hf_dpopt.randomness.cipher import make_noise_source
-from hf_dpopt.run.ledger import Ledger
+from tests.convex.heads import K, M, N, begin, clipped, data, plain, run
+from tests.convex.heads import in_subspace as config
 
 ALPHA = 1e-6  # false alarms, whatever the key
-N, M, H, K = 300, 20, 6, 3
-
-
-def config(**changes):
-    values = dict(head_radius=1.5, feature_norm=2.0, expected_batch_size=N, num_steps=12, noise_multiplier=4.0)
-    values |= dict(rank=4, refresh_every=5, eps=1e-3, target_delta=1e-5)
-    return SubspaceHeadConfig(**{**values, **changes})
-
-
-def data(num=N, seed=0, width=H):
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(num, width, generator=rng) * 3, torch.randint(K, (num,), generator=rng)
-
-
-def clipped(asked, num=N, seed=0):
-    raw, labels = data(num, seed)
-    return clip_features(raw, asked.feature_norm, asked.bias_feature), labels
-
-
-def run(folder, asked, *, private=None, public=None, num=N, finish=True):
-    features, labels = private or clipped(asked, num)
-    made = HeadRun(
-        make_subspace_plan(asked, num_examples=num, recorded=recorded_head_plan(folder / "out", folder / "private")),
-        output_dir=folder / "out",
-        private_state_dir=folder / "private",
-    )
-    weights = made.train(features, labels, K, public=public or clipped(asked, M, seed=7))
-    if finish:
-        made.finish(K)
-    return made, weights
-
-
-@pytest.fixture
-def keys(monkeypatch):
-    """The chains of finished runs, which forget their keys."""
-    seen = []
-    choose = HeadRun._chain
-    monkeypatch.setattr(HeadRun, "_chain", lambda self, ledger: seen.append(choose(self, ledger)) or seen[-1])
-    return seen
 
 
 @pytest.fixture
@@ -265,8 +220,7 @@ def test_poisson_batches_cost_what_their_composition_costs():
     """The number that the head by projected SGD has for all its iterates together."""
     changes = dict(expected_batch_size=30, num_steps=50, noise_multiplier=1.0)
     plan = make_subspace_plan(config(**changes), num_examples=N)
-    values = dict(head_radius=1.5, feature_norm=2.0, target_delta=1e-5, **changes)
-    other = make_head_plan(HeadConfig(**values), num_examples=N)
+    other = make_head_plan(plain(**changes), num_examples=N)
     assert plan.epsilon() == pytest.approx(other.spent.composition, rel=1e-3)
     assert make_subspace_plan(
         config(**{**changes, "noise_multiplier": None}, target_epsilon=3.0), num_examples=N
@@ -276,26 +230,11 @@ def test_poisson_batches_cost_what_their_composition_costs():
 def test_the_bound_on_the_last_iterate_is_never_used():
     """With a small ball and many steps it would be far below; neither the other plan nor its accountant takes them."""
     changes = dict(head_radius=0.01, num_steps=10**4, noise_multiplier=3.0, expected_batch_size=200)
-    values = dict(feature_norm=2.0, target_delta=1e-5, **changes)
     plan = make_subspace_plan(config(**changes), num_examples=20_000)
-    last = make_head_plan(HeadConfig(**values), num_examples=20_000)
+    last = make_head_plan(plain(**changes), num_examples=20_000)
     assert last.spent.horizon is not None and plan.epsilon() > 2 * last.spent.epsilon
     with pytest.raises(DPConfigError, match="no contractions.*Use make_subspace_plan"):
         make_head_plan(config(**changes), num_examples=20_000)
-
-
-def test_a_run_is_charged_once_before_a_record_is_looked_at(tmp_path, monkeypatch):
-    look = training.gradient_sum
-
-    def looked(*args):
-        assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
-        return look(*args)
-
-    monkeypatch.setattr(training, "gradient_sum", looked)
-    made, _ = run(tmp_path, config())
-    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
-    with pytest.raises(DPBudgetExceeded, match=f"epsilon to {made.plan.epsilon(2):.4g}"):
-        run(tmp_path, config())
 
 
 def test_ledger_report_and_statement_say_composition_and_no_last_iterate(tmp_path):
@@ -321,51 +260,7 @@ def test_ledger_report_and_statement_say_composition_and_no_last_iterate(tmp_pat
     assert "NOT PRIVATE" in (tmp_path / "off/out/privacy/statement.md").read_text().splitlines()[0]
 
 
-def test_nothing_but_ledger_and_statement_is_written_and_nothing_of_the_data(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
-    texts = []
-    for seed in (0, 1):
-        folder = tmp_path / str(seed)
-        run(folder, config(), private=clipped(config(), seed=seed))
-        files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-        files = {re.sub("[0-9a-f]{16}", "ID", name) for name in files}
-        assert files == {
-            "private/runs/lock", "private/runs/ID/lock", "private/runs/ID/log.jsonl",  # of charges, as the ledger
-            "out/privacy/head.json", "out/privacy/ledger.jsonl", "out/privacy/ledger.jsonl.lock",
-            "out/privacy/statement.md",
-        }  # fmt: skip
-        digest = Ledger.read(folder / "out/privacy/ledger.jsonl").digest()
-        texts.append((folder / "out/privacy/statement.md").read_text().replace(digest, ""))
-    assert texts[0] == texts[1]
-
-
 # --- runs that were killed ---
-
-
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("at", [1, 5, 6, 12])  # V is refreshed before steps 6 and 11
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
-    with monkeypatch.context() as patch:
-        steps, project = [], adagrad.project_in_norm
-
-        def die(*args, **kwargs):
-            steps.append(1)
-            if len(steps) == at:
-                raise Killed
-            return project(*args, **kwargs)
-
-        patch.setattr(adagrad, "project_in_norm", die)
-        with pytest.raises(Killed):
-            run(tmp_path, config())
-    _, resumed = run(tmp_path, config())
-    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
-    monkeypatch.setattr(training, "new_chain", lambda: keys[0])
-    _, whole = run(tmp_path / "again", config())
-    assert torch.equal(resumed, whole)
 
 
 def test_a_run_goes_on_with_its_own_public_records_and_settings_only(tmp_path):
@@ -379,15 +274,6 @@ def test_a_run_goes_on_with_its_own_public_records_and_settings_only(tmp_path):
         with pytest.raises(DPConfigError, match="another private mechanism"):
             run(tmp_path, config(**changes), finish=False)
     assert torch.equal(run(tmp_path, asked, finish=False)[1], weights)
-
-
-def test_a_killed_run_keeps_the_delta_it_began_with(tmp_path, monkeypatch):
-    asked = config(target_delta=None)
-    with monkeypatch.context() as patch:
-        patch.setattr(deltas, "default_delta", lambda n: 1e-3)
-        before, weights = run(tmp_path, asked, finish=False)
-    after, again = run(tmp_path, asked)
-    assert before.plan.delta == after.plan.delta == 1e-3 and torch.equal(weights, again)
 
 
 # --- refusals ---
@@ -431,18 +317,12 @@ def test_public_records_that_do_not_fit_are_refused_before_anything_is_touched(t
         ((features.half(), labels), "The public features are torch.float16"),
         ((torch.zeros_like(features), labels), "All public gradients are zero"),
     ):
-        made = HeadRun(
-            make_subspace_plan(asked, num_examples=N), output_dir=tmp_path / "out", private_state_dir=tmp_path / "p"
-        )
         with pytest.raises(DPConfigError, match=match):
-            made.train(*clipped(asked), K, public=public)
+            begin(tmp_path, asked).train(*clipped(asked), K, public=public)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_head_by_projected_sgd_takes_no_public_records(tmp_path):
-    values = dict(head_radius=1.5, feature_norm=2.0, expected_batch_size=N, num_steps=2, noise_multiplier=4.0)
-    asked = HeadConfig(**values, target_delta=1e-5)
-    made = HeadRun(make_head_plan(asked, num_examples=N), output_dir=tmp_path / "out")
     with pytest.raises(DPConfigError, match="Leave public out, or use make_subspace_plan"):
-        made.train(*clipped(asked), K, public=clipped(asked, M))
+        begin(tmp_path, plain()).train(*clipped(plain()), K, public=clipped(plain(), M))
     assert not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -12,51 +11,20 @@ import pytest
 import torch
 from scipy import stats
 
-from hf_dpopt.accounting import delta
-from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.convex import HeadConfig, HeadRun, clip_features, make_head_plan, recorded_head_plan, training
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex import HeadRun, clip_features, make_head_plan, recorded_head_plan, training
 from hf_dpopt.randomness.cipher import make_noise_source
-from hf_dpopt.run.ledger import Ledger
 from tests.adversary import forging
+from tests.convex.heads import H, K, N, begin, clipped, data, run
+from tests.convex.heads import plain as config
 
 ALPHA = 1e-6  # false alarms, whatever the key
-N, H, K = 300, 6, 3
-
-
-def config(**changes):
-    values = dict(head_radius=1.5, feature_norm=2.0, expected_batch_size=60, num_steps=40, noise_multiplier=1.0)
-    return HeadConfig(**{**values, "target_delta": 1e-5, **changes})
-
-
-def data(num=N, seed=0):
-    rng = torch.Generator().manual_seed(seed)
-    return torch.randn(num, H, generator=rng) * 3, torch.randint(K, (num,), generator=rng)
-
-
-def run(folder, asked, features=None, labels=None, num=N):
-    raw, targets = data(num)
-    features = clip_features(raw, asked.feature_norm, asked.bias_feature) if features is None else features
-    made = HeadRun(
-        make_head_plan(asked, num_examples=num), output_dir=folder / "out", private_state_dir=folder / "private"
-    )
-    weights = made.train(features, targets if labels is None else labels, K)
-    made.finish(K)
-    return made, weights
 
 
 @pytest.fixture(scope="module", autouse=True)
 def planned_before():
     """The epsilon of the usual run, which is remembered: seconds that belong to no single test."""
     make_head_plan(config(), num_examples=N)
-
-
-@pytest.fixture
-def keys(monkeypatch):
-    """The chains of finished runs, which forget their keys."""
-    seen = []
-    choose = HeadRun._chain
-    monkeypatch.setattr(HeadRun, "_chain", lambda self, ledger: seen.append(choose(self, ledger)) or seen[-1])
-    return seen
 
 
 def left(private: Path) -> list[str]:
@@ -124,15 +92,6 @@ def test_a_step_is_a_contraction_up_to_the_largest_batch(l2):
     assert float((step(level + small) - step(level - small)).norm()) > 2 * float(small.norm())  # and not beyond
 
 
-def test_the_gradient_is_that_of_autograd():
-    features, labels = data(50)
-    weights = torch.randn(K, H, dtype=torch.float64, requires_grad=True)
-    loss = torch.nn.functional.cross_entropy(features.double() @ weights.T, labels, reduction="sum")
-    (expected,) = torch.autograd.grad(loss, weights)
-    torch.testing.assert_close(training.gradient_sum(features.double(), labels, weights.detach()), expected)
-    assert training.gradient_sum(features[:0], labels[:0], weights.detach()).abs().sum() == 0
-
-
 # --- the run ---
 
 
@@ -141,7 +100,8 @@ def test_the_gradient_is_that_of_autograd():
 def test_a_run_equals_a_slow_loop(tmp_path, keys, changes):
     asked = config(head_radius=0.5, **changes)
     made, weights = run(tmp_path, asked)
-    features, labels = clip_features(data()[0], asked.feature_norm, asked.bias_feature).double(), data()[1]
+    features, labels = clipped(asked)
+    features = features.double()
     source = make_noise_source("secure", keys[0].noise_key)
     slow = torch.zeros(K, features.size(1), dtype=torch.float64)
     for step in range(1, 41):
@@ -162,7 +122,7 @@ def test_the_noise_has_the_stated_law(tmp_path):
     """Features of nothing but noise, a ball out of reach: final weights are a sum of normals. Power: 5 % of stddev."""
     asked = config(head_radius=1e9, num_steps=5, noise_multiplier=0.7, has_bias=False)
     features = torch.zeros(N, 2000)
-    _, weights = run(tmp_path, asked, features)
+    _, weights = run(tmp_path, asked, private=(features, data()[1]))
     stddev = asked.step_size * 0.7 * asked.lipschitz / asked.expected_batch_size * math.sqrt(5)
     low, high = stats.chi2.ppf([ALPHA / 2, 1 - ALPHA / 2], df=weights.numel())
     assert low < float((weights.double() / stddev).square().sum()) < high
@@ -176,7 +136,7 @@ def test_weights_stay_in_the_ball(tmp_path):
 def test_a_record_more_moves_a_step_by_its_bound_at_most():
     """With the same other records and noise, from any weights: eta L / b before the projection, which contracts."""
     asked = config()
-    features, labels = clip_features(data()[0], 2.0, asked.bias_feature), data()[1]
+    features, labels = clipped(asked)
     for seed in range(20):
         torch.manual_seed(seed)
         weights = torch.randn(K, H + 1, dtype=torch.float64) * 3
@@ -189,68 +149,33 @@ def test_a_record_more_moves_a_step_by_its_bound_at_most():
         assert float((ends[0] - ends[1]).norm()) <= asked.step_size * asked.lipschitz / 60 * (1 + 1e-6)
 
 
-class Killed(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("at", [1, 7, 40])
-def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch, keys, at):
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
-    project = training.projected
-    steps = []
-
-    def die(weights, radius):
-        steps.append(1)
-        if len(steps) == at:
-            raise Killed
-        return project(weights, radius)
-
-    monkeypatch.setattr(training, "projected", die)
-    with pytest.raises(Killed):
-        run(tmp_path, config())
-    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
-    assert not (tmp_path / "out/privacy/statement.md").exists()
-    monkeypatch.setattr(training, "projected", project)
-    _, resumed = run(tmp_path, config())
-    assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1  # it was one run
-    monkeypatch.setattr(training, "new_chain", lambda: keys[0])
-    _, whole = run(tmp_path / "again", config())
-    assert torch.equal(resumed, whole)
-
-
 def test_a_copy_that_shares_the_key_does_not_train_at_the_same_time(tmp_path, monkeypatch):
     """It would go on from the same state with the same noise, for other labels."""
-    features, labels = data()
-    plan = make_head_plan(config(num_steps=3), num_examples=N)
-    clipped = clip_features(features, 2.0, plan.config.bias_feature)
-    gradients, refused = training.gradient_sum, []
+    made = begin(tmp_path, config(num_steps=3))
+    (features, labels), gradients, refused = clipped(config()), training.gradient_sum, []
 
     def copied_meanwhile(*args):
         if not refused:
             shutil.copytree(tmp_path / "out", tmp_path / "copy")
-            copy = HeadRun(plan, output_dir=tmp_path / "copy", private_state_dir=tmp_path / "private")
+            copy = HeadRun(made.plan, output_dir=tmp_path / "copy", private_state_dir=tmp_path / "private")
             with pytest.raises(DPConfigError, match="a run on a copy of this folder.*Wait for that run") as error:
-                copy.train(clipped, labels.flip(0), K)
+                copy.train(features, labels.flip(0), K)
             refused.append(error)
         return gradients(*args)
 
     monkeypatch.setattr(training, "gradient_sum", copied_meanwhile)
-    HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private").train(clipped, labels, K)
+    made.train(features, labels, K)
     assert refused
 
 
 def test_a_run_that_is_killed_before_its_model_is_published_gives_the_same_weights(tmp_path, monkeypatch):
     """Until `finish` nothing is lost; a save that was killed half-way leaves nothing behind in the end."""
-    features, labels = data()
-    plan = make_head_plan(config(), num_examples=N)
-    made = HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private")
-    clipped = clip_features(features, 2.0, plan.config.bias_feature)
-    weights = made.train(clipped, labels, K)
+    _, weights = run(tmp_path, config(), finish=False)
     (kept,) = (tmp_path / "private").glob("runs/*/head-*.pt")
     kept.with_name(f".{kept.name}.0a0a0a0a.tmp").write_bytes(kept.read_bytes())
-    again = HeadRun(plan, output_dir=tmp_path / "out", private_state_dir=tmp_path / "private")
     monkeypatch.setattr(training, "gradient_sum", None)  # nothing is computed again
-    assert torch.equal(again.train(clipped, labels, K), weights)
+    again, same = run(tmp_path, config(), finish=False)
+    assert torch.equal(same, weights)
     assert not (tmp_path / "out/privacy/statement.md").exists()
     again.finish(K)
     assert (tmp_path / "out/privacy/statement.md").exists()
@@ -261,68 +186,12 @@ def test_other_kinds_of_numbers_and_folders_with_checkpoints_are_refused(tmp_pat
     features, labels = data()
     for wrong in (features.bfloat16() / 100, features.half() / 100):
         with pytest.raises(DPConfigError, match="Use float32"):
-            run(tmp_path, config(), wrong)
+            run(tmp_path, config(), private=(wrong, labels))
     with pytest.raises(DPConfigError, match="int64"):
-        run(tmp_path, config(), labels=labels.to(torch.uint8))
+        run(tmp_path, config(), private=(clipped(config())[0], labels.to(torch.uint8)))
     (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
     with pytest.raises(DPConfigError, match="checkpoint-5.*output_dir of its own"):
         run(tmp_path, config())
-
-
-def test_a_run_is_charged_before_a_record_is_looked_at(tmp_path, monkeypatch):
-    def look(*_):
-        assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 1
-        raise Killed
-
-    monkeypatch.setattr(training, "gradient_sum", look)
-    with pytest.raises(Killed):
-        run(tmp_path, config())
-
-
-def test_a_finished_run_leaves_neither_key_nor_state_and_is_not_repeated(tmp_path, monkeypatch):
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
-    made, _ = run(tmp_path, config())
-    assert left(tmp_path / "private") == []
-    again = made.plan.epsilon(2)
-    assert again > made.plan.epsilon()
-    with pytest.raises(DPBudgetExceeded, match=f"epsilon to {again:.4g}"):
-        run(tmp_path, config())
-    with pytest.raises(DPConfigError, match="another private mechanism"):
-        run(tmp_path, config(num_steps=41))
-
-
-def test_nothing_but_ledger_and_statement_is_written(tmp_path, monkeypatch):
-    """And what is written depends on the data in nothing: two datasets with one key leave the same bytes."""
-    monkeypatch.setattr(training, "SAVE_EVERY", -1.0)
-    monkeypatch.chdir(tmp_path)
-    written = []
-    for name, seed in (("one", 0), ("two", 1)):
-        folder = tmp_path / name
-        made = HeadRun(
-            make_head_plan(config(), num_examples=N), output_dir=folder / "out", private_state_dir=folder / "private"
-        )
-        features, labels = data(seed=seed)
-        made.train(clip_features(features, 2.0, made.plan.config.bias_feature), labels, K)
-        made.finish(K)
-        assert left(folder / "private") == []
-        files = {p.relative_to(folder): p.read_bytes() for p in (folder / "out").rglob("*") if p.is_file()}
-        ledger = (folder / "out/privacy/ledger.jsonl").read_text()
-        assert ledger.count("\n") == 4  # header, plan, chain, one charge
-        written.append(files)
-    assert sorted(map(str, written[0])) == [
-        "out/privacy/head.json", "out/privacy/ledger.jsonl", "out/privacy/ledger.jsonl.lock",
-        "out/privacy/statement.md",
-    ]  # fmt: skip
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["one", "two"]
-    digests = [Ledger.read(tmp_path / name / "out/privacy/ledger.jsonl").digest() for name in ("one", "two")]
-    statements = [
-        files[Path("out/privacy/statement.md")].decode().replace(digest, "")
-        for files, digest in zip(written, digests, strict=True)
-    ]
-    reports = [json.loads(files[Path("out/privacy/head.json")]) for files in written]
-    for report, digest in zip(reports, digests, strict=True):
-        assert report.pop("ledger_digest") == digest and report.pop("statement_sha256")
-    assert statements[0] == statements[1] and reports[0] == reports[1]
 
 
 def test_the_statement_says_final_weights_only_in_its_first_line(tmp_path):
@@ -343,13 +212,13 @@ def test_the_statement_says_final_weights_only_in_its_first_line(tmp_path):
 def test_features_that_are_too_long_and_labels_that_are_none_are_refused(tmp_path):
     features, labels = data()
     with pytest.raises(DPConfigError, match="clip_features first"):
-        run(tmp_path, config(), torch.cat([features, features[:, :1]], dim=1))
+        run(tmp_path, config(), private=(torch.cat([features, features[:, :1]], dim=1), labels))
     with pytest.raises(DPConfigError, match="clip_features first"):
-        run(tmp_path, config(), torch.full((N, H), math.nan))
+        run(tmp_path, config(), private=(torch.full((N, H), math.nan), labels))
     with pytest.raises(DPConfigError, match=r"outside \[0, 3\)"):
-        run(tmp_path, config(), labels=labels + 1)
+        run(tmp_path, config(), private=(clipped(config())[0], labels + 1))
     with pytest.raises(DPConfigError, match=r"features have shape \(299, 6\) and the labels \(300,\)"):
-        run(tmp_path, config(), torch.zeros(N - 1, H))
+        run(tmp_path, config(), private=(torch.zeros(N - 1, H), labels))
     assert not (tmp_path / "out").exists()
 
 
@@ -411,49 +280,22 @@ def test_the_noise_is_calibrated_and_steps_beyond_the_plateau_are_free():
     assert np.isinf(many.spent.composition) or many.spent.composition > 2.0
 
 
-def test_a_run_that_was_killed_keeps_the_delta_it_began_with(tmp_path, monkeypatch):
-    """Also if the default is another one in the release that goes on; without the record it would be refused."""
-    asked, (raw, labels) = config(target_delta=None), data()
-    features = clip_features(raw, asked.feature_norm, asked.bias_feature)
-    folders = {"output_dir": tmp_path / "out", "private_state_dir": tmp_path / "private"}
-    assert recorded_head_plan(tmp_path / "out") is None
-    with monkeypatch.context() as patch:
-        patch.setattr(delta, "default_delta", lambda n: 1e-3)
-        before = HeadRun(make_head_plan(asked, num_examples=N), **folders)
-        weights = before.train(features, labels, K)
-    assert before.plan.delta == 1e-3
-    with pytest.raises(DPConfigError, match="delta: 0.001 in the ledger, 0.0003 now"):
-        HeadRun(make_head_plan(asked, num_examples=N), **folders).train(features, labels, K)
-    kept = make_head_plan(asked, num_examples=N, recorded=recorded_head_plan(tmp_path / "out", tmp_path / "private"))
-    assert torch.equal(HeadRun(kept, **folders).train(features, labels, K), weights)
-
-
 @pytest.mark.parametrize("how", ["deleted", "another id"])
 def test_a_ledger_that_was_taken_away_is_refused_in_words(tmp_path, how):
     """Else the same head would be trained, and charged, a second time, or stated without its charge."""
-    raw, labels = data()
-    features = clip_features(raw, config().feature_norm, config().bias_feature)
-    run = HeadRun(
-        make_head_plan(config(), num_examples=N), output_dir=tmp_path / "out", private_state_dir=tmp_path / "private"
-    )
-    run.train(features, labels, K)
+    made, _ = run(tmp_path, config(), finish=False)
     ledger = tmp_path / "out/privacy/ledger.jsonl"
     ledger.unlink()
     if how == "another id":
         forging.write(tmp_path / "out", [{"kind": "header", "version": 1, "run": "f" * 16, "parent": None}])
-    for again in (lambda: run.finish(K), lambda: run.train(features, labels, K)):
+    for again in (lambda: made.finish(K), lambda: made.train(*clipped(config()), K)):
         with pytest.raises(DPConfigError, match="was deleted or replaced after a head was trained"):
             again()
 
 
 def test_no_delta_of_a_head_is_taken_from_a_ledger_without_its_log(tmp_path):
-    raw, labels = data()
-    large = config(target_delta=0.4, allow_large_delta=True)
-    run = HeadRun(
-        make_head_plan(large, num_examples=N), output_dir=tmp_path / "of others", private_state_dir=tmp_path / "p"
-    )
-    run.train(clip_features(raw, large.feature_norm, large.bias_feature), labels, K)
-    records = forging.records_of(tmp_path / "of others")
+    run(tmp_path / "others", config(target_delta=0.4, allow_large_delta=True), finish=False)
+    records = forging.records_of(tmp_path / "others/out")
     records[0]["run"] = "f" * 16
     forging.write(tmp_path / "out", records[:2])
-    assert recorded_head_plan(tmp_path / "out", tmp_path / "p") is None
+    assert recorded_head_plan(tmp_path / "out", tmp_path / "others/private") is None

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS
@@ -188,14 +187,6 @@ def summary(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 # --- runs ---
 
 
-class _Gradients(TrainerCallback):
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
-        self.steps.append(summary({n: p.grad for n, p in model.named_parameters()}))
-
-
 RUNS: dict[str, dict[str, Any]] = {
     **{name: {"noise_mechanism": name, "noise_kwargs": OPTIONS.get(name, {})} for name in MECHANISMS},
     "two pass": {"clipping_engine": "two_pass"},
@@ -213,12 +204,12 @@ def run_outputs(options: dict[str, Any]) -> list[dict[str, Any]]:
     rows = [row | {"author": f"user {i % 11}"} for i, row in enumerate(tiny.records())]
     with tempfile.TemporaryDirectory() as folder:
         trainer = tiny.trainer(
-            Path(folder) / "out", model=tiny.model(dropout=0.0), train_dataset=rows, callbacks=[seen := _Gradients()],
+            Path(folder) / "out", model=tiny.model(dropout=0.0), train_dataset=rows, callbacks=[seen := tiny.Gradients()],
             private_state_dir=f"{folder}/keys", skip_self_check=True, max_steps=NUM_STEPS, learning_rate=1e-3,
             unsafe_fixed_noise_key=KEY, **options,
         )  # fmt: skip
         trainer.train()
-    return seen.steps
+    return [summary(step) for step in seen.steps]
 
 
 def ledger_outputs() -> list[dict[str, Any]]:
@@ -228,20 +219,11 @@ def ledger_outputs() -> list[dict[str, Any]]:
         for resume, stop in ((None, 3), (f"{folder}/out/checkpoint-3", 6), (f"{folder}/out/checkpoint-3", 5)):
             trainer = tiny.trainer(
                 Path(folder) / "out", private_state_dir=f"{folder}/keys", save_strategy="steps", save_steps=1,
-                callbacks=[_Stop(stop)], skip_self_check=True, **options,
+                callbacks=[tiny.StopAt(stop)], skip_self_check=True, **options,
             )  # fmt: skip
             trainer.train(resume_from_checkpoint=resume)
         lines = (Path(folder) / "out" / "privacy" / "ledger.jsonl").read_text().splitlines()
     return list(_without_names([json.loads(line) for line in lines]))
-
-
-class _Stop(TrainerCallback):
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        control.should_training_stop = state.global_step >= self.after
-        return control
 
 
 NAMES = ("chain", "chain_id", "key_id", "parent", "run_id", "run")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,6 @@ import torch
 from hypothesis import strategies as st
 
 from hf_dpopt import (
-    DPSeq2SeqTrainer,
-    DPSeq2SeqTrainingArguments,
-    DPTrainer,
-    DPTrainingArguments,
     PrivacyConfig,
     TrainingJob,
     advise,
@@ -51,44 +46,20 @@ FILTERS = (
 FILES = ("private_state_dir", "output_dir", "earlier_runs")  # never a place outside the case's folder
 
 
-def train(
-    folder: Path, arguments: dict[str, Any], cls: type = DPTrainer, args_cls: type = DPTrainingArguments
-) -> None:
+def train(folder: Path, arguments: dict[str, Any]) -> None:
     """Make arguments and a trainer as a script would, and take one step.
 
     Args:
         folder: holds output_dir and keys.
-        arguments: options of `args_cls`, and parameters of the trainer.
-        cls, args_cls: the trainer and its arguments.
+        arguments: options, and parameters of the trainer.
     """
     given = {"callbacks": [tiny.StopAt(1)], **arguments}
-    place = given.pop("output_dir", folder / "out")
-    make = tiny.trainer if args_cls is DPTrainingArguments else _seq2seq
-    with contextlib.closing(_Made(make(place, cls=cls, **given))) as made:
-        made.trainer.train()
-
-
-def _seq2seq(place: Any, cls: type, **given: Any) -> Any:
-    own = {k: given.pop(k) for k in ("callbacks", "train_dataset", "model", "data_collator") if k in given}
-    plain = {
-        f.name: getattr(tiny.arguments(place), f.name) for f in dataclasses.fields(tiny.arguments(place)) if f.init
-    }
-    kept = ("use_cpu", "report_to", "disable_tqdm", "remove_unused_columns", "max_steps", "save_strategy",
-            "noise_multiplier", "target_delta", "expected_batch_size", "skip_self_check", "learning_rate")  # fmt: skip
-    args = DPSeq2SeqTrainingArguments(output_dir=place, **{name: plain[name] for name in kept} | given)
-    return cls(
-        args=args, **{"model": tiny.model(), "train_dataset": tiny.records(), "data_collator": tiny.collate, **own}
-    )
-
-
-@dataclasses.dataclass
-class _Made:
-    trainer: Any
-
-    def close(self) -> None:
-        run = getattr(self.trainer, "_run", None)
-        if run is not None:
-            run.close()
+    made = tiny.trainer(given.pop("output_dir", folder / "out"), **given)
+    try:
+        made.train()
+    finally:
+        if getattr(made, "_run", None) is not None:
+            made._session.run.close()
 
 
 def options_case() -> st.SearchStrategy[Case]:
@@ -311,18 +282,3 @@ def _placed(given: dict[str, Any]) -> dict[str, Any]:
     return {
         k: v for k, v in given.items() if k not in FILES or not isinstance(v, (str, list, bytes, tuple)) or not v
     } or {"seed": -1}
-
-
-def seq2seq_case() -> st.SearchStrategy[Case]:
-    """Options of the sequence-to-sequence trainer."""
-    names = st.sampled_from((*OWN, "generation_max_length", "predict_with_generate", "generation_config", "max_steps"))
-
-    def case(given: dict[str, Any]) -> Case:
-        values = _placed(given)
-
-        def run(folder: Path) -> None:
-            train(folder, values, DPSeq2SeqTrainer, DPSeq2SeqTrainingArguments)
-
-        return Case("options", f"seq2seq: {shown(values)}", run)
-
-    return st.dictionaries(names, anything(), min_size=1, max_size=2).map(case)

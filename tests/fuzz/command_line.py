@@ -11,7 +11,7 @@ from unittest import mock
 from hypothesis import strategies as st
 from transformers import HfArgumentParser
 
-from hf_dpopt import DPSeq2SeqTrainingArguments, DPTrainingArguments
+from hf_dpopt import DPSeq2SeqTrainingArguments, DPTrainer, DPTrainingArguments
 from hf_dpopt.cli import app
 from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.preclip import PRECLIPS
@@ -21,33 +21,22 @@ from tests.fuzz import arguments, files
 from tests.fuzz.outcome import Case
 from tests.fuzz.values import BAD_JSON, NUMBERS, TEXTS, shown
 
-WORDS = (
-    *(str(number) for number in NUMBERS),
-    *TEXTS,
-    "1k",
-    "7B",
-    "-7B",
-    "0.3M",
-    "1e400",
-    "1_000",
-    "0x10",
-    "１２",
-    "--steps",
-)
+WORDS = (*map(str, NUMBERS), *TEXTS, *BAD_JSON, "1k", "7B", "-7B", "0.3M", "1e400", "1_000", "0x10", "１２", "--steps")
 PLAN = (
     "--num-examples", "--batch", "--steps", "--epochs", "--epsilon", "--noise-multiplier", "--delta", "--sampling",
     "--adjacency", "--noise-mechanism", "--noise-kwargs", "--noise-restart-every", "--noise-at-changes",
     "--preconditioner", "--preconditioner-kwargs", "--amplification-samples", "--users", "--records-per-user",
-    "--optimizer", "--momentum", "--schedule", "--trained", "--weights", "--model", "--task", "--finetuning",
-    "--objective", "--records-per-second", "--compare", "--json", "--allow-large-delta", "--unknown",
+    "--optimizer", "--momentum", "--schedule", "--trained", "--weights", "--finetuning",
+    "--objective", "--compare", "--json", "--allow-large-delta", "--unknown",
 )  # fmt: skip
 HEAD = (
     "--num-examples", "--batch", "--steps", "--head-radius", "--feature-norm", "--epsilon", "--noise-multiplier",
     "--delta", "--learning-rate", "--l2", "--num-weights", "--json", "--allow-large-delta",
 )  # fmt: skip
+KEYS = ("num_buffers", "num_bands", "nu", "coefs", "block", "poles")
 SWITCHES = ("--json", "--compare", "--allow-large-delta")
 GOOD = (*MECHANISMS, "auto", *SAMPLERS, *PRECLIPS, "add_or_remove_one", "replace_one", "zero_out", "adamw", "sgd",
-        "constant", "linear", "full", "lora", "head", "classification", "generation", "gpt2", "e2e", "sst2")  # fmt: skip
+        "constant", "linear", "full", "lora", "head", "classification", "generation")  # fmt: skip
 
 
 def call(*words: str) -> None:
@@ -57,56 +46,14 @@ def call(*words: str) -> None:
 
 
 def plan_case() -> st.SearchStrategy[Case]:
-    """`hf-dpopt plan` with one to three flags changed."""
-    base = {
-        "--num-examples": "10000",
-        "--batch": "256",
-        "--steps": "100",
-        "--noise-multiplier": "1",
-        "--amplification-samples": "0",
-    }
+    """`hf-dpopt plan` with one to five flags changed."""
+    base = {"--num-examples": "10000", "--batch": "256", "--steps": "100", "--noise-multiplier": "1",
+            "--amplification-samples": "0"}  # fmt: skip
     asked = {"--num-examples": "10000", "--epsilon": "8"}  # advice
-    given = st.dictionaries(st.sampled_from(PLAN), words(), min_size=1, max_size=3)
+    options = st.builds(lambda key, value: json.dumps({key: value}), st.sampled_from(KEYS), st.sampled_from(NUMBERS))
+    given = st.dictionaries(st.sampled_from(PLAN), st.one_of(words(), options), min_size=1, max_size=5)
     starts = st.sampled_from((base, base, {**base, "--epsilon": "3", "--noise-multiplier": ""}, asked))
     return st.builds(lambda start, changed: _command("plan", {**start, **changed}), starts, given)
-
-
-def long_case() -> st.SearchStrategy[Case]:
-    """`hf-dpopt plan` with large numbers, and options of mechanisms."""
-    kwargs = st.one_of(
-        st.sampled_from(BAD_JSON),
-        st.builds(lambda k, v: json.dumps({k: v}), st.sampled_from(("num_buffers", "num_bands", "nu", "coefs", "block", "poles")),
-                  st.one_of(st.sampled_from((0, 1, 2, 99, 10**6, 10**9, -1, 0.5, 1e-300, "x", None, [1.0, 0.5], [], True, 1e308)))),
-    )  # fmt: skip
-
-    def case(
-        mechanism: str,
-        options: str | None,
-        length: tuple[str, str],
-        n: str,
-        batch: str,
-        budget: tuple[str, str],
-        sampling: str,
-    ) -> Case:
-        given = {
-            "--num-examples": n,
-            "--batch": batch,
-            "--noise-mechanism": mechanism,
-            length[0]: length[1],
-            budget[0]: budget[1],
-            "--sampling": sampling,
-        }
-        return _command("plan", given | ({} if options is None else {"--noise-kwargs": options}))
-
-    lengths = st.sampled_from((("--steps", "10"), ("--steps", "1000"), ("--steps", "1e9"), ("--steps", "20000000"), ("--steps", "1000000000"),
-                               ("--epochs", "3"), ("--epochs", "1e9"), ("--epochs", "1e300"), ("--epochs", "1e-300")))  # fmt: skip
-    budgets = st.sampled_from((("--epsilon", "8"), ("--epsilon", "1e-300"), ("--epsilon", "1e300"), ("--epsilon", "0.001"),
-                               ("--noise-multiplier", "1"), ("--noise-multiplier", "1e-9"), ("--noise-multiplier", "1e300"), ("--noise-multiplier", "0")))  # fmt: skip
-    return st.builds(
-        case, st.sampled_from((*MECHANISMS, "auto", "gaussian", "gaussian")), st.one_of(st.none(), kwargs), lengths,
-        st.sampled_from(("1", "50000", "100000000", "1000000000000")), st.sampled_from(("1", "1024", "1000000", "1000000000000")),
-        budgets, st.sampled_from(("auto", "auto", *SAMPLERS)),
-    )  # fmt: skip
 
 
 def head_case() -> st.SearchStrategy[Case]:
@@ -153,11 +100,9 @@ def script_case() -> st.SearchStrategy[Case]:
                      "expected_batch_size": "16", "target_delta": "1e-3"}  # fmt: skip
             line = [word for name, text in {**fixed, **flags}.items() for word in (f"--{name}", text)]
             (args,) = HfArgumentParser(cls).parse_args_into_dataclasses(line)
-            from hf_dpopt import DPTrainer
-
             trainer = DPTrainer(
                 model=tiny.model(), args=args, train_dataset=tiny.records(), data_collator=tiny.collate,
-                callbacks=[arguments.OneStep()],
+                callbacks=[tiny.StopAt(1)],
             )  # fmt: skip
             trainer.train()
 

@@ -21,10 +21,10 @@ from tests.fuzz.outcome import SECONDS, Case, Outcome, outcome_of
 
 MORE = 4  # times as many are drawn as are run
 PARTS = {  # function of this package that makes the strategy -> share of the cases
-    "arguments.options_case": 0.08, "arguments.numbers_case": 0.08, "arguments.seq2seq_case": 0.02,
-    "arguments.noise_case": 0.10, "arguments.stages_case": 0.08, "arguments.users_case": 0.05,
+    "arguments.options_case": 0.08, "arguments.numbers_case": 0.08, "arguments.noise_case": 0.10,
+    "arguments.stages_case": 0.08, "arguments.users_case": 0.05,
     "arguments.plans_case": 0.06, "arguments.heads_case": 0.04,
-    "command_line.plan_case": 0.06, "command_line.long_case": 0.06, "command_line.head_case": 0.02,
+    "command_line.plan_case": 0.12, "command_line.head_case": 0.02,
     "command_line.folder_case": 0.03, "command_line.script_case": 0.05,
     "data.record_case": 0.07, "data.piece_case": 0.07, "data.pieces_case": 0.05, "files.any_case": 0.08,
 }  # fmt: skip

@@ -35,94 +35,41 @@ _BART: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-def bert() -> nn.Module:
-    return tf.BertForSequenceClassification(tf.BertConfig(**_ENCODER))
+def _made(model: Any, sizes: dict[str, Any], **more: Any) -> Make:
+    return lambda: model(model.config_class(**sizes | more))
 
 
-def roberta() -> nn.Module:
-    return tf.RobertaForSequenceClassification(tf.RobertaConfig(**_ENCODER, pad_token_id=1))
-
-
-def roberta_mlm() -> nn.Module:
-    return tf.RobertaForMaskedLM(tf.RobertaConfig(**_ENCODER, pad_token_id=1))
-
-
-def albert() -> nn.Module:
-    return tf.AlbertForSequenceClassification(
-        tf.AlbertConfig(**{**_ENCODER, "num_hidden_layers": 3}, embedding_size=16, classifier_dropout_prob=0.0)
-    )
-
-
-def distilbert() -> nn.Module:
-    return tf.DistilBertForSequenceClassification(
-        tf.DistilBertConfig(
-            vocab_size=VOCABULARY, dim=32, hidden_dim=48, n_layers=2, n_heads=2, dropout=0.0, attention_dropout=0.0,
-            seq_classif_dropout=0.0, max_position_embeddings=80,
-        )
-    )  # fmt: skip
-
-
-def deberta() -> nn.Module:
-    return tf.DebertaV2ForSequenceClassification(
-        tf.DebertaV2Config(
-            **_ENCODER, relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], share_att_key=True,
-            norm_rel_ebd="layer_norm", position_biased_input=False, pooler_hidden_size=32, pooler_dropout=0.0,
-        )
-    )  # fmt: skip
-
-
-def mpnet() -> nn.Module:
-    return tf.MPNetForSequenceClassification(tf.MPNetConfig(**_ENCODER, pad_token_id=1))
-
-
-def gpt2() -> nn.Module:
-    return tf.GPT2LMHeadModel(
-        tf.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=80, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def opt() -> nn.Module:
-    return tf.OPTForCausalLM(
-        tf.OPTConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=2,
-            max_position_embeddings=80, dropout=0.0, word_embed_proj_dim=16,
-        )
-    )  # fmt: skip
-
-
-def gpt_neox() -> nn.Module:
-    return tf.GPTNeoXForCausalLM(
-        tf.GPTNeoXConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=2
-        )
-    )
-
-
-def decoder(model: type, config: type, **settings: Any) -> Make:
-    return lambda: model(config(**_DECODER, **settings))
-
-
-llama = decoder(tf.LlamaForCausalLM, tf.LlamaConfig, tie_word_embeddings=True)
-
-
-def t5() -> nn.Module:
-    return tf.T5ForConditionalGeneration(
-        tf.T5Config(
-            vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0,
-        )
-    )  # fmt: skip
-
-
-def bart() -> nn.Module:
-    return tf.BartForConditionalGeneration(tf.BartConfig(**_BART))
-
-
-def bart_classifier() -> nn.Module:
-    return tf.BartForSequenceClassification(tf.BartConfig(**_BART))
+_DISTIL: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, dim=32, hidden_dim=48, n_layers=2, n_heads=2, dropout=0.0, attention_dropout=0.0,
+    seq_classif_dropout=0.0, max_position_embeddings=80,
+)  # fmt: skip
+_DEBERTA: dict[str, Any] = _ENCODER | dict(
+    relative_attention=True, position_buckets=8, pos_att_type=["p2c", "c2p"], share_att_key=True,
+    norm_rel_ebd="layer_norm", position_biased_input=False, pooler_hidden_size=32, pooler_dropout=0.0,
+)  # fmt: skip
+_GPT2: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=80, resid_pdrop=0.0, embd_pdrop=0.0,
+    attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
+_OPT: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, ffn_dim=48, num_attention_heads=2,
+    max_position_embeddings=80, dropout=0.0, word_embed_proj_dim=16,
+)  # fmt: skip
+_NEOX: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=2,
+)  # fmt: skip
+_T5: dict[str, Any] = dict(
+    vocab_size=VOCABULARY, d_model=32, d_kv=16, d_ff=48, num_layers=2, num_heads=2, dropout_rate=0.0,
+    decoder_start_token_id=0,
+)  # fmt: skip
+bert = _made(tf.BertForSequenceClassification, _ENCODER)
+roberta = _made(tf.RobertaForSequenceClassification, _ENCODER, pad_token_id=1)
+albert = _made(
+    tf.AlbertForSequenceClassification, _ENCODER, num_hidden_layers=3, embedding_size=16, classifier_dropout_prob=0.0
+)
+gpt2 = _made(tf.GPT2LMHeadModel, _GPT2)
+llama = _made(tf.LlamaForCausalLM, _DECODER, tie_word_embeddings=True)
+t5 = _made(tf.T5ForConditionalGeneration, _T5)
 
 
 def _fill(model: nn.Module) -> nn.Module:
@@ -168,29 +115,43 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "bert": Family("BERT", bert, ["query", "value"]),
     "roberta": Family("RoBERTa", roberta, ["query", "value", "dense"]),
-    "roberta-mlm": Family("RoBERTa, masked LM", roberta_mlm, ["query"], "tied head"),
-    "distilbert": Family("DistilBERT", distilbert, ["q_lin", "v_lin"]),
+    "roberta-mlm": Family(
+        "RoBERTa, masked LM", _made(tf.RobertaForMaskedLM, _ENCODER, pad_token_id=1), ["query"], "tied head"
+    ),
+    "distilbert": Family("DistilBERT", _made(tf.DistilBertForSequenceClassification, _DISTIL), ["q_lin", "v_lin"]),
     "albert": Family("ALBERT", albert, ["query"], "one layer used many times"),
     "deberta-v2": Family(
         "DeBERTa-v2 / v3",
-        deberta,
+        _made(tf.DebertaV2ForSequenceClassification, _DEBERTA),
         ["query_proj", "key_proj"],
         "relative embeddings of the batch; `pos_dropout` has to be 0 (p = 0 on those modules): records share its mask",
     ),
-    "mpnet": Family("MPNet", mpnet, ["attn.q", "attn.v"], "relative bias of the batch"),
+    "mpnet": Family(
+        "MPNet",
+        _made(tf.MPNetForSequenceClassification, _ENCODER, pad_token_id=1),
+        ["attn.q", "attn.v"],
+        "relative bias of the batch",
+    ),
     "gpt2": Family("GPT-2", gpt2, ["c_attn", "mlp.c_proj"], "Conv1D, tied head, broadcast positions"),
-    "opt": Family("OPT", opt, ["q_proj", "fc1", "fc2"], "flattened tokens, offset positions, projections"),
-    "gpt-neox": Family("GPT-NeoX, Pythia", gpt_neox, ["query_key_value"]),
+    "opt": Family(
+        "OPT",
+        _made(tf.OPTForCausalLM, _OPT),
+        ["q_proj", "fc1", "fc2"],
+        "flattened tokens, offset positions, projections",
+    ),
+    "gpt-neox": Family("GPT-NeoX, Pythia", _made(tf.GPTNeoXForCausalLM, _NEOX), ["query_key_value"]),
     "llama": Family("Llama", llama, ["q_proj", "down_proj"], "RMSNorm, grouped queries, tied head"),
-    "llama-untied": Family("Llama, untied", decoder(tf.LlamaForCausalLM, tf.LlamaConfig), ["q_proj"]),
-    "qwen2": Family("Qwen2", decoder(tf.Qwen2ForCausalLM, tf.Qwen2Config, tie_word_embeddings=True), ["q_proj"]),
-    "qwen3": Family("Qwen3", decoder(tf.Qwen3ForCausalLM, tf.Qwen3Config), ["q_proj"], "norms of queries and keys"),
-    "gemma": Family("Gemma", decoder(tf.GemmaForCausalLM, tf.GemmaConfig), ["q_proj"], "scaled words, 1 + weight"),
-    "gemma2": Family("Gemma 2", decoder(tf.Gemma2ForCausalLM, tf.Gemma2Config), ["q_proj"], "softcapped logits"),
-    "mistral": Family("Mistral", decoder(tf.MistralForCausalLM, tf.MistralConfig), ["q_proj"]),
+    "llama-untied": Family("Llama, untied", _made(tf.LlamaForCausalLM, _DECODER), ["q_proj"]),
+    "qwen2": Family("Qwen2", _made(tf.Qwen2ForCausalLM, _DECODER, tie_word_embeddings=True), ["q_proj"]),
+    "qwen3": Family("Qwen3", _made(tf.Qwen3ForCausalLM, _DECODER), ["q_proj"], "norms of queries and keys"),
+    "gemma": Family("Gemma", _made(tf.GemmaForCausalLM, _DECODER), ["q_proj"], "scaled words, 1 + weight"),
+    "gemma2": Family("Gemma 2", _made(tf.Gemma2ForCausalLM, _DECODER), ["q_proj"], "softcapped logits"),
+    "mistral": Family("Mistral", _made(tf.MistralForCausalLM, _DECODER), ["q_proj"]),
     "t5": Family("T5", t5, ["q", "v"], "relative bias of the batch, shared embeddings, cross-attention"),
-    "bart": Family("BART", bart, ["q_proj", "fc1"], "shared embeddings, cross-attention"),
-    "bart-classifier": Family("BART, classification", bart_classifier, ["q_proj"]),
+    "bart": Family(
+        "BART", _made(tf.BartForConditionalGeneration, _BART), ["q_proj", "fc1"], "shared embeddings, cross-attention"
+    ),
+    "bart-classifier": Family("BART, classification", _made(tf.BartForSequenceClassification, _BART), ["q_proj"]),
 }
 
 

@@ -47,19 +47,6 @@ def test_a_layer_has_the_rule_of_the_class_whose_forward_it_runs():
     assert rule_for(Other(3, 4)) is fallback.forward
 
 
-def test_trainable_experts_are_refused_and_a_frozen_mixture_is_not():
-    config = tf.MixtralConfig(
-        vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    model = tf.MixtralForCausalLM(config)
-    with pytest.raises(UnsupportedModuleError, match="mixture of experts.*Freeze experts and routers"):
-        Capture(model)
-    for name, p in model.named_parameters():
-        p.requires_grad_(".mlp." not in name)
-    Capture(model)
-
-
 @pytest.mark.parametrize("kind", ["Qwen2Moe", "Qwen3Moe"])
 def test_norms_and_attention_of_a_mixture_can_be_trained(kind):
     """Their classes carry the mixture's name; only experts and routers are refused."""

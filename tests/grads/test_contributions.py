@@ -83,14 +83,10 @@ def test_two_uses_that_almost_cancel_keep_their_norm():
     """x and -x (1 + 1e-5) through one weight: own squares and cross term agree to ten digits, float32 has seven."""
     left, right = torch.randn(50, 8, 16), torch.randn(50, 8, 12)
     uses = [Outer(left, right), Outer(-left, right * (1 + 1e-5))]
-    want = sum(_by_definition(c) for c in uses).square().sum(dim=(1, 2))
+    want = sum(_materialise(c) for c in uses).square().sum(dim=(1, 2))
     got = squared_norm(uses)
     assert (got >= 0).all()
     assert (got.sqrt() / want.sqrt()).min() > 0.9
-
-
-def _by_definition(c: Outer) -> torch.Tensor:
-    return torch.einsum("btp,btq->bpq", c.left_BTP.double(), c.right_BTQ.double())
 
 
 def test_a_low_rank_table_is_stored_transposed():

@@ -2,48 +2,171 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_dpopt import clipped_gradient_sum
+from hf_dpopt.clipping import ENGINES, make_engine
 from hf_dpopt.clipping.contributions import Outer
+from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
+from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.clipping.units import Units
+from hf_dpopt.records.losses import RecordLosses
 from tests.adversary.scan import table as scan
-from tests.grads.models import MODELS, batch_for
+from tests.grads.models import MODELS, NUM_RECORDS, batch_for
 from tests.grads.support_table import TABLE, support_table
 from tests.reference import clipping as reference
 
 
-def _median_norm(model, batch) -> float:
-    norms = sorted(reference.norm(g).item() for g in reference.record_gradients(model, batch))
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to clip.
+
+    Attributes:
+        scale: kind of the preconditioner, see `_scale`; empty for none.
+        sizes: rows of each user; none where records are the unit.
+    """
+
+    clipping: str = "flat"
+    engine: str = "auto"
+    dtype: torch.dtype = torch.float64
+    scale: str = ""
+    sizes: tuple[int, ...] = ()
+
+    def sum(self, model, batch, norm, scale=None, weights_B=1.0, sizes=None):
+        """The clipped sum, and what the engine saw."""
+        made, losses = make_engine(model, make_clipping(self.clipping, norm), self.engine), RecordLosses(model)
+        sums = made.empty_sum(scale)
+        units = [Units(self.sizes if sizes is None else sizes)] if self.sizes else []
+        seen = made.add_clipped_sum(sums, lambda: losses(batch) * weights_B, len(batch["input_ids"]), *units)
+        return sums.result(), seen
+
+
+USERS = (2, 1, 2)
+VARIANTS = {
+    **{rule: Variant(rule) for rule in ("flat", "per_layer", "automatic")},
+    **{f"{rule}, float32": Variant(rule, dtype=torch.float32) for rule in ("flat", "per_layer", "automatic")},
+    "two passes": Variant(engine="two_pass"),
+    **{f"{kind} scale, {e}": Variant(engine=e, scale=kind) for kind in ("diagonal", "factored", "mixed") for e in ENGINES},
+    "mixed scale, per layer": Variant("per_layer", scale="mixed"),
+    **{f"users, {e}": Variant(engine=e, sizes=USERS) for e in ENGINES},
+    "users of as many rows": Variant(sizes=(1,) * NUM_RECORDS),
+    "one user, per layer": Variant("per_layer", sizes=(NUM_RECORDS,)),
+    **{f"users, mixed scale, {e}": Variant(engine=e, sizes=USERS, scale="mixed") for e in ENGINES},
+}  # fmt: skip
+SUBTLE = {name: one for name, one in VARIANTS.items() if one.scale or one.sizes}
+
+
+def _positive(*shape: int) -> torch.Tensor:
+    """Over six orders of magnitude, as second moments are."""
+    return 10.0 ** (6 * torch.rand(*shape, dtype=torch.float64) - 3)
+
+
+def _scale(model, variant: Variant, factor: float = 0.5) -> tuple[Scale | None, dict[str, torch.Tensor] | None]:
+    """A scale, and the D it stands for in the shape of each parameter; a mixed one leaves every third as it is."""
+    if not variant.scale:
+        return None, None
+    parts, divisors = {}, {}
+    for i, (name, p) in enumerate((name, p) for name, p in model.named_parameters() if p.requires_grad):
+        kind = ("diagonal", "factored", "none")[i % 3] if variant.scale == "mixed" else variant.scale
+        divisors[name] = torch.ones(p.shape, dtype=torch.float64)
+        if kind == "factored" and p.dim() > 1:
+            rows, columns = _positive(p.shape[0]), _positive(p[0].numel())
+            parts[name] = Factored((1 / rows).to(variant.dtype), (1 / columns).to(variant.dtype))
+            divisors[name] = torch.outer(rows, columns).view(p.shape)
+        elif kind != "none":
+            divisors[name] = _positive(*p.shape)
+            parts[name] = Diagonal((1 / divisors[name]).to(variant.dtype))
+    return Scale(parts, factor), {name: d / factor for name, d in divisors.items()}
+
+
+def _median_norm(model, batch, **units) -> float:
+    """Half of the units are clipped, half are not."""
+    norms = sorted(reference.norm(g).item() for g in reference.unit_gradients(model, batch, **units))
     return norms[len(norms) // 2]
 
 
-@pytest.mark.slow_but(84)
-@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.slow_but(230)
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", MODELS)
-def test_clipped_sum_equals_a_loop_over_records(name, dtype, clipping):
-    model = MODELS[name]().to(dtype)
-    batch = batch_for(model)
-    norm = _median_norm(model, batch)  # half of the records are clipped, half are not
-    want = reference.clipped_sum(model, batch, norm, clipping)
-    got = clipped_gradient_sum(model, batch, clipping_norm=norm, clipping=clipping)
+def test_clipped_sum_equals_a_loop_over_units(name, variant):
+    of = VARIANTS[variant]
+    model = MODELS[name]().to(of.dtype)
+    batch, (scale, divisors) = batch_for(model), _scale(model, of)
+    # powers of 2: some norms round to float32 on their way back, and the loop multiplies behind them
+    weights_B = (
+        2.0 ** -torch.arange(NUM_RECORDS, dtype=of.dtype) if of.sizes else torch.ones(NUM_RECORDS, dtype=of.dtype)
+    )
+    units = {"divisors": divisors, "sizes": of.sizes, "weights_B": weights_B}
+    norm = _median_norm(model, batch, **units)
+    want = reference.clipped_sum(model, batch, norm, of.clipping, **units)
+    got, _ = of.sum(model, batch, norm, scale, weights_B)
     # automatic clipping divides by the norm of every record, however small: 3e-6 in the middle, once 1.4e-5
-    rounding = 5e-5 if clipping == "automatic" else 1e-5
-    assert reference.relative_error(got, want) <= (1e-10 if dtype == torch.float64 else rounding)
+    rounding = 5e-5 if of.clipping == "automatic" else 1e-5
+    assert reference.relative_error(got, want) <= (1e-10 if of.dtype == torch.float64 else rounding)
 
 
-@pytest.mark.slow_but(22)
-@pytest.mark.parametrize("name", MODELS)
-def test_two_passes_give_what_one_gives(name):
-    model = MODELS[name]().double()
+@pytest.mark.slow_but(12)
+@pytest.mark.parametrize("variant", SUBTLE)
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5"])
+def test_one_unit_more_moves_the_sum_by_the_clipping_norm_at_most(name, variant):
+    """Leave-one-out of users and in preconditioned coordinates, in float32, with a clip that every unit meets."""
+    of = dataclasses.replace(VARIANTS[variant], dtype=torch.float32, clipping="flat")
+    model = MODELS[name]()
+    batch, (scale, divisors) = batch_for(model), _scale(model, of)
+    norms = [
+        reference.norm(g).item() for g in reference.unit_gradients(model, batch, divisors=divisors, sizes=of.sizes)
+    ]
+    norm, first = 0.1 * min(norms), 0
+    whole, _ = of.sum(model, batch, norm, scale)
+    for u, size in enumerate(of.sizes or (1,) * NUM_RECORDS):
+        rest = {k: torch.cat([v[:first], v[first + size :]]) for k, v in batch.items()}
+        sizes = of.sizes[:u] + of.sizes[u + 1 :]
+        if len(rest["labels"]):
+            less, _ = of.sum(model, rest, norm, scale, sizes=sizes)
+            moved = reference.norm({n: whole[n].double() - g.double() for n, g in less.items()}).item()
+            assert 0.9 * norm < moved <= norm * (1 + (1e-4 if of.scale else 1e-5))
+        first += size
+
+
+@pytest.mark.parametrize("variant", SUBTLE)
+def test_a_unit_whose_loss_is_not_finite_adds_nothing_and_is_counted(variant):
+    of, model = VARIANTS[variant], MODELS["bert"]().double()
+    batch, (scale, divisors) = batch_for(model), _scale(model, of)
+    weights_B = torch.ones(NUM_RECORDS, dtype=torch.float64)
+    norm = _median_norm(model, batch, divisors=divisors, sizes=of.sizes)
+    weights_B[1] = float("nan")
+    got, seen = of.sum(model, batch, norm, scale, weights_B)
+    assert (seen.num_records, seen.num_dropped) == (len(of.sizes) or NUM_RECORDS, 1)
+    if len(of.sizes) == 1:
+        assert not any(total.any() for total in got.values())
+        return
+    want = reference.clipped_sum(
+        model, batch, norm, of.clipping, divisors=divisors, sizes=of.sizes, weights_B=weights_B
+    )
+    assert reference.relative_error(got, want) <= 1e-10
+
+
+@pytest.mark.parametrize("clipping", ["flat", "per_layer", "automatic"])
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_user_summed_in_parts_is_clipped_as_one(name, clipping):
+    of, model = Variant(clipping, sizes=(NUM_RECORDS,)), MODELS[name]().double()
     batch = batch_for(model)
-    norm = _median_norm(model, batch)
-    want = clipped_gradient_sum(model, batch, clipping_norm=norm, engine="book_keeping")
-    got = clipped_gradient_sum(model, batch, clipping_norm=norm, engine="two_pass")
-    assert reference.relative_error(got, want) <= 1e-12
+    (user,) = reference.unit_gradients(model, batch, sizes=of.sizes)
+    norm = 0.3 * reference.norm(user).item()
+    engine = make_engine(model, make_clipping(clipping, norm))
+    for factor, num_dropped in ((1.0, 0), (float("nan"), 1)):
+        sums = engine.empty_sum()
+        seen = engine.add_clipped(sums, {n: factor * g.unsqueeze(0) for n, g in user.items()})
+        assert (seen.num_records, seen.num_clipped, seen.num_dropped) == (1, 1 - num_dropped, num_dropped)
+        if num_dropped:
+            assert not any(total.any() for total in sums.result().values())
+        else:
+            assert reference.relative_error(sums.result(), of.sum(model, batch, norm)[0]) <= 1e-10
 
 
 @pytest.mark.slow_but(1)

@@ -62,15 +62,9 @@ def _model(layer: nn.Module) -> Model:
 
 
 def _by_hand(model: nn.Module, batch: dict[str, torch.Tensor], norm: float) -> dict[str, torch.Tensor]:
-    """The sum of the clipped gradients of the records, one after the other."""
-    want = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    for b in range(len(batch["x"])):
-        loss = _loss(model(batch["x"][b : b + 1]), batch["labels"][b : b + 1]).sum()
-        grads = torch.autograd.grad(loss, list(model.parameters()), materialize_grads=True)
-        length = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
-        for (name, _), g in zip(model.named_parameters(), grads, strict=True):
-            want[name] += g * min(1.0, norm / float(length))
-    return want
+    return reference.clipped_sum(
+        model, batch, norm, loss=lambda model, row: _loss(model(row["x"]), row["labels"]).sum()
+    )
 
 
 class Scaled(nn.Module):

@@ -14,7 +14,6 @@ from hf_dpopt import clipped_gradient_sum
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.adversary import harness
-from tests.adversary.test_collators import _words
 from tests.reference import clipping as reference
 
 NUM_RECORDS, NUM_CHOICES, VOCABULARY = 3, 4, 40
@@ -66,14 +65,6 @@ def test_the_clipped_sum_is_that_of_a_loop_over_records(model, engine):
     assert reference.relative_error(got, want) < 1e-10
 
 
-def test_the_loss_is_that_of_the_model_for_each_record_alone():
-    model = _bert().eval()
-    batch = {k: torch.stack([r[k] for r in _records()]) for k in ("input_ids", "attention_mask", "labels")}
-    ours = RecordLosses(model)(batch)
-    own = [model(**{k: v[b : b + 1] for k, v in batch.items()}).loss for b in range(NUM_RECORDS)]
-    torch.testing.assert_close(ours, torch.stack(own))
-
-
 @pytest.mark.parametrize("num_choices", [1, 2, 5])
 def test_a_record_moves_a_step_by_its_clip_at_most(tmp_path, num_choices):
     def make(output_dir, dataset, **changes):
@@ -83,17 +74,6 @@ def test_a_record_moves_a_step_by_its_clip_at_most(tmp_path, num_choices):
 
     dataset = _records(6, num_choices)
     harness.assert_kept(make, dataset, 2, tmp_path)
-
-
-def test_users_with_several_records_are_clipped_as_a_whole(tmp_path):
-    rows = [{**record, "author": i // 2} for i, record in enumerate(_records(12))]
-    made = tiny.trainer(
-        tmp_path, model=_bert().float(), train_dataset=rows, data_collator=tf.default_data_collator, max_steps=2,
-        privacy_unit="user", user_id_column="author", records_per_user=2, expected_batch_size=4,
-        skip_self_check=False,
-    )  # fmt: skip
-    made.train()
-    assert made._session.self_check == "passed"
 
 
 NUM, ODD = 200, 150  # the odd record lies where no sample before training looks
@@ -115,7 +95,7 @@ def test_the_first_record_does_not_decide_how_many_choices_the_others_have(tmp_p
     """The collator of transformers takes the number of choices from the first record, and regroups those of the rest."""
 
     def make(output_dir, dataset, **changes):
-        collate = tf.DataCollatorForMultipleChoice(_words("right", "<pad>"))
+        collate = tf.DataCollatorForMultipleChoice(harness.words())
         return harness.trainer(output_dir, dataset, model=_bert(), data_collator=collate, clipping_norm=1.0, **changes)
 
     ratio = harness.influence(make, _one_more_choice(NUM, ODD), record, tmp_path, drawn=[ODD, 7, 3, 8, 9])
@@ -127,7 +107,7 @@ def test_a_user_one_of_whose_records_has_more_choices(tmp_path):
 
     def make(output_dir, dataset, **changes):
         return harness.trainer(
-            output_dir, dataset, model=_bert(), data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
+            output_dir, dataset, model=_bert(), data_collator=tf.DataCollatorForMultipleChoice(harness.words()),
             privacy_unit="user", user_id_column="author", records_per_user=4, **changes,
         )  # fmt: skip
 
@@ -151,7 +131,7 @@ def test_a_label_that_is_no_choice_reaches_no_forward(tmp_path, label, monkeypat
     )
 
     def make(output_dir, dataset, **changes):
-        collate = tf.DataCollatorForMultipleChoice(_words("right", "<pad>"))
+        collate = tf.DataCollatorForMultipleChoice(harness.words())
         return harness.trainer(
             output_dir, dataset, model=_bert(), data_collator=collate, skip_self_check=True, **changes
         )
@@ -166,7 +146,7 @@ def test_a_label_that_is_no_choice_is_refused_where_it_is_seen(label, told, tmp_
     rows[3]["label"] = label
     make = tiny.trainer(
         tmp_path, model=_bert().float(), train_dataset=rows, max_steps=1,
-        data_collator=tf.DataCollatorForMultipleChoice(_words("right", "<pad>")),
+        data_collator=tf.DataCollatorForMultipleChoice(harness.words()),
     )  # fmt: skip
     with pytest.raises(harness.REFUSALS, match=told):
         make.train()

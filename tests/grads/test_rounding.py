@@ -40,16 +40,3 @@ def test_sums_over_many_records_do_not_drift(packed):
 
 def test_a_sum_in_float64_is_left_as_it_is():
     assert rounding(4_700, packed=False, dtype=torch.float64) < 1e-10
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_few_records_take_no_more_memory_and_many_give_float32(packed):
-    sums = ClippedSum({"w": torch.zeros(3)})
-    part, ones_B = Dense(torch.ones(PHYSICAL, 3)), torch.ones(PHYSICAL)
-    for number in range(1, 12):
-        if packed:
-            sums.add_pack(Pack({"w": part}), ones_B)
-        else:
-            sums.add("w", part, ones_B)
-        assert sums._totals["w"].dtype == (torch.float32 if number <= 8 else torch.float64)
-    assert sums.result()["w"].dtype == torch.float32 and sums.result()["w"].tolist() == [704.0] * 3

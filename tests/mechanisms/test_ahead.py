@@ -175,7 +175,7 @@ def test_a_step_is_charged_before_its_noise_is_drawn(run, monkeypatch):
 
     class Watched(Ahead):
         def __init__(self, key, *more):
-            begun.append((key, run.ledger.reached(run.chain.chain_id)))
+            begun.append((key, run.ledger.chain(run.chain.chain_id).reached))
             super().__init__(key, *more)
 
     monkeypatch.setattr(chacha, "Ahead", Watched)

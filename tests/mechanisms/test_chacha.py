@@ -9,7 +9,6 @@ import tracemalloc
 
 import numpy as np
 import pytest
-import scipy.stats
 import torch
 
 from hf_dpopt.randomness import blocks, cores
@@ -56,16 +55,6 @@ def test_words_are_those_of_rfc_8439(vector):
     assert _keystream(key, tensor, high * COUNTER + counter, 1).hex() == expected
 
 
-@pytest.mark.parametrize("block", [0, 5, COUNTER - 3, COUNTER, 7 * COUNTER + 12345])
-def test_words_are_those_of_the_blocks_one_by_one(block):
-    key, tensor = os.urandom(32), 2**33 + 5
-    one_by_one = [
-        reference.block(key, b % COUNTER, (b // COUNTER).to_bytes(4, "little") + tensor.to_bytes(8, "little"))
-        for b in range(block, block + 3)
-    ]
-    assert _keystream(key, tensor, block, 3) == b"".join(one_by_one)
-
-
 def test_a_call_never_wraps_the_counter():
     """Past 2^32 blocks the stream of the first ones would come again: two elements with one noise."""
     with pytest.raises(AssertionError, match="do not fit under one nonce"):
@@ -83,15 +72,6 @@ def test_normals_equal_one_element_at_a_time(num):
     elements = [e for e in edges | set(range(0, num, 997)) if 0 <= e < num]
     expected = torch.tensor([reference.normal(KEY, 12, 3, e) for e in elements], dtype=torch.float32)
     torch.testing.assert_close(z[elements], expected, rtol=1.2e-7, atol=1e-14)
-
-
-RANGES = [(0, 0), (0, 1), (3, 1), (3, 9), (8, 8), (15, 2), (CHUNK - 1, 2), (CHUNK + 5, CHUNK), (2 * SLICE - 3, 11)]
-
-
-@pytest.mark.parametrize("first, num", RANGES)
-def test_a_range_is_that_part_of_the_whole(source, first, num):
-    whole = source.normal((3 * CHUNK + 5,), step=4, tensor=9)
-    assert torch.equal(source.normal_range(first, num, step=4, tensor=9), whole[first : first + num])
 
 
 def test_any_cut_of_a_tensor_gives_the_whole(source):
@@ -115,17 +95,6 @@ def test_elements_beyond_the_counter_have_a_nonce_of_their_own():
     assert not (around[20:] == begin).any()
     far = source.normal_range(2**62 + 3, 20, step=2, tensor=1)
     assert torch.equal(far[5:], source.normal_range(2**62 + 8, 15, step=2, tensor=1)) and not (far == begin).any()
-
-
-def test_shape_and_number_of_threads_change_nothing(source, monkeypatch):
-    num = 9 * CHUNK + 4321
-    monkeypatch.setattr(blocks, "usable_cores", lambda: 1)
-    flat = source.normal((num,), step=2, tensor=1)
-    for threads in (2, 3, 8):
-        monkeypatch.setattr(blocks, "usable_cores", lambda threads=threads: threads)
-        assert torch.equal(source.normal((num,), step=2, tensor=1), flat)
-    assert torch.equal(source.normal((3, CHUNK, 3), step=2, tensor=1).flatten(), flat[: 9 * CHUNK])
-    assert source.normal((), step=2, tensor=1).shape == () and source.normal((0, 4), step=2, tensor=1).shape == (0, 4)
 
 
 def test_torchs_threads_change_nothing(source):
@@ -220,26 +189,6 @@ def test_box_muller_reaches_far_into_the_tail():
     np.testing.assert_allclose(normals, expected, rtol=1.2e-7, atol=1e-14)  # cos and sin round near their zeros
     assert (np.abs(normals) > 8).sum() >= 4 and normals.max() == pytest.approx(math.sqrt(106 * math.log(2)))
     assert normals.min() == pytest.approx(-normals.max()) and np.isfinite(normals).all()
-
-
-def test_moments():
-    """Mean, variance, skewness and kurtosis of 4e6 draws, each within the normal bound of level 2.5e-7."""
-    z = ChaCha20Gaussian(os.urandom(32)).normal((4_000_000,), step=1, tensor=0).double().numpy()
-    bound = scipy.stats.norm.isf(2.5e-7 / 2)
-    for power, mean, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
-        assert abs((z**power).mean() - mean) < bound * math.sqrt(variance / len(z)), power
-
-
-def test_elements_of_a_block_are_independent():
-    """All 28 correlations of values and of squares within a block, 1e5 blocks; false alarms below 1e-6 in all.
-
-    Power: a correlation of 2.5% is caught with probability above 0.99.
-    """
-    z = ChaCha20Gaussian(os.urandom(32)).normal((100_000, NORMALS), step=1, tensor=0).double().numpy()
-    bound = scipy.stats.norm.isf(1e-6 / (2 * 56)) / math.sqrt(len(z)) * 1.05  # squares are skew
-    for values in (z, z**2):
-        correlations = np.corrcoef(values.T) - np.eye(NORMALS)
-        assert np.abs(correlations).max() < bound
 
 
 def test_no_two_addresses_share_a_block():

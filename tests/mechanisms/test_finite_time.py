@@ -72,21 +72,6 @@ def test_the_excess_is_that_of_the_second_moments_of_the_state(name, batch_size)
     np.testing.assert_allclose(problem.excess(strategy, n, 0.8), slow, rtol=1e-9)
 
 
-def test_the_excess_is_that_of_simulated_runs():
-    """40,000 runs: the mean of a squared norm of few coordinates has a relative standard error below 0.8 %; five."""
-    problem, strategy, n, runs = regression(batch_size=1), NuDPFTRL(0.05), 12, 40_000
-    generator = np.random.default_rng(5)
-    weights = np.tile(START, (runs, 1))
-    draws = 0.5 * generator.normal(size=(n, runs, 3))
-    noise = np.tensordot(strategy.noising_matrix(n), draws, axes=1)
-    for t in range(n):
-        inputs = generator.normal(size=(runs, 3)) * np.sqrt(EIGENVALUES)
-        residual = (inputs * weights).sum(axis=1) - np.sqrt(0.7) * generator.normal(size=runs)
-        weights = weights - 0.1 * (inputs * residual[:, None] + noise[t])
-    simulated = 0.5 * (weights**2 @ EIGENVALUES).mean()
-    assert simulated == pytest.approx(problem.excess(strategy, n, 0.5)[-1], rel=0.04)
-
-
 @pytest.mark.parametrize("name", STRATEGIES)
 @pytest.mark.parametrize("learning_rate, batch_size", [(0.01, 1), (0.1, 1), (0.3, 4), (0.99, 40)])
 def test_the_bound_holds_at_every_step_and_is_of_the_right_size(name, learning_rate, batch_size):
@@ -121,12 +106,6 @@ def test_a_bound_at_too_large_a_rate_is_refused():
         LinearRegression(eigenvalues=np.zeros(2), start=np.zeros(2), learning_rate=0.1)
     with pytest.raises(DPConfigError, match="learning_rate=-1"):
         regression(learning_rate=-1)
-
-
-def test_at_a_rate_below_the_contraction_the_feedback_is_infinite():
-    problem = regression()
-    assert problem._feedback(float(problem.contraction.max() ** 2)) == np.inf  # the square itself
-    assert problem._feedback(float(problem.contraction.max() ** 2) - 0.01) == np.inf
 
 
 # --- the last iterate on a quadratic, with momentum and schedule ---
@@ -166,16 +145,6 @@ def test_learning_rates_have_any_unit():
     one, other = (momentum_workload(n, 0.5, [unit * size for size in sizes]) for unit in (1.0, 0.02))
     errors = last_iterate_errors(NuDPFTRL(0.1), n, curvatures, one)
     np.testing.assert_allclose(last_iterate_errors(NuDPFTRL(0.1), n, curvatures, other), errors, rtol=1e-10)
-
-
-def test_a_problem_may_be_given_as_lists():
-    lists = LinearRegression(eigenvalues=EIGENVALUES.tolist(), start=START.tolist(), learning_rate=0.1)
-    arrays = LinearRegression(eigenvalues=EIGENVALUES, start=START, learning_rate=0.1)
-    np.testing.assert_array_equal(lists.excess(NuDPFTRL(0.1), 4, 0.8), arrays.excess(NuDPFTRL(0.1), 4, 0.8))
-
-
-def test_one_step_is_the_noise_of_one_step():
-    assert last_iterate_errors(NuDPFTRL(0.1), 1, np.array([0.5])) == pytest.approx([1.0])
 
 
 def test_workloads_without_momentum_of_their_own_are_refused():

@@ -7,23 +7,12 @@ import os
 import pytest
 import torch
 
-from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import independent_noise, make_noise_source
 
 
 @pytest.fixture(params=["secure", "fast"])
 def kind(request) -> str:
     return request.param
-
-
-@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
-def test_impossible_noise_multipliers_are_refused(value):
-    with pytest.raises(DPConfigError, match="Use a finite number > 0"):
-        independent_noise(noise_multiplier=value)
-
-
-def test_independent_noise_is_the_trivial_strategy():
-    assert independent_noise(1.3).sensitivity() == 1.0
 
 
 def test_noise_is_that_of_the_source_by_sorted_name(kind):
@@ -40,10 +29,3 @@ def test_noise_multiplier_zero_changes_nothing(kind):
     before = sums["w"].clone()
     independent_noise(0.0).stream(make_noise_source(kind, os.urandom(32)), 1.0).add_(sums, 1)
     assert torch.equal(sums["w"], before)
-
-
-def test_the_noise_is_as_large_as_the_sensitivity_says():
-    """``replace_one`` doubles the sensitivity and with it the noise."""
-    source = make_noise_source("secure", os.urandom(32))
-    once, twice = (independent_noise(0.7).stream(source, c).draw_stddev for c in (1.0, 2.0))
-    assert (once, twice) == (0.7, 1.4)

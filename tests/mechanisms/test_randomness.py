@@ -71,13 +71,6 @@ def test_words_equal_counter_mode_by_hand(key, num):
     assert words.tolist() == reference.words(reference.subkey(key, "words", "step", "7"), 0, num)
 
 
-def test_words_depend_on_key_and_step_only(key):
-    words = random_words(key, 3, 100)
-    assert np.array_equal(words, random_words(key, 3, 1000)[:100])
-    others = [random_words(key, 4, 100), random_words(os.urandom(32), 3, 100), random_words(key, 33, 100)]
-    assert not any(np.isin(words, other).any() for other in others)  # by chance: below 1e-14
-
-
 # --- the stream ---
 
 

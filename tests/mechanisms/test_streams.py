@@ -10,43 +10,26 @@ import torch
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise import (
-    BandedInverse,
     BandedToeplitz,
-    BufferedLinearToeplitz,
-    ColumnNormalized,
     DampedAntiPGD,
     DenseStrategy,
     NuDPFTRL,
-    Restarted,
     TreeAggregation,
 )
 from hf_dpopt.noise import tree as tree_stream
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.tree import _tree
 from hf_dpopt.randomness.cipher import make_noise_source
+from tests.mechanisms.strategies.cases import strategies
 
 N, SCALE, KEY = 23, 0.7, bytes(range(32))
 SHAPES = {"b.weight": (3, 5), "a.bias": (4,), "scalar": ()}
-STRATEGIES = {
-    "nu": NuDPFTRL(0.05),
-    "damped": DampedAntiPGD(0.1),
-    "inverse-bands": BandedInverse.of_nu(4),
-    "bands": BandedToeplitz((1.1, 0.5, -0.3, 0.1)),
-    "one-band": BandedToeplitz((2.0,)),
-    "normalized": ColumnNormalized(BandedToeplitz((1, 0.6, 0.2)), N),
-    "blt": BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)),
-    "dense": DenseStrategy(np.tril(np.random.default_rng(3).uniform(-1, 1, (N, N)), -1) + 2 * np.eye(N)),
-    "restarted-nu": Restarted(NuDPFTRL(0.1), 9),
-    "full-honaker": TreeAggregation("full_honaker"),
-    "restarted-blt": Restarted(BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4)), 7),
-    "restarted-bands": Restarted(BandedToeplitz((1.1, 0.5, 0.1)), 5),
-}
-TREES = {
-    "tree": TreeAggregation("vanilla"),
-    "honaker": TreeAggregation("honaker"),
-    "restarted": TreeAggregation("honaker", restart_every=5),
-    "restarted-as-it-is": TreeAggregation("vanilla", restart_every=6, tree_completion=False),
-}
+ALL = strategies(N)
+TREES = ("tree", "honaker", "restarted-tree", "restarted-as-it-is")
+STREAMS = (
+    "nu", "damped", "inverse-bands", "bands", "one-band", "blt", "dense", "restarted-nu", "full-honaker",
+    "restarted-blt", "restarted-bands", "phased",
+)  # fmt: skip
 BACKENDS = {
     "auto": {},
     "history": {"backend": "history"},
@@ -54,12 +37,8 @@ BACKENDS = {
     "regenerate-8": {"backend": "regenerate", "block": 8},
     "offloaded": {"offload": True},
 }
-CASES = [(name, backend) for name in STRATEGIES for backend in BACKENDS]
+CASES = [(name, backend) for name in STREAMS for backend in BACKENDS]
 CASES += [(name, backend) for name in TREES for backend in ("auto", "offloaded")]
-
-
-def _strategy(name):
-    return {**STRATEGIES, **TREES}[name]
 
 
 def _source():
@@ -67,7 +46,7 @@ def _source():
 
 
 def _stream(name, backend="auto", **options):
-    return _strategy(name).stream(_source(), scale=SCALE, num_steps=N, **BACKENDS[backend], **options)
+    return ALL[name].stream(_source(), scale=SCALE, num_steps=N, **BACKENDS[backend], **options)
 
 
 def _sums():
@@ -106,7 +85,7 @@ def _node_rows(strategy):
 
 @pytest.mark.parametrize("name, backend", CASES)
 def test_noise_is_the_rows_of_b_times_the_draws(name, backend):
-    strategy = _strategy(name)
+    strategy = ALL[name]
     rows = _node_rows(strategy) if name in TREES else range(N)
     want = SCALE * torch.tensor(strategy.noising_matrix(N)) @ _draws(rows)
     got = _run(_stream(name, backend), range(N))
@@ -115,7 +94,7 @@ def test_noise_is_the_rows_of_b_times_the_draws(name, backend):
 
 @pytest.mark.parametrize("name", TREES)
 def test_every_node_has_a_draw_of_its_own(name):
-    rows = _node_rows(_strategy(name))
+    rows = _node_rows(ALL[name])
     assert len(set(rows)) == len(rows)
 
 
@@ -219,10 +198,10 @@ def test_a_state_goes_back_to_where_it_came_from(name, backend):
     state = stream.state()
     others = {
         "strategy": DampedAntiPGD(0.77).stream(_source(), scale=SCALE, num_steps=N, **BACKENDS[backend]),
-        "key": _strategy(name).stream(make_noise_source("secure", bytes(32)), scale=SCALE, num_steps=N),
-        "scale": _strategy(name).stream(_source(), scale=9.0, num_steps=N),
-        "num_steps": _strategy(name).stream(_source(), scale=SCALE, num_steps=N + 8),
-        "first_step": _strategy(name).stream(_source(), scale=SCALE, num_steps=N, first_step=1),
+        "key": ALL[name].stream(make_noise_source("secure", bytes(32)), scale=SCALE, num_steps=N),
+        "scale": ALL[name].stream(_source(), scale=9.0, num_steps=N),
+        "num_steps": ALL[name].stream(_source(), scale=SCALE, num_steps=N + 8),
+        "first_step": ALL[name].stream(_source(), scale=SCALE, num_steps=N, first_step=1),
     }
     if name == "bands":
         others.pop("strategy")

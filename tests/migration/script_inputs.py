@@ -9,6 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests import tiny
+
 NUM_TRAIN, NUM_EVAL = 160, 24
 
 # A metric as `evaluate` reads it from a folder of the same name; the hub is not there.
@@ -87,41 +89,11 @@ import trl
 
 from hf_dpopt import DPTrainerMixin, DPTrainingArguments
 
-
-class DPSFTTrainer(DPTrainerMixin, trl.SFTTrainer):
-    pass
-
-
-class DPDPOTrainer(DPTrainerMixin, trl.DPOTrainer):
-    pass
-
-
-class DPRewardTrainer(DPTrainerMixin, trl.RewardTrainer):
-    pass
-
-
-class DPKTOTrainer(DPTrainerMixin, trl.KTOTrainer):
-    pass
-
-
-@dataclasses.dataclass(repr=False)
-class DPSFTConfig(DPTrainingArguments, trl.SFTConfig):
-    pass
-
-
-@dataclasses.dataclass(repr=False)
-class DPDPOConfig(DPTrainingArguments, trl.DPOConfig):
-    pass
-
-
-@dataclasses.dataclass(repr=False)
-class DPRewardConfig(DPTrainingArguments, trl.RewardConfig):
-    pass
-
-
-@dataclasses.dataclass(repr=False)
-class DPKTOConfig(DPTrainingArguments, trl.KTOConfig):
-    pass
+for kind in ("SFT", "DPO", "Reward", "KTO"):
+    trainer, config = (f"DP{kind}{what}" for what in ("Trainer", "Config"))
+    globals()[trainer] = type(trainer, (DPTrainerMixin, getattr(trl, trainer[2:])), {})
+    made = type(config, (DPTrainingArguments, getattr(trl, config[2:])), {"__module__": __name__})
+    globals()[config] = dataclasses.dataclass(repr=False)(made)
 """
 
 
@@ -263,34 +235,19 @@ def _models(folder: Path, shared: Path) -> None:
         vocab=str(shared / "gpt2-tokenizer" / "vocab.json"), merges=str(shared / "gpt2-tokenizer" / "merges.txt"),
         model_max_length=64,
     )  # fmt: skip
-    small: dict[str, Any] = dict(
-        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    coder: dict[str, Any] = dict(
-        vocab_size=len(words), d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=64, pad_token_id=0,
-        bos_token_id=101, eos_token_id=102, decoder_start_token_id=102, forced_eos_token_id=102,
-    )  # fmt: skip
-    five = tf.T5Config(
-        vocab_size=len(words), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=102,
-        decoder_start_token_id=0,
-    )  # fmt: skip
-    gpt = tf.GPT2Config(
-        vocab_size=len(pieces), n_embd=16, n_layer=1, n_head=2, n_positions=64, bos_token_id=50256, eos_token_id=50256
-    )
-    net = tf.XLNetConfig(vocab_size=len(words), d_model=16, n_layer=1, n_head=2, d_inner=16, pad_token_id=0)
-    view = tf.ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=16, patch_size=8
-    )
+    words_of = {"vocab_size": len(words)}
+    ends = {"bos_token_id": 101, "eos_token_id": 102, "decoder_start_token_id": 102, "forced_eos_token_id": 102}
+    net = tf.XLNetConfig(**words_of, d_model=16, n_layer=1, n_head=2, d_inner=16, pad_token_id=0)
     made = {
-        "bert": (tf.BertForMaskedLM(tf.BertConfig(**small)), words),
-        "bart": (tf.BartForConditionalGeneration(tf.BartConfig(**coder)), words),
-        "t5": (tf.T5ForConditionalGeneration(five), words),
-        "gpt2": (tf.GPT2LMHeadModel(gpt), pieces),
+        "bert": (tiny.made(tf.BertForMaskedLM, **words_of), words),
+        "bart": (tiny.made(tf.BartForConditionalGeneration, **words_of, **ends), words),
+        "t5": (tiny.made(tf.T5ForConditionalGeneration, **words_of, eos_token_id=102), words),
+        "gpt2": (
+            tiny.made(tf.GPT2LMHeadModel, vocab_size=len(pieces), bos_token_id=50256, eos_token_id=50256), pieces,
+        ),
         "xlnet": (tf.XLNetLMHeadModel(net), words),
-        "vit": (tf.ViTForImageClassification(view), None),
-    }
+        "vit": (tiny.made(tf.ViTForImageClassification, image_size=16, patch_size=8), None),
+    }  # fmt: skip
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
         if tokenizer is not None:

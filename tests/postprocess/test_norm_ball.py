@@ -72,37 +72,6 @@ def test_points_of_the_ball_stay():
     assert not projected(np.zeros(6), directions, values, rest, 1.0).any()
 
 
-@pytest.mark.parametrize("k", [0, 2, 6])
-@pytest.mark.parametrize("value", [1e-8, 1.0, 1e8])
-def test_a_multiple_of_the_identity_gives_the_euclidean_projection(k, value):
-    point, directions, _, _ = problem(6, k, 1)
-    found = projected(point, directions, np.full(k, value), value, 0.3)
-    np.testing.assert_allclose(found, 0.3 * point / np.linalg.norm(point), rtol=1e-12)
-
-
-def test_cheap_directions_give_way_first():
-    """Two directions, one of them a million times as dear: it keeps nearly all of what fits into the ball."""
-    eye = np.eye(3)[:2]
-    found = projected(np.array([0.9, 0.9, 0.0]), eye, np.array([1e6, 1.0]), 1.0, 1.0)
-    assert found[0] == pytest.approx(0.9, rel=1e-4) and found[1] == pytest.approx((1 - 0.81) ** 0.5, rel=1e-3)
-
-
-def test_a_subspace_that_holds_the_point_holds_its_projection():
-    _, directions, values, _ = problem(8, 3, 2)
-    point = 5 * directions.T @ np.ones(3)
-    found = projected(point, directions, values, 1e-12, 1.0)  # what is outside costs nearly nothing, and is zero
-    np.testing.assert_allclose(directions.T @ (directions @ found), found, atol=1e-12)
-
-
-def test_it_moves_points_no_further_apart():
-    """In the norm of H: a projection to a convex set, which AdaGrad's regret rests on."""
-    for seed in range(20):
-        point, directions, values, rest = problem(10, 4, seed)
-        h, other = matrix(directions, values, rest), point + np.random.default_rng(seed + 99).standard_normal(10)
-        gap = projected(point, directions, values, rest, 1.0) - projected(other, directions, values, rest, 1.0)
-        assert gap @ h @ gap <= (point - other) @ h @ (point - other) * (1 + 1e-9)
-
-
 def test_a_matrix_that_is_not_positive_definite_is_none():
     point, directions, values, rest = problem(6, 2, 0)
     with pytest.raises(AssertionError, match="positive definite"):

@@ -12,7 +12,6 @@ from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
-from recipes.paper.doppler.filter_plots import plot_filters
 from recipes.paper.doppler.spectrum import frequency_response, power_spectral_density, signal_to_noise
 
 
@@ -46,24 +45,6 @@ def test_density_of_white_noise_is_its_variance(segment):
     np.testing.assert_allclose(density, 0.25, rtol=0.12)
 
 
-def test_density_keeps_the_mean_and_finds_the_frequency():
-    t = torch.arange(1024, dtype=torch.float64)
-    frequencies, constant = power_spectral_density(torch.ones(1024, 3))
-    assert constant.argmax() == 0 and constant[0] > 100 * constant[4:].max()
-    wave = torch.cos(np.pi * 0.25 * t)[:, None]
-    frequencies, density = power_spectral_density(wave)
-    assert frequencies[density.argmax()] == 0.25
-
-
-def test_density_after_a_filter_is_that_before_times_its_gain():
-    low_pass = LowPassFilter.preset("first_order_v2")
-    before = torch.randn(2048, 400)
-    after = torch.stack([low_pass({"w": g})["w"] for g in before])
-    frequencies, density = power_spectral_density(after[200:])
-    gain = abs(frequency_response(low_pass, frequencies)) ** 2
-    np.testing.assert_allclose(density, gain, rtol=0.2)
-
-
 def test_signal_to_noise():
     """A constant gradient under independent noise gains ``1 / sum h^2``; noise like the signal cannot be told from it."""
     frequencies = np.linspace(0, 1, 20_001)
@@ -77,18 +58,3 @@ def test_signal_to_noise():
         assert signal_to_noise(low_pass, frequencies, like_signal, 7 * like_signal) == pytest.approx(1)
     fast = np.where(frequencies > 0.5, 1.0, 0.0)
     assert signal_to_noise(LowPassFilter.preset("second_order"), frequencies, fast, 1.0) < 0.01
-
-
-@pytest.mark.slow
-def test_plots(tmp_path):
-    pytest.importorskip("matplotlib")
-    own = {"mean": LowPassFilter(b=[0.5, 0.5]), "adaptive": AdaptiveFIR(4, IndependentNoise(0.0))}
-    for folder, paths in (
-        ("presets", plot_filters(tmp_path / "presets")),
-        ("own", plot_filters(tmp_path / "own", own)),
-    ):
-        assert [path.suffix for path in paths] == [".png", ".svg"]
-        assert all(path.parent.name == folder and path.stat().st_size > 10_000 for path in paths)
-    text = (tmp_path / "presets" / "filters.svg").read_text()
-    assert all(f"<!-- {name} (noise" in text for name in PRESETS)
-    assert "<!-- momentum (noise x 0.23) -->" in text  # sqrt(0.1 / 1.9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import pytest
-import scipy.stats
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
@@ -16,9 +15,7 @@ from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.reference import subspace as reference
 
-ALPHA = 1e-6
 SHAPES = {"weight": (4, 3), "bias": (5,)}
-NUM_COORDINATES = 17
 
 
 class Loudness:
@@ -68,13 +65,6 @@ def test_coordinates_of_an_engine_are_taken_as_they_are(kind):
     assert all(torch.equal(want[n], got[n]) for n in SHAPES)
 
 
-def test_none_is_plain_projection():
-    subspace, released = _made(4), _random()
-    got = SubspaceAdaGrad(subspace, IndependentNoise(0.5), preconditioner="none")(released)
-    want = ProjectedGradient(subspace)(released)
-    assert all(torch.equal(got[n], want[n]) for n in SHAPES)
-
-
 @pytest.mark.parametrize("refresh_every", [100, 3, 1])
 @pytest.mark.parametrize("loud", [False, True])
 def test_it_is_full_matrix_adagrad_in_the_subspace(refresh_every, loud):
@@ -97,31 +87,6 @@ def test_it_is_full_matrix_adagrad_in_the_subspace(refresh_every, loud):
     assert num_kept > 6  # the comparison was not one of zeros
 
 
-def test_without_noise_the_first_step_has_length_one():
-    subspace, released = _made(3), _random()
-    update = reference.vector(SubspaceAdaGrad(subspace, IndependentNoise(0.0), eps=0.0)(released))
-    projected = _projector(subspace) @ reference.vector(released)
-    torch.testing.assert_close(update, projected / projected.norm(), rtol=1e-9, atol=1e-12)
-
-
-def test_the_second_moment_has_the_mean_of_the_one_without_noise():
-    """Each entry of S_T averages 400 runs: within ALPHA / 16 of a normal test, whatever the seed."""
-    k, num_steps, stddev, num_runs = 4, 10, 0.8, 400
-    subspace = _made(k)
-    g = _random()
-    u = subspace.project(g)
-    total = torch.zeros(k, k, dtype=torch.float64)
-    for _ in range(num_runs):
-        adagrad = SubspaceAdaGrad(subspace, IndependentNoise(stddev))
-        for _ in range(num_steps):
-            adagrad({"subspace": u + stddev * torch.randn(k, dtype=torch.float64)})
-        total += adagrad.second_moment
-    error = (total / num_runs - num_steps * torch.outer(u, u)).abs()
-    # variance of (u_i + z_i)(u_j + z_j), for i = j twice that of i != j at most
-    spread = torch.sqrt((2 * stddev**4 + 4 * stddev**2 * u.square().max()) * num_steps / num_runs)
-    assert error.max() < spread * scipy.stats.norm.isf(ALPHA / 32)
-
-
 def test_pure_noise_is_dropped_and_a_signal_in_it_found():
     """Marchenko-Pastur: above the level lies the largest eigenvalue of pure noise now and then, and no other."""
     torch.manual_seed(0)  # some draws put a direction just above the level, and divide by what it exceeds it by
@@ -141,11 +106,7 @@ def test_pure_noise_is_dropped_and_a_signal_in_it_found():
     assert update[7] ** 2 > 0.8 * update.square().sum() > 0
 
 
-def test_goe_is_refused_with_the_way_out():
-    with pytest.raises(DPConfigError, match="GoePreconditioner"):
-        SubspaceAdaGrad(_made(2), IndependentNoise(0.1), preconditioner="goe")
-    with pytest.raises(DPConfigError, match="'released', 'none', 'goe'"):
-        SubspaceAdaGrad(_made(2), IndependentNoise(0.1), preconditioner="full")
+def test_a_negative_eps_is_refused():
     with pytest.raises(DPConfigError, match="eps=-1"):
         SubspaceAdaGrad(_made(2), IndependentNoise(0.1), eps=-1.0)
 
@@ -159,12 +120,12 @@ def test_two_refreshes_within_a_step_are_refused():
         adagrad(_random())
 
 
-@pytest.mark.parametrize("preconditioner", ["released", "none"])
-def test_resume_is_bit_exact(preconditioner):
+@pytest.mark.parametrize("kind", [ProjectedGradient, lambda s: SubspaceAdaGrad(s, IndependentNoise(1e-3))])
+def test_resume_is_bit_exact(kind):
     def fresh(model):
         public = PublicGradients(model, RecordLosses(model), tiny.records(12), tiny.collate, batch_size=4)
         subspace = RefreshedSubspace(public, rank=3, num_public=5, refresh_every=2)
-        return SubspaceAdaGrad(subspace, IndependentNoise(1e-3), preconditioner=preconditioner)
+        return kind(subspace)
 
     def step(model, postprocess, number):
         generator = torch.Generator().manual_seed(number)
@@ -182,16 +143,6 @@ def test_resume_is_bit_exact(preconditioner):
     second.load_state_dict(first.state_dict())
     for number in range(3, 7):
         step(one, whole, number), step(two, second, number)
-    assert whole.noise_level == second.noise_level
+    assert getattr(whole, "noise_level", None) == getattr(second, "noise_level", None)
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters(), strict=True))
     assert any(not torch.equal(p, q) for p, q in zip(one.parameters(), tiny.model().parameters(), strict=True))
-
-
-def test_parameters_describe_it():
-    public = PublicGradients(tiny.model(), lambda b: b, tiny.records(12), tiny.collate, batch_size=4, seed=3)
-    subspace = RefreshedSubspace(public, rank=3, num_public=5, refresh_every=2)
-    got = SubspaceAdaGrad(subspace, IndependentNoise(0.1), eps=1e-3).parameters()
-    assert got == {
-        "name": "subspace_adagrad", "rank": 3, "num_public": 5, "refresh_every": 2, "preconditioner": "released",
-        "eps": 1e-3, "public": {"num_public_records": 12, "batch_size": 4, "seed": 3},
-    }  # fmt: skip

@@ -53,13 +53,6 @@ def test_two_queries_are_one_gaussian_of_noise_smaller_by_the_root_of_two(tmp_pa
     assert swapped.sensitivity == pytest.approx(2 * math.sqrt(2) * CLIP_SGD)
 
 
-@pytest.mark.parametrize("variant", TWO_QUERIES)
-def test_a_budget_is_kept_with_two_queries(variant):
-    config = dict(target_epsilon=4.0, noise_multiplier=None)
-    two = plan(20, DelayedPreconditioner(delay=4, variant=variant), **config)
-    assert two.epsilon() <= 4.0 and two.noise_multiplier == plan(20, **config).noise_multiplier
-
-
 def test_every_step_of_algorithm_2_pays_for_two_queries_and_epsilon_is_that_of_the_composition():
     """Independent of the plan's accountant: zCDP of T Gaussians, each of sensitivity sqrt(2) C and noise sigma C.
 

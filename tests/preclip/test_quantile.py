@@ -118,22 +118,6 @@ def test_the_share_has_the_noise_that_was_asked_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_resumes_where_it_was(tmp_path):
-    from tests.test_correlated_training import run_and_die_everywhere, trainer
-
-    options = dict(clipping_quantile=0.4, max_steps=4, optim="dp_adam_bc")
-    whole = run_and_die_everywhere(tmp_path, **options)
-    want = tiny.weights(whole.model)
-    assert whole._session.stages.preclip.ratio != 1
-    for step in range(1, 4):
-        folder = tmp_path / "died" / str(step)
-        resumed = trainer(folder, **options)
-        resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
-        assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
-        assert resumed._session.stages.preclip.ratio == whole._session.stages.preclip.ratio
-
-
-@pytest.mark.slow
 def test_users_are_counted_through_the_trainer(tmp_path):
     trainer = tiny.trainer(
         tmp_path / "out", model=tiny.model(dropout=0.0), clipping_quantile=0.5, privacy_unit="user", records_per_user=3,

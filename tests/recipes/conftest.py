@@ -1,12 +1,17 @@
-"""A model for the recipes of language models."""
+"""Tiny models for the recipes, and a working folder with the files of a recipe."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel, RobertaConfig
 
-from recipes.embedded.build import make_gpt2_tokenizer
+from recipes.embedded import public_t5
+from recipes.embedded.build import make_gpt2_tokenizer, make_tokenizer
 from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS
 
 
@@ -23,3 +28,42 @@ def gpt2_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     )  # fmt: skip
     GPT2LMHeadModel(config).half().save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture(scope="session")
+def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("t5") / "model")
+    torch.manual_seed(0)
+    tokenizer = public_t5.tokenizer_with_padding(gpt2_dir)
+    model = public_t5.make_model(tokenizer, width=64, layers=1)
+    public_t5.train(model, tokenizer, [f"{ref} It is said to be very good indeed." for _, ref in PAIRS], 2)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_roberta(folder: Path, kind: type[PreTrainedModel], texts: Sequence[str], **changes: Any) -> str:
+    """Save a RoBERTa of one layer with a tokenizer of these texts."""
+    tokenizer = make_tokenizer(list(texts))
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config: dict[str, Any] = dict(
+        vocab_size=1024, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=42, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    kind(RobertaConfig(**config | changes)).save_pretrained(folder)
+    return str(folder)
+
+
+def enter(module: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a folder with the files of a module's recipe the working folder; its keys are kept there, too."""
+    module.write_files(folder)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(folder / "private"))
+    return folder
+
+
+@pytest.fixture
+def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of the module's tests."""
+    return enter(request.module, tmp_path, monkeypatch)

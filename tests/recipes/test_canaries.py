@@ -233,9 +233,3 @@ def test_adapters_are_scored_on_the_model_that_they_name(
         score(capsys, "--trained", trained, "--delta", "1e-6", "--scores_file", f"{Path(trained).name}.csv")
     plain, lora = (np.loadtxt(f"{Path(name).name}.csv", delimiter=",", skiprows=1) for name in (gpt2, "adapters"))
     assert not np.allclose(plain[:, 0], lora[:, 0])
-
-
-def test_help_names_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    canaries.main(["--help"])
-    said = capsys.readouterr().out
-    assert "canaries.py make --recipe" in said and "canaries.py score --secret_file" in said

@@ -14,43 +14,41 @@ import torch
 from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dpopt import DPConfigError
 from recipes import clm, sources
 from recipes.clm_options import parse
 from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
-from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS
+from tests.recipes.texts import CHATS, DOCUMENTS, PAIRS, POSITIONS, words
 
 pytestmark = pytest.mark.slow
 
 ASKED = [[{**asks, "content": f"Well, {asks['content']}"}, answers] for asks, answers in CHATS]  # held out of CHATS
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with one training and one validation file of each kind."""
+MODEL, run = "gpt2_dir", clm.run  # for test_refusals
+
+
+def write_files(folder: Path) -> None:
+    """One training and one validation file of each kind, and one without rows."""
     for name, part in (("train", slice(0, 40)), ("dev", slice(0, 12))):
-        with open(tmp_path / f"{name}.csv", "w", newline="") as file:
+        with open(folder / f"{name}.csv", "w", newline="") as file:
             asked = "" if name == "dev" else ", open"  # held out: no pair is in both
             csv.writer(file).writerows([("mr", "ref"), *((f"{mr}{asked}", ref) for mr, ref in PAIRS[part])])
-        (tmp_path / f"{name}.txt").write_text("\n".join(DOCUMENTS[part]) + "\n")
-        (tmp_path / f"{name}.jsonl").write_text(
+        (folder / f"{name}.txt").write_text("\n".join(DOCUMENTS[part]) + "\n")
+        (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps({"messages": c}) + "\n" for c in (CHATS if name == "dev" else ASKED)[part])
         )
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    (folder / "empty.csv").write_text("mr,ref\n")
 
 
-TINY = {"--max_steps": "2", "--expected_batch_size": "8", "--per_device_eval_batch_size": "5", "--use_cpu": "true",
-        "--disable_tqdm": "true", "--report_to": "none", "--target_delta": "1e-3", "--block_size": "48",
-        "--save_strategy": "no", "--output_dir": "out"}  # fmt: skip
+TINY = {"max_steps": "2", "expected_batch_size": "8", "per_device_eval_batch_size": "5", "use_cpu": "true",
+        "disable_tqdm": "true", "report_to": "none", "target_delta": "1e-3", "block_size": "48",
+        "save_strategy": "no", "output_dir": "out"}  # fmt: skip
 
 
 def arguments(model: str, kind: str = "csv", **changes: str | None) -> list[str]:
-    flags = {"--model_name_or_path": model, "--train_file": f"train.{kind}", "--validation_file": f"dev.{kind}",
-             "--target_epsilon": "8", **TINY}  # fmt: skip
-    flags |= {f"--{name}": value for name, value in changes.items()}
-    return [part for name, value in flags.items() if value is not None for part in (name, value)]
+    return words({"model_name_or_path": model, "train_file": f"train.{kind}", "validation_file": f"dev.{kind}",
+                  "target_epsilon": "8", **TINY, **changes})  # fmt: skip
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -81,7 +79,7 @@ def test_run_clm_defaults_hold_with_data_of_ones_own(gpt2_dir: str) -> None:
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-BAD: dict[str, tuple[dict[str, str | None], str]] = {
+REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "packing": ({"packing": "true"}, "several documents into one row.* clipped as one record.* Remove --packing"),
     "predict": ({"do_predict": "true", "do_train": "true"}, "Use --generate"),
     "generate without evaluation": ({"generate": "true", "do_train": "true"}, "Add --do_eval"),
@@ -101,21 +99,6 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "no privacy": ({"target_epsilon": None}, "Add --target_epsilon 8"),
     "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    case: str, gpt2_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (files / "empty.csv").write_text("mr,ref\n")
-    before = sorted(files.iterdir())
-    changes, mend = BAD[case]
-    assert clm.run(arguments(gpt2_dir, **changes)) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1
-    with pytest.raises(DPConfigError, match=mend):
-        raise DPConfigError(errors[0])
-    assert sorted(files.iterdir()) == before, "something was written"
 
 
 def test_a_tokenizer_without_an_end_is_refused(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.recipes.test_glue import arguments
 
 pytestmark = pytest.mark.slow
 
-files, model_dir = test_glue.files, test_glue.model_dir  # fixtures
+model_dir, write_files = test_glue.model_dir, test_glue.write_files
 HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "recipe": "none", "seed": "3"}
 
 
@@ -32,7 +33,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 )
 def test_the_head_is_that_of_a_run_over_the_inputs(model_dir: str, monkeypatch: pytest.MonkeyPatch, flags) -> None:
     """Without noise, so that both runs draw the same batches and nothing hides a difference."""
-    fixed = {} if "non_private" in flags else {"unsafe_fixed_noise_key": "00" * 32}
+    fixed = {} if "non_private" in flags else {"unsafe_fixed_noise_key": "ab" * 32}
     if "non_private" in flags:
         flags = {**flags, "target_epsilon": None, "target_delta": None, "expected_batch_size": None, "recipe": None}
     once = arguments(model_dir, **{**HEAD, **fixed, **flags}, output_dir="once")
@@ -48,20 +49,33 @@ def test_the_head_is_that_of_a_run_over_the_inputs(model_dir: str, monkeypatch: 
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.usefixtures("files")
-def test_the_encoder_runs_once_over_each_record(model_dir: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
+@pytest.fixture
+def encoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, ...]]:
+    """How often the encoder saw each row of tokens: of records, and of those that are made up to check it."""
+    seen: Counter[tuple[int, ...]] = Counter()
     plain = pooled_model.PooledForSequenceClassification.features
 
     def counted(self, input_ids=None, attention_mask=None, **inputs):
-        seen.append(len(input_ids))
+        seen.update(map(tuple, input_ids.tolist()))
         return plain(self, input_ids, attention_mask, **inputs)
 
     monkeypatch.setattr(pooled_model.PooledForSequenceClassification, "features", counted)
+    return seen
+
+
+def rows_of(model_dir: str, *names: str) -> Counter[tuple[int, ...]]:
+    """Tokens of the records in files of the working folder."""
+    texts = [line.split("\t")[name == "test"] for name in names
+             for line in Path(f"{name}.tsv").read_text().splitlines()[1:]]  # fmt: skip
+    return Counter(map(tuple, AutoTokenizer.from_pretrained(model_dir)(texts)["input_ids"]))
+
+
+@pytest.mark.usefixtures("files")
+def test_the_encoder_runs_once_over_each_record(model_dir: str, encoded: Counter[tuple[int, ...]]) -> None:
     assert glue.run(arguments(model_dir, **HEAD, max_steps="9", do_train="true", do_eval="true", do_predict="true",
                               test_file="test.tsv")) == 0  # fmt: skip
-    sizes = [len(Path(name).read_text().splitlines()) - 1 for name in ("train.tsv", "dev.tsv", "test.tsv")]
-    assert sum(seen) == sum(sizes)
+    records = rows_of(model_dir, "train", "dev", "test")
+    assert {row: encoded[row] for row in records} == records
     assert len(Path("out/predict_results_test.txt").read_text().splitlines()) == 6
 
 
@@ -82,7 +96,7 @@ def test_what_is_saved_takes_texts_and_answers_as_it_was_evaluated(model_dir: st
 
 @pytest.mark.usefixtures("files")
 def test_a_run_is_resumed_on_the_same_features(
-    model_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model_dir: str, tmp_path: Path, encoded: Counter[tuple[int, ...]]
 ) -> None:
     flags = {
         **HEAD, "save_steps": "2", "save_strategy": "steps", "private_state_dir": str(tmp_path / "keys"),
@@ -90,29 +104,25 @@ def test_a_run_is_resumed_on_the_same_features(
     }  # fmt: skip
     assert glue.run(arguments(model_dir, **{**flags, "max_steps": "2"})) == 0
     before = weights(Path("out"))["classifier.weight"].clone()
-    seen: list[int] = []
-    plain = pooled_model.PooledForSequenceClassification.features
-
-    def counted(self, input_ids=None, attention_mask=None, **inputs):
-        seen.append(len(input_ids))
-        return plain(self, input_ids, attention_mask, **inputs)
-
-    monkeypatch.setattr(pooled_model.PooledForSequenceClassification, "features", counted)
+    encoded.clear()
     assert (
         glue.run(arguments(model_dir, **{**flags, "max_steps": "4"}, resume_from_checkpoint="out/checkpoint-2")) == 0
     )
-    assert sum(seen) == len(Path("dev.tsv").read_text().splitlines()) - 1, "those of the training records were kept"
+    again = {row: encoded[row] for row in rows_of(model_dir, "train", "dev") if row in encoded}
+    assert again == rows_of(model_dir, "dev"), "those of the training records were kept"
     assert len(list((tmp_path / "keys").glob("work/*/features-*.npy"))) == 1
     assert not torch.equal(weights(Path("out"))["classifier.weight"], before), "it went on"
 
 
-def test_regression_is_trained_over_its_inputs(model_dir: str, files: Path) -> None:
+@pytest.mark.parametrize("more", [HEAD, {"ignore_mismatched_sizes": "true"}], ids=["head", "whole model"])
+def test_regression_on_pairs_is_trained_over_its_inputs(model_dir: str, files: Path, more: dict[str, str]) -> None:
     rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(test_glue.TEXTS)]
     (files / "train.json").write_text(json.dumps([{**row, "sentence1": f"truly {row['sentence1']}"} for row in rows]))
     (files / "dev.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:12]))
     flags = {"task_name": "stsb", "train_file": "train.json", "validation_file": "dev.jsonl"}
-    assert glue.run(arguments(model_dir, **HEAD, **flags)) == 0
-    assert "eval_pearson" in json.loads((files / "out" / "all_results.json").read_text())
+    assert glue.run(arguments(model_dir, **more, **flags)) == 0
+    results = json.loads((files / "out" / "all_results.json").read_text())
+    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(results)
 
 
 @pytest.mark.parametrize(

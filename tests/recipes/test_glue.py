@@ -14,49 +14,44 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from hf_dpopt import DPConfigError
 from recipes import glue, hub, sources
-from recipes.embedded.build import make_tokenizer
 from recipes.glue_model import label_order
 from recipes.glue_options import parse
 from recipes.models import set_dropout
+from tests.recipes.conftest import save_roberta
+from tests.recipes.texts import words
 
 TEXTS = [f"{good} film number {i}" for i, good in enumerate(["a fine", "no good"] * 20)]
 LABELS = [str(1 - i % 2) for i in range(40)]
 
 
+MODEL, run = "model_dir", glue.run  # for test_refusals
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A two-layer RoBERTa with dropout, finetuned on the labels of SST-2 in reversed order, as it claims."""
+    names = {"id2label": {0: "POSITIVE", 1: "NEGATIVE"}, "label2id": {"POSITIVE": 0, "NEGATIVE": 1}}
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = make_tokenizer(TEXTS * 3)
-    tokenizer.save_pretrained(folder)
-    config = RobertaConfig(
-        vocab_size=1024, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
-        max_position_embeddings=42, id2label={0: "POSITIVE", 1: "NEGATIVE"}, label2id={"POSITIVE": 0, "NEGATIVE": 1},
-    )  # fmt: skip
-    RobertaForSequenceClassification(config).save_pretrained(folder)
-    return str(folder)
+    return save_roberta(folder, RobertaForSequenceClassification, TEXTS * 3, num_hidden_layers=2, **names)
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with train.tsv, dev.tsv and test.tsv."""
+def write_files(folder: Path) -> None:
+    """Training, validation and test records, and bad ones."""
     rows = [f"{text}\t{label}" for text, label in zip(TEXTS, LABELS, strict=True)]
     for name, part in (("train", [f"truly {row}" for row in rows]), ("dev", rows[:10])):  # held out
-        (tmp_path / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(part) + "\n")
-    (tmp_path / "test.tsv").write_text("index\tsentence\n" + "".join(f"{i}\t{t}\n" for i, t in enumerate(TEXTS[:5])))
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(part) + "\n")
+    (folder / "test.tsv").write_text("index\tsentence\n" + "".join(f"{i}\t{t}\n" for i, t in enumerate(TEXTS[:5])))
+    (folder / "empty.tsv").write_text("sentence\tlabel\n")
+    (folder / "odd.tsv").write_text("sentence\tlabel\nx\t7\n")
 
 
-TINY = {"--max_steps": "2", "--expected_batch_size": "8", "--use_cpu": "true", "--disable_tqdm": "true",
-        "--report_to": "none", "--target_delta": "1e-3", "--max_seq_length": "32", "--output_dir": "out"}  # fmt: skip
+TINY = {"max_steps": "2", "expected_batch_size": "8", "use_cpu": "true", "disable_tqdm": "true",
+        "report_to": "none", "target_delta": "1e-3", "max_seq_length": "32", "output_dir": "out"}  # fmt: skip
 
 
 def arguments(model: str, **changes: str | None) -> list[str]:
-    flags = {"--model_name_or_path": model, "--train_file": "train.tsv", "--validation_file": "dev.tsv",
-             "--target_epsilon": "8", **TINY}  # fmt: skip
-    flags |= {f"--{name}": value for name, value in changes.items()}
-    return [part for name, value in flags.items() if value is not None for part in (name, value)]
+    return words({"model_name_or_path": model, "train_file": "train.tsv", "validation_file": "dev.tsv",
+                  "target_epsilon": "8", **TINY, **changes})  # fmt: skip
 
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -70,12 +65,6 @@ def test_no_arguments_are_the_embedded_job(files: Path) -> None:
     assert training_args.eval_data_privacy == "public"
     assert training_args.output_dir.startswith("runs/embedded-")
     assert list(files.glob("runs")) == []
-
-
-def test_embedded_settings_can_be_changed_one_by_one() -> None:
-    _, data_args, training_args = parse(["--noise_multiplier", "1.5", "--learning-rate=0.5"])
-    assert data_args.embedded and training_args.target_epsilon is None
-    assert (training_args.noise_multiplier, training_args.learning_rate) == (1.5, 0.5)
 
 
 def test_run_glue_defaults_hold_with_data_of_ones_own(model_dir: str) -> None:
@@ -111,7 +100,7 @@ def test_non_private_reaches_the_same_batch_by_accumulation() -> None:
 
 # --- bad input -------------------------------------------------------------------------------------------------------
 
-BAD: dict[str, tuple[dict[str, str | None], str]] = {
+REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "unknown task": ({"task_name": "sst3"}, "task_name='sst3' is unknown. Use one of: cola, mnli"),
     "no validation file": ({"validation_file": None, "do_eval": "true"}, "do_eval .* Add --validation_file"),
     "eval strategy alone": ({"validation_file": None, "eval_strategy": "epoch", "do_train": "true"}, "Add --validation_file"),
@@ -167,22 +156,6 @@ BAD: dict[str, tuple[dict[str, str | None], str]] = {
     "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
     "unknown flag": ({"train_fiel": "x"}, "not used .*--train_fiel"),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    case: str, model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (files / "empty.tsv").write_text("sentence\tlabel\n")
-    (files / "odd.tsv").write_text("sentence\tlabel\nx\t7\n")
-    before = sorted(files.iterdir())
-    changes, mend = BAD[case]
-    assert glue.run(arguments(model_dir, **changes)) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert len(errors) == 1
-    with pytest.raises(DPConfigError, match=mend):
-        raise DPConfigError(errors[0])
-    assert sorted(files.iterdir()) == before, "something was written"
 
 
 @pytest.mark.slow
@@ -294,18 +267,6 @@ def test_train_evaluate_predict(model_dir: str, files: Path, capsys: pytest.Capt
     assert "the labels are declared" in report
 
 
-@pytest.mark.slow
-def test_pairs_and_regression(model_dir: str, files: Path) -> None:
-    rows = [{"sentence1": text, "sentence2": "a film", "score": i / 8} for i, text in enumerate(TEXTS)]
-    (files / "train.json").write_text(json.dumps([{**row, "sentence1": f"truly {row['sentence1']}"} for row in rows]))
-    (files / "dev.jsonl").write_text("\n".join(json.dumps(row) for row in rows[:12]))
-    flags = arguments(model_dir, task_name="stsb", train_file="train.json", validation_file="dev.jsonl",
-                      ignore_mismatched_sizes="true")  # fmt: skip
-    assert glue.run(flags) == 0
-    results = json.loads((files / "out" / "all_results.json").read_text())
-    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(results)
-
-
 def test_a_head_for_other_labels_is_one_clear_line(
     model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -389,12 +350,6 @@ def test_a_private_evaluation_has_a_share_for_both_sets_of_mnli(
     charged = [json.loads(line) for line in (files / "out/privacy/ledger.jsonl").read_text().splitlines()]
     assert sum(one["kind"] == "evaluation" for one in charged) == 2
     assert 1 < results["eval_epsilon"] <= 2
-
-
-def test_non_private_says_so(model_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert glue.run(arguments(model_dir, non_private="true", target_epsilon=None)) == 0
-    assert "NONE (--non_private)" in capsys.readouterr().out
-    assert not (files / "out" / "privacy").exists()
 
 
 # --- what comes before the private run -------------------------------------------------------------------------------

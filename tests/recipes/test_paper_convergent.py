@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +66,6 @@ def test_both_ways_keep_the_budget_and_learn(data: utility.Data) -> None:
         bound = last_iterate_epsilon(setting, utility.DELTA)
         spent = bound.epsilon if accounting == "last iterate" else bound.composition
         assert 7.9 < spent <= 8.0
-
-
-def test_the_command_tunes_on_records_that_are_held_out(
-    tmp_path: Path, data: utility.Data, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[utility.Run] = []
-
-    def fake(run: utility.Run, given: utility.Data) -> dict[str, Any]:
-        done.append(run)
-        score = 0.7 + 0.01 * math.log10(run.num_steps) - 0.01 * run.l2
-        return {"held_out": score, "test": score + 0.001 * run.seed, "noise_multiplier": 1.0, "seconds": 1.0}
-
-    monkeypatch.setattr(utility, "train", fake)
-    monkeypatch.setattr(utility, "read_data", lambda *_: data)
-    argv = ["utility", "--data", ".", "--model", ".", "--output_dir", str(tmp_path), "--steps", "10", "100"]
-    monkeypatch.setattr(sys, "argv", [*argv, "--epsilons", "2", "--num_seeds", "2", "--tasks", "sst2"])
-    utility.main()
-    cells = json.loads((tmp_path / "convergent_utility.json").read_text())["cells"]
-    assert [(c["accounting"], c["num_steps"]) for c in cells] == [
-        ("composition", 10), ("composition", 100), ("last iterate", 10), ("last iterate", 100),
-    ]  # fmt: skip
-    assert cells[0]["accuracies"] == pytest.approx([0.71, 0.711]) and all(cell["l2"] == 0 for cell in cells)
-    assert {run.seed for run in done if run.l2} == {utility.TUNING_SEED}
-    assert (tmp_path / "convergent_utility.png").stat().st_size > 10_000
-    before = len(done)
-    utility.main()
-    assert len(done) == before
 
 
 def test_features_have_norm_one_with_the_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

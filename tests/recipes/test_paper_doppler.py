@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes import glue_options
 from recipes.paper import runs
-from recipes.paper.doppler import filters, finetuning, from_scratch, spectra, task, training
+from recipes.paper.doppler import filters, finetuning, spectra, task, training
 
 pytestmark = pytest.mark.slow
 
@@ -58,14 +57,6 @@ def test_records_are_the_hashed_words_of_the_text(data: task.Data) -> None:
     assert (words_BT[:80, 2:] == task.PADDING).all() and (words_BT[80] == task.PADDING).all()
     assert data.train.labels_B[:5].tolist() == [0, 1, 2, 3, 0]
     assert data.train.trimmed().words_BT.shape == (81, 2)
-
-
-def test_padding_does_not_change_a_record(data: task.Data) -> None:
-    torch.manual_seed(0)
-    model = task.Classifier(SMALL).eval()
-    wide, trimmed = model(data.train.words_BT), model(data.train.trimmed().words_BT)
-    torch.testing.assert_close(wide, trimmed)
-    assert wide.isfinite().all() and wide[:4].std(dim=0).min() > 1e-4, "classes differ, the empty record is finite"
 
 
 # --- one run ---
@@ -179,16 +170,6 @@ def test_runs_are_done_once_and_cells_do_not_report_the_tuning_seed(
     assert len(done) == 7, "another model is another run"
 
 
-def test_gains_are_taken_seed_by_seed() -> None:
-    cells = [
-        {"optimizer": "dp_sgd", "filter": training.PLAIN, "epsilon": 2.0, "accuracies": [0.50, 0.60, 0.70]},
-        {"optimizer": "dp_sgd", "filter": "first_order_v1", "epsilon": 2.0, "accuracies": [0.51, 0.62, 0.73]},
-        {"optimizer": "dp_adamw", "filter": "first_order_v1", "epsilon": 2.0, "accuracies": [0.1, 0.2, 0.3]},
-    ]
-    (gain,) = from_scratch.gains(cells)
-    assert gain["gain"] == pytest.approx(2.0) and gain["error"] == pytest.approx(1 / math.sqrt(3))
-
-
 # --- what filters do ---
 
 
@@ -200,13 +181,6 @@ def test_what_arrives_in_the_weights_is_what_filtering_each_step_alone_adds_up_t
     arrived = sum(low_pass.update({"w": row})["w"] for row in one_step_each)
     assert isinstance(low_pass, LowPassFilter) and isinstance(arrived, torch.Tensor)
     np.testing.assert_allclose(filters.passed_on(low_pass, num_steps), arrived.numpy(), atol=1e-12)
-
-
-def test_a_filter_quietens_the_gradient_and_hardly_the_weights() -> None:
-    ratios = filters.noise_ratios("momentum", 200)
-    assert ratios["noise_in_gradient"] == pytest.approx(math.sqrt(0.1 / 1.9), rel=1e-6)
-    assert 0.9 < ratios["noise_in_weights"] < 1.05 and ratios["signal_in_weights"] == pytest.approx(1, abs=1e-9)
-    assert filters.noise_ratios(training.PLAIN, 200) == {}
 
 
 @pytest.mark.parametrize("eta", [0.01, 0.4, 1.5])
@@ -249,20 +223,6 @@ def test_spectra_tell_a_slow_signal_from_white_noise() -> None:
 
 
 # --- commands ---
-
-
-def call(module: Any, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    monkeypatch.setattr(sys, "argv", [module.__name__, *words])
-    module.main()
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands with a small model, small batches and two rates."""
-    for module in (from_scratch, filters, spectra):
-        monkeypatch.setattr(module, "Size", lambda: SMALL)
-        monkeypatch.setattr(module, "Run", lambda **kw: training.Run(**{**kw, "batch": 16, "size": SMALL}))
-    monkeypatch.setattr(runs, "MAX_RATES", 2)
 
 
 def test_a_job_is_what_the_recipe_reads(tmp_path: Path, folder: Path) -> None:

@@ -64,11 +64,6 @@ def test_features_are_those_of_the_record_alone(kind, pooling, layers):
     torch.testing.assert_close(parts.norm(dim=-1), expected, rtol=0.05, atol=0)  # less where states are near 0
 
 
-def test_the_last_layer_has_two_names():
-    by_number, by_end = pooled(layers=(2,)), pooled(layers=(-1,))
-    torch.testing.assert_close(by_number.features(IDS_BT, TEXT_BT), by_end.features(IDS_BT, TEXT_BT))
-
-
 def test_the_encoder_keeps_its_weights():
     body = encoder()
     before = {name: value.clone() for name, value in body.state_dict().items() if "pooler" not in name}

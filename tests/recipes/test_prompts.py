@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,38 +14,32 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     GPT2LMHeadModel,
-    RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.cli.advising import PROMPTED
 from recipes import glue
-from recipes.embedded.build import make_tokenizer
 from recipes.prompt_model import PromptConfig, PromptForSequenceClassification
 from recipes.prompts import TASKS, Prompt, fill, make_prompt, word_ids
+from tests.recipes.conftest import save_roberta
+from tests.recipes.texts import words
 
 TEXTS = [f"{good} film number {i}" for i, good in enumerate(["a great", "a terrible"] * 20)]
 TEMPLATE = "{text} It was {mask}."
 WORDS = ["terrible", "great"]
 
 
-@pytest.fixture(scope="module")
+MODEL, run = "masked_dir", glue.run  # for test_refusals
+
+
+@pytest.fixture(scope="session")
 def masked_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small RoBERTa with its masked language head."""
-    folder = tmp_path_factory.mktemp("masked")
-    tokenizer = make_tokenizer([*TEXTS, "It was great.", "It was terrible.", "Yes , No ?"] * 30)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = RobertaConfig(
-        vocab_size=max(1024, len(tokenizer)), hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=24, max_position_embeddings=42, initializer_range=0.3, pad_token_id=tokenizer.pad_token_id,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    RobertaForMaskedLM(config).save_pretrained(folder)
-    return str(folder)
+    folder, texts = tmp_path_factory.mktemp("masked"), [*TEXTS, "It was great.", "It was terrible.", "Yes , No ?"]
+    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.3}
+    return save_roberta(folder, RobertaForMaskedLM, texts * 30, **still)
 
 
 def test_logits_are_those_of_the_language_head_at_the_gap(masked_dir: str) -> None:
@@ -122,10 +117,6 @@ def test_the_prompts_of_the_tasks_fit_their_labels(task: str) -> None:
         make_prompt("auto", None, task, labels=labels, is_causal=True).check(labels, has_pairs=False, is_causal=True)
 
 
-def test_the_planner_knows_the_tasks_that_have_a_prompt() -> None:
-    assert set(PROMPTED) == set(TASKS)
-
-
 def make(prompt="auto", words=None, task="sst2", labels=("negative", "positive"), is_causal=False):
     return make_prompt(prompt, words, task, labels=labels, is_causal=is_causal)
 
@@ -159,26 +150,23 @@ def test_words_of_several_tokens_are_refused(masked_dir: str) -> None:
 
 # --- a run -----------------------------------------------------------------------------------------------------------
 
-FLAGS = {
-    "--train_file": "train.tsv", "--validation_file": "dev.tsv", "--target_epsilon": "8", "--max_steps": "2",
-    "--expected_batch_size": "8", "--use_cpu": "true", "--disable_tqdm": "true", "--report_to": "none",
-    "--target_delta": "1e-3", "--max_seq_length": "32", "--output_dir": "out", "--label_list": "bad,good",
-    "--prompt": TEMPLATE, "--clipping_norm": "1",
+FLAGS: dict[str, str | None] = {
+    "train_file": "train.tsv", "validation_file": "dev.tsv", "target_epsilon": "8", "max_steps": "2",
+    "expected_batch_size": "8", "use_cpu": "true", "disable_tqdm": "true", "report_to": "none",
+    "target_delta": "1e-3", "max_seq_length": "32", "output_dir": "out", "label_list": "bad,good",
+    "prompt": TEMPLATE, "clipping_norm": "1",
 }  # fmt: skip
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write_files(folder: Path) -> None:
     rows = [f"{text}\t{'bad' if 'terrible' in text else 'good'}" for text in TEXTS]
     for name, part in (("train", [f"truly {row}" for row in rows]), ("dev", rows[:10])):
-        (tmp_path / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(part) + "\n")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+        (folder / f"{name}.tsv").write_text("sentence\tlabel\n" + "\n".join(part) + "\n")
 
 
-def arguments(model: str, **changes: str) -> list[str]:
-    flags = {"--model_name_or_path": model, **FLAGS, **{f"--{name}": value for name, value in changes.items()}}
-    return [part for item in flags.items() for part in item] + ["--label_words", *WORDS]
+def arguments(model: str, label_words: Sequence[str] = WORDS, **changes: str | None) -> list[str]:
+    flags = words({"model_name_or_path": model, **FLAGS, **changes})
+    return flags + (["--label_words", *label_words] if label_words else [])
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -226,41 +214,28 @@ def prompted_dir(masked_dir: str, tmp_path_factory: pytest.TempPathFactory) -> s
 
 
 @pytest.mark.parametrize(
-    "flags, words",
+    "flags, mend",
     [
-        ({"--prompt": "{text} {mask}"}, "was trained with the prompt"),
-        ({"--prompt": TEMPLATE, "--label_words": ["great", "terrible"]}, "was trained with the prompt"),
-        ({"--pooling": "mean"}, "Leave --pooling"),
-        ({"--warm_start_epsilon": "1"}, "--warm_start_epsilon out"),
-        ({"--pad_to_max_length": "true"}, "Leave pad_to_max_length out"),
-        ({"--label_list": "bad,good,other"}, "one word for each"),
-        ({"--text_pair_column": "label", "--label_column": "sentence"}, "has|fit|not one of"),
+        ({"prompt": "{text} {mask}", "label_words": WORDS}, "was trained with the prompt"),
+        ({"prompt": TEMPLATE, "label_words": ["great", "terrible"]}, "was trained with the prompt"),
+        ({"pooling": "mean"}, "Leave --pooling"),
+        ({"warm_start_epsilon": "1"}, "--warm_start_epsilon out"),
+        ({"pad_to_max_length": "true"}, "Leave pad_to_max_length out"),
+        ({"label_list": "bad,good,other"}, "one word for each"),
+        ({"text_pair_column": "label", "label_column": "sentence"}, "has|fit|not one of"),
     ],
     ids=str,
 )
-def test_a_saved_prompt_is_used_for_what_it_was_made_for(
-    prompted_dir: str, files: Path, capsys, flags: dict[str, str], words: str
-) -> None:
-    all_flags = {**{k: v for k, v in FLAGS.items() if k != "--prompt"}, "--model_name_or_path": prompted_dir, **flags}
-    argv = [part for k, v in all_flags.items() for part in (k, *([v] if isinstance(v, str) else v))]
-    if flags.get("--prompt") == "{text} {mask}":
-        argv += ["--label_words", *WORDS]
-    assert glue.run(argv) == 2
-    assert re.search(words, capsys.readouterr().err)
+def test_a_saved_prompt_is_used_for_what_it_was_made_for(prompted_dir, files, capsys, flags, mend) -> None:
+    assert glue.run(arguments(prompted_dir, **{"prompt": None, "label_words": (), **flags})) == 2
+    assert re.search(mend, capsys.readouterr().err)
     assert not (files / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ({"prompt": "{text} {mask} {mask}"}, "needs {text} and {mask}"),
-        ({"pooling": "mean"}, "Leave pooling out"),
-        ({"warm_start_epsilon": "1"}, "Leave warm_start_epsilon out"),
-        ({"pad_to_max_length": "true"}, "pad_to_max_length out"),
-        ({"prompt": "{text} {mask} {pair}"}, "does not fit records of one text"),
-    ],
-)
-def test_bad_input_is_one_line(masked_dir: str, files: Path, capsys, flags: dict[str, str], words: str) -> None:
-    assert glue.run(arguments(masked_dir, **flags)) == 2
-    assert words in capsys.readouterr().err
-    assert not (files / "out").exists()
+REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
+    "two gaps": ({"prompt": "{text} {mask} {mask}"}, "needs {text} and {mask}"),
+    "pooling": ({"pooling": "mean"}, "Leave pooling out"),
+    "warm start": ({"warm_start_epsilon": "1"}, "Leave warm_start_epsilon out"),
+    "padding": ({"pad_to_max_length": "true"}, "pad_to_max_length out"),
+    "a pair": ({"prompt": "{text} {mask} {pair}"}, "does not fit records of one text"),
+}

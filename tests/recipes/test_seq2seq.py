@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -18,26 +17,12 @@ from recipes.clm_data import tokenize
 from recipes.embedded import public_t5
 from recipes.seq2seq_data import SourceTarget
 from recipes.tables import Table
-from tests.recipes.texts import PAIRS
+from tests.recipes.texts import PAIRS, words
 
 pytestmark = pytest.mark.slow
 
-SENTENCES = [f"{ref} It is said to be very good indeed." for _, ref in PAIRS]
 
-
-@pytest.fixture(scope="module")
-def t5_dir(gpt2_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = str(tmp_path_factory.mktemp("t5") / "model")
-    torch.manual_seed(0)
-    tokenizer = public_t5.tokenizer_with_padding(gpt2_dir)
-    model = public_t5.make_model(tokenizer, width=64, layers=1)
-    public_t5.train(model, tokenizer, SENTENCES, 2)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def bart_dir(t5_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Positions of its own, and few of them."""
     folder = str(tmp_path_factory.mktemp("bart") / "model")
@@ -53,22 +38,21 @@ def bart_dir(t5_dir: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-@pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+MODEL, run = "t5_dir", seq2seq.run  # for test_refusals
+
+
+def write_files(folder: Path) -> None:
     for name, rows in (("train", PAIRS[12:]), ("dev", PAIRS[:12])):
-        lines = [json.dumps({"mr": mr, "ref": ref}) for mr, ref in rows]
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    return tmp_path
+        (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"mr": mr, "ref": ref}) for mr, ref in rows))
+    (folder / "odd.jsonl").write_text('{"a": "b"}\n')
 
 
 def arguments(model: str, **changes: str | None) -> list[str]:
-    flags: dict[str, str | None] = {
+    return words({
         "model_name_or_path": model, "train_file": "train.jsonl", "validation_file": "dev.jsonl", "output_dir": "out",
         "prompt_column": "mr", "target_column": "ref", "target_epsilon": "8", "target_delta": "1e-3", "max_steps": "2",
         "per_device_train_batch_size": "8", "use_cpu": "true", "report_to": "none", "save_strategy": "no", **changes,
-    }  # fmt: skip
-    return [word for name, value in flags.items() if value is not None for word in (f"--{name}", value)]
+    })  # fmt: skip
 
 
 def expected_losses(folder: Path) -> list[tuple[float, int]]:
@@ -98,12 +82,6 @@ def test_a_run_trains_evaluates_and_generates(t5_dir: str, files: Path, capsys: 
     shown = capsys.readouterr().out
     assert f"epsilon {results['epsilon']:.3f} at delta 0.001" in shown and "NONE" not in shown and "wall time" in shown
     assert not {"train_runtime", "train_samples_per_second", "train_loss", "total_flos"} & results.keys()
-
-
-def test_a_run_without_privacy_says_so(t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = arguments(t5_dir, do_train="true", target_epsilon=None, target_delta=None, non_private="true")
-    assert seq2seq.run(flags) == 0
-    assert "NONE (--non_private)" in capsys.readouterr().out and not (files / "out" / "privacy").exists()
 
 
 def test_generated_texts_do_not_depend_on_the_batch(t5_dir: str, files: Path) -> None:
@@ -145,11 +123,6 @@ def test_special_tokens_are_those_of_the_tokenizer(t5_dir: str) -> None:
     assert record.labels.count(end) == 1 and len(record.input_ids) == 4
 
 
-def test_lora(t5_dir: str, files: Path) -> None:
-    assert seq2seq.run(arguments(t5_dir, lora_r="2", do_train="true")) == 0
-    assert (files / "out" / "adapter_model.safetensors").exists()
-
-
 def test_sources_and_targets_are_cut_apart(t5_dir: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(t5_dir)
     kind = SourceTarget("{mr}", "ref", separator="", max_source_length=4)
@@ -162,7 +135,7 @@ def test_sources_and_targets_are_cut_apart(t5_dir: str) -> None:
     assert empty["labels"] == [tokenizer.eos_token_id] and split.num_without_target == 0
 
 
-BAD = {
+REFUSED = {
     "no data at all": ({"model_name_or_path": None, "train_file": None, "validation_file": None}, "brings none"),
     "no model": ({"model_name_or_path": None}, "Add --model_name_or_path"),
     "columns": ({"prompt_column": None, "target_column": None, "train_file": "odd.jsonl"}, "no source and target"),
@@ -172,19 +145,6 @@ BAD = {
     "no privacy": ({"target_epsilon": None, "do_train": "true"}, "Add --target_epsilon 8"),
     "metrics on training records": ({"validation_file": "train.jsonl", "do_train": "true"}, "exact values"),
 }
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_one_line_and_status_2(
-    case: str, t5_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (files / "odd.jsonl").write_text('{"a": "b"}\n')
-    before = sorted(files.iterdir())
-    changes, mend = BAD[case]
-    assert seq2seq.run(arguments(t5_dir, **changes)) == 2
-    (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
-    assert re.search(re.escape(mend), error), error
-    assert sorted(files.iterdir()) == before, "something was written"
 
 
 def test_each_recipe_names_the_other_for_its_models(

@@ -30,6 +30,7 @@ from recipes.stackoverflow_data import (
 )
 from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
 from recipes.tables import Table
+from tests.recipes.texts import words
 
 pytestmark = pytest.mark.slow
 
@@ -196,84 +197,73 @@ def test_a_language_model_has_a_word_per_token():
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path / "private"))
+MODEL, run = "", stackoverflow.run  # for test_refusals
+
+
+def write_files(folder: Path) -> None:
     for name, keep in (("train", range(18)), ("held_out", range(18, 24))):
         lines = [json.dumps({**ROWS[i], "text": ROWS[i]["tokens"], "author": f"{name}{i % 6}"}) for i in keep]
-        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt") as file:
+        with gzip.open(folder / f"{name}.jsonl.gz", "wt") as file:
             file.write("\n".join(lines))
-    (tmp_path / "words.txt").write_text("a 90\nis 80\nlist 7\nhow 5\n")
-    (tmp_path / "tags.txt").write_text("python\nc\n")
-    return tmp_path
+    (folder / "words.txt").write_text("a 90\nis 80\nlist 7\nhow 5\n")
+    (folder / "tags.txt").write_text("python\nc\n")
 
 
-FLAGS = [
-    "--train_file", "train.jsonl.gz", "--validation_file", "held_out.jsonl.gz", "--user_id_column", "author",
-    "--vocabulary_file", "words.txt", "--target_epsilon", "8", "--target_delta", "1e-2", "--max_steps", "3",
-    "--expected_batch_size", "3", "--records_per_user", "2", "--width", "32", "--layers", "1", "--report_to", "none",
-    "--disable_tqdm", "true", "--use_cpu", "true", "--save_strategy", "no", "--output_dir", "out",
-]  # fmt: skip
+def arguments(_: str = "", **changes: str | None) -> list[str]:
+    return words({
+        "train_file": "train.jsonl.gz", "validation_file": "held_out.jsonl.gz", "user_id_column": "author",
+        "vocabulary_file": "words.txt", "target_epsilon": "8", "target_delta": "1e-2", "max_steps": "3",
+        "expected_batch_size": "3", "records_per_user": "2", "width": "32", "layers": "1", "report_to": "none",
+        "disable_tqdm": "true", "use_cpu": "true", "save_strategy": "no", "output_dir": "out", **changes,
+    })  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "more",
     [
-        [],
-        ["--local_learning_rate", "0.3", "--optim", "sgd", "--optim_args", "momentum=0.9"],
-        ["--noise_mechanism", "nu_dpftrl", "--local_learning_rate", "0.3", "--local_users_at_once", "2"],
-        ["--sampling", "capped_poisson"],
+        {},
+        {"local_learning_rate": "0.3", "optim": "sgd", "optim_args": "momentum=0.9"},
+        {"noise_mechanism": "nu_dpftrl", "local_learning_rate": "0.3", "local_users_at_once": "2"},
+        {"sampling": "capped_poisson"},
     ],
     ids=["gradients", "federated", "correlated", "records"],
 )
-def test_next_words(folder, capsys, more):
-    assert stackoverflow.run([*FLAGS, *more]) == 0, capsys.readouterr().err
+def test_next_words(files, capsys, more):
+    assert stackoverflow.run(arguments(**more)) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     assert "accuracy" in shown and "before training" in shown and "unit: user" in shown
-    results = json.loads((folder / "out" / "all_results.json").read_text())
+    results = json.loads((files / "out" / "all_results.json").read_text())
     assert {"eval_accuracy", "eval_user_accuracy", "eval_perplexity", "eval_user_perplexity"} <= results.keys()
     assert "train_samples" not in results and results["epsilon"] <= 8
-    statement = (folder / "out" / "privacy" / "statement.md").read_text()
+    statement = (files / "out" / "privacy" / "statement.md").read_text()
     assert "One *user* is protected" in statement and "(column `author`)" in statement
 
 
-def test_tags(folder, capsys):
-    assert stackoverflow.run([*FLAGS, "--task", "tags", "--tags_file", "tags.txt"]) == 0, capsys.readouterr().err
-    results = json.loads((folder / "out" / "all_results.json").read_text())
+def test_tags(files, capsys):
+    assert stackoverflow.run(arguments(task="tags", tags_file="tags.txt")) == 0, capsys.readouterr().err
+    results = json.loads((files / "out" / "all_results.json").read_text())
     assert results["eval_recall_at_5"] == 1.0  # of two tags
 
 
-def test_users_in_both_sets_are_told_of(folder, caplog, capsys):
-    flags = [flag.replace("held_out.jsonl.gz", "train.jsonl.gz") for flag in FLAGS]
-    assert stackoverflow.run(flags) == 0, capsys.readouterr().err
+def test_users_in_both_sets_are_told_of(files, caplog, capsys):
+    assert stackoverflow.run(arguments(validation_file="train.jsonl.gz")) == 0, capsys.readouterr().err
     assert "Some users are in the training and in the validation set" in caplog.text
 
 
-def test_public_steps_come_before_privacy(folder, capsys):
-    (folder / "public.txt").write_text("\n".join(row["tokens"] for row in ROWS))
-    before = ["--public_file", "public.txt", "--public_steps", "100", "--max_steps", "1", "--learning_rate", "0"]
-    assert stackoverflow.run([*FLAGS, *before]) == 0, capsys.readouterr().err
-    learned = json.loads((folder / "out" / "all_results.json").read_text())["eval_perplexity"]
+def test_public_steps_come_before_privacy(files, capsys):
+    (files / "public.txt").write_text("\n".join(row["tokens"] for row in ROWS))
+    before = {"public_file": "public.txt", "public_steps": "100", "max_steps": "1", "learning_rate": "0"}
+    assert stackoverflow.run(arguments(**before)) == 0, capsys.readouterr().err
+    learned = json.loads((files / "out" / "all_results.json").read_text())["eval_perplexity"]
     assert learned < 4  # of 8 words, before
 
 
-REFUSED = {
-    "no vocabulary": (["--vocabulary_file", "words.txt"], [], "Words need public ids"),
-    "no such vocabulary": ([], ["--vocabulary_file", "nothing.txt"], "nothing.txt is not a file"),
-    "no tags": ([], ["--task", "tags"], "Give --tags_file"),
-    "no such column": ([], ["--user_id_column", "writer"], "no column 'writer'"),
-    "an odd width": ([], ["--width", "50"], "multiple of 32"),
-    "no words": ([], ["--max_words", "0"], "max_words=0"),
-    "public steps without public text": ([], ["--public_steps", "5"], "Add --public_file"),
+REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
+    "no vocabulary": ({"vocabulary_file": None}, "Words need public ids"),
+    "no such vocabulary": ({"vocabulary_file": "nothing.txt"}, "nothing.txt is not a file"),
+    "no tags": ({"task": "tags"}, "Give --tags_file"),
+    "no such column": ({"user_id_column": "writer"}, "no column 'writer'"),
+    "an odd width": ({"width": "50"}, "multiple of 32"),
+    "no words": ({"max_words": "0"}, "max_words=0"),
+    "public steps without public text": ({"public_steps": "5"}, "Add --public_file"),
 }
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_flags_end_with_one_line(folder, capsys, case):
-    without, more, message = REFUSED[case]
-    flags = [flag for flag in FLAGS if flag not in without]
-    assert stackoverflow.run([*flags, *more]) == 2
-    error = capsys.readouterr().err
-    assert message in error and len(error.strip().splitlines()) == 1
-    assert not (folder / "out" / "privacy").exists()

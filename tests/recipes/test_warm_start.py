@@ -11,9 +11,8 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments
 from recipes import warm_start as module
-from recipes.frozen import FeatureRows
 from recipes.pooled_model import PooledConfig, PooledForSequenceClassification
-from recipes.warm_start import HeadForSequenceClassification, warm_start
+from recipes.warm_start import warm_start
 
 pytestmark = pytest.mark.slow
 
@@ -183,10 +182,3 @@ def test_bad_parts_are_refused_before_anything_is_written(tmp_path, changes, eps
     with pytest.raises(DPConfigError, match=words):
         warm_start(classifier(), records(), collate, arguments(tmp_path / "run", **changes), epsilon)
     assert not (tmp_path / "run").exists()
-
-
-def test_rows_and_head_are_what_the_trainer_needs():
-    head = HeadForSequenceClassification(config(), torch.nn.Linear(16, 2))
-    rows = FeatureRows(torch.randn(3, 16), torch.tensor([0, 1, 0]))
-    assert len(rows) == 3 and set(rows[1]) == {"features", "labels"}
-    assert head(features=torch.stack([rows[i]["features"] for i in range(3)]), labels=rows.labels).loss.ndim == 0

@@ -7,3 +7,8 @@ PAIRS = [(f"name[{NAMES[i % 4]}], area[{i // 8}]", f"{NAMES[i % 4]} is number {i
 DOCUMENTS = [" ".join(["the mill by the river is cheap"] * (1 + i % 3)) for i in range(40)]
 CHATS = [[{"role": "user", "content": f"Where is {mr}?"}, {"role": "assistant", "content": ref}] for mr, ref in PAIRS]
 POSITIONS = 64
+
+
+def words(flags: dict[str, str | None]) -> list[str]:
+    """Flags as a shell hands them over; None leaves one out."""
+    return [word for name, value in flags.items() if value is not None for word in (f"--{name}", value)]

@@ -44,9 +44,37 @@ def norm(grads: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.stack([g.double().square().sum() for g in grads.values()]).sum().sqrt()
 
 
-def clipped_sum(model, batch: dict, clipping_norm: float, clipping: str = "flat", loss=own_token_mean_loss) -> dict:
+def unit_gradients(
+    model, batch: dict, *, loss=own_token_mean_loss, divisors=None, sizes=(), weights_B=None
+) -> list[dict]:
+    """What is clipped: the gradient of each record, or the sum over the rows of each user; weighted, then divided.
+
+    Args:
+        divisors: D by parameter, in its shape.
+        sizes: rows of each user; none if records are the unit.
+        weights_B: factors of the losses.
+    """
+    rows_B = record_gradients(model, batch, loss)
+    if weights_B is not None:
+        rows_B = [{n: w * g for n, g in row.items()} for w, row in zip(weights_B.tolist(), rows_B, strict=True)]
+    units, rest = [], iter(rows_B)
+    for size in sizes or [1] * len(rows_B):
+        mine = [next(rest) for _ in range(size)]
+        units.append({n: sum(row[n] for row in mine) for n in mine[0]})
+    return units if divisors is None else [{n: g.double() / divisors[n] for n, g in unit.items()} for unit in units]
+
+
+def clipped_sum(
+    model, batch: dict, clipping_norm: float, clipping: str = "flat", loss=own_token_mean_loss, **units
+) -> dict:
+    """The sum of the clipped units; `units` as `unit_gradients` takes them."""
+    return sum_of_clipped(unit_gradients(model, batch, loss=loss, **units), clipping_norm, clipping)
+
+
+def sum_of_clipped(units: list[dict], clipping_norm: float, clipping: str = "flat") -> dict:
+    """Clip each and add them up; one that is not finite adds nothing."""
     total: dict[str, torch.Tensor] = {}
-    for grads in record_gradients(model, batch, loss):
+    for grads in units:
         whole = norm(grads)
         if not torch.isfinite(whole):
             continue

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 Vector = torch.Tensor
-OfRecord = Callable[[Vector, int], Vector]
 
 
 def clip(g: Vector, norm: float) -> Vector:

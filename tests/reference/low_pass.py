@@ -6,7 +6,7 @@ import numpy as np
 
 
 def adaptive_fir(
-    recorded: np.ndarray, covariance: np.ndarray, taps: int, refresh_every: int, *, subtract_at_zero: bool = True
+    recorded: np.ndarray, covariance: np.ndarray, taps: int, refresh_every: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Outputs and weights of every step.
 
@@ -23,7 +23,7 @@ def adaptive_fir(
     outputs, weights = [], []
     for t in range(num_steps):
         if (t + 1) % refresh_every == 0 and t >= taps - 1:
-            c = np.array([estimate(recorded, covariance, since, t, lag, subtract_at_zero) for lag in range(taps)])
+            c = np.array([estimate(recorded, covariance, since, t, lag) for lag in range(taps)])
             if c.sum() > 0 and is_usable(c / c.sum()):
                 b = c / c.sum()
             since = t + 1
@@ -34,15 +34,13 @@ def adaptive_fir(
     return np.array(outputs), np.array(weights)
 
 
-def estimate(
-    recorded: np.ndarray, covariance: np.ndarray, first: int, last: int, lag: int, subtract_at_zero: bool
-) -> float:
+def estimate(recorded: np.ndarray, covariance: np.ndarray, first: int, last: int, lag: int) -> float:
     """The numerator of c_lag: a mean over the steps first ... last that have one `lag` steps before them."""
     d, terms = recorded.shape[1], []
     for t in range(max(first, lag), last + 1):
         old = recorded[t - lag]
         signal = max(old @ old - d * covariance[t - lag, t - lag], 0.0)
-        noise = d * covariance[t, t - lag] if lag > 0 or subtract_at_zero else 0.0
+        noise = d * covariance[t, t - lag]
         terms.append(recorded[t] @ old - noise - 0.5 * signal)
     return float(np.mean(terms))
 

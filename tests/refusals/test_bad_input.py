@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("hypothesis")
+
 from hf_dpopt import DPConfigError, PrivacyConfig, UnsupportedModuleError, make_plan
 from hf_dpopt.cli import app
 from hf_dpopt.run.ledger import LEDGER
 from tests import tiny
+from tests.fuzz import data
 
 BUDGET = {"noise_multiplier": None}
 SECONDS = 5.0
@@ -76,82 +79,43 @@ def test_options(name, tmp_path):
     _refused(tmp_path, match, **changes)
 
 
-def _spoilt(value, *, frozen):
-    model = tiny.model()
-    with torch.no_grad():
-        model.bert.encoder.layer[0].output.dense.weight[0, 0] = value
-    if frozen:
-        model.bert.requires_grad_(False)
-    return model
-
-
-def _lazy():
-    model = tiny.model()
-    model.extra = torch.nn.LazyLinear(3)
-    return model
-
-
-def _inference():
-    with torch.inference_mode():
-        return tiny.model()
-
-
-MODELS = {
-    "NaN": (lambda: _spoilt(math.nan, frozen=False), "layer.0.output.dense.weight holds NaN or infinity"),
-    "infinity": (lambda: _spoilt(math.inf, frozen=False), "layer.0.output.dense.weight holds NaN or infinity"),
-    "NaN in a frozen layer": (lambda: _spoilt(math.nan, frozen=True), "losses of 8 .*dense.weight of the model holds"),
-    "no values": (lambda: tiny.model().to("meta"), "has no values yet"),
-    "a lazy layer": (_lazy, "extra.weight has no values yet"),
-    "inference mode": (_inference, "was made in torch.inference_mode"),
-    "a name": (lambda: "bert-base-uncased", "model='bert-base-uncased' is no model"),
-    "None": (lambda: None, "model=None is no model"),
+MODELS = {  # name among those that are drawn -> what is said
+    "NaN in one weight": "layer.0.output.dense.weight holds NaN or infinity",
+    "inf in one weight": "layer.0.output.dense.weight holds NaN or infinity",
+    "NaN in a frozen weight": "losses of 8 .*dense.weight of the model holds",
+    "on no device": "has no values yet",
+    "a lazy layer": "extra.weight has no values yet",
+    "in inference mode": "was made in torch.inference_mode",
+    "a text": "model='bert-base-uncased' is no model",
+    "None": "model=None is no model",
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name, tmp_path):
-    make, match = MODELS[name]
-    _refused(tmp_path, match, (DPConfigError, UnsupportedModuleError), model=make())
-
-
-class Records:
-    """Records whose number is what it is told to be."""
-
-    def __init__(self, length):
-        self.length = length
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, i):
-        return tiny.records()[i % 64]
+    _refused(tmp_path, MODELS[name], (DPConfigError, UnsupportedModuleError), model=data.MODELS[name]())
 
 
 DATA = {
-    "a text": ({"train_dataset": "train.csv"}, "train_dataset='train.csv' is no dataset"),
-    "no length": ({"train_dataset": Records(None)}, "The length of train_dataset cannot be told"),
-    "1e12 records": ({"train_dataset": Records(10**12)}, "The length of train_dataset=1000000000000 is more than"),
-    "a public stream": ({"public_dataset": iter(())}, "`public_dataset` is a stream"),
-    "1e8 public records": ({"public_dataset": Records(10**8)}, "The length of public_dataset=100000000 is more"),
-    "sparse rows": (
-        {"data_collator": lambda rows: {k: v.to_sparse() for k, v in tiny.collate(rows).items()}},
-        "The collator returns 'input_ids' as a tensor of layout torch.sparse",
-    ),
-    "no tensors": (
-        {"data_collator": lambda rows: {"input_ids": [1]}},
-        "The batch has no tensor with a row per record",
-    ),
-    "a number of no dimension": (
-        {"train_dataset": [{**row, "input_ids": torch.tensor(1)} for row in tiny.records()]},
-        "The collator fails on two training records",
-    ),
+    ("train_dataset", "a text"): "train_dataset='train.csv' is no dataset",
+    ("train_dataset", "of length None"): "The length of train_dataset cannot be told",
+    ("train_dataset", "of 1e12 records"): "The length of train_dataset=1000000000000 is more than",
+    ("public_dataset", "an iterator"): "`public_dataset` is a stream",
+    ("public_dataset", "of 1e8 records"): "The length of public_dataset=100000000 is more",
+    ("data_collator", "sparse tensors"): "The collator returns 'input_ids' as a tensor of layout torch.sparse",
+    ("data_collator", "returns lists"): "The batch has no tensor with a row per record",
 }
 
 
-@pytest.mark.parametrize("name", DATA)
-def test_data(name, tmp_path):
-    changes, match = DATA[name]
-    _refused(tmp_path, match, **changes)
+@pytest.mark.parametrize("where, name", DATA)
+def test_data(where, name, tmp_path):
+    given = data.COLLATORS[name] if where == "data_collator" else data.DATASETS[name]()
+    _refused(tmp_path, DATA[where, name], **{where: given})
+
+
+def test_a_number_of_no_dimension(tmp_path):
+    rows = data.every(input_ids=torch.tensor(1))
+    _refused(tmp_path, "The collator fails on two training records", train_dataset=rows)
 
 
 @pytest.mark.parametrize("where", [5, ["x"], ""])

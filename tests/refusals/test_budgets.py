@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError
@@ -88,30 +87,18 @@ def test_a_usual_budget_is_not_warned_of(tmp_path: Path, caplog: Any) -> None:
 # --- the statement of a run that is under way ---
 
 
-class Look(TrainerCallback):
-    """Keeps the statements that lie in the folder while the run goes on."""
-
-    def __init__(self, folder: Path, stop_after: int | None = None):
-        self.folder, self.stop_after, self.before = folder, stop_after, ""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.before = read(self.folder)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == self.stop_after
-
-
 @pytest.mark.parametrize("steps", [None, 2])
 def test_a_statement_says_how_far_the_run_has_come(steps: int | None, tmp_path: Path) -> None:
-    look = Look(tmp_path / "out", steps)
-    trainer = tiny.trainer(tmp_path / "out", callbacks=[look])
-    trainer.train()
-    assert "No step of this run was charged so far, and nothing was released." in look.before
-    assert "was trained with differential privacy" not in look.before
+    seen: list[str] = []  # when training begins
+    look = tiny.At("train_begin", lambda state, model: seen.append(read(tmp_path / "out")))
+    tiny.trainer(tmp_path / "out", callbacks=[look, tiny.StopAt(steps or 6)]).train()
+    (before,) = seen
+    assert "No step of this run was charged so far, and nothing was released." in before
+    assert "was trained with differential privacy" not in before
     after = read(tmp_path / "out")
     assert ("2 of the 6 steps of this run were charged so far." in after) == (steps == 2)
     assert ("This model was trained with differential privacy" in after) == (steps is None)
-    assert re.search(r"\*\*epsilon = \S+, delta = 0.001\*\*", look.before)
+    assert re.search(r"\*\*epsilon = \S+, delta = 0.001\*\*", before)
 
 
 # --- the batch that was given ---

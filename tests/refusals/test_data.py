@@ -9,7 +9,6 @@ import datasets
 import pytest
 import torch
 import transformers as tf
-from torch.utils.data import Subset
 
 from hf_dpopt import DPConfigError, DPTrainer
 from tests.refusals.base import BERT, NUM_RECORDS, NUM_TOKENS, bert, records
@@ -71,39 +70,6 @@ def test_records_as_long_as_the_positions_are_allowed(arguments):
         assert trainer.plan.num_examples == len(dataset)
 
 
-def _train_itself(train: Any) -> Any:
-    return train
-
-
-def _train_in_a_dict(train: Any) -> Any:
-    return {"held_out": records(4), "seen": train}
-
-
-def _train_in_a_dataset_dict(train: Any) -> Any:
-    return datasets.DatasetDict({"held_out": datasets.Dataset.from_list(records(4)), "seen": train})
-
-
-@pytest.mark.parametrize("wrap", [_train_itself, _train_in_a_dict, _train_in_a_dataset_dict])
-def test_the_training_data_as_evaluation_data(wrap, arguments, refused):
-    train, args, model = datasets.Dataset.from_list(records()), arguments(), bert()
-    evaluation = wrap(train)
-    with refused("evaluation dataset is the training dataset.*Hold out records"):
-        DPTrainer(model, args, train_dataset=train, eval_dataset=evaluation)
-
-
-@pytest.mark.parametrize("call", ["evaluate", "evaluate-dict", "evaluate-part", "predict"])
-def test_metrics_on_the_training_data(call, arguments):
-    train = records()
-    trainer = DPTrainer(bert(), arguments(), train_dataset=train, eval_dataset=records(4))
-    with pytest.raises(DPConfigError, match="Evaluate on held-out records"):
-        if call == "predict":
-            trainer.predict(train)
-        else:
-            seen = {"evaluate": train, "evaluate-dict": {"seen": train}, "evaluate-part": Subset(train, [0, 1])}
-            trainer.evaluate(seen[call])
-    assert trainer.evaluate()["eval_loss"] > 0  # held-out records are not refused
-
-
 def _packed(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     row = torch.tensor([x for f in features for x in f["input_ids"]])[None]
     ends = torch.arange(len(features) + 1) * NUM_TOKENS
@@ -135,12 +101,6 @@ def test_collators_whose_rows_are_not_the_records(collate, mend, charged, argume
     trainer = DPTrainer(model, args, train_dataset=records(), data_collator=collate)
     with refused_in_training(mend, model, charged=charged):
         trainer.train()
-
-
-def test_labels_out_of_range(arguments):
-    wrong = [*records(), {**records()[0], "labels": 7}]
-    with pytest.raises(DPConfigError, match="outside 0 to 1.*num_labels"):
-        DPTrainer(bert(), arguments(), train_dataset=wrong)
 
 
 def test_collators_with_public_coins(arguments):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPTrainer
-from tests.refusals.base import BERT, bert, records
+from tests.refusals.base import bert, records
 
 
 def test_an_overridden_loss(arguments, refused):
@@ -42,19 +41,3 @@ def test_a_loss_function_of_the_batch_beside_one_of_records(arguments, refused):
         per_example_loss_func=lambda outputs, labels: by_record(outputs.logits, labels),
     )  # fmt: skip
     assert trainer.train().global_step == 2
-
-
-def test_a_head_without_known_loss(arguments, refused):
-    args, model, dataset = arguments(), tf.BertForNextSentencePrediction(tf.BertConfig(**BERT)), records()
-    with refused("BertForNextSentencePrediction.*Pass per_example_loss_func=f"):
-        DPTrainer(model, args, train_dataset=dataset)
-
-
-def test_a_loss_of_the_whole_batch(arguments, refused_in_training):
-    model = bert()
-    trainer = DPTrainer(
-        model, arguments(), train_dataset=records(),
-        per_example_loss_func=lambda outputs, labels: nn.functional.cross_entropy(outputs.logits, labels),
-    )  # fmt: skip
-    with refused_in_training("return the per-record losses", model):
-        trainer.train()

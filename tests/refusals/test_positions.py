@@ -13,7 +13,10 @@ import transformers as tf
 from torch import nn
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.records.lengths import check_lengths, positions
+from hf_dpopt.records.inspection import refuse_malformed
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.records.positions import positions
 from tests.refusals.base import BERT, VOCABULARY, bert
 
 
@@ -77,23 +80,29 @@ def test_positions_of_a_model(case):
             run(most + 1)
 
 
+def _check(dataset: Any, model: nn.Module) -> None:
+    refuse_malformed(dataset, Limits.of(model, RecordLosses(model, "auto").kind), form=None)
+
+
 def test_long_targets_of_a_decoder_are_refused():
-    model = _tiny("Bart", max_position_embeddings=16)
+    model = _tiny("Bart", "ForConditionalGeneration", max_position_embeddings=16)
     short, long = {"input_ids": [5] * 4, "labels": [5] * 16}, {"input_ids": [5] * 4, "labels": [5] * 17}
-    check_lengths([short], model)
+    _check([short], model)
     for dataset in ([short, long], datasets.Dataset.from_list([short, long])):
-        with pytest.raises(DPConfigError, match="labels of some training records are longer than the 16 positions"):
-            check_lengths(dataset, model)
+        with pytest.raises(
+            DPConfigError, match="record 1: 'labels' is longer than the 16 positions of the model: .*max_length=16"
+        ):
+            _check(dataset, model)
 
 
 def test_what_is_not_a_stored_row_of_tokens_is_not_measured():
     """Padding that takes no position, rows that a transform makes, rows that are missing or no lists."""
-    roberta = _tiny("Roberta", pad_token_id=1)
-    assert check_lengths([{"input_ids": [5] * 14 + [1] * 2}], roberta) is None
-    with pytest.raises(DPConfigError, match="14 positions"):
-        check_lengths([{"input_ids": [5] * 15 + [1]}], roberta)
+    roberta = _tiny("Roberta", "ForSequenceClassification", pad_token_id=1)
+    for stored in (list, datasets.Dataset.from_list):
+        _check(stored([{"input_ids": [5] * 14 + [1] * 2}]), roberta)
+        with pytest.raises(DPConfigError, match="14 positions"):
+            _check(stored([{"input_ids": [5] * 15 + [1]}]), roberta)
     served = datasets.Dataset.from_dict({"input_ids": [[5] * 40]})
     served.set_transform(lambda batch: {"input_ids": [row[:8] for row in batch["input_ids"]]})
-    for dataset in (served, datasets.Dataset.from_dict({"input_ids": [None, [5]]}), [{"input_ids": None}],
-                    datasets.Dataset.from_dict({"input_ids": ["a text " * 9]})):  # fmt: skip
-        assert check_lengths(dataset, bert()) is None  # it raises else
+    for dataset in (served, [{"input_ids": None}], datasets.Dataset.from_dict({"input_ids": ["a text " * 9]})):
+        _check(dataset, bert())  # it raises else

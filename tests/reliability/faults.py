@@ -27,7 +27,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import torch
-from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.common import log
@@ -335,22 +334,6 @@ FAULTS = (
 )  # fmt: skip
 
 
-class _During(TrainerCallback):
-    """Inflicts a fault before the last step."""
-
-    def __init__(self, inflict: Callable[[], Any]):
-        self.inflict = inflict
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == NUM_STEPS - 1:
-            self.inflict()
-
-
-class _Stop(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= STOPPED_AT
-
-
 def trainer(folders: Folders, **changes: Any) -> Any:
     """The run, with state in every place: correlated noise, a digest of the records, a filter, an optimizer."""
     options: dict[str, Any] = dict(
@@ -361,10 +344,14 @@ def trainer(folders: Folders, **changes: Any) -> Any:
     return tiny.trainer(folders.out, **options | changes)
 
 
+def before_the_end(do: Callable[[], Any]) -> tiny.At:
+    return tiny.At("step_begin", lambda state, model: do(), NUM_STEPS)
+
+
 def stopped_run(root: Path) -> Folders:
     """A run that was stopped between two checkpoints of six steps."""
     folders = Folders(root)
-    trainer(folders, callbacks=[_Stop()]).train()
+    trainer(folders, callbacks=[tiny.StopAt(STOPPED_AT)]).train()
     return folders
 
 
@@ -397,7 +384,7 @@ def resume(folders: Folders, fault: Fault | None) -> Seen:
     if fault is not None:
         changes = dict(fault.changes)
         if fault.is_during:
-            changes["callbacks"] = [_During(lambda: fault.inflict(folders))]
+            changes["callbacks"] = [before_the_end(lambda: fault.inflict(folders))]
         elif isinstance(given := fault.inflict(folders), contextlib._GeneratorContextManager):
             context = given
     asked: Any = True if fault is None else fault.asked

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,6 @@ from tests.reliability import faults
 from tests.reliability.faults import FAULTS, Folders
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return faults.stopped_run(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture
-def folders(stopped: Folders, tmp_path: Path) -> Folders:
-    shutil.copytree(stopped.root, tmp_path / "run")
-    return Folders(tmp_path / "run")
 
 
 def doctor(folders: Folders, *flags: str) -> Result:
@@ -96,6 +85,19 @@ def test_fixing(folders: Folders, name: str) -> None:
     assert result.exit_code == code
     if folders.victim.exists():
         assert folders.victim.read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("what", ["folder", "full folder", "pipe"])
+def test_what_is_not_a_file_at_the_lock_is_removed(folders: Folders, what: str) -> None:
+    folders.lock.unlink(missing_ok=True)
+    os.mkfifo(folders.lock) if what == "pipe" else folders.lock.mkdir()
+    if what == "full folder":
+        (folders.lock / "file").touch()
+    result = doctor(folders, "--fix")
+    if what == "full folder":
+        assert "cannot be removed" in str(result.exception) and (folders.lock / "file").exists()
+    else:
+        assert "which was not a file" in result.output and "lock            free" in result.output
 
 
 def test_a_run_that_is_going_on_is_left_alone(folders: Folders) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,27 +15,9 @@ from tests.run_files import UNFINISHED
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return faults.stopped_run(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(stopped: Folders, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    seen = faults.resume(_copy(stopped, tmp_path_factory.mktemp("undisturbed") / "run"), None)
-    assert seen.charged == (6,) and not seen.error and not seen.lines
-    return seen
-
-
-def _copy(stopped: Folders, root: Path) -> Folders:
-    shutil.copytree(stopped.root, root)
-    return Folders(root)
-
-
 @pytest.mark.slow_but(13)
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_a_fault(fault: Fault, stopped: Folders, undisturbed: Seen, tmp_path: Path) -> None:
-    folders = _copy(stopped, tmp_path / "run")
+def test_a_fault(fault: Fault, folders: Folders, undisturbed: Seen) -> None:
     seen = faults.resume(folders, fault)
     said = " ".join((*seen.lines, seen.error))
     assert re.search(fault.says, said), said

@@ -16,22 +16,12 @@ from typer.testing import CliRunner
 
 from hf_dpopt.cli.app import app
 from hf_dpopt.huggingface.checkpoints import surplus
+from tests import tiny
 from tests.reliability import faults
 from tests.reliability.faults import Folders
 from tests.run_files import UNFINISHED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
-
-
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return faults.stopped_run(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture
-def folders(stopped: Folders, tmp_path: Path) -> Folders:
-    shutil.copytree(stopped.root, tmp_path / "run")
-    return Folders(tmp_path / "run")
 
 
 def tree(folders: Folders) -> set[tuple[Path, int]]:
@@ -58,7 +48,7 @@ def test_a_save_that_is_killed_before_any_operation_leaves_whole_checkpoints(fol
             left.append(Folders(tmp_path / str(len(left))))
             shutil.copytree(folders.root, left[-1].root)
 
-    made = faults.trainer(folders, save_total_limit=1, callbacks=[faults._Stop()])
+    made = faults.trainer(folders, save_total_limit=1, callbacks=[tiny.StopAt(faults.STOPPED_AT)])
     with faults.watched(keep):
         made.train(resume_from_checkpoint=str(folders.out / "checkpoint-2"))
     new = (folders.last / "model.safetensors").read_bytes()

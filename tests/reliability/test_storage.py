@@ -9,7 +9,6 @@ import io
 import os
 import re
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,9 +20,9 @@ import pytest
 import torch
 import transformers.modeling_utils
 from safetensors import SafetensorError
-from transformers import TrainerCallback
 
-from hf_dpopt import DPConfigError, DPStorageError
+from hf_dpopt import DPStorageError
+from hf_dpopt.cli import app
 from tests import run_files, tiny
 from tests.reliability import faults
 from tests.reliability.faults import Folders, Seen
@@ -131,18 +130,6 @@ ON_THE_WAY = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return faults.stopped_run(tmp_path_factory.mktemp("stopped"))
-
-
-@pytest.fixture(scope="module")
-def undisturbed(stopped: Folders, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    root = tmp_path_factory.mktemp("undisturbed") / "run"
-    shutil.copytree(stopped.root, root)
-    return faults.resume(Folders(root), None)
-
-
 def assert_one_line(error: DPStorageError, kind: str, root: Path, met: list[Path], charged: int) -> None:
     said = str(error)
     assert said.count("\n") == 0 and len(said) < 700
@@ -189,11 +176,7 @@ def test_a_run_that_cannot_begin_charges_nothing(tmp_path: Path, pattern: str, k
 
 
 @pytest.mark.parametrize("pattern, kind", cases(ON_THE_WAY, (("place of the checkpoint", "full"),)))
-def test_a_run_that_meets_a_broken_disk_resumes(
-    stopped: Folders, undisturbed: Seen, tmp_path: Path, pattern: str, kind: str
-) -> None:
-    shutil.copytree(stopped.root, tmp_path / "run")
-    folders = Folders(tmp_path / "run")
+def test_a_run_that_meets_a_broken_disk_resumes(folders: Folders, undisturbed: Seen, pattern: str, kind: str) -> None:
     meet(lambda: faults.trainer(folders), True, folders.root, pattern, kind)
     assert len(run_files.charged(folders.out)) == 1, "under one key"
     seen = faults.resume(folders, None)
@@ -231,25 +214,19 @@ def test_a_private_evaluation(tmp_path: Path, kind: str) -> None:
     assert made.evaluate()["eval_epsilon"] < 2
 
 
-def test_the_first_fault_is_told(stopped: Folders, tmp_path: Path) -> None:
+def test_the_first_fault_is_told(folders: Folders) -> None:
     """A full disk takes no report, either; what failed first is what the user has to know."""
-    shutil.copytree(stopped.root, tmp_path / "run")
-    folders = Folders(tmp_path / "run")
     with contextlib.ExitStack() as disk, pytest.raises(DPStorageError) as refused:
         full = broken(folders.root, r"checkpoint-6/optimizer|report\.json", "full")
-        made = faults.trainer(folders, callbacks=[faults._During(lambda: disk.enter_context(full))])
+        made = faults.trainer(folders, callbacks=[faults.before_the_end(lambda: disk.enter_context(full))])
         made.train(resume_from_checkpoint=True)
     assert "checkpoint-6" in str(refused.value) and "report.json" not in str(refused.value)
 
 
-class _Own(TrainerCallback):
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        open("/nowhere/notes.csv")
-
-
 def test_an_error_of_the_users_own_files_stays_what_it_is(tmp_path: Path) -> None:
+    own = tiny.At("step_begin", lambda state, model: open("/nowhere/notes.csv"))
     with pytest.raises(FileNotFoundError, match=r"/nowhere/notes\.csv"):
-        tiny.trainer(tmp_path / "out", max_steps=1, callbacks=[_Own()]).train()
+        tiny.trainer(tmp_path / "out", max_steps=1, callbacks=[own]).train()
 
 
 SCRIPT = """
@@ -296,8 +273,6 @@ OUTPUTS = [
 def test_a_command_whose_output_has_no_place_ends_in_one_line(
     command: list[str], place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hf_dpopt.cli import app
-
     monkeypatch.setattr("sys.argv", ["hf-dpopt", *(word.format(place) for word in command)])
     with pytest.raises(SystemExit) as ended:
         app.main()
@@ -309,14 +284,8 @@ def test_a_command_whose_output_has_no_place_ends_in_one_line(
 def test_an_image_on_a_full_disk_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from hf_dpopt.cli import app
-
     monkeypatch.setattr("sys.argv", ["hf-dpopt", *(word.format(tmp_path / "plot") for word in OUTPUTS[2])])
     with broken(tmp_path, r"plot\.png", "full"), pytest.raises(SystemExit) as ended:
         app.main()
     err = capsys.readouterr().err
     assert ended.value.code == 2 and re.search(r"^hf-dpopt: .*could not be .*No space left", err.splitlines()[-1])
-
-
-def test_it_is_an_error_of_ours() -> None:
-    assert issubclass(DPStorageError, DPConfigError)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin
 from tests import tiny
@@ -26,13 +26,9 @@ def _names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-class _Best(TrainerCallback):
-    """Replaces the weights of the best checkpoint when the last one is saved."""
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.global_step == 3:
-            path = Path(state.best_model_checkpoint) / "model.safetensors"
-            path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
+def _replace_best(state: Any, model: Any) -> None:
+    path = Path(state.best_model_checkpoint) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -41,7 +37,7 @@ def test_the_best_checkpoint_is_named_kept_and_checked(tmp_path: Path, is_replac
     made = trainer(
         tmp_path, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True, save_total_limit=1,
         metric_for_best_model="score", eval_dataset=tiny.records(128)[64:], eval_data_privacy="public",
-        compute_metrics=lambda _: {"score": next(scores)}, callbacks=[_Best()] if is_replaced else [],
+        compute_metrics=lambda _: {"score": next(scores)}, callbacks=[tiny.At("save", _replace_best, 3)] if is_replaced else [],
     )  # fmt: skip
     best = tmp_path / "out" / "checkpoint-2"
     if is_replaced:

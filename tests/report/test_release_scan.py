@@ -156,18 +156,8 @@ def test_nan_losses_are_found(clean: Path) -> None:
     assert finding.what == "un-noised value of train_loss"
 
 
-class Bomb:
-    """Leaves a file behind when somebody unpickles it."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return Path.touch, (self.path,)
-
-
 def test_nothing_is_unpickled(clean: Path) -> None:
-    (clean / "training_args.bin").write_bytes(pickle.dumps(Bomb(clean / "exploded.txt")))
+    (clean / "training_args.bin").write_bytes(pickle.dumps(tiny.Bomb(clean / "exploded.txt")))
     scan_for_secrets(clean)
     assert not (clean / "exploded.txt").exists()
 

@@ -26,6 +26,7 @@ from hf_dpopt.run.keys import (
     private_folder,
     secrets_in,
 )
+from tests import tiny
 
 
 @pytest.fixture
@@ -227,22 +228,12 @@ def test_what_is_private_and_no_key_has_a_folder_for_each_output(tmp_path, outpu
 # --- the state of noise ---
 
 
-class _Code:
-    """A pickle of it writes a file where it is read."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
-
-
 def test_a_state_of_noise_runs_no_code(keys, tmp_path):
     chain = _added(keys)
     keys.save_noise(chain, {"num_done": 3})
     assert keys.load_noise(chain, 3) == {"num_done": 3} and keys.load_noise(chain, 2) is None
     (file,) = keys.folder.glob("*.noise")
-    torch.save({"num_done": _Code(tmp_path / "touched")}, file)
+    torch.save({"num_done": tiny.Bomb(tmp_path / "touched")}, file)
     assert keys.load_noise(chain, 3) is None and not (tmp_path / "touched").exists()
 
 

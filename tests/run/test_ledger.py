@@ -25,7 +25,7 @@ def test_a_run_is_read_back(out):
     ledger = Ledger.read(out / LEDGER)
     (chain,) = ledger.chains
     assert (chain.start_step, chain.parent, chain.note, chain.unsafe) == (0, None, "first run", False)
-    assert ledger.charged == (3,) and ledger.reached(chain.chain_id) == 3 and ledger.steps(chain.chain_id) == (1, 2, 3)
+    assert ledger.charged == (3,) and chain.reached == 3 and tuple(chain.steps) == (1, 2, 3)
     assert ledger.num_lost == 0 and ledger.parent is None and len(ledger.digest()) == 64
 
 
@@ -145,6 +145,6 @@ def test_what_a_run_writes_is_taken_in(out):
     ]  # fmt: skip
     write(out, [*records, *added])
     ledger = Ledger.read(out / LEDGER)
-    assert ledger.charged == (4, 0) and ledger.lost(name) == {4}
+    assert ledger.charged == (4, 0) and ledger.chain(name).lost == {4}
     assert ledger.answer({}).metrics == {"loss": 1.0} and ledger.answer({"set": 1}) is None
     assert json.loads((out / LEDGER).read_text().splitlines()[0])["run"] == ledger.run

@@ -75,15 +75,10 @@ def test_full_batch(make, key):
     assert epsilon(sampler.event(2.0, 10), 1e-5, "zero_out").epsilon == pytest.approx(ten_gaussians.epsilon)
 
 
-@pytest.mark.parametrize("num_examples, batch", [(10, 11), (10, 0), (10, -1)])
+@pytest.mark.parametrize("num_examples, batch", [(10, 11), (10, 0), (10, -1), (0, 1)])
 def test_refuses_batches_that_do_not_fit_the_dataset(make, num_examples, batch):
-    with pytest.raises(DPConfigError, match="Use a smaller batch"):
+    with pytest.raises(DPConfigError, match="Use a (smaller batch|dataset with >= 1 record)"):
         make(num_examples, batch)
-
-
-def test_refuses_an_empty_dataset(make):
-    with pytest.raises(DPConfigError, match="Use a dataset with >= 1 record"):
-        make(0, 1)
 
 
 @pytest.mark.parametrize("num_examples, batch, steps", [(67349, 1024, 66), (100, 10, 10), (101, 10, 11), (5, 1, 5)])
@@ -178,23 +173,6 @@ def test_truncation_keeps_records_of_the_poisson_batch_and_cuts_only_what_is_too
         assert set(cut) <= set(whole) and len(cut) == min(len(whole), 22)
 
 
-def test_a_cap_that_cannot_be_reached_costs_nothing():
-    poisson = PoissonSampler(num_examples=60, expected_batch_size=20)
-    for cap in (60, 1000):
-        sampler = TruncatedPoissonSampler(num_examples=60, expected_batch_size=20, cap=cap)
-        assert sampler.max_batch_size == 60
-        assert sampler.event(1.0, 7) == poisson.event(1.0, 7)
-
-
-def test_a_tight_cap_is_charged():
-    loose = TruncatedPoissonSampler(num_examples=1000, expected_batch_size=50)
-    tight = TruncatedPoissonSampler(num_examples=1000, expected_batch_size=50, cap=60)
-    poisson = PoissonSampler(num_examples=1000, expected_batch_size=50)
-    spent = [epsilon(s.event(0.8, 100), 1e-5, "add_or_remove_one").epsilon for s in (poisson, loose, tight)]
-    assert spent[1] == pytest.approx(spent[0], rel=1e-4)
-    assert spent[2] > 1.05 * spent[0]
-
-
 def test_truncation_is_accounted_on_the_larger_neighbour():
     """One record more makes truncation likelier; under add_or_remove_one that dataset is a neighbour of this one."""
     sampler = TruncatedPoissonSampler(num_examples=60, expected_batch_size=20, cap=30)
@@ -233,28 +211,6 @@ def test_fixed_order_counts_participations(num_steps, participations):
         assert event.noise_multiplier == pytest.approx(3.0 / math.sqrt(participations))
     else:
         assert isinstance(event, events.NoOpDpEvent)
-
-
-@pytest.mark.parametrize(
-    "noise, zero_out, replace_one", [(0.5, 20.36, 53.23), (0.7, 13.20, 32.96), (1.0, 8.50, 20.36)]
-)
-def test_fixed_order_epsilon(noise, zero_out, replace_one):
-    """Three epochs in any order: one Gaussian mechanism with noise / sqrt(3), exact."""
-    event = FixedOrderSampler(num_examples=67349, expected_batch_size=1024).event(noise, 198)
-    delta = 1 / (2 * 67349)
-    assert epsilon(event, delta, "zero_out").epsilon == pytest.approx(zero_out, abs=0.006)
-    assert epsilon(event, delta, "replace_one").epsilon == pytest.approx(replace_one, abs=0.006)
-
-
-def test_poisson_steps_of_all_chains_add_up():
-    for cls in (PoissonSampler, TruncatedPoissonSampler):
-        sampler = cls(num_examples=500, expected_batch_size=20)
-        assert sampler.event(1.0, (3, 0, 7)) == sampler.event(1.0, 10)
-
-
-def test_fixed_order_under_add_or_remove_one_shifts_all_blocks():
-    with pytest.raises(DPConfigError, match="shifts the blocks.*Use adjacency='zero_out' or adjacency='replace_one'"):
-        FixedOrderSampler(num_examples=10, expected_batch_size=2).check_adjacency("add_or_remove_one")
 
 
 def test_a_verification_that_takes_time_is_announced(monkeypatch):

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
@@ -46,26 +46,15 @@ def bert() -> nn.Module:
 
 def gpt2(*, checkpointing: bool = False) -> nn.Module:
     """A GPT-2 whose head is tied to its embedding, with a width that two ranks do not divide."""
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=41, n_embd=20, n_layer=2, n_head=2, n_positions=64, bos_token_id=0, eos_token_id=0,
-            resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        )
-    )  # fmt: skip
+    model = tiny.made(GPT2LMHeadModel, vocab_size=41, n_embd=20, n_layer=2)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def llama() -> nn.Module:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-        )
-    )  # fmt: skip
+    sizes = dict(vocab_size=41, intermediate_size=24, num_hidden_layers=2, num_key_value_heads=1)
+    return tiny.made(LlamaForCausalLM, **sizes, bos_token_id=0, eos_token_id=0)
 
 
 def lora() -> nn.Module:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,17 +11,8 @@ import torch.distributed as dist
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.run.shards import folder_of, read_shards, write_shards
+from tests import tiny
 from tests.ranks import launch
-
-
-class Code:
-    """A pickle of it makes a folder when it is read."""
-
-    def __init__(self, folder: Path):
-        self.folder = str(folder)
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.folder,)
 
 
 def _work(folder: Path) -> None:
@@ -45,7 +34,7 @@ def _work(folder: Path) -> None:
     assert b"__0_0.distcp" in index
     (folder / "_0.distcp").write_bytes(written["__0_0.distcp"])
     for name, content in {
-        "code": pickle.dumps(Code(folder / "ran")), "another": pickle.dumps([1]), "torn": index[:-9],
+        "code": pickle.dumps(tiny.Bomb(folder / "ran")), "another": pickle.dumps([1]), "torn": index[:-9],
         "elsewhere": index.replace(b"__0_0.distcp", b"../_0.distcp"),
     }.items():  # fmt: skip
         (folder_of(file) / ".metadata").write_bytes(content)

@@ -17,10 +17,10 @@ from hf_dpopt.plan.plan import RESUME_KEYS
 from hf_dpopt.plan.tuning import plan_tunings, share_of_a_run
 from hf_dpopt.report import RunFacts, render_statement
 from hf_dpopt.verify import epsilons
+from hf_dpopt.verify.accountants import gamma_of
 from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.events import Mechanism
 from hf_dpopt.verify.reading import Fields
-from hf_dpopt.verify.selection import gamma_of
 from tests.report.conftest import make_facts, plan  # noqa: F401  # fixtures
 
 SIZES = {"num_examples": 4000, "num_steps": 40}

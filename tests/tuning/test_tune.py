@@ -26,7 +26,6 @@ from hf_dpopt.tuning.command import Command, check_space
 from hf_dpopt.tuning.release import Winner
 from hf_dpopt.tuning.search import Candidate, RunFailed, Tuning
 from hf_dpopt.tuning.space import Space
-from tests import tiny
 
 TOY = [
     sys.executable, str(Path(__file__).parent / "toy_run.py"), "--use_cpu", "True", "--disable_tqdm", "True",
@@ -357,48 +356,3 @@ def test_nothing_begins_with_what_no_run_can_use(tmp_path: Path):
         with pytest.raises(DPConfigError, match=match):
             run_tuning(**asked(tmp_path, **changes))
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
-
-
-# --- hyperparameter_search ---
-
-
-def searching(tmp_path: Path, **changes: Any):
-    options = {
-        "noise_multiplier": None, "target_epsilon": 8.0, "tuned_runs": 3.0, "max_steps": 2, "recipe": "none",
-        "eval_data_privacy": "public", "private_state_dir": str(tmp_path / "private"), "logging_steps": 1,
-    }  # fmt: skip
-    return tiny.trainer(tmp_path / "out", eval_dataset=tiny.records(16), **options | changes)
-
-
-@pytest.mark.slow
-def test_a_search_releases_the_best_of_its_runs(tmp_path: Path, capfd, monkeypatch):
-    monkeypatch.setattr(RunCount, "draw", lambda self, source: 2)
-    trainer = searching(tmp_path)
-    before = tiny.weights(trainer.model)
-    best = trainer.hyperparameter_search(RATES, metric="eval_loss", direction="minimize")
-    assert best.hyperparameters["learning_rate"] in RATES["learning_rate"]
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(best.objective, rel=1e-5)
-    assert any((before[name] != value).any() for name, value in tiny.weights(trainer.model).items())
-    facts = read_report(tmp_path / "out")
-    assert facts.plan["tuned"]["mean"] == 3 and 7.9 < facts.epsilon <= 8
-    console = "".join(capfd.readouterr())
-    assert "learning_rate" not in console and "grad_norm" not in console
-    left = {path.name for path in place_of(tmp_path).iterdir()}
-    assert left == {"tuning.jsonl", "tuning.jsonl.lock", "tuning.lock"}
-
-
-@pytest.mark.parametrize(
-    "changes, call, match",
-    [
-        ({}, {"hp_space": RATES, "backend": "optuna"}, "takes no backend here.*optuna"),
-        ({}, {"hp_space": RATES, "n_trials": 10}, "a number of runs that is known"),
-        ({}, {"hp_space": lambda trial: {}}, "fixed beforehand"),
-        ({}, {"hp_space": RATES, "direction": "best"}, "is no direction"),
-        ({}, {"hp_space": RATES, "metric": "loss"}, "begins with eval_"),
-        ({"eval_data_privacy": "undeclared"}, {"hp_space": RATES}, "Say whose they are"),
-        ({"tuned_runs": None}, {"hp_space": RATES}, "tuned_runs=10"),
-    ],
-)
-def test_searches_that_are_refused(tmp_path: Path, changes, call, match):
-    with pytest.raises(DPConfigError, match=match):
-        searching(tmp_path, **changes).hyperparameter_search(**call)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt import DPConfigError
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
@@ -16,7 +15,7 @@ from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, drop_
 from tests import tiny
 from tests.grads.models import MODELS
 from tests.reference import clipping as reference
-from tests.users.test_training import Gradients, _trainer
+from tests.users.test_training import _trainer
 
 LOOSE = make_clipping("flat", 1e9)
 SIZES, SEEDS = (5, 3, 1, 7), (11, 12, 13, 14)
@@ -88,11 +87,7 @@ def test_users_move_the_weights_as_plain_sgd_does(training, at_once):
     model, users = _model(), _users()
     moves = [_moved(model, mine, training, seed) for mine, seed in zip(users, SEEDS, strict=True)]
     bound = sorted(reference.norm(move).item() for move in moves)[2]
-    want: dict = {}
-    for move in moves:
-        factor = min(1.0, bound / reference.norm(move).item())
-        for name, delta in move.items():
-            want[name] = want.get(name, 0) + factor * delta
+    want = reference.sum_of_clipped(moves, bound)
     before = {n: p.clone() for n, p in model.named_parameters()}
     batch = LocalUserBatch([r for mine in users for r in mine], 1, SIZES, SEEDS, training, at_once)
     got = _sum(model, batch, make_clipping("flat", bound))
@@ -212,7 +207,7 @@ def test_weights_come_back_when_a_local_step_fails():
 @pytest.mark.slow
 def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(tmp_path):
     def run(folder, **changes):
-        seen = Gradients()
+        seen = tiny.Gradients()
         options = dict(expected_batch_size=20, sampling="fixed_order", records_per_user=50, max_steps=1)
         _trainer(tmp_path / folder, callbacks=[seen], **options, **changes).train()
         return seen.steps[0]
@@ -221,39 +216,3 @@ def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(
     for at_once in (1, 6):
         local = run(f"local{at_once}", local_learning_rate=1.0, local_batch_size=50, local_users_at_once=at_once)
         assert reference.relative_error(local, gradient) < 1e-5
-
-
-REFUSED = {
-    "no learning rate": ({"local_batch_size": 4}, "local_batch_size.*--local_learning_rate"),
-    "a learning rate of 0": ({"local_learning_rate": 0.0}, "local_learning_rate=0.0 does not train"),
-    "no steps": ({"local_learning_rate": 0.1, "local_steps": 0}, "local_steps=0"),
-    "without users": (
-        {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
-        "privacy_unit='user'",
-    ),
-    "nobody at once": ({"local_learning_rate": 0.1, "local_users_at_once": -1}, "local_users_at_once=-1"),
-    "side by side with checkpointing": (
-        {"local_learning_rate": 0.1, "local_users_at_once": 4, "gradient_checkpointing": True},
-        "side by side.*Use local_users_at_once=1",
-    ),
-    "sampled records": (
-        {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_arguments_are_refused(tmp_path, case):
-    changes, message = REFUSED[case]
-    with pytest.raises(DPConfigError, match=message):
-        _trainer(tmp_path / "out", **changes)
-    assert not (tmp_path / "out" / "privacy").exists()
-
-
-@pytest.mark.slow
-def test_the_statement_says_that_users_train_locally(tmp_path):
-    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0, local_learning_rate=0.1)
-    trainer.train()
-    text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
-    assert "trained on the chosen rows of each user" in text
-    assert trainer.plan.public_dict()["users"]["local_training"] == {"learning_rate": 0.1}

@@ -10,26 +10,13 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError, DPTrainer
 from hf_dpopt.users import UserBatch, UserInParts, UsersBatch, choose_rows
 from tests import tiny
 from tests.reference import clipping as reference
-from tests.test_correlated_training import run_and_die_everywhere
-from tests.test_correlated_training import trainer as base_trainer
 
 NUM_USERS, HEAVY = 20, 47  # records of user 3
-
-
-class Gradients(TrainerCallback):
-    """Keeps what the optimizer is given in every step."""
-
-    def __init__(self):
-        self.steps: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad})
 
 
 def _records(heavy=HEAVY):
@@ -61,13 +48,9 @@ def _user_gradient(trainer, rows: list[int], weighting: str) -> dict:
 
 
 def _want(trainer, step: int, weighting: str) -> dict:
-    total: dict = {}
-    for user in trainer._session.run.draw(step).tolist():
-        grads = _user_gradient(trainer, _of_user(trainer, user, step), weighting)
-        factor = min(1.0, 0.3 / max(reference.norm(grads).item(), 1e-300))
-        for name, g in grads.items():
-            total[name] = total.get(name, 0) + factor * g / 5
-    return total
+    drawn = trainer._session.run.draw(step).tolist()
+    users = [_user_gradient(trainer, _of_user(trainer, user, step), weighting) for user in drawn]
+    return {name: total / 5 for name, total in reference.sum_of_clipped(users, 0.3).items()}
 
 
 @pytest.mark.slow_but(2)
@@ -75,7 +58,7 @@ def _want(trainer, step: int, weighting: str) -> dict:
 @pytest.mark.parametrize("weighting", ["constant", "mean"])
 def test_without_noise_a_step_is_the_sum_of_clipped_users(tmp_path, weighting, physical):
     """Physical batches of one record, or two, take every larger user apart; of 64, hold all of them."""
-    seen = Gradients()
+    seen = tiny.Gradients()
     trainer = _trainer(
         tmp_path / "out", callbacks=[seen], user_weighting=weighting, per_device_train_batch_size=physical
     )
@@ -107,7 +90,7 @@ def test_physical_batches_hold_whole_users_and_so_many_records_at_most(size):
 @pytest.mark.parametrize(("num_records", "physical"), [(HEAVY, 4), (2378, 64)])
 def test_a_heavy_user_is_one_user(tmp_path, num_records, physical):
     """All records take part, over 12 physical batches or 38, and move the step by the clipping norm at most."""
-    seen, records = Gradients(), _records(num_records)
+    seen, records = tiny.Gradients(), _records(num_records)
     options = dict(
         records_per_user=num_records, expected_batch_size=NUM_USERS, sampling="fixed_order",
         user_weighting="constant", per_device_train_batch_size=physical,
@@ -119,9 +102,9 @@ def test_a_heavy_user_is_one_user(tmp_path, num_records, physical):
     heavy = int(index.sizes().argmax())
     mine = _user_gradient(trainer, index.rows(heavy).tolist(), "constant")
     others = [r for r in records if r["author"] != records[index.rows(heavy)[0]]["author"]]
-    without, rest = Gradients(), dict(options, expected_batch_size=NUM_USERS - 1)
+    without, rest = tiny.Gradients(), dict(options, expected_batch_size=NUM_USERS - 1)
     clip = 0.5 * reference.norm(mine).item()
-    with_clip = Gradients()
+    with_clip = tiny.Gradients()
     _trainer(tmp_path / "clipped", records, callbacks=[with_clip], max_steps=1, clipping_norm=clip, **options).train()
     _trainer(tmp_path / "rest", others, callbacks=[without], max_steps=1, clipping_norm=clip, **rest).train()
     moved = {
@@ -142,7 +125,7 @@ def test_users_without_targets_contribute_nothing(tmp_path):
         return batch
 
     records = [{**r, "author": u % 4, "empty": u % 4 == 1} for u, r in enumerate(tiny.records(12))]
-    seen = Gradients()
+    seen = tiny.Gradients()
     model = gpt2()
     trainer = _trainer(
         tmp_path / "out", records, model=model, callbacks=[seen], expected_batch_size=4, sampling="fixed_order",
@@ -167,32 +150,6 @@ def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tm
         mine = {dataset[int(i)]["author"] for i in trainer._planned.users.index.rows(user)}
         assert len(mine) == 1
     assert trainer.plan.num_examples == NUM_USERS and trainer.plan.public_dict()["users"]["records_per_user"] == 3
-
-
-RESUMED = {
-    "gradients": {},
-    "local": {"local_learning_rate": 0.5, "noise_mechanism": "nu_dpftrl"},
-    "records": {"sampling": "capped_poisson", "expected_batch_size": 12},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RESUMED)
-def test_a_resumed_run_is_the_run_that_was_not_interrupted(tmp_path, name):
-    """The same users, the same choice of their records, the same dropout: bit for bit, from every checkpoint."""
-    users = dict(privacy_unit="user", user_id_column="author", records_per_user=3, expected_batch_size=5, max_steps=4)
-    users |= {"train_dataset": _records(), **RESUMED[name]}
-    whole = run_and_die_everywhere(tmp_path, **users)
-    want = tiny.weights(whole.model)
-    for step in range(1, 4):
-        folder = tmp_path / "died" / str(step)
-        resumed = base_trainer(folder, **users)
-        resumed.train(resume_from_checkpoint=str(folder / f"out/checkpoint-{step}"))
-        assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items()), step
-        assert resumed._session.run.charged == [4]
-    if name == "gradients":
-        given = {tuple(_of_user(whole, 3, step)) for step in range(1, 5)}
-        assert len(given) > 1, "a heavy user gives other records in another step"
 
 
 class Shuffling(DPTrainer):
@@ -286,6 +243,21 @@ REFUSED = {
     ),
     "more users in a step than there are": ({"expected_batch_size": 21}, "expected_batch_size=21"),
     "a weighting that is not known": ({"user_weighting": "sum"}, "user_weighting='sum'.*'mean'"),
+    "no local learning rate": ({"local_batch_size": 4}, "local_batch_size.*--local_learning_rate"),
+    "a local learning rate of 0": ({"local_learning_rate": 0.0}, "local_learning_rate=0.0 does not train"),
+    "no local steps": ({"local_learning_rate": 0.1, "local_steps": 0}, "local_steps=0"),
+    "without users": (
+        {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
+        "privacy_unit='user'",
+    ),
+    "nobody at once": ({"local_learning_rate": 0.1, "local_users_at_once": -1}, "local_users_at_once=-1"),
+    "side by side with checkpointing": (
+        {"local_learning_rate": 0.1, "local_users_at_once": 4, "gradient_checkpointing": True},
+        "side by side.*Use local_users_at_once=1",
+    ),
+    "sampled records": (
+        {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
+    ),
 }  # fmt: skip
 
 
@@ -327,14 +299,27 @@ def test_bad_ids_are_refused(tmp_path, case, as_dataset):
     assert not (tmp_path / "out" / "privacy").exists()
 
 
+STATEMENTS = {
+    "users": ({}, (
+        "at most 3 of their rows", "person with several ids", "users n, expected batch size",
+        "one of them has one user more", "weight 1 / 3", "20 users",
+    )),
+    "sampled records": ({"sampling": "capped_poisson", "noise_multiplier": 5.0}, (
+        "At most 3 rows of each user", "places for records n, expected", "users has 3 places for records",
+    )),
+    "local training": ({"local_learning_rate": 0.1}, ("trained on the chosen rows of each user",)),
+}  # fmt: skip
+
+
 @pytest.mark.slow
-def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_path):
-    trainer = _trainer(tmp_path / "out", noise_multiplier=1.0)
+@pytest.mark.parametrize("case", STATEMENTS)
+def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_path, case):
+    options, parts = STATEMENTS[case]
+    trainer = _trainer(tmp_path / "out", **{"noise_multiplier": 1.0, **options})
     trainer.train()
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
-    for part in (
-        "One *user* is protected", "at most 3 of their rows", "person with several ids", "users n, expected batch size",
-        "one of them has one user more", "weight 1 / 3", "20 users",
-    ):  # fmt: skip
+    for part in ("One *user* is protected", *parts):
         assert part in text, part
     assert "One *example*" not in text
+    local = {"learning_rate": 0.1} if case == "local training" else None
+    assert trainer.plan.public_dict()["users"].get("local_training") == local

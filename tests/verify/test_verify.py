@@ -89,7 +89,6 @@ def _blt(n: int) -> noise.NoiseStrategy:
         _blt(40),
         noise.BandedToeplitz((1.0, 0.5, 0.25)),
         noise.BandedToeplitz((1.0, -0.5, 0.6)),
-        noise.ColumnNormalized(noise.BandedToeplitz((1.0, 0.5, 0.25)), 40),
         noise.BandedInverse((1.0, -0.5, -0.125)),
         noise.DampedAntiPGD(0.2),
         noise.FourierStrategy("optimal"),

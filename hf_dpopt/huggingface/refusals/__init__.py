@@ -17,7 +17,7 @@ from hf_dpopt.huggingface.refusals.model import check_model, check_model_given, 
 from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages
 from hf_dpopt.huggingface.refusals.trainer import check_arguments_given, check_loss, check_order, check_overrides
-from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.run.dataset_ledger import check_is_open
 
 __all__ = [

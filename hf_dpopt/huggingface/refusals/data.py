@@ -15,7 +15,7 @@ from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.bounds import MAX_UNITS
-from hf_dpopt.records.likeness import TrainingRows
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.views import share_rows
 
 MAX_COMPARED = 200_000

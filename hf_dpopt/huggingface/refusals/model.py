@@ -18,7 +18,6 @@ from hf_dpopt.huggingface.configs import settings
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import refuse_spoilt
 from hf_dpopt.records.inspection import refuse_malformed
-from hf_dpopt.records.lengths import check_lengths
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses, base_model
 
@@ -82,7 +81,6 @@ def check_model_with_records(model: nn.Module, inputs: TrainerInputs) -> None:
     Capture(model)
     if inputs.train_dataset is not None:
         kind = RecordLosses(model, inputs.per_example_loss_func or "auto").kind  # an unknown head is found here
-        check_lengths(inputs.train_dataset, model)
         refuse_malformed(inputs.train_dataset, Limits.of(model, kind), form=None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_dpopt.noise.streams.base import CorrelatedStream, State
@@ -18,15 +17,12 @@ class RecurrentStream(CorrelatedStream):
     Args:
         coefs: c_0 .. c_{p-1} of C; (p,).
         source: standard normals under a key that no other stream uses.
-        row_scales: what the noise of each step is multiplied by, (steps,); None for 1.
         options: those of `CorrelatedStream`.
     """
 
-    def __init__(
-        self, coefs: Sequence[float], source: NoiseSource, *, row_scales: np.ndarray | None = None, **options: Any
-    ):
+    def __init__(self, coefs: Sequence[float], source: NoiseSource, **options: Any):
         super().__init__(source, **options)
-        self._coefs, self._row_scales = tuple(coefs), row_scales
+        self._coefs = tuple(coefs)
         self._outputs: dict[str, list[torch.Tensor]] = {}  # of step s at s % (p - 1)
 
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
@@ -35,7 +31,7 @@ class RecurrentStream(CorrelatedStream):
         for i in range(1, min(size, t) + 1):
             output.sub_(ring[(t - i) % size], alpha=self._coefs[i])
         output.div_(self._coefs[0])
-        total.add_(output, alpha=self.scale * (1.0 if self._row_scales is None else float(self._row_scales[t])))
+        total.add_(output, alpha=self.scale)
         if t < size:
             ring.append(output)
         elif size:

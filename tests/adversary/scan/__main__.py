@@ -24,7 +24,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="names of model classes")
     parser.add_argument("--only-missing", action="store_true", help="classes that have no row yet")
     parser.add_argument("--verdict", help="classes whose row has this verdict, e.g. error")
-    parser.add_argument("--workers", type=int, default=1, help="processes at a time (default: 1)")
     parser.add_argument("--limit", type=int, default=60, help="seconds of work for a class (default: 60)")
     parser.add_argument("--table", action="store_true", help="write the table of the results that are there")
     options = parser.parse_args()

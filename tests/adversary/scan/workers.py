@@ -6,10 +6,9 @@ import contextlib
 import datetime
 import gc
 import importlib.metadata
-import json
+import multiprocessing
 import os
 import resource
-import select
 import signal
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import transformers
 
 from tests.adversary.scan import table
 from tests.adversary.scan.classes import ModelClass, named_classes
+from tests.adversary.scan.measure import first_sentence, measure
 
 MEMORY = 12 << 30  # bytes of address space
 PACKAGES = ("transformers", "torch", "peft", "accelerate")
@@ -40,7 +40,8 @@ def scan(options: Any, command: str) -> None:
     start, todo = time.monotonic(), _chosen(options, found)
     all_known = not (options.only or options.verdict)  # then nothing is missing when these are through
     found["is_complete"] = found["is_complete"] and not all_known
-    for num, (model, row) in enumerate(_measured(todo, options), 1):
+    for num, model in enumerate(todo, 1):
+        row = _measured(model, options.limit)
         found["without_labels"] = sorted(set(found["without_labels"]) - {model.name})
         if row is None:
             found["rows"].pop(model.name, None)
@@ -59,8 +60,6 @@ def scan(options: Any, command: str) -> None:
 
 def _warm_up() -> None:
     """Trains once before processes are forked: what the libraries import on the way is then there for all of them."""
-    from tests.adversary.scan.measure import measure
-
     with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         measure(named_classes()["Qwen3MoeForCausalLM"])
     gc.collect()
@@ -93,65 +92,35 @@ def _chosen(options: Any, found: dict[str, Any]) -> list[ModelClass]:
     return [model for model in known.values() if model.name not in seen]
 
 
-def _measured(todo: list[ModelClass], options: Any) -> Any:
-    """Pairs of (class, row), as the processes end."""
-    waiting, running = list(todo), {}
-    while waiting or running:
-        while waiting and len(running) < options.workers:
-            process = _Process(waiting.pop(0), options.limit)
-            running[process.fileno()] = process
-        for number in select.select(list(running), [], [])[0]:
-            if running[number].read():
-                process = running.pop(number)
-                yield process.model, process.result()
+def _measured(model: ModelClass, limit: int) -> dict[str, Any] | None:
+    """The row of a class, of a forked process that measures it."""
+    context = multiprocessing.get_context("fork")
+    out, into = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(model, into, limit))
+    process.start()
+    into.close()
+    try:
+        return out.recv()
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        is_late = -code in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)
+        reason = f"took longer than {limit} s" if is_late else f"the process died ({abs(code)})"
+        return {"head": model.head, "verdict": table.NOT_RUNNABLE, "reason": reason}
+    finally:
+        process.join()
 
 
-class _Process:
-    """A forked process that measures one class and writes its row into a pipe."""
-
-    def __init__(self, model: ModelClass, limit: int):
-        self.model, self.limit = model, limit
-        self._pipe, into = os.pipe()
-        self._data = b""
-        self._pid = os.fork()
-        if self._pid == 0:
-            os.close(self._pipe)
-            _child(model, into, limit)
-        os.close(into)
-
-    def fileno(self) -> int:
-        return self._pipe
-
-    def read(self) -> bool:
-        """Whether the process has ended."""
-        data = os.read(self._pipe, 1 << 16)
-        self._data += data
-        return not data
-
-    def result(self) -> dict[str, Any] | None:
-        os.close(self._pipe)
-        _, status = os.waitpid(self._pid, 0)
-        if self._data:
-            return json.loads(self._data)
-        number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-        is_late = number in (signal.SIGALRM, signal.SIGXCPU, signal.SIGKILL)
-        reason = f"took longer than {self.limit} s" if is_late else f"the process died ({number or status})"
-        return {"head": self.model.head, "verdict": table.NOT_RUNNABLE, "reason": reason}
-
-
-def _child(model: ModelClass, into: int, limit: int) -> None:
+def _child(model: ModelClass, into: Any, limit: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))  # seconds of work, however busy the machine is
     signal.alarm(20 * limit)
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
-    from tests.adversary.scan.measure import first_sentence, measure
-
     try:
         row = measure(model)
     except BaseException as error:
         row = {"head": model.head, "verdict": table.NOT_RUNNABLE, "reason": f"the scan: {first_sentence(error)}"}
-    with os.fdopen(into, "wb") as pipe:
-        pipe.write(json.dumps(row).encode())
+    into.send(row)
     os._exit(0)

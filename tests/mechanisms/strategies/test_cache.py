@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 from pathlib import Path
@@ -24,6 +23,7 @@ from hf_dpopt.noise import (
 )
 from hf_dpopt.noise import cache as module
 from hf_dpopt.noise.cache import cache_dir, cached
+from tests import tiny
 
 ONCE = Participation()
 TUNINGS = {
@@ -130,13 +130,9 @@ def test_a_damaged_matrix_is_computed_again(content, tune, calls, folder):
 
 
 def test_a_matrix_of_pickled_objects_is_not_opened(tune, calls, folder, tmp_path):
-    class Trap:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "sprung"),))
-
     first = tune(101)
     (path,) = folder.glob("*.npz")
-    np.savez(path, matrix=np.array([Trap()], dtype=object))
+    np.savez(path, matrix=np.array([tiny.Bomb(tmp_path / "sprung")], dtype=object))
     assert tune(101) == first and len(calls) == 2
     assert not (tmp_path / "sprung").exists()
 
@@ -182,8 +178,3 @@ def test_where_entries_lie(monkeypatch, tmp_path):
     for not_a_place in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", not_a_place)
         assert cache_dir() == tmp_path / "home" / ".cache" / "hf_dpopt"
-
-
-def test_signatures_stay():
-    assert list(inspect.signature(optimize_blt).parameters)[:3] == ["n", "participation", "num_buffers"]
-    assert optimize_blt.__doc__.startswith("The buffers with the least error")

@@ -9,69 +9,27 @@ import pytest
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import (
-    BandedInverse,
-    BandedToeplitz,
     BufferedLinearToeplitz,
-    ColumnNormalized,
-    DampedAntiPGD,
-    DenseStrategy,
-    IdentityStrategy,
     NuDPFTRL,
     Participation,
-    Restarted,
     TreeAggregation,
     fit_blt,
 )
 from hf_dpopt.noise.sensitivity import toeplitz_sensitivity, toeplitz_sensitivity_bound
-
-
-def patterns(n: int, participation: Participation):
-    """All non-empty sets of steps that are allowed, as tuples."""
-    k, b = participation.max_participations, participation.min_sep
-    if participation.kind == "fixed_epoch":
-        for offset in range(min(b, n)):
-            steps = tuple(range(offset, n, b))[:k]
-            yield from (chosen for size in range(1, len(steps) + 1) for chosen in itertools.combinations(steps, size))
-        return
-
-    def extend(chosen: tuple[int, ...]):
-        if chosen:
-            yield chosen
-        if len(chosen) < k:
-            for step in range(chosen[-1] + b if chosen else 0, n):
-                yield from extend((*chosen, step))
-
-    yield from extend(())
-
-
-def brute_force(matrix: np.ndarray, participation: Participation) -> float:
-    """Worst pattern and signs: vectors of norm 1 in any dimension do no better than signs for k <= 3 tried here."""
-    worst = 0.0
-    for steps in patterns(matrix.shape[1], participation):
-        for signs in itertools.product([1, -1], repeat=len(steps) - 1):
-            worst = max(worst, float(np.linalg.norm(matrix[:, list(steps)] @ np.array([1, *signs]))))
-    return worst
-
+from tests.contract.noise import patterns, worst_norm
+from tests.mechanisms.strategies.cases import strategies
 
 PARTICIPATIONS = [Participation(), Participation(2, 3), Participation(3, 4), Participation(4, 1), Participation(3, 5)]
 PARTICIPATIONS += [Participation(2, 6, "fixed_epoch"), Participation(3, 4, "fixed_epoch")]
-EXACT = {
-    "identity": IdentityStrategy(),
-    "nu": NuDPFTRL(0.1),
-    "optimal-cc": NuDPFTRL(0.0),
-    "damped": DampedAntiPGD(0.3),
-    "blt": BufferedLinearToeplitz((0.9, 0.5), (0.7, 0.2)),
-    "falling-bands": BandedToeplitz((1, 0.5, 0.2)),
-    "tree": TreeAggregation(),
-}
+EXACT = ("identity", "nu", "optimal-cc", "anti-pgd", "damped", "blt", "one-band", "falling-bands", "tree")
 
 
 @pytest.mark.parametrize("participation", PARTICIPATIONS, ids=str)
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("n", [5, 12, 13])
 def test_exact(name, n, participation):
-    strategy = EXACT[name]
-    want = brute_force(strategy.strategy_matrix(n), participation)
+    strategy = strategies(n)[name]
+    want = worst_norm(strategy.strategy_matrix(n), participation)
     assert strategy.sensitivity(n, participation) == pytest.approx(want, rel=1e-12)
 
 
@@ -80,7 +38,7 @@ def test_exact(name, n, participation):
 @pytest.mark.parametrize("n", [3, 8, 11, 16])
 def test_trees_of_any_length(n, k, b):
     participation = Participation(k, b)
-    want = brute_force(TreeAggregation().strategy_matrix(n), participation)
+    want = worst_norm(TreeAggregation().strategy_matrix(n), participation)
     assert TreeAggregation().sensitivity(n, participation) == pytest.approx(want, rel=1e-12)
 
 
@@ -91,13 +49,7 @@ def test_a_tree_with_too_many_patterns_is_bounded(monkeypatch):
 
 
 BOUNDED = {
-    "rising": BandedToeplitz((1, 0.5, 0.9)),
-    "signs": BandedToeplitz((1, -0.7, 0.4, -0.3)),
-    "inverse": BandedInverse((1, 0.6, 0.3)),
-    "normalized": ColumnNormalized(BandedToeplitz((1, -0.5, 0.9)), 12),
-    "dense": DenseStrategy(np.tril(np.random.default_rng(0).normal(size=(12, 12)), -1) + 2 * np.eye(12)),
-    "restarted-nu": Restarted(NuDPFTRL(0.1), 4),
-    "restarted": TreeAggregation("honaker", restart_every=5),
+    **{name: one for name, one in strategies(12).items() if name not in EXACT},
     "restarted-early": TreeAggregation("vanilla", restart_every=3, tree_completion=False),
 }
 
@@ -106,13 +58,13 @@ BOUNDED = {
 @pytest.mark.parametrize("name", BOUNDED)
 def test_never_below_the_worst_pattern(name, participation):
     strategy, n = BOUNDED[name], 12
-    assert strategy.sensitivity(n, participation) >= brute_force(strategy.strategy_matrix(n), participation) - 1e-12
+    assert strategy.sensitivity(n, participation) >= worst_norm(strategy.strategy_matrix(n), participation) - 1e-12
 
 
-@pytest.mark.parametrize("name", ["rising", "signs", "normalized", "restarted-nu"])
+@pytest.mark.parametrize("name", ["rising-bands", "bands", "restarted-bands"])
 def test_exact_where_a_record_meets_orthogonal_columns(name):
     strategy, participation = BOUNDED[name], Participation(3, 4)
-    want = brute_force(strategy.strategy_matrix(12), participation)
+    want = worst_norm(strategy.strategy_matrix(12), participation)
     assert strategy.sensitivity(12, participation) == pytest.approx(want, rel=1e-12)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scipy.special import ellipk
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import (
@@ -12,49 +11,30 @@ from hf_dpopt.noise import (
     BandedInverse,
     BandedToeplitz,
     BufferedLinearToeplitz,
-    ColumnNormalized,
     DampedAntiPGD,
     DenseStrategy,
     IdentityStrategy,
     LambdaCGD,
-    NoiseStrategy,
     NuDPFTRL,
     OptimalCC,
     Participation,
     Restarted,
+    ToeplitzStrategy,
     TreeAggregation,
     linear_cooldown,
     momentum_workload,
     prefix_sum_workload,
 )
+from tests.mechanisms.strategies.cases import strategies
 
-TOEPLITZ = {
-    "identity": IdentityStrategy(),
-    "nu": NuDPFTRL(0.01),
-    "optimal-cc": OptimalCC(),
-    "anti-pgd": AntiPGD(),
-    "damped": DampedAntiPGD(0.05),
-    "bands": BandedToeplitz((1, 0.6, 0.3, 0.1)),
-    "inverse-bands": BandedInverse.of_nu(8, 0.02),
-    "blt": BufferedLinearToeplitz((0.99, 0.8, 0.3), (0.95, 0.5, 0.1)),
-}
-ALL = {
-    **TOEPLITZ,
-    "normalized": ColumnNormalized(BandedToeplitz((1, 0.6, 0.3)), 32),
-    "dense": DenseStrategy(NuDPFTRL(0.2).strategy_matrix(32)),
-    "restarted-nu": Restarted(NuDPFTRL(0.1), 8),
-    "tree": TreeAggregation("vanilla"),
-    "honaker": TreeAggregation("honaker"),
-    "full-honaker": TreeAggregation("full_honaker"),
-    "restarted": TreeAggregation("honaker", restart_every=10),
-    "restarted-as-it-is": TreeAggregation("honaker", restart_every=10, tree_completion=False),
-}
 N = 32
+ALL = strategies(N)
+TOEPLITZ = [name for name, one in ALL.items() if isinstance(one, ToeplitzStrategy)]
 
 
 @pytest.mark.parametrize("name", TOEPLITZ)
 def test_the_noise_is_the_inverse_of_the_strategy(name):
-    strategy, n = TOEPLITZ[name], 2052
+    strategy, n = ALL[name], 2052
     product = np.convolve(strategy.strategy_coefs(n), strategy.noising_coefs(n))[:n]
     assert np.abs(product - np.eye(1, n)[0]).max() < 1e-12 * max(1.0, np.abs(strategy.strategy_coefs(n)).sum())
 
@@ -111,21 +91,13 @@ def test_workloads_run_the_optimizer():
     np.testing.assert_array_equal(prefix_sum_workload(n).matrix(), momentum_workload(n, 0.0).matrix())
 
 
-@pytest.mark.parametrize("nu, want", [(0.1, 1.45184), (0.01, 2.13688), (1e-3, 2.86199), (1e-4, 3.59381)])
-def test_the_limit_of_the_squared_norm_of_nu_dp_ftrl(nu, want):
-    """Table 2 of the paper, and its closed form ``(2 / pi) K(1 - nu)``."""
-    assert 2 / np.pi * ellipk((1 - nu) ** 2) == pytest.approx(want, abs=1e-5)
-    squares = np.sum(NuDPFTRL(nu).strategy_coefs(200_000) ** 2)
-    assert squares == pytest.approx(want, abs=1e-5)
-
-
 def test_relatives():
     np.testing.assert_allclose(LambdaCGD(0.9).noising_coefs(5), DampedAntiPGD(0.1).noising_coefs(5))
     assert OptimalCC() == NuDPFTRL(0.0) and AntiPGD() == DampedAntiPGD(0.0)
     np.testing.assert_allclose(NuDPFTRL(1.0).strategy_coefs(9), IdentityStrategy().strategy_coefs(9))
     root = OptimalCC().strategy_coefs(50)
     np.testing.assert_allclose(np.convolve(root, root)[:50], np.ones(50))  # the square root of the prefix sums
-    blt = TOEPLITZ["blt"]
+    blt = ALL["blt"]
     np.testing.assert_allclose(blt.damped(0.1).strategy_coefs(20), blt.strategy_coefs(20) * 0.9 ** np.arange(20))
     assert (blt.output_scale > 0).all() and (blt.noising_scale < 0).all()
 
@@ -161,7 +133,6 @@ def test_equal_parameters_are_an_equal_strategy():
         (lambda: DenseStrategy(np.ones((3, 3))), "lower-triangular"),
         (lambda: DenseStrategy(np.zeros((3, 3))), "positive diagonal"),
         (lambda: ALL["dense"].strategy_matrix(33), "32 steps"),
-        (lambda: ALL["normalized"].noising_matrix(33), "32 steps"),
         (lambda: Restarted(NuDPFTRL(0.1), 0), "every=0"),
         (lambda: Participation(0), "max_participations=0"),
         (lambda: Participation(2, 0), "min_sep=0"),
@@ -175,11 +146,3 @@ def test_equal_parameters_are_an_equal_strategy():
 def test_bad_parameters(make, mend):
     with pytest.raises(DPConfigError, match=mend):
         make()
-
-
-def test_a_strategy_without_its_matrix_cannot_be_made():
-    class Half(NoiseStrategy):
-        name = "half"
-
-    with pytest.raises(TypeError, match="strategy_matrix"):
-        Half()

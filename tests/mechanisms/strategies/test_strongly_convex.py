@@ -64,10 +64,6 @@ def test_no_quadratic_of_the_class_is_worse(name, symmetric):
     assert found >= max(quadratic(STRATEGIES[name], curvature, 1.0) for curvature in np.linspace(0.1, 1.0, 10))
 
 
-def test_independent_noise_has_the_closed_form_on_a_quadratic():
-    assert quadratic(IdentityStrategy(), 0.1, 1.0) == pytest.approx(ETA / (2 * 0.1 * (2 - ETA * 0.1)), rel=1e-9)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_correlated_noise_is_better_and_the_optimised_best_and_the_gap_grows(symmetric):

@@ -1,7 +1,11 @@
-"""Plot of a convex head's plan: what its final weights cost at most and at least, against the number of steps."""
+"""What the final weights of a convex head cost at most and at least, against the number of steps.
+
+python -m recipes.paper.convergent.lower_bound_plot --output_dir runs/paper    the head of docs/convex.md
+"""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from pathlib import Path
@@ -9,16 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from hf_dpopt.accounting.last_iterate import last_iterate_epsilon
-from hf_dpopt.accounting.last_iterate_lower import last_iterate_lower_epsilons
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.convex.plan import HeadPlan
+from hf_dpopt.convex.plan import HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.report.noise_plots import pyplot, save_figure
+from recipes.paper.convergent.lower_bound import last_iterate_lower_epsilons
 
 NUM_LENGTHS = 13  # numbers of steps, whose bounds are computed
 BEYOND = 10  # times the steps of the plan, or those after which more are free, are shown
-SETTLED = (
-    1e-3  # relative change of the bound from one length to the next, beyond the plateau, that ends the computation
-)
+SETTLED = 1e-3  # relative change from one length to the next, beyond the plateau, that ends the computation
+HEAD = {  # of SST-2, in docs/convex.md
+    "expected_batch_size": 1024, "num_steps": 100_000, "target_epsilon": 2.0, "head_radius": 10.0, "feature_norm": 1.0,
+    "l2": 0.001,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,3 +106,15 @@ def plot_head(plan: HeadPlan, folder: Path) -> list[Path]:
     )
     figure.tight_layout()
     return save_figure(figure, folder, "head")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m recipes.paper.convergent.lower_bound_plot", description=__doc__)
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/paper"), help="folder for the plots")
+    plan = make_head_plan(HeadConfig(**HEAD), num_examples=67_349)
+    for path in plot_head(plan, parser.parse_args().output_dir):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import integrate, optimize, stats
 
-from hf_dpopt.accounting import last_iterate_lower as module
 from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
-from hf_dpopt.accounting.last_iterate_lower import (
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.plan import HeadConfig, make_head_plan
+from recipes.paper.convergent import lower_bound as module
+from recipes.paper.convergent.lower_bound import (
     ERROR,
     last_iterate_lower_epsilon,
     last_iterate_lower_epsilons,
 )
-from hf_dpopt.common.errors import DPConfigError
+from recipes.paper.convergent.lower_bound_plot import HEAD, plot_head
 from tests.reference import random_walk
 
 pytestmark = pytest.mark.slow
@@ -213,3 +216,16 @@ def test_refusals():
     with pytest.raises(DPConfigError, match="steps"):
         last_iterate_lower_epsilons(run(), [0], DELTA)
     assert last_iterate_lower_epsilon(run(noise=0.0), DELTA) == math.inf
+
+
+# --- the plot --------------------------------------------------------------------------------------------------------
+
+
+def test_the_plot_shows_both_bounds_of_a_head(tmp_path: Path) -> None:
+    plan = make_head_plan(
+        HeadConfig(**{**HEAD, "target_epsilon": None, "noise_multiplier": 4.0, "num_steps": 20_000}),
+        num_examples=67_349,
+    )
+    assert {path.name for path in plot_head(plan, tmp_path)} == {"head.png", "head.svg"}
+    text = (tmp_path / "head.svg").read_text()
+    assert "<!-- upper / lower bound -->" in text and "<!-- steps beyond are free -->" in text

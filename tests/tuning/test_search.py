@@ -12,9 +12,9 @@ from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.report import read_report
 from tests import tiny
-
-RATES = {"learning_rate": [0.1, 0.2]}
+from tests.tuning.test_tune import RATES, place_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def two_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def searching(tmp_path: Path, **changes: Any) -> Any:
     options = {
         "noise_multiplier": None, "target_epsilon": 8.0, "tuned_runs": 3.0, "max_steps": 2, "recipe": "none",
-        "eval_data_privacy": "public", "private_state_dir": str(tmp_path / "private"),
+        "eval_data_privacy": "public", "private_state_dir": str(tmp_path / "private"), "logging_steps": 1,
     }  # fmt: skip
     return tiny.trainer(tmp_path / "out", eval_dataset=tiny.records(16), **options | changes)
 
@@ -55,15 +55,26 @@ class Init:
         return tiny.model()
 
 
-@pytest.mark.parametrize("init", [lambda: tiny.model(), lambda trial: tiny.model(), unlike])
-def test_a_search_of_a_trainer_with_model_init(init: Any, tmp_path: Path) -> None:
-    trainer = searching(tmp_path, model_init=init)
-    best = trainer.hyperparameter_search(RATES, metric="eval_loss")
+@pytest.mark.parametrize(
+    "given",
+    [{}, *({"model_init": init} for init in (lambda: tiny.model(), lambda trial: tiny.model(), unlike))],
+    ids=["model", "model_init", "of a trial", "unlike"],
+)
+def test_a_search_releases_the_best_of_its_runs(given: Any, tmp_path: Path, capfd: Any) -> None:
+    trainer = searching(tmp_path, **given)
+    before = tiny.weights(tiny.model())
+    best = trainer.hyperparameter_search(RATES, metric="eval_loss", direction="minimize")
     assert best.hyperparameters["learning_rate"] in RATES["learning_rate"]
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best.objective, rel=1e-5)
-    released = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(value, released[name]) for name, value in tiny.weights(trainer.model).items())
-    assert charged(tmp_path) == 2
+    released, found = load_file(tmp_path / "out" / "model.safetensors"), tiny.weights(trainer.model)
+    assert all(torch.equal(value, released[name]) for name, value in found.items())
+    assert any((before[name] != value).any() for name, value in found.items()) and charged(tmp_path) == 2
+    facts = read_report(tmp_path / "out")
+    assert facts.plan["tuned"]["mean"] == 3 and 7.9 < facts.epsilon <= 8
+    console = "".join(capfd.readouterr())
+    assert "learning_rate" not in console and "grad_norm" not in console
+    left = {path.name for path in place_of(tmp_path).iterdir()}
+    assert left == {"tuning.jsonl", "tuning.jsonl.lock", "tuning.lock"}
 
 
 def test_a_run_that_fails_before_its_first_step_costs_nothing_and_says_why(tmp_path: Path) -> None:
@@ -100,7 +111,24 @@ def test_what_fails_later_is_told_to_nobody_but_the_private_log(tmp_path: Path, 
     trainer = searching(tmp_path, compute_metrics=metrics)
     with pytest.raises(DPConfigError, match="No run of the tuning gave a score") as error:
         trainer.hyperparameter_search(RATES)
-    (place,) = (tmp_path / "private").glob("work/*/tuning")
+    place = place_of(tmp_path)
     assert str(place) in str(error.value) and "label" not in str(error.value) + "".join(capfd.readouterr())
     logs = list(place.glob("run-*.log"))
     assert len(logs) == 2 and all("KeyError: 'no such label'" in log.read_text() for log in logs)
+
+
+@pytest.mark.parametrize(
+    "changes, call, match",
+    [
+        ({}, {"hp_space": RATES, "backend": "optuna"}, "takes no backend here.*optuna"),
+        ({}, {"hp_space": RATES, "n_trials": 10}, "a number of runs that is known"),
+        ({}, {"hp_space": lambda trial: {}}, "fixed beforehand"),
+        ({}, {"hp_space": RATES, "direction": "best"}, "is no direction"),
+        ({}, {"hp_space": RATES, "metric": "loss"}, "begins with eval_"),
+        ({"eval_data_privacy": "undeclared"}, {"hp_space": RATES}, "Say whose they are"),
+        ({"tuned_runs": None}, {"hp_space": RATES}, "tuned_runs=10"),
+    ],
+)
+def test_searches_that_are_refused(tmp_path: Path, changes, call, match):
+    with pytest.raises(DPConfigError, match=match):
+        searching(tmp_path, **changes).hyperparameter_search(**call)
