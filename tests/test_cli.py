@@ -224,7 +224,8 @@ def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plan = make_plan(PrivacyConfig(noise_multiplier=1.0, expected_batch_size=10), num_examples=100, num_steps=5)
     with open_log(folder) as log:
         log.record_plan(plan.public_dict(), must_match=())
-        chain = log.start_chain(new_chain(), 0, "first run")
+        chain = new_chain()
+        log.start_chain(chain, 0, "first run")
         for step in range(1, 6):
             log.charge(chain.chain_id, step)
         digest = log.digest()

@@ -7,7 +7,7 @@ A mechanism is one file: strategy, tuner, stream and cost, registered under a na
 
 from __future__ import annotations
 
-from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, LambdaCGD, optimize_damped
+from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, optimize_damped
 from hf_dpopt.noise.banded import BandedToeplitz, choose_num_bands, optimize_banded
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.blt import BufferedLinearToeplitz, fit_blt, optimize_blt
@@ -16,7 +16,7 @@ from hf_dpopt.noise.dense import DenseStrategy, optimize_dense
 from hf_dpopt.noise.fourier import FourierStrategy
 from hf_dpopt.noise.gaussian import IdentityStrategy, IndependentStream
 from hf_dpopt.noise.mechanism import NoiseMechanism, independent_noise
-from hf_dpopt.noise.nu_dpftrl import NuDPFTRL, OptimalCC, optimize_nu
+from hf_dpopt.noise.nu_dpftrl import NuDPFTRL, optimize_nu
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import MECHANISMS, Mechanism, Setting, make_strategy, register
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
@@ -36,7 +36,6 @@ __all__ = [
     "FourierStrategy",
     "IdentityStrategy",
     "IndependentStream",
-    "LambdaCGD",
     "MECHANISMS",
     "Mechanism",
     "NoiseMechanism",
@@ -44,7 +43,6 @@ __all__ = [
     "NoiseStrategy",
     "NoiseStream",
     "NuDPFTRL",
-    "OptimalCC",
     "Participation",
     "Phased",
     "Restarted",

@@ -47,11 +47,6 @@ def AntiPGD() -> DampedAntiPGD:
     return DampedAntiPGD(0.0)
 
 
-def LambdaCGD(lambda_: float) -> DampedAntiPGD:
-    """DP-lambda-CGD under its own parameter."""
-    return DampedAntiPGD(1 - lambda_)
-
-
 @cached
 def optimize_damped(n: int, participation: Participation, workload: Workload | None = None) -> DampedAntiPGD:
     """The damping of anti-PGD with the least mean error: the best lambda = 1 - nu of DP-lambda-CGD.

@@ -54,11 +54,6 @@ class NuDPFTRL(ToeplitzStrategy):
         return np.cumprod(np.concatenate([[1.0], (1 - self.nu) * (2 * t - 3) / (2 * t)]))
 
 
-def OptimalCC() -> NuDPFTRL:
-    """Optimal continual counting: nu-DP-FTRL without damping."""
-    return NuDPFTRL(0.0)
-
-
 @cached
 def optimize_nu(n: int, participation: Participation, workload: Workload | None = None) -> NuDPFTRL:
     """The damping of nu-DP-FTRL with the least mean error.

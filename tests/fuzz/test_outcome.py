@@ -14,7 +14,9 @@ from tests.fuzz.outcome import Case, outcome_of
 
 def _charge_and_fail(folder):
     with RunLog.open(folder / "out", private_dir(folder / "keys", folder / "out")) as log:
-        log.charge(log.start_chain(new_chain(), 0, "first run").chain_id, 1)
+        chain = new_chain()
+        log.start_chain(chain, 0, "first run")
+        log.charge(chain.chain_id, 1)
     raise DPConfigError("Something is wrong. Do something else.")
 
 

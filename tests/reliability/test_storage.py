@@ -261,8 +261,6 @@ def test_a_script_on_a_disk_that_is_really_full(repo: Path, tmp_path: Path) -> N
 
 OUTPUTS = [
     ["plan", "--num-examples", "1000", "--batch", "10", "--steps", "9", "--epsilon", "8", "--plots", "{}"],
-    ["plan-head", "-n", "1000", "--batch", "10", "--steps", "9", "--epsilon", "8", "--head-radius", "1",
-     "--feature-norm", "1", "--plots", "{}"],
     ["audit", "--steps", "2", "--canaries", "20", "--plot", "{}.png"],
     ["tune", "--output-dir", "{}", "--epsilon", "8", "--space", "{{}}", "--metric", "loss", "--", "true"],
 ]  # fmt: skip

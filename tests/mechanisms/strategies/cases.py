@@ -15,7 +15,6 @@ from hf_dpopt.noise import (
     IdentityStrategy,
     NoiseStrategy,
     NuDPFTRL,
-    OptimalCC,
     Phased,
     Restarted,
     TreeAggregation,
@@ -31,7 +30,7 @@ def strategies(n: int) -> dict[str, NoiseStrategy]:
     return {
         "identity": IdentityStrategy(),
         "nu": NuDPFTRL(0.05),
-        "optimal-cc": OptimalCC(),
+        "optimal-cc": NuDPFTRL(0.0),
         "anti-pgd": AntiPGD(),
         "damped": DampedAntiPGD(0.1),
         "bands": BANDS,

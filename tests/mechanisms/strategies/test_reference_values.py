@@ -15,7 +15,6 @@ from hf_dpopt.noise import (
     DampedAntiPGD,
     IdentityStrategy,
     NuDPFTRL,
-    OptimalCC,
     Participation,
     Restarted,
     TreeAggregation,
@@ -37,7 +36,7 @@ CLOSED_FORMS = {
     "full honaker": TreeAggregation("full_honaker"),
     "anti-PGD": AntiPGD(),
     "damped 0.1": DampedAntiPGD(0.1),
-    "nu 0": OptimalCC(),
+    "nu 0": NuDPFTRL(0.0),
     "BISR 16": BandedInverse.of_nu(16),
     "BISR 64": BandedInverse.of_nu(64),
 }
@@ -113,7 +112,7 @@ def test_closed_forms(n, position, k, name):
 @pytest.mark.parametrize("n, name", RESTARTED)
 def test_restarted(n, name):
     every = n // 4
-    strategy = Restarted(OptimalCC(), every) if name == "nu 0" else TreeAggregation("honaker", restart_every=every)
+    strategy = Restarted(NuDPFTRL(0.0), every) if name == "nu 0" else TreeAggregation("honaker", restart_every=every)
     assert _numbers(strategy, n, Participation(4, every)) == pytest.approx(RESTARTED[n, name], abs=5.01e-5)
 
 
@@ -172,14 +171,14 @@ LONG = {  # runs, and their mean losses by mechanism; a number is one of buffers
     (512, Participation(6, 85)): {optimize_dense: 7.5511},
     (512, Participation(4, 128, "fixed_epoch")): {optimize_dense: 5.6267},
     (2052, Participation(1, 2052)): {
-        OptimalCC: 3.3311, optimize_nu: 3.2876, 1: 3.8645, 2: 3.3274, 3: 3.2819, 4: 3.2785, 5: 3.2784},
+        NuDPFTRL: 3.3311, optimize_nu: 3.2876, 1: 3.8645, 2: 3.3274, 3: 3.2819, 4: 3.2785, 5: 3.2784},
     (2052, Participation(4, 513)): {
-        OptimalCC: 7.9977, optimize_nu: 7.3017, 1: 7.8350, 2: 7.1305, 3: 7.1110, 4: 7.1110, _bands: 6.8859},
+        NuDPFTRL: 7.9977, optimize_nu: 7.3017, 1: 7.8350, 2: 7.1305, 3: 7.1110, 4: 7.1110, _bands: 6.8859},
     (2052, Participation(6, 342)): {
-        OptimalCC: 10.8700, optimize_nu: 9.4774, 1: 9.8455, 2: 9.1828, 3: 9.1713, 4: 9.1713, _bands: 8.8041},
-    (10_000, Participation(1, 10_000)): {OptimalCC: 3.8356, optimize_nu: 3.7919, 2: 3.9253, 3: 3.7999, 4: 3.7842, 5: 3.7825},
-    (10_000, Participation(6, 1666)): {OptimalCC: 12.1686, optimize_nu: 10.7225, 2: 10.5058, 3: 10.4092, 4: 10.4061},
-    (2000, Participation(20, 100)): {OptimalCC: 30.5965, optimize_nu: 22.293, 2: 21.3740, 3: 21.3740},
+        NuDPFTRL: 10.8700, optimize_nu: 9.4774, 1: 9.8455, 2: 9.1828, 3: 9.1713, 4: 9.1713, _bands: 8.8041},
+    (10_000, Participation(1, 10_000)): {NuDPFTRL: 3.8356, optimize_nu: 3.7919, 2: 3.9253, 3: 3.7999, 4: 3.7842, 5: 3.7825},
+    (10_000, Participation(6, 1666)): {NuDPFTRL: 12.1686, optimize_nu: 10.7225, 2: 10.5058, 3: 10.4092, 4: 10.4061},
+    (2000, Participation(20, 100)): {NuDPFTRL: 30.5965, optimize_nu: 22.293, 2: 21.3740, 3: 21.3740},
 }  # fmt: skip
 
 
@@ -190,7 +189,7 @@ def test_long_runs_and_large_matrices(n, participation):
         if isinstance(tune, int):
             strategy = optimize_blt(n, participation, tune)
         else:
-            strategy = OptimalCC() if tune is OptimalCC else tune(n, participation)
+            strategy = NuDPFTRL(0.0) if tune is NuDPFTRL else tune(n, participation)
         assert want * (1 - 1e-3) < strategy.mean_loss(n, participation) < want * (1 + 2e-4), tune
         if tune is optimize_dense:
             sensitivity = 1.0 if participation.kind == "fixed_epoch" else participation.max_participations**0.5
