@@ -282,7 +282,8 @@ def test_a_command_whose_output_has_no_place_ends_in_one_line(
 def test_an_image_on_a_full_disk_ends_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["hf-dpopt", *(word.format(tmp_path / "plot") for word in OUTPUTS[2])])
+    (audit,) = (words for words in OUTPUTS if words[0] == "audit")
+    monkeypatch.setattr("sys.argv", ["hf-dpopt", *(word.format(tmp_path / "plot") for word in audit)])
     with broken(tmp_path, r"plot\.png", "full"), pytest.raises(SystemExit) as ended:
         app.main()
     err = capsys.readouterr().err
