@@ -758,5 +758,7 @@ def test_a_collator_that_does_something_else_to_a_batch_is_found(spoil):
     model = bert()
     made = make_engine(model, make_clipping("flat", 0.1))
     together, alone = _three()
-    with pytest.raises(UnsupportedModuleError, match="not the sum of what each gives alone.*collator or the model mixes"):
+    with pytest.raises(
+        UnsupportedModuleError, match="not the sum of what each gives alone.*collator or the model mixes"
+    ):
         check_influence(made, RecordLosses(model), spoil(together), alone)
