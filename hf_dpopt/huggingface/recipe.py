@@ -18,6 +18,7 @@ from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import mean_step_size
 from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.plan.advice import Advice, TrainingJob, advise, kind_of
@@ -51,12 +52,12 @@ class Trained:
     is_tuned: bool
 
     @classmethod
-    def of(cls, args: DPTrainingArguments, given: Mapping[str, Any]) -> Trained:
-        """Look at arguments of the run and of the trainer; of the latter ``model``, ``peft_config`` and so on."""
-        model, adapters = given.get("model"), given.get("peft_config")
+    def of(cls, args: DPTrainingArguments, inputs: TrainerInputs) -> Trained:
+        """Look at arguments of the run and at what the trainer was given."""
+        model, adapters = inputs.model, inputs.peft_config
         name = str(getattr(args.optim, "value", args.optim))
-        own = any(given.get(key) not in (None, (None, None)) for key in ("optimizers", "optimizer_cls_and_kwargs"))
-        plain = args.preconditioner_name() == "none" and given.get("preclip") is None
+        own = inputs.optimizers not in (None, (None, None)) or inputs.optimizer_cls_and_kwargs is not None
+        plain = args.preconditioner_name() == "none" and inputs.preclip is None
         is_plain = plain and args.local_learning_rate is None
         is_tuned = is_plain and name in TUNED_OPTIMIZERS and not own
         if not isinstance(model, nn.Module):
@@ -106,7 +107,7 @@ class Recipe:
 
 def choose_recipe(
     args: DPTrainingArguments,
-    given: Mapping[str, Any],
+    inputs: TrainerInputs,
     *,
     num_units: int,
     batch: int,
@@ -117,7 +118,7 @@ def choose_recipe(
 
     Args:
         args: arguments of the run.
-        given: what the trainer was called with.
+        inputs: what the trainer was given.
         num_units: records, or users.
         batch: logical batch where none is chosen.
         recorded: plan of the run that this one goes on with, or None.
@@ -126,7 +127,7 @@ def choose_recipe(
     Raises:
         DPConfigError: for a recorded recipe that no run wrote.
     """
-    trained = Trained.of(args, given)
+    trained = Trained.of(args, inputs)
     if recorded is not None:
         before, open_ = read_recipe(recorded), _open_options(args, trained)
         if typed_batch(args) is None and args.gradient_accumulation_steps == 1:
@@ -140,17 +141,17 @@ def choose_recipe(
         return Recipe(recorded=_declared(args))
 
 
-def complete_recipe(recipe: Recipe, args: DPTrainingArguments, given: Mapping[str, Any], plan: PrivacyPlan) -> Recipe:
+def complete_recipe(recipe: Recipe, args: DPTrainingArguments, inputs: TrainerInputs, plan: PrivacyPlan) -> Recipe:
     """Choose what depends on the size of the model, for trainers that load it themselves; the batch is the plan's.
 
     Args:
         recipe: what was chosen without the model.
         args: arguments of the run.
-        given: what the trainer was called with, and the model.
+        inputs: what the trainer was given, with the model that it loaded.
         plan: plan of the run.
     """
     later = choose_recipe(
-        args, given, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
+        args, inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
         recorded={"recipe": recipe.recorded} if recipe.job is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip
