@@ -40,7 +40,7 @@ from transformers import (
 )
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
-from hf_dpopt.huggingface.private_evaluation import planned_evaluations
+from hf_dpopt.huggingface.evaluation import planned_evaluations
 from recipes import processes, running
 from recipes.frozen import can_train_on_features, feature_splits
 from recipes.glue_data import ClassificationData

@@ -46,7 +46,7 @@ import hf_dpopt.run.run as run_module
 import hf_dpopt.run.step as step_module
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.sharding import whole_of
-from hf_dpopt.huggingface.private_evaluation import PrivateEvaluation
+from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.trainer import DPTrainerMixin
 from hf_dpopt.report.facts import collect_versions
 from hf_dpopt.run.checkpoint import UNFINISHED
@@ -110,7 +110,7 @@ def _telling(pipe: int) -> Iterator[None]:
             (DPTrainerMixin, "_save_checkpoint", "s"),
             (Journal, "_append", "j"),
             (cache_module, "_write", "c"),
-            (PrivateEvaluation, "evaluate", "e"),
+            (EvaluationGuard, "evaluate", "e"),
             (run_module, "charge_run", "d"),
         ):
             stack.enter_context(wrap(owner, name, letter))

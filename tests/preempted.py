@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from transformers import Trainer
 
-import hf_dpopt.huggingface.trainer as trainer_module
+import hf_dpopt.huggingface.session as session_module
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.run.journal import Journal
 from hf_dpopt.run.keys import Chain
@@ -140,7 +140,7 @@ def make(folder: Path, setting: str, **changes: Any) -> Any:
 @contextlib.contextmanager
 def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) -> Iterator[None]:
     """Let steps of a run make no update: the release is thrown away, the optimizer does not step."""
-    whole = trainer_module.private_step
+    whole = session_module.private_step
 
     def step_without_update(engine, losses, batches, *, run, step, chain=(), everything=None, stand_in=None):
         if step not in steps:
@@ -171,7 +171,7 @@ def losing(trainer: Any, steps: frozenset[int], *, loses_opening: bool = False) 
         optimizer.step = no_step
         return seen
 
-    with mock.patch.object(trainer_module, "private_step", step_without_update):
+    with mock.patch.object(session_module, "private_step", step_without_update):
         yield
 
 

@@ -135,7 +135,7 @@ def test_a_torn_entry_before_steps_without_a_journal_is_no_edited_one(tmp_path):
         preempted.make(left, "gaussian", journal_limit=0.0, **options).train(resume_from_checkpoint=True)
     trainer = preempted.make(again, "gaussian", **options)
     trainer.train(resume_from_checkpoint=True)
-    assert trainer._run.recovery is None and trainer._run.charged == [7, 4]
+    assert trainer._session.run.recovery is None and trainer._session.run.charged == [7, 4]
 
 
 # --- secrets ---

@@ -282,7 +282,7 @@ def test_a_branch_on_balls_in_bins_asks_for_epsilon_once_and_not_in_every_step(t
     trainer(tmp_path, **options, target_epsilon=3.0).train()
     branch = trainer(tmp_path, **options, target_epsilon=9.0)
     branch.train(resume_from_checkpoint=str(tmp_path / "out/checkpoint-3"))
-    run = branch._run
+    run = branch._session.run
     run._is_closed, run.charged = False, [NUM_STEPS, 0]
     asked = []
     monkeypatch.setattr(type(branch.plan), "epsilon", lambda self, *steps: asked.append(steps) or 99.0)
@@ -315,7 +315,7 @@ def test_a_closed_run_takes_no_more_steps(tmp_path):
     run = trainer(tmp_path, **CASES["blt"])
     run.train()
     with pytest.raises(DPConfigError, match="was closed"):
-        run._run.charge(NUM_STEPS + 1)
+        run._session.run.charge(NUM_STEPS + 1)
 
 
 def test_options_are_what_the_ledger_gives_back(tmp_path):

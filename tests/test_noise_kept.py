@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
-from hf_dpopt.huggingface import room, trainer
+from hf_dpopt.huggingface import planning
 from hf_dpopt.noise import BandedInverse, BandedToeplitz, NuDPFTRL
 from hf_dpopt.noise.streams import HistoryStream, Speed, StreamCost, cheapest, measure_speed
 from hf_dpopt.plan.choose import fit_backend
@@ -120,7 +120,7 @@ def test_the_choice_is_recorded_and_a_resume_keeps_it(tmp_path, monkeypatch):
     )  # fmt: skip
 
     def run(folder: str, kwargs, free: int):
-        monkeypatch.setattr(room, "free_bytes", lambda device: free)
+        monkeypatch.setattr(planning, "free_bytes", lambda device: free)
         return tiny.trainer(tmp_path / folder, noise_kwargs={"num_bands": 3, **kwargs}, **options)
 
     whole = run("out", {"backend": "fit"}, 10**12)
@@ -139,7 +139,7 @@ def test_the_choice_is_recorded_and_a_resume_keeps_it(tmp_path, monkeypatch):
 
 def test_a_model_that_is_not_there_yet_is_refused(tmp_path, monkeypatch):
     options = dict(noise_mechanism="banded_inverse", noise_kwargs={"num_bands": 2, "backend": "fit"})
-    monkeypatch.setattr(trainer, "measure_speed", lambda device: SPEED)
+    monkeypatch.setattr(planning, "measure_speed", lambda device: SPEED)
     with pytest.raises(DPConfigError, match="Hand over a loaded model"):
         tiny.trainer(tmp_path, model=None, model_init=tiny.model, **options)
 

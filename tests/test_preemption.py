@@ -113,7 +113,7 @@ def test_a_query_that_was_lost_is_not_asked_again(tmp_path, caplog):
         trainer = _finish(left, "one_query")
     assert "is not asked again" in caplog.text
     assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
-    assert not any(v.any() for v in trainer._stages.preclip.state_dict()["moments"].values())
+    assert not any(v.any() for v in trainer._session.stages.preclip.state_dict()["moments"].values())
     whole = preempted.make(tmp_path / "whole", "one_query", save_strategy="no", journal_limit=0.0)
     with preempted.known_keys(), preempted.losing(whole, frozenset({1}), loses_opening=True):
         whole.train()

@@ -110,9 +110,9 @@ def test_the_names_choose_the_optimizers(tmp_path):
                 (run.plan.draw_stddev * run.plan.sensitivity / 16) ** 2
             )  # fmt: skip
             assert (optimizer.filter is None) == (text is None)
-            assert run._stages.chain == ()
+            assert run._session.stages.chain == ()
         else:
-            assert len(run._stages.chain) == (text is not None)
+            assert len(run._session.stages.chain) == (text is not None)
     assert list(kinds.values()) == [DPAdamBC, DPAdamW, DPGaLore, torch.optim.AdamW, torch.optim.SGD]
 
 
@@ -151,7 +151,7 @@ def test_lora_is_preconditioned_too(tmp_path):
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
     run = trainer(tmp_path, model=get_peft_model(tiny.model(), lora), **CASES["dp2"], save_strategy="no")
     run.train()
-    moments = run._stages.preclip.moment.diagonal()
+    moments = run._session.stages.preclip.moment.diagonal()
     assert set(moments) == {n for n, p in run.model.named_parameters() if p.requires_grad} and len(moments) > 4
     assert all((m > 0).all() for m in moments.values())  # of every trained coordinate, B and A
 
@@ -187,7 +187,7 @@ class Halved:
 def test_a_map_of_ones_own_runs_last_and_is_kept(tmp_path):
     run = trainer(tmp_path, postprocess=[own := Halved()], filter="momentum", optim="sgd", max_steps=3)
     run.train()
-    assert own.calls == 3 and run._stages.chain[-1].own is own and len(run._stages.chain) == 2
+    assert own.calls == 3 and run._session.stages.chain[-1].own is own and len(run._session.stages.chain) == 2
     more = trainer(tmp_path, postprocess=[again := Halved()], filter="momentum", optim="sgd", max_steps=4)
     more.train(resume_from_checkpoint=True)
     assert again.calls == 4
@@ -457,4 +457,4 @@ def test_a_second_call_to_train_leaves_no_hook_of_the_first(tmp_path):
     run.train()
     assert not run.optimizer.optimizer._optimizer_step_post_hooks
     run.train()
-    assert run._stages.after[1]._num_steps == 3 and not run.optimizer.optimizer._optimizer_step_post_hooks
+    assert run._session.stages.after[1]._num_steps == 3 and not run.optimizer.optimizer._optimizer_step_post_hooks

@@ -24,7 +24,7 @@ ALPHA = 1e-6  # false-alarm probability of each random test, whatever the seed
 
 
 def _drawn(trainer, step: int) -> list[int]:
-    return trainer._run.plan.sampler.draw(trainer._run.chain.sampling_key, step).tolist()
+    return trainer._session.run.plan.sampler.draw(trainer._session.run.chain.sampling_key, step).tolist()
 
 
 def test_without_noise_a_step_is_the_clipped_sum_of_the_drawn_records(tmp_path):
@@ -239,7 +239,7 @@ def test_nothing_unprivatized_is_logged_or_saved(tmp_path):
     for line in trainer.state.log_history:
         assert not {"loss", "train_loss", "total_flos", "num_input_tokens_seen"} & set(line)
     assert trainer.state.total_flos == 0
-    key = trainer._run.chain
+    key = trainer._session.run.chain
     for path in (tmp_path / "out").rglob("*"):
         content = path.read_bytes() if path.is_file() else b""
         for secret in (key.root, key.noise_key, key.sampling_key, key.dropout_key):

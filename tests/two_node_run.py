@@ -60,11 +60,11 @@ def note(root: Path, name: str, **facts: Any) -> None:
 def train(root: Path, name: str, *, resume: bool = False, **changes: Any) -> None:
     made = trainer(root, name, **changes)
     output = made.train(resume_from_checkpoint=resume or None)
-    run = made._run
+    run = made._session.run
     torch.save(tiny.weights(made.model), root / f"{name}-{collectives.rank()}.pt")
     note(
         root, name, world=collectives.world_size(), epsilon=output.metrics["epsilon"], planned=made.plan.epsilon(),
-        charged=list(run.charged), users=None if made._users is None else made._users.index.num_users,
+        charged=list(run.charged), users=None if made._planned.users is None else made._planned.users.index.num_users,
         recovered=None if run.recovery is None else [run.recovery.first, run.recovery.last],
     )  # fmt: skip
 

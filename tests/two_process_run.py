@@ -51,7 +51,7 @@ def run(folder: Path, name: str, resume: bool = False, **changes) -> None:
         "epsilon": output.metrics["epsilon"],
         "strategy": trainer.plan.strategy.digest(),
         "planned": trainer.plan.epsilon(),
-        "drawn": [trainer._run.draw(s).tolist() for s in range(1, 6)],
+        "drawn": [trainer._session.run.draw(s).tolist() for s in range(1, 6)],
         "wrapped": type(trainer.model_wrapped).__name__,
         "numbers": [v for log in trainer.state.log_history for k, v in log.items() if k.startswith("private_")],
     }
@@ -92,7 +92,11 @@ def killed(folder: Path, setting: str, lost: int) -> None:
             undisturbed.train()
     rank, want = collectives.rank(), tiny.weights(undisturbed.model)
     facts = {
-        "taken_again": [trainer._run.recovery.first, trainer._run.recovery.last, sorted(trainer._run.recovery.lost)],
+        "taken_again": [
+            trainer._session.run.recovery.first,
+            trainer._session.run.recovery.last,
+            sorted(trainer._session.run.recovery.lost),
+        ],
         "is_equal": all(torch.equal(p, want[name]) for name, p in tiny.weights(trainer.model).items()),
         "spent": trainer.privacy_spent().epsilon,
         "planned": trainer.plan.epsilon(),

@@ -75,7 +75,7 @@ class _AuditedTrainer(DPTrainer):
         self.add_callback(AfterStep(self._look))
 
     def _look(self, step: int) -> None:
-        run = self._current_run()
+        run = self._training.run
         self.weights.append(_weights(self.model))
         self.drawn.append(run.plan.sampler.draw(run.chain.sampling_key, step))
         self.gains.append(run.preclip.gain)

@@ -14,6 +14,7 @@ from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.recipe import TRAINED_HEAD, Recipe, Trained
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
 from hf_dpopt.plan.advice import TrainingJob, advise
@@ -23,13 +24,13 @@ from hf_dpopt.plan.plan import PrivacyPlan
 MUCH = 1.5  # times the noise of a step under independent noise: nu_dpftrl, nu 0.1, loses nothing at 2, banded all at 3
 
 
-def announce(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, Any], recipe: Recipe) -> None:
+def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, recipe: Recipe) -> None:
     """Say what was chosen, what the noise leaves, and what would be better; warn of a run that cannot learn.
 
     Args:
         plan: plan of the run.
         args: its arguments, with what was chosen.
-        given: what the trainer was called with.
+        inputs: what the trainer was given, with the model that is trained.
         recipe: what was chosen, and the advice it is from.
     """
     if current_ranks().rank != 0:
@@ -43,8 +44,8 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, A
     if not plan.is_private or is_long:
         return
     try:
-        trained = Trained.of(args, given)
-        outlook = _outlook(plan, args, given, recipe)
+        trained = Trained.of(args, inputs)
+        outlook = _outlook(plan, args, inputs, recipe)
         logger.info(f"Outlook: {outlook.describe()}.")
         better = _better(outlook, recipe, plan, args, trained)
         head = _of_the_head(outlook)
@@ -57,15 +58,15 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, A
         logger.info(f"No advice: {error}")
 
 
-def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, given: Mapping[str, Any], recipe: Recipe) -> Outlook:
-    trained = Trained.of(args, given)
+def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, recipe: Recipe) -> Outlook:
+    trained = Trained.of(args, inputs)
     reach = advised = None
     if recipe.job is not None and trained.is_tuned and trained.size is not None:
         reach = args.learning_rate * plan.num_steps * mean_step_size(args, plan.num_steps)
         batch = plan.sampler.expected_batch_size
         rate = recipe.job.learning_rate(recipe.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
         advised = rate * plan.num_steps / 2
-    adaptive = is_adaptive(args, given)
+    adaptive = is_adaptive(args, inputs)
     return outlook_of(
         plan,
         trained.kind,

@@ -16,7 +16,7 @@ from transformers.training_args import OptimizerNames
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.log import logger
-from hf_dpopt.huggingface.refusals.values import check_json, check_types
+from hf_dpopt.huggingface.values import check_json, check_types
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.options import (

@@ -7,7 +7,8 @@ The stock Trainer writes into ``output_dir/checkpoint-N`` file by file; a kill l
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from transformers.trainer_utils import sort_checkpoints
 
 from hf_dpopt.common import collectives
 from hf_dpopt.common.durable import check_renames, make_folder, move_into_place, remove, remove_folder
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.log import logger
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.run.checkpoint import (
     NEEDED,
     STATE,
@@ -33,21 +36,24 @@ from hf_dpopt.run.checkpoint import (
     step_of,
     write_manifest,
 )
-from hf_dpopt.run.keys import private_dir
-from hf_dpopt.run.log import Found, RunLog, find_run
+from hf_dpopt.run.log import Found
 from hf_dpopt.run.resume import decide
+from hf_dpopt.run.run import PrivateRun
 
 
 class Checkpoints:
     """Saves of one trainer, and the choice of where it goes on.
+
+    Args:
+        args: its training arguments.
 
     Attributes:
         folder: folder in which the Trainer makes `checkpoint-N` now; None for its own, between saves.
         last_saved: step of the last save of this process.
     """
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, args: DPTrainingArguments):
+        self._args, self._output_dir = args, Path(str(args.output_dir))
         self.folder: Path | None = None
         self.last_saved: int | None = None
         self._pushes: list[str] = []
@@ -55,41 +61,39 @@ class Checkpoints:
 
     # --- saving ---
 
-    def save(self, write: Callable[[], None], output_dir: str, *, is_extra: bool = False) -> tuple[Path, bool]:
-        """Save a checkpoint whole; return its folder, and whether the Trainer wanted to push it.
+    def save(
+        self, write: Callable[[], None], output_dir: str, state: TrainerState, run: PrivateRun, *, is_extra: bool
+    ) -> str | None:
+        """Save a checkpoint whole; return its folder if the Trainer wanted to push it.
 
         Args:
             write: the stock save, which asks `folder` where to write, and leaves what it would push to `defer_push`.
             output_dir: folder in which the checkpoint will lie.
+            state: the Trainer's.
+            run: the run in progress.
             is_extra: whether it is there for the journal alone: the next save removes it, and it replaces none.
 
         Raises:
             DPConfigError: if the ledger was taken from under the run, or the filesystem cannot rename folders.
         """
-        place = Path(output_dir) / f"checkpoint-{self.trainer.state.global_step}"
+        place = Path(output_dir) / f"checkpoint-{state.global_step}"
         unfinished, was_there, self._pushes = place.parent / UNFINISHED, place.exists(), []
-        if self.trainer.args.should_save:
+        saves, ranks = self._args.should_save, run.ranks  # rank 0, and with save_on_each_node one of each machine
+        if saves:
             make_folder(unfinished)
             remove(unfinished / place.name)  # of a save that failed in this process
-        with self._writing_to(unfinished):
+        self.folder = unfinished
+        try:
             write()
-        self._name_best(place)
-
-        standing, saves = self.trainer._current_run().stand(), self.trainer.args.should_save
-
-        def finish() -> None:
-            if saves:  # rank 0, and with save_on_each_node the first of each machine
-                self._finish(unfinished / place.name, place, standing, adopts=not was_there)
-
-        def remove_older() -> None:
-            if saves:
-                self._remove_older(unfinished, place, is_extra=is_extra)
-
-        ranks = collectives.current_ranks()
-        ranks.every(finish)
-        ranks.every(remove_older)  # when the new one is whole on every machine: a kill leaves one that all have
-        self.last_saved, self._extra = self.trainer.state.global_step, place if is_extra else None
-        return place, bool(self._pushes)
+        finally:
+            self.folder = None
+        self._name_best(place, state)
+        made, standing = unfinished / place.name, run.stand()
+        ranks.every(lambda: self._finish(made, place, state, standing, adopts=not was_there) if saves else None)
+        # when the new one is whole on every machine: a kill leaves one that all have
+        ranks.every(lambda: self._remove_older(unfinished, place, state, is_extra=is_extra) if saves else None)
+        self.last_saved, self._extra = state.global_step, place if is_extra else None
+        return str(place) if self._pushes else None
 
     def defer_push(self, folder: str) -> bool:
         """Whether a push has to wait for the end of the save."""
@@ -97,26 +101,19 @@ class Checkpoints:
             self._pushes.append(folder)
         return self.folder is not None
 
-    @contextlib.contextmanager
-    def _writing_to(self, folder: Path) -> Iterator[None]:
-        self.folder = folder
-        try:
-            yield
-        finally:
-            self.folder = None
-
-    def _name_best(self, place: Path) -> None:
+    def _name_best(self, place: Path, state: TrainerState) -> None:
         """Note the best checkpoint under the name that it will have, as the stock save does."""
-        state = self.trainer.state
-        if not state.best_global_step or self.trainer.args.save_strategy == "no":
+        if not state.best_global_step or self._args.save_strategy == "no":
             return
         best = place.with_name(f"checkpoint-{state.best_global_step}")
         if best == place or best.exists():
             state.best_model_checkpoint = str(best)
 
-    def _finish(self, made: Path, place: Path, standing: tuple[str, str, int], *, adopts: bool) -> None:
+    def _finish(
+        self, made: Path, place: Path, state: TrainerState, standing: tuple[str, str, int], *, adopts: bool
+    ) -> None:
         """Complete the checkpoint, and put it in its place."""
-        self.trainer.state.save_to_json(str(made / "trainer_state.json"))  # with the name of the best checkpoint
+        state.save_to_json(str(made / "trainer_state.json"))  # with the name of the best checkpoint
         if adopts and place.is_dir():  # a subclass of the Trainer wrote a file there by name
             for path in place.iterdir():
                 if not (made / path.name).exists():
@@ -124,30 +121,20 @@ class Checkpoints:
         write_manifest(made, *standing)
         move_into_place(made, place)
 
-    def _remove_older(self, unfinished: Path, place: Path, *, is_extra: bool) -> None:
+    def _remove_older(self, unfinished: Path, place: Path, state: TrainerState, *, is_extra: bool) -> None:
         """Delete older checkpoints that are too many."""
-        self._remove_extra(unfinished, except_for=place)
-        if not is_extra:
-            for folder in surplus(place.parent, self.trainer.args.save_total_limit, self.trainer.state):
-                _delete(Path(folder), unfinished)
-        with contextlib.suppress(OSError):  # something of another save is left in it
-            unfinished.rmdir()
+        gone = [] if is_extra else surplus(place.parent, self._args.save_total_limit, state)
+        _delete([*([self._extra] if self._extra not in (None, place) else []), *map(Path, gone)], unfinished)
 
     def drop_extra(self) -> None:
         """Remove the checkpoint that was there for the journal alone: the training has ended."""
-        if self._extra is not None and self.trainer.args.should_save:
-            self._remove_extra(self._extra.parent / UNFINISHED)
-            with contextlib.suppress(OSError):
-                (self._extra.parent / UNFINISHED).rmdir()
+        if self._extra is not None and self._args.should_save:
+            _delete([self._extra], self._extra.parent / UNFINISHED)
         self._extra = None
-
-    def _remove_extra(self, by_way_of: Path, except_for: Path | None = None) -> None:
-        if self._extra is not None and self._extra != except_for:
-            _delete(self._extra, by_way_of)
 
     # --- going on ---
 
-    def choose(self, asked: str | bool | None) -> tuple[str | None, bool]:
+    def choose(self, asked: str | os.PathLike[str] | bool | None) -> tuple[str | None, bool]:
         """Choose the checkpoint that a run goes on from, the same on every rank.
 
         Args:
@@ -158,9 +145,12 @@ class Checkpoints:
             because it has not taken a step yet.
 
         Raises:
-            DPConfigError: if the one that was asked for is torn, if torn ones are all there is, or if none could be
-                saved whole.
+            DPConfigError: if the one that was asked for is torn or no folder, if torn ones are all there is, or if
+                none could be saved whole.
         """
+        if isinstance(asked, str):  # as a command line gives it
+            asked = {"true": True, "false": False}.get(asked.lower(), asked)
+        _check_asked(asked)
         ranks, without, said = collectives.current_ranks(), frozenset[int](), ""
         while True:
             folder, goes_on, wanted = ranks.same(lambda: self._choose(asked, without))  # noqa: B023
@@ -168,15 +158,24 @@ class Checkpoints:
                 raise DPConfigError(f"No checkpoint is whole on all machines: {said}")
             if folder is None:
                 return None, goes_on
-            found = ranks.every(lambda: self._wrong_here(Path(folder), wanted))  # noqa: B023
-            other = next((rank for rank, reason in enumerate(found) if reason), None)
-            if other is None:
+            said = self._wrong_somewhere(Path(folder), wanted)
+            if not said:
                 return folder, goes_on
-            said = _where(other, found[other])
             if asked is not True:
                 raise DPConfigError(f"{folder} is no checkpoint to resume from: {said}")
             logger.warning(f"{Path(folder).name} is skipped: {said}")
             without |= {step_of(Path(folder))}
+
+    def _wrong_somewhere(self, folder: Path, wanted: Manifest | None) -> str:
+        """Say what is wrong with a checkpoint on the first machine on which something is; all ranks together."""
+        found = collectives.current_ranks().every(lambda: self._wrong_here(folder, wanted))
+        rank = next((rank for rank, reason in enumerate(found) if reason), None)
+        if rank is None:
+            return ""
+        return (
+            f"on the machine of process {rank}, {found[rank]}. Put output_dir on a disk that all machines see, or "
+            "save with --save_on_each_node and resume on the same machines, each with its own folder."
+        )
 
     def _wrong_here(self, folder: Path, wanted: Manifest | None) -> str:
         """Say what is wrong with the copy of a checkpoint that this process reads; an empty text if nothing is.
@@ -187,7 +186,7 @@ class Checkpoints:
         """
         if not folder.is_dir():
             return "it is not there"
-        if collectives.rank() == 0 or not self.trainer.args.save_on_each_node or not self.trainer.args.should_save:
+        if collectives.rank() == 0 or not self._args.save_on_each_node or not self._args.should_save:
             return ""
         found = examine(folder, None, needed={*NEEDED, *({} if wanted is None else wanted.files)})
         mine = found.manifest
@@ -195,41 +194,46 @@ class Checkpoints:
             return "it is that of another run, or of another moment"
         return "; ".join(found.reasons)
 
-    def check_best(self) -> None:
-        """Refuse to load the best checkpoint at the end if its files are not those that were saved."""
-        best = self.trainer.state.best_model_checkpoint
-        if best is not None:  # a file in output_dir names it: a resume reads the Trainer's state
-            best = str(Path(str(self.trainer.args.output_dir), Path(best).name))
-            self.trainer.state.best_model_checkpoint = best
+    def check_best(self, state: TrainerState, run: PrivateRun) -> None:
+        """Refuse to load the best checkpoint at the end if its files are not those that were saved.
+
+        Args:
+            state: the Trainer's, which names it.
+            run: the run in progress, whose log knows more than what lies on the disk.
+        """
+        if state.best_model_checkpoint is None:
+            return
+        # a file in output_dir names it: a resume reads the Trainer's state
+        best = self._output_dir / Path(state.best_model_checkpoint).name
+        state.best_model_checkpoint = str(best)
 
         def check() -> Manifest | None:
-            run = self.trainer._run  # whose log is open, and knows more than what lies on the disk
-            found = examine(Path(best), self._found().known if run is None else run.ledger)
+            found = examine(best, run.ledger)
             if not found.is_whole:
                 raise refuse(found)
             return found.manifest
 
-        if best is not None:
-            ranks = collectives.current_ranks()
-            wanted = ranks.same(check)
-            found = ranks.every(lambda: self._wrong_here(Path(best), wanted))
-            other = next((rank for rank, reason in enumerate(found) if reason), None)
-            if other is not None:
-                raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {_where(other, found[other])}")
+        if said := self._wrong_somewhere(best, run.ranks.same(check)):
+            raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {said}")
 
-    def _choose(self, asked: str | bool | None, without: frozenset[int]) -> tuple[str | None, bool, Manifest | None]:
+    def _choose(
+        self, asked: str | os.PathLike[str] | bool | None, without: frozenset[int]
+    ) -> tuple[str | None, bool, Manifest | None]:
         """Choose as `choose`, on rank 0; return also the manifest of the checkpoint.
 
         Args:
             without: steps of checkpoints that other machines do not have.
         """
-        output_dir = Path(str(self.trainer.args.output_dir))
-        if self.trainer.args.save_strategy != "no":
+        output_dir = self._output_dir
+        if self._args.save_strategy != "no":
             check_renames(output_dir / UNFINISHED)
         if asked is None or asked is False:
             return None, False, None
-        self._clean(output_dir)
-        known = self._found()
+        known = found_by(self._args)
+        if known.known is not None:  # finish or remove what a killed run left, under its locks
+            with open_log(self._args) as log:
+                clean(output_dir, log.state)
+            known = found_by(self._args)
         if asked is True:
             newest = self._newest(output_dir, known, without)
             if newest is None:
@@ -260,19 +264,15 @@ class Checkpoints:
             logger.warning(f"{one.folder.name} is skipped: {'; '.join(one.reasons)}. Resuming from {last.folder}.")
         return last
 
-    def _clean(self, output_dir: Path) -> None:
-        """Finish or remove what a killed run left, under its locks."""
-        if self._found().known is not None:
-            with RunLog.open(output_dir, self._private_dir()) as log:
-                clean(output_dir, log.state)
 
-    def _found(self) -> Found:
-        """All records of the run in `output_dir`."""
-        return find_run(Path(str(self.trainer.args.output_dir)), self._private_dir())
-
-    def _private_dir(self) -> Path:
-        args = self.trainer.args
-        return private_dir(args.private_state_dir, args.output_dir)
+def _check_asked(asked: Any) -> None:
+    """Refuse what is neither a path nor a yes or no, and an empty name."""
+    is_path = isinstance(asked, str | os.PathLike) and bool(os.fspath(asked))
+    if asked is not None and not isinstance(asked, bool) and not is_path:
+        raise DPConfigError(
+            f"resume_from_checkpoint={shown(asked)} is no folder. Use True for the last checkpoint of output_dir, or "
+            "the folder of one."
+        )
 
 
 @contextlib.contextmanager
@@ -301,12 +301,15 @@ def _has_recovery(known: Found, output_dir: Path) -> bool:
         return False
 
 
-def _delete(folder: Path, by_way_of: Path) -> None:
-    """Delete a checkpoint; where that fails, as with files that are open on NFS, the next run deletes the rest."""
-    try:
-        remove_folder(folder, by_way_of)
-    except OSError as error:
-        logger.warning(f"{folder} could not be deleted ({error.strerror}); the next run tries again.")
+def _delete(folders: Iterable[Path | None], by_way_of: Path) -> None:
+    """Delete checkpoints; where that fails, as with files that are open on NFS, the next run deletes the rest."""
+    for folder in filter(None, folders):
+        try:
+            remove_folder(folder, by_way_of)
+        except OSError as error:
+            logger.warning(f"{folder} could not be deleted ({error.strerror}); the next run tries again.")
+    with contextlib.suppress(OSError):  # something of another save is left in it
+        by_way_of.rmdir()
 
 
 def surplus(output_dir: Path, limit: int | None, state: Any) -> list[str]:
@@ -341,14 +344,6 @@ def written_on_this_machine(model: Any, args: Any) -> Iterator[None]:
         yield
     finally:
         del model.should_save_on_this_rank
-
-
-def _where(rank: int, reason: str) -> str:
-    """Say what is wrong on the machine of a rank, and what to do."""
-    return (
-        f"on the machine of process {rank}, {reason}. Put output_dir on a disk that all machines see, or save with "
-        "--save_on_each_node and resume on the same machines, each with its own folder."
-    )
 
 
 def _instead(last: Checkpoint | None, output_dir: Path) -> str:

@@ -21,10 +21,11 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
-from hf_dpopt.huggingface.self_check import Look, synthetic_batch
+from hf_dpopt.huggingface.self_check import Columns, Look
+from hf_dpopt.huggingface.self_check.comparisons import check_outputs
 from hf_dpopt.huggingface.self_check.conditions import in_mode
-from hf_dpopt.huggingface.self_check.influence import check_outputs
 from hf_dpopt.records.collation import Collation
+from hf_dpopt.run.step import digest_of
 
 TOKENS_AT_ONCE = (
     2048  # of a batch: 4,000 sentences of SST-2 take 17 s of a core in place of 21; 1024 and 4096 are level
@@ -121,10 +122,8 @@ def _of_batch(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> torc
 
 def _check_outputs(model: PreTrainedModel, like: Mapping[str, torch.Tensor], start: KeptState) -> None:
     """Refuse a model that mixes or remembers made-up records of one length, or that changes itself."""
-    batches = [
-        synthetic_batch(like, model, None, looks=(Look(), Look(kind=kind), Look(kind=kind)))
-        for kind in ("ordinary", "constant", "large")
-    ]
+    columns, others = Columns(like, None, "right"), (Look(), Look(kind="constant"), Look(kind="large"))
+    batches = [columns.batch(model, (Look(), other, other)) for other in others]
     check_outputs(lambda batch: _of_batch(model, batch), batches)
     start.check()
 
@@ -156,12 +155,9 @@ def _check_model(model: PreTrainedModel) -> None:
 
 
 def _digest(model: PreTrainedModel, inputs: Sequence[Mapping[str, Any]]) -> str:
-    digest, head = hashlib.blake2b(digest_size=16), f"{find_head(model)}."  # whose weights features do not depend on
-    for name, value in sorted(model.state_dict().items()):
-        if name.startswith(head):
-            continue
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
-        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    head = f"{find_head(model)}."  # whose weights features do not depend on
+    weights = digest_of({name: value for name, value in model.state_dict().items() if not name.startswith(head)})
+    digest = hashlib.blake2b(weights.encode(), digest_size=16)
     for record in inputs:
         for name in sorted(record):
             values = np.asarray(record[name])

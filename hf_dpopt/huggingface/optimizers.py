@@ -44,7 +44,9 @@ def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Opt
         fields["eps"] = "adam_epsilon"
         kwargs |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     allowed = [n for n in parameters if n not in fields]
-    for key, text in _pairs(args.optim_args):
+    for key, text in pairs_of(args.optim_args):
+        if key in kwargs and key in allowed:
+            raise DPConfigError(f"`optim_args` has {key} twice. Give it once.")
         if key in fields:
             raise DPConfigError(f"`optim_args` has {key}={text}, which {name} takes from {fields[key]}. Set it there.")
         if key not in allowed:
@@ -57,18 +59,19 @@ def optimizer_from_arguments(name: str, args: Any) -> tuple[type[torch.optim.Opt
     return cls, kwargs
 
 
-def _pairs(optim_args: str | None) -> list[tuple[str, str]]:
-    pairs: list[tuple[str, str]] = []
-    for piece in filter(None, (optim_args or "").replace(" ", "").split(",")):
-        key, equals, text = piece.partition("=")
-        if not equals or not key or not text:
+def pairs_of(optim_args: str | None) -> list[tuple[str, str]]:
+    """The options in ``"rank=8,scale=1"``.
+
+    Raises:
+        DPConfigError: for a piece that is no pair.
+    """
+    pieces = optim_args.replace(" ", "").split(",") if optim_args else []
+    for piece in pieces:
+        if piece.count("=") != 1 or piece.startswith("=") or piece.endswith("="):
             raise DPConfigError(
                 f"`optim_args` has {shown(piece)}, which is no key=value. Use for instance 'rank=8,scale=1'."
             )
-        if key in dict(pairs):
-            raise DPConfigError(f"`optim_args` has {key} twice. Give it once.")
-        pairs.append((key, text))
-    return pairs
+    return [(key, text) for key, _, text in (piece.partition("=") for piece in pieces)]
 
 
 def _read_value(key: str, text: str, hint: Any) -> Any:

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from torch.utils.data import get_worker_info
+from transformers import TrainingArguments
 
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.run import PrivateRun
@@ -37,6 +38,9 @@ class Preempted(SystemExit):
 class Preemption:
     """Signals that this process has received, and what the ranks agree on.
 
+    Args:
+        replaces_handlers: whether handlers that the script has installed are replaced during training, too.
+
     Attributes:
         received: name of the first signal that asked to stop; None so far.
         is_stopping: whether all processes have agreed to stop.
@@ -44,7 +48,8 @@ class Preemption:
         is_extra: whether that checkpoint is there for the journal alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces_handlers: bool) -> None:
+        self._replaces_handlers = replaces_handlers
         self.received: str | None = None
         self.is_stopping = False
         self.wants_save, self.is_extra = False, False
@@ -52,11 +57,11 @@ class Preemption:
         self._before: dict[int, Any] = {}  # handlers that were there, by signal
 
     @contextlib.contextmanager
-    def watching(self, *, replaces_handlers: bool) -> Iterator[None]:
+    def watching(self) -> Iterator[None]:
         """Record SIGTERM, SIGUSR1 and SIGINT inside the context, and restore their handlers after it.
 
         Outside of the main thread no handler is installed; at a prompt or in a notebook, none for SIGINT. A handler
-        that the script has installed stays, unless `replaces_handlers`; the default ones would end the process in
+        that the script has installed stays, unless it is to be replaced; the default ones would end the process in
         mid-step. A signal that came too late to stop the training is sent once more when the handlers are back.
         """
         self.received, self.is_stopping, self._process = None, False, os.getpid()
@@ -65,7 +70,7 @@ class Preemption:
             for number in SIGNALS:
                 is_default = signal.getsignal(number) in DEFAULT_HANDLERS
                 is_at_prompt = number == signal.SIGINT and hasattr(sys, "ps1")  # IPython sets it, so notebooks have it
-                if (replaces_handlers or is_default) and not is_at_prompt:
+                if (self._replaces_handlers or is_default) and not is_at_prompt:
                     self._before[number] = signal.signal(number, self._receive)
         try:
             yield
@@ -73,6 +78,23 @@ class Preemption:
             for replaced in self._before:
                 self._restore(replaced)
         self._pass_on()
+
+    @contextlib.contextmanager
+    def in_place_of_jit(self, args: TrainingArguments) -> Iterator[None]:
+        """Switch transformers' own saves off inside the context: they come between a gradient and its update."""
+        args.enable_jit_checkpoint = False
+        yield
+        args.enable_jit_checkpoint = self._replaces_handlers
+
+    @contextlib.contextmanager
+    def saving(self, args: TrainingArguments) -> Iterator[None]:
+        """Save more than the model inside the context, where the run has to go on from there."""
+        only_model = args.save_only_model
+        args.save_only_model = only_model and not self.is_stopping
+        try:
+            yield
+        finally:
+            args.save_only_model = only_model
 
     def _restore(self, number: int) -> None:
         handler = self._before[number]

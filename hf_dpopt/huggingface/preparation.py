@@ -1,8 +1,8 @@
-"""Preparation of a run's records: the collation that fits dataset, collator and model, and a look at a sample."""
+"""A look at a sample of a run's records, and at how its batches are padded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,9 @@ from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.huggingface.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.huggingface.refusals.model import first_not_finite
 from hf_dpopt.huggingface.self_check.conditions import in_mode
-from hf_dpopt.records.collation import TARGETS, Batch, Collation, Collator, Padding, length_of
-from hf_dpopt.records.form import Form
-from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
-from hf_dpopt.records.limits import Limits, padding_id_of
+from hf_dpopt.records.collation import TARGETS, Batch, Collation, length_of
 from hf_dpopt.records.losses import RecordLosses, base_model
-from hf_dpopt.records.rows import is_stored, read_one, spread
+from hf_dpopt.records.rows import read_one, spread
 from hf_dpopt.records.trial import NONE_USABLE, beside_shorter, try_collation
 
 TRIED = 16  # records that are collated
@@ -103,40 +100,6 @@ def _without_padding(batch: Batch, b: int, is_text_T: torch.Tensor, per_token: s
     return {k: v[:, : alone[k].size(1)] if k in is_cut else v for k, v in row.items()}
 
 
-def make_collation(
-    dataset: Any,
-    collator: Collator,
-    model: nn.Module,
-    losses: RecordLosses,
-    clean: Callable[[Any], Any],
-    place: Callable[[Batch], Batch],
-) -> Collation:
-    """The collation of a run.
-
-    Args:
-        dataset: that batches are read from.
-        collator: the Trainer's.
-        model: whose tables and padding token count.
-        losses: say what kind of head it is.
-        clean: takes from a record what the collator may not see.
-        place: moves a batch to the device.
-
-    Raises:
-        DPConfigError: for records that are unlike each other, naming the first.
-    """
-    limits = Limits.of(model, losses.kind)
-    predicts_numbers = _predicts_numbers(model, losses.kind)
-    if is_stored(dataset):
-        refuse_missing_values(dataset)
-        form = _form(dataset, clean, True) if predicts_numbers else None  # integers become numbers to be predicted
-    else:
-        form = _form(dataset, clean, predicts_numbers)
-        if form is not None:
-            refuse_malformed(_cleaned(dataset, clean), limits, form)
-    padding = Padding(padding_id_of(model))
-    return Collation(collator, form=form, limits=limits, padding=padding, clean=clean, place=place)
-
-
 def look_at_records(dataset: Any, collation: Collation, losses: RecordLosses) -> list[Any]:
     """Some records of the dataset, which the collator and the model were tried on.
 
@@ -207,38 +170,3 @@ def _losses(losses: RecordLosses, batch: Batch) -> torch.Tensor:
         raise DPConfigError(
             f"{first}{type(model).__name__} fails on training records: {type(error).__name__}: {error}. {fix}"
         ) from error
-
-
-def _form(dataset: Any, clean: Callable[[Any], Any], float_labels: bool) -> Form | None:
-    for i in spread(len(dataset), TRIED):
-        for row in read_one(dataset, i):
-            return Form.of(clean(row), float_labels=float_labels)
-    return None
-
-
-def _predicts_numbers(model: nn.Module, kind: str) -> bool:
-    """Whether labels are targets of a regression, or shares of several labels."""
-    config: Any = getattr(base_model(model), "config", None)
-    if kind != "ForSequenceClassification":
-        return False
-    problem = getattr(config, "problem_type", None)
-    is_number = problem is None and getattr(config, "num_labels", None) == 1
-    return problem in ("regression", "multi_label_classification") or is_number
-
-
-def _cleaned(dataset: Any, clean: Callable[[Any], Any]) -> Any:
-    """The records as the collator may see them."""
-    return [clean(row) for row in dataset] if isinstance(dataset, (list, tuple)) else _Cleaned(dataset, clean)
-
-
-class _Cleaned:
-    """A dataset that makes its records when they are asked for."""
-
-    def __init__(self, dataset: Any, clean: Callable[[Any], Any]):
-        self._dataset, self._clean = dataset, clean
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self._clean(row) for i in indices for row in read_one(self._dataset, i)]

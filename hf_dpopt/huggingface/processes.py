@@ -1,8 +1,9 @@
-"""Processes that a launcher was asked for and did not start."""
+"""Processes of a run: those that a launcher did not start, and what accelerate must not do among them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from hf_dpopt.common.log import logger
 
@@ -24,3 +25,14 @@ def warn_if_alone(environment: Mapping[str, str], num_processes: int) -> None:
             "statement is as true as with several, and training slower. Fix: start them with `torchrun "
             "--nproc_per_node=<number> <script>`."
         )
+
+
+def average_no_gradients(accelerator: Any) -> None:
+    """Place models as usual, autocast included, but without DistributedDataParallel.
+
+    Its reducer would average un-noised gradients. The step does one SUM of clipped sums instead.
+    """
+    prepare = accelerator.prepare_model
+    accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
+        model, device_placement=device_placement, evaluation_mode=True
+    )

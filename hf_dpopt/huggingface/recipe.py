@@ -18,6 +18,7 @@ from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import mean_step_size
 from hf_dpopt.noise.registry import is_independent
 from hf_dpopt.plan.advice import Advice, TrainingJob, advise, kind_of
@@ -51,12 +52,12 @@ class Trained:
     is_tuned: bool
 
     @classmethod
-    def of(cls, args: DPTrainingArguments, given: Mapping[str, Any]) -> Trained:
-        """Look at arguments of the run and of the trainer; of the latter ``model``, ``peft_config`` and so on."""
-        model, adapters = given.get("model"), given.get("peft_config")
+    def of(cls, args: DPTrainingArguments, inputs: TrainerInputs) -> Trained:
+        """Look at arguments of the run and at what the trainer was given."""
+        model, adapters = inputs.model, inputs.peft_config
         name = str(getattr(args.optim, "value", args.optim))
-        own = any(given.get(key) not in (None, (None, None)) for key in ("optimizers", "optimizer_cls_and_kwargs"))
-        plain = args.preconditioner == "none" and given.get("preclip") is None
+        own = inputs.optimizers not in (None, (None, None)) or inputs.optimizer_cls_and_kwargs is not None
+        plain = args.preconditioner == "none" and inputs.preclip is None
         is_plain = plain and args.local_training is None
         is_tuned = is_plain and name in TUNED_OPTIMIZERS and not own
         if not isinstance(model, nn.Module):
@@ -106,7 +107,7 @@ class Recipe:
 
 def choose_recipe(
     args: DPTrainingArguments,
-    given: Mapping[str, Any],
+    inputs: TrainerInputs,
     *,
     num_units: int,
     batch: int,
@@ -117,16 +118,16 @@ def choose_recipe(
 
     Args:
         args: arguments of the run.
-        given: what the trainer was called with.
+        inputs: what the trainer was given.
         num_units: records, or users.
         batch: logical batch where none is chosen.
-        recorded: recipe of the run that this one goes on with, which may be empty; None for one that begins.
+        recorded: plan of the run that this one goes on with, or None.
         batch_stays: whether `batch` is that of a plan that was made already.
 
     Raises:
         DPConfigError: for a recorded recipe that no run wrote.
     """
-    trained = Trained.of(args, given)
+    trained = Trained.of(args, inputs)
     if recorded is not None:
         before, open_ = read_recipe(recorded), _open_options(args, trained)
         if typed_batch(args) is None and args.gradient_accumulation_steps == 1:
@@ -140,17 +141,17 @@ def choose_recipe(
         return Recipe(recorded=_declared(args))
 
 
-def complete_recipe(recipe: Recipe, args: DPTrainingArguments, given: Mapping[str, Any], plan: PrivacyPlan) -> Recipe:
+def complete_recipe(recipe: Recipe, args: DPTrainingArguments, inputs: TrainerInputs, plan: PrivacyPlan) -> Recipe:
     """Choose what depends on the size of the model, for trainers that load it themselves; the batch is the plan's.
 
     Args:
         recipe: what was chosen without the model.
         args: arguments of the run.
-        given: what the trainer was called with, and the model.
+        inputs: what the trainer was given, with the model that it loaded.
         plan: plan of the run.
     """
     later = choose_recipe(
-        args, given, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
+        args, inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
         recorded=recipe.recorded if recipe.job is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip
@@ -164,26 +165,27 @@ def typed_batch(args: DPTrainingArguments) -> int | None:
     return None if args.expected_batch_size == chosen else args.expected_batch_size
 
 
-def read_recipe(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the recipe of a recorded plan; empty if it had none.
+def read_recipe(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Recipe of a recorded plan; empty if it had none.
 
     Raises:
         DPConfigError: for values that no run wrote.
     """
+    found = plan.get("recipe", {})
     is_right = {
         "expected_batch_size": lambda value: type(value) is int and value >= 1,
         "learning_rate": lambda value: type(value) in (int, float) and 0 < value < math.inf,
         "warmup_steps": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
         TRAINED_HEAD: lambda value: value is True,
     }
-    if not isinstance(recorded, Mapping) or any(
-        name not in is_right or not is_right[name](value) for name, value in recorded.items()
+    if not isinstance(found, Mapping) or any(
+        name not in is_right or not is_right[name](value) for name, value in found.items()
     ):
         raise DPConfigError(
-            f"The ledger holds a recipe that no run wrote: {recorded!r}. Put the ledger back as it was, or start over "
-            "in another output_dir."
+            f"The ledger holds a recipe that no run wrote: {found!r}. Put the ledger back as it was, or start over in "
+            "another output_dir."
         )
-    return dict(recorded)
+    return dict(found)
 
 
 def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Recipe:

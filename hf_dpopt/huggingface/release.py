@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import extract_model_from_parallel
+from transformers import TrainerCallback
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 
 from hf_dpopt.common import collectives
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.evaluation import EvaluationGuard
+from hf_dpopt.huggingface.planning import PlannedRun, plan_of
 from hf_dpopt.huggingface.preparation import tokenizer_of
+from hf_dpopt.huggingface.session import TrainingSession
+from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.meaning import meaning_of_plan
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian
@@ -27,115 +37,157 @@ from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_
 from hf_dpopt.report.report import read_report, write_report
 from hf_dpopt.run.checkpoint import UNPUBLISHED
 from hf_dpopt.run.dataset_ledger import charged_to
-from hf_dpopt.run.keys import private_dir
-from hf_dpopt.run.log import Found, RunLog, find_run
+from hf_dpopt.run.log import Found
+from hf_dpopt.run.run import PrivacySpent, spent_for
 
 WEIGHTS = (".safetensors", ".bin", ".index.json")  # ends of the names of weights and adapters
 CONFIGURATIONS = ("config.json", "adapter_config.json", "generation_config.json")
 NO_WEIGHTS = ("training_args.bin",)
 
 
+@dataclasses.dataclass(frozen=True)
 class ReleaseGuard:
-    """Report, model card and release scan of one trainer."""
+    """Report, model card and release scan of a trainer as it is now.
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self._released: dict[str, str] = {}
+    Args:
+        args: training arguments.
+        planned: what was planned; None for a trainer that only evaluates.
+        session: the training in progress, or the last one; None before.
+        model: the model, with what is wrapped around it for training.
+        processing_class: the Trainer's.
+        callbacks: the Trainer's.
+        evaluation: evaluations so far.
+    """
+
+    args: DPTrainingArguments
+    planned: PlannedRun | None
+    session: TrainingSession | None
+    model: Any
+    processing_class: Any
+    callbacks: Sequence[TrainerCallback]
+    evaluation: EvaluationGuard
+
+    @property
+    def output_dir(self) -> Path:
+        """Folder that is published."""
+        return Path(str(self.args.output_dir))
+
+    def spent(self) -> PrivacySpent:
+        """Privacy charged so far in the ledger of this output_dir, over all resumes, branches and calls to `train`.
+
+        Raises:
+            DPConfigError: if nothing was planned.
+        """
+        return spent_for(plan_of(self.planned), self.charged())
 
     def charged(self) -> Sequence[int]:
         """Charged steps of each chain: of the run in progress, else of its log, else of the ledger, else none."""
-        if self.trainer._run is not None:
-            return self.trainer._run.charged
+        if self.session is not None:
+            return self.session.run.charged
         known = self._found().known
         return known.charged if known else ()
 
     def _found(self) -> Found:
         """Return what is known of the run, after writing its ledger anew where a log here knows more."""
-        output_dir, given = Path(self.trainer.args.output_dir), self.trainer.args.private_state_dir
-        found, run = find_run(output_dir, private_dir(given, output_dir, is_read=True)), self.trainer._run
-        is_open = run is not None and run.log is not None  # and writes the ledger itself
-        if found.num_unknown and not is_open and self.trainer.is_world_process_zero():
-            RunLog.open(output_dir, private_dir(given, output_dir)).close()
-            found = find_run(output_dir, private_dir(given, output_dir, is_read=True))
+        found = found_by(self.args)
+        is_open = self.session is not None and self.session.run.log is not None  # and writes the ledger itself
+        if found.num_unknown and not is_open and collectives.rank() == 0:
+            open_log(self.args).close()
+            found = found_by(self.args)
         return found
 
-    def facts(self) -> RunFacts:
-        """Collect the facts that the report states now."""
-        trainer, plan = self.trainer, self.trainer._planned()
-        ledger = self._found().ledger
-        if ledger is not None and trainer._run is None:  # a trainer that only publishes says what was run
+    def facts(self, released: Mapping[str, str] | None = None) -> RunFacts:
+        """Collect the facts that the report states now.
+
+        Args:
+            released: digests of the files that were just saved; None for those of the report that lies there.
+        """
+        args, plan, session, known = self.args, plan_of(self.planned), self.session, self._found()
+        assert self.planned is not None
+        ledger = known.ledger
+        if ledger is not None and session is None:  # a trainer that only publishes says what was run
             ledger.check_plan(plan.record.to_json(), must_match=PlanRecord.mechanism_fields())
-        spent = trainer.privacy_spent()
-        extras = (
-            ["training loss, clip fraction and batch sizes, on the console"] if trainer.args.log_unprivatized else []
-        )
+        spent, charged = self.spent(), tuple(self.charged())
+        printed = "training loss, clip fraction and batch sizes, on the console"
         return RunFacts(
-            plan=plan.record.to_json() | charged_to(ledger, trainer.args.dataset_budget()),
+            plan=plan.record.to_json() | charged_to(ledger, args.dataset_budget()),
             epsilon_spent=spent.epsilon,
-            epsilon_replace_one=self._replace_one(),
+            epsilon_replace_one=_replace_one(plan, charged),
             delta=plan.delta,
             steps_charged=spent.num_steps,
             steps_planned=plan.num_steps,
-            noise_generator=trainer._run.noise_generator_class if trainer._run else "none yet",
+            noise_generator="none yet" if session is None else session.run.noise_generator_class,
             secure=FastGaussian.stream not in plan.noise_generators(),
             chains=len(ledger.chains) if ledger else 0,
             steps_lost=ledger.num_lost if ledger else 0,
             world_size=collectives.world_size(),
             ledger_digest=ledger.digest() if ledger else "",
-            self_check=trainer._self_check,
+            self_check="not run" if session is None else session.self_check,
             unsafe=plan.config.unsafe_fixed_noise_key is not None
             or (ledger is not None and any(c.unsafe for c in ledger.chains)),
-            non_private_outputs=tuple(extras),
-            callbacks=trainer.user_callbacks(),
-            after_noise=trainer.after_noise(),
-            eval_data_privacy=trainer.args.eval_data_privacy,
-            data_dependent_preprocessing=trainer.args.data_dependent_preprocessing,
-            unit_declared=trainer.unit_declared,
-            model_class=type(trainer.model).__name__,
-            num_trainable=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+            non_private_outputs=(printed,) if args.log_unprivatized else (),
+            callbacks=self.user_callbacks(),
+            after_noise=() if session is None else tuple(session.stages.made_of),
+            eval_data_privacy=args.eval_data_privacy,
+            data_dependent_preprocessing=args.data_dependent_preprocessing,
+            unit_declared=self.planned.unit_declared,
+            model_class=type(self.model).__name__,
+            num_trainable=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             versions=collect_versions(),
-            released_files=self._released or self._released_before(),
-            meaning=meaning_of_plan(plan, self.charged()),
+            released_files=dict(released or self._released_before()),
+            meaning=meaning_of_plan(plan, charged),
             unvetted=unvetted_stages(plan),
-            evaluations=trainer._private_evaluation.facts or {},
+            evaluations=self.evaluation.facts,
         )
 
-    def _replace_one(self) -> float | None:
-        """Epsilon under `replace_one` of the plan, or of the steps charged if they cost more."""
-        plan = self.trainer._planned()
-        if not plan.is_private:
-            return math.inf
-        planned, charged = plan.epsilon_replace_one(), plan.epsilon_replace_one(tuple(self.charged()))
-        return None if planned is None or charged is None else max(planned, charged)
+    def user_callbacks(self) -> tuple[str, ...]:
+        """Callbacks beyond the Trainer's own: they see the model between steps, so the report names them."""
+        stock = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
+        return tuple(type(c).__name__ for c in self.callbacks if type(c) not in stock)
 
     def note_saved(self, folder: Path) -> None:
-        """Take down the digests of weights and configurations that were saved to `output_dir`, and report them.
+        """Check what was saved; report the digests of weights and configurations that were saved to `output_dir`.
 
         The report of a trainer that trained nothing stays as it is, until it pushes.
+
+        Raises:
+            DPConfigError: see `check`.
         """
-        if folder.resolve() != Path(self.trainer.args.output_dir).resolve():
-            return  # a checkpoint, or a copy elsewhere
-        self._released = digests_of_release(folder)
-        if self.trainer._run is not None:
-            self.write_report()
+        self.check(folder)
+        if not self.args.should_save:
+            return
+        if self.session is not None and folder.resolve() == self.output_dir.resolve():  # not a checkpoint, or a copy
+            self.write_report(digests_of_release(folder))
 
     def _released_before(self) -> dict[str, str]:
         """Digests in the report that lies there; none if there is no report that can be read."""
         try:
-            return read_report(self.trainer.args.output_dir).released_files
+            return read_report(self.output_dir).released_files
         except DPConfigError:
             return {}
 
-    def write_report(self) -> None:
+    def write_report(self, released: Mapping[str, str] | None = None) -> None:
         """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger.
 
         Other machines have no ledger, and could not say how many keys were used (`save_on_each_node`).
+
+        Args:
+            released: see `facts`.
         """
-        run = self.trainer._run
-        if run is not None and run.log is not None and not run.log.is_intact:
+        log = None if self.session is None else self.session.run.log
+        if log is not None and not log.is_intact:
             return  # the run stops for it
-        if self.trainer.is_world_process_zero() and self.trainer.plan is not None:
-            write_report(self.trainer.args.output_dir, self.facts())
+        if collectives.rank() == 0 and self.planned is not None:
+            write_report(self.output_dir, self.facts(released))
+
+    def publish(self) -> None:
+        """Bring the report up to date, and refuse what no push may take.
+
+        Raises:
+            DPConfigError: see `check`.
+        """
+        self.write_report(digests_of_release(self.output_dir))
+        self.check(self.output_dir, is_push=True)
 
     def check(self, folder: Path, *, is_push: bool = False) -> None:
         """Refuse to continue if the folder holds a key, an un-noised value, or a file that no push may take.
@@ -148,14 +200,13 @@ class ReleaseGuard:
         Raises:
             DPConfigError: naming the files and what is in them.
         """
-        if not self.trainer.args.should_save or not folder.exists():
+        if not self.args.should_save or not folder.exists():
             return
-        args, run = self.trainer.args, self.trainer._run
-        if run is not None:
-            keys = run.secrets()
+        if self.session is not None:
+            keys = self.session.run.secrets()
         else:  # another process trained: the keys it left behind
-            found = find_run(Path(args.output_dir), private_dir(args.private_state_dir, args.output_dir, is_read=True))
-            keys = [] if found.keys is None else found.keys.secrets()
+            found = found_by(self.args).keys
+            keys = [] if found is None else found.secrets()
         allowed = [*ALLOWED_NAMES, *self._names_saved_with_it()] if is_push else None
         findings = scan_for_secrets(folder, keys, allowed=allowed, unpublished=UNPUBLISHED, reads_everything=is_push)
         tolerated = () if is_push else (LINK, UNCHECKED)
@@ -166,21 +217,29 @@ class ReleaseGuard:
 
     def _names_saved_with_it(self) -> list[str]:
         """Files of the tokenizer, and of the model's own code, that `save_pretrained` writes."""
-        model, tokenizer = self.trainer.accelerator.unwrap_model(self.trainer.model), self.trainer.processing_class
+        model = extract_model_from_parallel(self.model)
         with tempfile.TemporaryDirectory() as folder:
-            if hasattr(tokenizer, "save_pretrained"):
-                tokenizer.save_pretrained(folder)
+            if hasattr(self.processing_class, "save_pretrained"):
+                self.processing_class.save_pretrained(folder)
             if getattr(model, "_auto_class", None) is not None:
                 custom_object_save(model, folder, config=copy.deepcopy(model.config))
             return [path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file()]
 
     def complete_model_card(self) -> None:
         """Take the un-noised values out of the Trainer's card and put the privacy section in."""
-        path = Path(self.trainer.args.output_dir) / "README.md"
-        if self.trainer.plan is None or not self.trainer.is_world_process_zero() or not path.is_file():
+        path = self.output_dir / "README.md"
+        if self.planned is None or collectives.rank() != 0 or not path.is_file():
             return
         card = strip_training_losses(path.read_text(encoding="utf-8", errors="replace"))
         path.write_text(add_privacy_section(card, self.facts()), encoding="utf-8")
+
+
+def _replace_one(plan: PrivacyPlan, charged: tuple[int, ...]) -> float | None:
+    """Epsilon under `replace_one` of the plan, or of the steps charged if they cost more."""
+    if not plan.is_private:
+        return math.inf
+    planned, spent = plan.epsilon_replace_one(), plan.epsilon_replace_one(charged)
+    return None if planned is None or spent is None else max(planned, spent)
 
 
 class TokenizerLengths:
@@ -221,7 +280,7 @@ class TokenizerLengths:
 def digests_of_release(folder: Path) -> dict[str, str]:
     """SHA-256 of the weights, adapters and configurations of a folder, by name; read piece by piece."""
     found = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         is_named = path.name.endswith(WEIGHTS) or path.name in CONFIGURATIONS
         if is_named and path.name not in NO_WEIGHTS and path.is_file():
             with path.open("rb") as file:

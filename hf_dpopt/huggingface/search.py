@@ -21,6 +21,8 @@ from transformers.trainer_utils import BestRun
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.planning import PlannedRun, plan_of
 from hf_dpopt.tuning.command import DECLARED
 from hf_dpopt.tuning.release import release
 from hf_dpopt.tuning.search import Candidate, RunFailed, Tuning
@@ -30,37 +32,44 @@ DIRECTIONS = ("minimize", "maximize")
 
 
 def search(
-    trainer: Any,
+    args: DPTrainingArguments,
+    planned: PlannedRun | None,
     make: Callable[[nn.Module | None, Any], Any],
+    model: nn.Module,
     *,
+    has_model_init: bool,
     hp_space: Any,
     metric: str,
     direction: str,
+    others: Mapping[str, Any],
 ) -> BestRun:
-    """Train a random number of runs, release the best into `output_dir`, and load it into the trainer's model.
+    """Train a random number of runs, release the best into `output_dir`, and load it into a model.
 
     Args:
-        trainer: what the runs are like; its arguments say `tuned_runs`, and it has not trained yet.
-        make: (model, arguments) -> a trainer that is otherwise made as this one was; without a model its model_init
-            makes one.
+        args: arguments that the runs have in common, `tuned_runs` among them.
+        planned: plan of one of them.
+        make: (model, arguments) -> a trainer; without a model its model_init makes one.
+        model: the untrained model, which gets the weights of the best run.
+        has_model_init: whether every run makes a model of its own.
         hp_space: the search space, see `Space`.
         metric: name of the score among those of `evaluate`.
         direction: "maximize" or "minimize" it.
+        others: what stock searches take besides.
 
     Raises:
         DPConfigError: for what cannot be accounted for, or if no run gave a score.
     """
-    args = trainer.args
-    _check(trainer, hp_space, metric, direction)
-    space = Space.read(hp_space)
-    begin = None if trainer.model_init is not None else copy.deepcopy(trainer.model).cpu()
-    law = trainer._planned().config.tuned
+    _check(args, hp_space, metric, direction, others)
+    space, plan = Space.read(hp_space), plan_of(planned)
+    begin = None if has_model_init else copy.deepcopy(model).cpu()
+    law = plan.config.tuned
+    assert law is not None
     tuning = Tuning(
         law=law,
         space=space,
-        output_dir=args.output_dir,
+        output_dir=str(args.output_dir),
         private_dir=args.private_state_dir,
-        asked={"metric": metric, "epsilon": args.target_epsilon, "plan": trainer._planned().record.to_json()},
+        asked={"metric": metric, "epsilon": args.target_epsilon, "plan": plan.record.to_json()},
         is_greater_better=direction == "maximize",
     )
 
@@ -89,17 +98,22 @@ def search(
             "No run of the tuning gave a score, and nothing is released; the budget is spent. What the runs printed "
             f"is in {tuning.place}, which is private."
         )
-    found = release(best, Path(args.output_dir), metric=metric)
+    found = release(best, Path(str(args.output_dir)), metric=metric)
     with _unseen(best.candidate.log):
         done = make(begin, _arguments_of(args, best.candidate))
         done._load_from_checkpoint(str(best.candidate.folder), done.model)
-        trainer.model.load_state_dict(done.model.state_dict())
+        model.load_state_dict(done.model.state_dict())
     tuning.finish()
     return BestRun(run_id="best", objective=found.score, hyperparameters=found.options, run_summary=None)
 
 
-def _check(trainer: Any, hp_space: Any, metric: str, direction: str) -> None:
-    args = trainer.args
+def _check(args: DPTrainingArguments, hp_space: Any, metric: str, direction: str, others: Mapping[str, Any]) -> None:
+    if others:
+        raise DPConfigError(
+            f"`hyperparameter_search` takes no {', '.join(sorted(others))} here: a backend such as optuna learns "
+            "from runs that are not released, and a number of runs that is known hides nothing. Pass hp_space, "
+            "metric and direction, and set tuned_runs."
+        )
     if args.tuned_runs is None or args.target_epsilon is None:
         raise DPConfigError(
             "`hyperparameter_search` spends a budget per run, and picking the best is a release of its own. Set "

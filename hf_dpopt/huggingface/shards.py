@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import Trainer
 from transformers.utils import (
     ADAPTER_SAFE_WEIGHTS_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -69,13 +70,15 @@ def write_whole_models(accelerator: Any, *, saves_on_each_node: bool) -> bool:
     return not saves_on_each_node
 
 
-def whole_state(state_dict: Mapping[str, Any], *, keeps: bool) -> dict[str, Any]:
+def whole_state(state_dict: dict[str, Any] | None, *, keeps: bool) -> dict[str, Any] | None:
     """The state of a model with whole tensors in the host's memory, where it was handed over in shards.
 
     Args:
         state_dict: what accelerate gathered, or on CPUs did not; the same names on every rank.
         keeps: whether this rank writes it; the others take part.
     """
+    if state_dict is None or not any_sharded(state_dict.values()):
+        return state_dict
     found = {}
     for name, value in state_dict.items():
         whole = whole_of(value).cpu() if is_sharded(value) else value
@@ -117,23 +120,26 @@ class _WholeState:
 
 
 @contextlib.contextmanager
-def optimizer_in_files(trainer: Any, folder: str | None, *, saves: bool, in_shards: bool = False) -> Iterator[None]:
+def optimizer_in_files(
+    trainer: Trainer, folder: str | None, *, saves: bool, in_shards: bool = False
+) -> Iterator[None]:
     """Let the stock save or load of the optimizer meet a state without shards, where the model is in shards.
 
     Args:
-        trainer: the trainer.
+        trainer: whose optimizer is another one inside the context.
         folder: folder of the checkpoint; None where there is none to read.
         saves: whether its state is written, in which all ranks take part; else it is read.
         in_shards: whether every rank writes its shards.
     """
-    if not is_in_shards(trainer.model) or folder is None:
+    model, optimizer = trainer.model, trainer.optimizer
+    if model is None or not is_in_shards(model) or folder is None:
         yield
         return
-    optimizer, is_accelerates = trainer.optimizer, trainer.is_fsdp_enabled
+    is_accelerates = trainer.is_fsdp_enabled
     stand_in = _WholeState(optimizer, Path(folder) / OPTIMIZER_STATE)
     if saves:
         stand_in.prepare(in_shards=in_shards, keeps=trainer.args.should_save)
-    trainer.optimizer, trainer.is_fsdp_enabled = stand_in, False
+    trainer.optimizer, trainer.is_fsdp_enabled = cast(Any, stand_in), False
     try:
         yield
     finally:

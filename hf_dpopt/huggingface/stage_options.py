@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,14 @@ from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.postprocess import IndependentNoise, Postprocess
+from hf_dpopt.postprocess import IndependentNoise, Map
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage, decay_over
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.public.gradients import PublicGradients
+from hf_dpopt.run.run import PrivateRun
+from hf_dpopt.run.stages import Stages
 
 Public = Callable[[int], PublicGradients | None]  # from a seed
 
@@ -31,22 +33,26 @@ def optimizer_of(args: Any) -> tuple[type[torch.optim.Optimizer], dict[str, Any]
     return cls, {**options, "filter": low_pass_of(args)}
 
 
-def chain_of(args: Any, optimizer: torch.optim.Optimizer, num_steps: int, public: Public) -> list[Postprocess]:
-    """Maps of the released mean gradient; a filter is among them unless the optimizer has a place for it."""
-    chain: list[Postprocess] = []
-    low_pass = low_pass_of(args)
+def make_stages(
+    args: Any,
+    model: nn.Module,
+    engine: ClippingEngine,
+    optimizer: torch.optim.Optimizer,
+    run: PrivateRun,
+    public: Public,
+    postprocess: Sequence[Map],
+) -> Stages:
+    """The stages that are asked for; maps of the user's own come after those of the arguments.
+
+    A filter is among the maps of the released gradient unless the optimizer has a place for it.
+    """
+    low_pass, num_steps, chain, after = low_pass_of(args), run.plan.num_steps, list[Map](), list[AfterStep]()
     if low_pass is not None and not isinstance(optimizer, NoiseAwareOptimizer):
         chain.append(low_pass)
     if args.public_mirror_descent is not None:
         gradients = public(1)
         assert gradients is not None  # `refusals.check_stages`
         chain.append(PublicMirrorDescent(gradients, num_steps=num_steps, schedule=args.public_mirror_descent))
-    return chain
-
-
-def after_steps_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterStep]:
-    """Maps of the released weights."""
-    after: list[AfterStep] = []
     if args.ball_radius is not None:
         after.append(BallProjection(model, args.ball_radius))
     match args.average_iterate:
@@ -54,7 +60,7 @@ def after_steps_of(args: Any, model: nn.Module, num_steps: int) -> list[AfterSte
             after.append(IterateAverage(model, "exponential", decay=decay_over(num_steps)))
         case "uniform" | "tail":
             after.append(IterateAverage(model, start=num_steps // 2 if args.average_iterate == "tail" else 0))
-    return after
+    return Stages(run, engine, optimizer, [*chain, *postprocess], public=public(0), after=after)
 
 
 def check_preclip(plan: PrivacyPlan, engine: ClippingEngine, public: Public) -> None:

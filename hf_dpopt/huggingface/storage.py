@@ -1,4 +1,4 @@
-"""The one place where faults of disks become errors of the trainer."""
+"""The folders of a run by its arguments, and the one place where faults of their disks become errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,23 @@ from typing import Any, TypeVar, cast
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError
 from hf_dpopt.common.storage import find_fault
-from hf_dpopt.run.keys import default_private_dir
-from hf_dpopt.run.log import find_run
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.run.keys import default_private_dir, private_dir
+from hf_dpopt.run.log import Found, RunLog, find_run
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def found_by(args: DPTrainingArguments) -> Found:
+    """All records of the run of these arguments; nothing is written."""
+    output_dir = Path(str(args.output_dir))
+    return find_run(output_dir, private_dir(args.private_state_dir, output_dir, is_read=True))
+
+
+def open_log(args: DPTrainingArguments) -> RunLog:
+    """The log of the run of these arguments, for writing, under its locks."""
+    output_dir = Path(str(args.output_dir))
+    return RunLog.open(output_dir, private_dir(args.private_state_dir, output_dir))
 
 
 def explains_storage_faults(method: Method) -> Method:

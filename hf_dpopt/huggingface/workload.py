@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.noise import Workload, momentum_workload
 
 MAX_SCHEDULED_STEPS = 4096  # a schedule makes the matrix of the workload dense; beyond, noise is tuned without it
 
 
-def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any] | None = None) -> Workload:
+def workload_of(args: TrainingArguments, num_steps: int, inputs: TrainerInputs | None = None) -> Workload:
     """Learning rates and momentum of a run, as a linear map from gradients to iterates.
 
     An adaptive optimizer divides by a second moment, which no linear map has. Its proxy is the plain sum of gradients,
@@ -24,22 +25,23 @@ def workload_of(args: TrainingArguments, num_steps: int, given: Mapping[str, Any
     Args:
         args: training arguments of the run.
         num_steps: optimizer steps.
-        given: what the Trainer was called with; ``optimizers`` replaces what `args` say.
+        inputs: what the Trainer was given; ``optimizers`` replaces what `args` say.
 
     Returns:
         A workload that has no influence on privacy: nothing in it depends on the data.
     """
-    kind, options, scheduler = _optimizer(args, given)
+    inputs = inputs or TrainerInputs()
+    _, options, scheduler = _optimizer(args, inputs)
     # a scheduler that has begun cannot be asked without moving it
     is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
     momentum = float(options.get("momentum", 0.0))
     workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
-    return dataclasses.replace(workload, adaptive=is_adaptive(args, given))
+    return dataclasses.replace(workload, adaptive=is_adaptive(args, inputs))
 
 
-def is_adaptive(args: TrainingArguments, given: Mapping[str, Any] | None = None) -> bool:
+def is_adaptive(args: TrainingArguments, inputs: TrainerInputs) -> bool:
     """Whether the optimizer divides by a second moment; arguments as for `workload_of`."""
-    kind = _optimizer(args, given)[0]
+    kind = _optimizer(args, inputs)[0]
     return not (isinstance(kind, type) and issubclass(kind, torch.optim.SGD))  # it may be a function that makes one
 
 
@@ -51,12 +53,12 @@ def mean_step_size(args: TrainingArguments, num_steps: int) -> float:
     return 1.0 if sizes is None else sum(sizes) / (len(sizes) * max(sizes))
 
 
-def _optimizer(args: TrainingArguments, given: Mapping[str, Any] | None) -> tuple[type, Mapping[str, Any], Any]:
+def _optimizer(args: TrainingArguments, inputs: TrainerInputs) -> tuple[type, Mapping[str, Any], Any]:
     """Class, options and scheduler of the run's optimizer; no scheduler where the arguments name it."""
-    optimizer, scheduler = (given or {}).get("optimizers") or (None, None)
+    optimizer, scheduler = inputs.optimizers or (None, None)
     if optimizer is not None:
         return type(optimizer), optimizer.param_groups[0], scheduler
-    kind, options = (given or {}).get("optimizer_cls_and_kwargs") or _named(args)
+    kind, options = inputs.optimizer_cls_and_kwargs or _named(args)
     return kind, options, scheduler
 
 

@@ -126,7 +126,7 @@ def test_other_trainers_are_left_alone(tmp_path: Path) -> None:
     _stock(args).train()
     made = tiny.trainer(tmp_path / "private", max_steps=1)
     made.train()
-    assert made.user_callbacks() == ()
+    assert made._release.user_callbacks() == ()
 
 
 # --- the order of base classes ---------------------------------------------------------------------------------------

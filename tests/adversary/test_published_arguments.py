@@ -216,7 +216,7 @@ class _Reprs(transformers.TrainerCallback):
         self.trainer: Any = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.derived += self.trainer._run.secrets()
+        self.derived += self.trainer._session.run.secrets()
         for one in gc.get_objects():
             if type(one).__module__.startswith("hf_dpopt."):
                 self.shown += [repr(one), str(one)]

@@ -22,7 +22,7 @@ from transformers import GenerationConfig
 
 from hf_dpopt import DPConfigError, UnsupportedModuleError
 from hf_dpopt.convex import compute_features
-from hf_dpopt.huggingface import private_evaluation
+from hf_dpopt.huggingface import evaluation
 from hf_dpopt.records.scores import Scores
 from tests import tiny
 from tests.adversary.harness import SLACK, words
@@ -412,7 +412,7 @@ def released(folder: Path, make: Callable[[], dict[str, Any]], records: list[Any
     with torch.no_grad():
         options["model"].classifier.weight.mul_(100)
     with (
-        mock.patch.object(private_evaluation, "make_noise_source", lambda *a: _Silent()),
+        mock.patch.object(evaluation, "make_noise_source", lambda *a: _Silent()),
         mock.patch.object(
             Scores, "read", lambda self, total, num: (sums.append(total.clone()), read(self, total, num))[1]
         ),

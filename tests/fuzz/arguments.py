@@ -59,7 +59,7 @@ def train(folder: Path, arguments: dict[str, Any]) -> None:
         made.train()
     finally:
         if getattr(made, "_run", None) is not None:
-            made._run.close()
+            made._session.run.close()
 
 
 def options_case() -> st.SearchStrategy[Case]:

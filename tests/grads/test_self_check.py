@@ -23,7 +23,7 @@ from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.clipping.rules import embedding, linear, norms
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.huggingface.self_check import SelfCheck, check_influence, longest_record, self_check, synthetic_batch
+from hf_dpopt.huggingface.self_check import Columns, SelfCheck, check_influence, longest_record, self_check
 from hf_dpopt.huggingface.self_check.draws import HIGH, LOW, MIDDLE, RecordDraws
 from hf_dpopt.records.losses import RecordLosses
 from tests.grads import models
@@ -505,13 +505,13 @@ def test_what_is_not_is_refused_by_name(name):
 def test_made_up_records_hold_nothing_of_the_data():
     like = _tokens(width=40, labels=torch.full((2,), 1))
     like["input_ids"].fill_(59)
-    batch = synthetic_batch(like, models.bert(), PAD)
+    batch = Columns(like, PAD, "right").batch(models.bert())
     assert batch.keys() == like.keys() and all(batch[k].dtype == like[k].dtype for k in like)
     assert (batch["input_ids"] == 59).float().mean() < 0.5  # by chance one in 60
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     assert len(set(lengths)) == len(lengths) == 3  # uneven lengths, so that padding is there to leak
     assert torch.equal(batch["input_ids"] == PAD, batch["attention_mask"] == 0)
-    left = synthetic_batch(like, models.bert(), PAD, padding_side="left")
+    left = Columns(like, PAD, "left").batch(models.bert())
     assert torch.equal(left["attention_mask"], batch["attention_mask"].flip(1))
 
 
@@ -758,5 +758,7 @@ def test_a_collator_that_does_something_else_to_a_batch_is_found(spoil):
     model = bert()
     made = make_engine(model, make_clipping("flat", 0.1))
     together, alone = _three()
-    with pytest.raises(UnsupportedModuleError, match="differ by .* clipping norms.*collator or the model mixes"):
+    with pytest.raises(
+        UnsupportedModuleError, match="not the sum of what each gives alone.*collator or the model mixes"
+    ):
         check_influence(made, RecordLosses(model), spoil(together), alone)

@@ -74,7 +74,7 @@ def test_decoders_whose_models_shift_labels_in_their_forward(model, tmp_path):
         skip_self_check=False,
     )
     trainer.train()
-    assert trainer._self_check == "passed"
+    assert trainer._session.self_check == "passed"
 
 
 def test_a_decoder_that_says_nowhere_how_labels_are_shifted():
@@ -126,7 +126,7 @@ def test_models_without_a_table_of_tokens(make, tmp_path):
         skip_self_check=False,
     )
     trainer.train()
-    assert trainer._self_check == "passed"
+    assert trainer._session.self_check == "passed"
 
 
 def test_a_model_in_bfloat16_under_bf16(tmp_path):
@@ -135,5 +135,5 @@ def test_a_model_in_bfloat16_under_bf16(tmp_path):
         tmp_path, model=tiny.model().to(torch.bfloat16), bf16=True, max_steps=2, skip_self_check=False
     )
     trainer.train()
-    assert trainer._self_check == "passed"
+    assert trainer._session.self_check == "passed"
     assert all(p.dtype == torch.bfloat16 for p in trainer.model.parameters())

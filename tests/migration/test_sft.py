@@ -68,7 +68,7 @@ def test_a_step_is_the_clipped_sum_of_completion_losses(tmp_path):
     records = [{k: row[k] for k in ("input_ids", "labels")} for row in trainer.train_dataset]
     assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in records)
     for step, got in enumerate(seen.steps, start=1):
-        drawn = trainer._run.plan.sampler.draw(trainer._run.chain.sampling_key, step).tolist()
+        drawn = trainer._session.run.plan.sampler.draw(trainer._session.run.chain.sampling_key, step).tolist()
         batch = trainer.data_collator([records[i] for i in drawn])
         want = reference.clipped_sum(trainer.model.eval(), dict(batch), 0.5)
         assert reference.relative_error(got, {n: g / 8 for n, g in want.items()}) < 1e-5
@@ -99,7 +99,7 @@ def test_a_model_that_the_trainer_loads_and_wraps_is_checked_afterwards(tmp_path
     _model(_tokenizer()).save_pretrained(folder)
     trainer = _trainer(tmp_path, model=folder, peft_config=LoraConfig(r=2, target_modules=["c_attn"]))
     trainer.train()
-    assert all("lora_" in name for name in trainer._engine.parameters)
+    assert all("lora_" in name for name in trainer._session.engine.parameters)
 
 
 def test_the_loss_is_not_in_the_logs(tmp_path):

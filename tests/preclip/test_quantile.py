@@ -126,7 +126,7 @@ def test_users_are_counted_through_the_trainer(tmp_path):
         log_unprivatized=True,
     )  # fmt: skip
     trainer.train()
-    norm = 1e-3 * trainer._stages.preclip.ratio
+    norm = 1e-3 * trainer._session.stages.preclip.ratio
     assert 0.05 < norm < 5  # from a thousandth to the norms of users
     text = (tmp_path / "out" / "privacy" / "statement.md").read_text()
     assert "quantile" in text
@@ -182,4 +182,6 @@ def test_users_who_diverge_locally_are_not_counted(tmp_path):
         local_training={"learning_rate": 1e12}, sampling="poisson",
     )  # fmt: skip
     trainer.train()
-    assert trainer._stages.preclip.ratio == pytest.approx(1.0)  # a share of one half, which is what is asked for
+    assert trainer._session.stages.preclip.ratio == pytest.approx(
+        1.0
+    )  # a share of one half, which is what is asked for

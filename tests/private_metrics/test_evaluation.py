@@ -13,7 +13,7 @@ import torch
 from transformers import EarlyStoppingCallback
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError
-from hf_dpopt.huggingface import private_evaluation
+from hf_dpopt.huggingface import evaluation
 from hf_dpopt.plan.evaluation import EvaluationBudget, epsilon_of
 from hf_dpopt.records.scores import Scores
 from hf_dpopt.run.ledger import Ledger
@@ -40,7 +40,7 @@ class _Silent:
 
 
 def _without_noise():
-    return mock.patch.object(private_evaluation, "make_noise_source", lambda *a: _Silent())
+    return mock.patch.object(evaluation, "make_noise_source", lambda *a: _Silent())
 
 
 def test_without_noise_metrics_are_the_exact_ones(tmp_path):
@@ -86,16 +86,14 @@ def test_a_record_of_the_set_moves_the_sum_by_one_at_most(tmp_path, monkeypatch)
     records = [{**r, "input_ids": [min(t, 38) for t in r["input_ids"]]} for r in held_out(6)]
     records[2]["input_ids"][0] = 39
 
-    def fails(losses, batch, whole=private_evaluation.RecordLosses.__call__):
+    def fails(losses, batch, whole=evaluation.RecordLosses.__call__):
         if (batch["input_ids"] == 39).any():
             raise ValueError("a forward that fails")
         return whole(losses, batch)
 
-    sums, whole_sum = [], private_evaluation.PrivateEvaluation._sum
-    monkeypatch.setattr(private_evaluation.RecordLosses, "__call__", fails)
-    monkeypatch.setattr(
-        private_evaluation.PrivateEvaluation, "_sum", lambda *how: (sums.append(whole_sum(*how)), sums[-1])[1]
-    )
+    sums, whole_sum = [], evaluation.EvaluationGuard._sum
+    monkeypatch.setattr(evaluation.RecordLosses, "__call__", fails)
+    monkeypatch.setattr(evaluation.EvaluationGuard, "_sum", lambda *how: (sums.append(whole_sum(*how)), sums[-1])[1])
     for left_out in (None, *range(6)):
         some = [record for i, record in enumerate(records) if i != left_out]
         make(tmp_path / f"{left_out}", some).evaluate()
@@ -109,10 +107,10 @@ def test_the_noise_is_that_of_the_budget(tmp_path):
     with mock.patch.object(
         Scores, "read", lambda self, released, num: (seen.append(released), read(self, released, num))[1]
     ):
-        budget = trainer._private_evaluation._budget(30)
+        budget = trainer._evaluation._budget(30)
         scores, total = Scores(3.466, 2), torch.arange(5.0, dtype=torch.float64)
         for _ in range(200):
-            trainer._private_evaluation._release(total, scores, budget, 30)
+            trainer._evaluation._release(total, scores, budget, 30)
     noise = (torch.stack(seen) - total) / budget.noise_stddev
     low, high = (scipy.stats.chi2.ppf(p, noise.numel()) for p in (ALPHA / 2, 1 - ALPHA / 2))
     assert low < float(noise.square().sum()) < high
@@ -143,7 +141,7 @@ def test_what_would_cost_too_much_is_refused_before_anything_is_summed(tmp_path)
     assert first["eval_epsilon"] < second["eval_epsilon"] <= OPTIONS["eval_target_epsilon"]
     with torch.no_grad():
         trainer.model.classifier.bias.add_(1.0)
-    sums = mock.patch.object(private_evaluation.PrivateEvaluation, "_sum")
+    sums = mock.patch.object(evaluation.EvaluationGuard, "_sum")
     with sums as summed, pytest.raises(DPBudgetExceeded, match="eval_target_epsilon=4"):
         trainer.evaluate()
     assert not summed.called
@@ -161,7 +159,7 @@ def test_evaluations_after_epochs_are_as_many_as_were_planned(tmp_path, length):
     trainer = make(tmp_path, eval_strategy="epoch", save_strategy="no", **length)
     trainer.train()
     trainer.evaluate()
-    charged, budget = Ledger.find(trainer.args.output_dir).evaluations, trainer._private_evaluation.budget
+    charged, budget = Ledger.find(trainer.args.output_dir).evaluations, trainer._evaluation.budget
     # the one at the end has the weights of the last epoch, whose answer is known
     assert budget.num_planned == len(charged) + 1
     assert budget.spent(charged.values()) <= 4.0
@@ -187,7 +185,7 @@ def test_the_best_model_and_the_moment_to_stop_are_chosen_by_noisy_metrics(tmp_p
 
 def test_noise_for_one_adjacency_is_not_read_under_another(tmp_path):
     """Under replace_one a record moves the sum twice as far: noise of an evaluation that was made before is too little."""
-    guard = make(tmp_path)._private_evaluation
+    guard = make(tmp_path)._evaluation
     guard.budget = EvaluationBudget.of(2.0, 1e-5, "add_or_remove_one", 1, 100)
     guard._charge(guard.budget, {"set": "eval"})
     assert guard.facts["epsilon_spent"] == pytest.approx(2, rel=1e-2)
@@ -199,7 +197,7 @@ def test_noise_for_one_adjacency_is_not_read_under_another(tmp_path):
 
 
 def test_a_smaller_target_later_does_not_understate_what_was_spent(tmp_path):
-    guard = make(tmp_path)._private_evaluation
+    guard = make(tmp_path)._evaluation
     guard._charge(EvaluationBudget.of(4.0, 1e-5, "zero_out", 1, 100), {"set": "eval"})
     guard.budget = EvaluationBudget.of(1.0, 1e-5, "zero_out", 1, 100)
     facts = guard.facts
@@ -232,14 +230,14 @@ class Killed(BaseException):
 
 def test_what_was_charged_and_not_answered_is_lost_and_not_asked_again(tmp_path):
     """The kill may have come after the sum was made, so its noise is not drawn for a second one."""
-    kill = mock.patch.object(private_evaluation.PrivateEvaluation, "_release", side_effect=Killed)
+    kill = mock.patch.object(evaluation.EvaluationGuard, "_release", side_effect=Killed)
     with kill, pytest.raises(Killed):
         make(tmp_path, model=tiny.model(dropout=0.0), eval_times=2).evaluate()
     trainer = make(tmp_path, model=tiny.model(dropout=0.0), eval_times=2)
-    with mock.patch.object(private_evaluation.PrivateEvaluation, "_sum") as summed:
+    with mock.patch.object(evaluation.EvaluationGuard, "_sum") as summed:
         found = trainer.evaluate()
     assert not summed.called and math.isnan(found["eval_loss"]) and math.isnan(found["eval_accuracy"])
-    facts = trainer._private_evaluation.facts
+    facts = trainer._evaluation.facts
     assert (facts["num_charged"], facts["num_lost"]) == (1, 1) and facts["epsilon_spent"] == found["eval_epsilon"] > 0
     again = trainer.evaluate(metric_key_prefix="again")
     assert 0 <= again["again_accuracy"] <= 1 and again["again_epsilon"] > found["eval_epsilon"]

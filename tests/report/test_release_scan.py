@@ -223,7 +223,7 @@ def test_a_push_takes_the_files_of_a_tokenizer_and_of_the_model_s_code(tmp_path:
     trainer.processing_class = Tokenizer()
     trainer.push_to_hub()
     assert pushed
-    (tmp_path / "out" / "parts" / "merges.txt").write_bytes(trainer._release.trainer._run.secrets()[0])
+    (tmp_path / "out" / "parts" / "merges.txt").write_bytes(trainer._session.run.secrets()[0])
     with pytest.raises(DPConfigError, match="merges.txt: a secret key, as raw bytes"):
         trainer.push_to_hub()
 

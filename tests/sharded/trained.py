@@ -99,7 +99,7 @@ def train(out: Path, source: Path, how: str, case: str, part: str) -> dict[str, 
         "weights": trained,
         "sharded": sharded,
         "log": trainer.state.log_history,
-        "self_check": trainer._self_check,
+        "self_check": trainer._session.self_check,
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import TrainerCallback
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.accounting.selection import RunCount
@@ -87,15 +88,14 @@ def test_a_run_that_fails_before_its_first_step_costs_nothing_and_says_why(tmp_p
 
 
 def test_a_run_that_fails_between_its_ledger_and_its_first_step(tmp_path: Path) -> None:
-    class Stops(tiny.DPTrainer):
+    class Stops(TrainerCallback):
         fails = True
 
-        def _announce(self) -> None:
-            if type(self).fails:
+        def on_train_begin(self, *states: Any, **others: Any) -> None:
+            if Stops.fails:
                 raise OSError("the log is full")
-            super()._announce()
 
-    trainer = searching(tmp_path, cls=Stops)
+    trainer = searching(tmp_path, callbacks=[Stops()])
     with pytest.raises(DPConfigError, match="before its first step: OSError: the log is full"):
         trainer.hyperparameter_search(RATES)
     assert charged(tmp_path) == 0

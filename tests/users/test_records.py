@@ -91,7 +91,7 @@ def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):
     options = dict(sampling="capped_poisson", records_per_user=2, expected_batch_size=12, max_steps=6)
     trainer = _trainer(tmp_path / "out", callbacks=[seen], **options)
     trainer.train()
-    users, run = trainer._users, trainer._run
+    users, run = trainer._planned.users, trainer._session.run
     assert trainer.plan.num_examples == 2 * users.index.num_users == 2 * trainer.plan.num_users
     rows = [users.choose(run, step, run.draw(step)) for step in range(1, 7)]
     taken = collections.Counter(trainer.train_dataset[i]["author"] for i in {i for step in rows for i in step})

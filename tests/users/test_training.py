@@ -36,19 +36,19 @@ def _trainer(folder, records=None, **changes):
 
 
 def _of_user(trainer, user: int, step: int) -> list[int]:
-    rows, limit = trainer._users.index.rows(user), trainer._users.records_per_user
-    return choose_rows(rows, limit, trainer._run.chain.sampling_key, str(step), str(user)).tolist()
+    rows, limit = trainer._planned.users.index.rows(user), trainer._planned.users.records_per_user
+    return choose_rows(rows, limit, trainer._session.run.chain.sampling_key, str(step), str(user)).tolist()
 
 
 def _user_gradient(trainer, rows: list[int], weighting: str) -> dict:
     records = [{k: v for k, v in trainer.train_dataset[i].items() if k != "author"} for i in rows]
     found = reference.record_gradients(trainer.model, tiny.collate(records))
-    weight = 1 / trainer._users.records_per_user if weighting == "constant" else 1 / len(rows)
+    weight = 1 / trainer._planned.users.records_per_user if weighting == "constant" else 1 / len(rows)
     return {name: sum(weight * grads[name] for grads in found) for name in found[0]}
 
 
 def _want(trainer, step: int, weighting: str) -> dict:
-    drawn = trainer._run.draw(step).tolist()
+    drawn = trainer._session.run.draw(step).tolist()
     users = [_user_gradient(trainer, _of_user(trainer, user, step), weighting) for user in drawn]
     return {name: total / 5 for name, total in reference.sum_of_clipped(users, 0.3).items()}
 
@@ -63,7 +63,7 @@ def test_without_noise_a_step_is_the_sum_of_clipped_users(tmp_path, weighting, p
         tmp_path / "out", callbacks=[seen], user_weighting=weighting, per_device_train_batch_size=physical
     )
     trainer.train()
-    drawn = [trainer._run.draw(step).tolist() for step in range(1, 5)]
+    drawn = [trainer._session.run.draw(step).tolist() for step in range(1, 5)]
     assert any(len(users) > 1 for users in drawn)
     for step, got in enumerate(seen.steps, start=1):
         if drawn[step - 1]:
@@ -97,8 +97,8 @@ def test_a_heavy_user_is_one_user(tmp_path, num_records, physical):
     )  # fmt: skip
     trainer = _trainer(tmp_path / "with", records, callbacks=[seen], max_steps=1, **options)
     trainer.train()
-    assert trainer._users.index.sizes().max() == num_records
-    index = trainer._users.index
+    assert trainer._planned.users.index.sizes().max() == num_records
+    index = trainer._planned.users.index
     heavy = int(index.sizes().argmax())
     mine = _user_gradient(trainer, index.rows(heavy).tolist(), "constant")
     others = [r for r in records if r["author"] != records[index.rows(heavy)[0]]["author"]]
@@ -147,7 +147,7 @@ def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tm
     assert json.loads((index / "index.json").read_text())["num_users"] == NUM_USERS
     assert not list((tmp_path / "out").rglob("*.npy"))
     for user in range(NUM_USERS):
-        mine = {dataset[int(i)]["author"] for i in trainer._users.index.rows(user)}
+        mine = {dataset[int(i)]["author"] for i in trainer._planned.users.index.rows(user)}
         assert len(mine) == 1
     assert trainer.plan.num_examples == NUM_USERS and trainer.plan.record.to_json()["users"]["records_per_user"] == 3
 
@@ -176,7 +176,7 @@ def test_an_index_is_that_of_the_ids_and_not_of_a_fingerprint(tmp_path):
     def run(records):
         dataset = datasets.Dataset.from_list(records)
         dataset._fingerprint = "the same"  # as of a map that reads a file which has changed
-        return _trainer(tmp_path / "out", dataset)._users.index
+        return _trainer(tmp_path / "out", dataset)._planned.users.index
 
     before = run(_records())
     after = run([{**r, "author": f"user{i % 7}"} for i, r in enumerate(_records())])

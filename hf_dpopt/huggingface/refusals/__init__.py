@@ -3,30 +3,61 @@
 One file for each thing that is examined; a new refusal is one line of a table there.
 """
 
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments
-from hf_dpopt.huggingface.refusals.data import check_batch, check_data, check_datasets, check_evaluation, check_public
-from hf_dpopt.huggingface.refusals.model import check_model, check_model_given
-from hf_dpopt.huggingface.refusals.resume import check_resume, gradient_options
+from hf_dpopt.huggingface.refusals.data import (
+    check_batch,
+    check_data,
+    check_datasets,
+    check_evaluation,
+    check_private_evaluation,
+)
+from hf_dpopt.huggingface.refusals.model import check_model, check_model_given, check_model_with_records
 from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages
-from hf_dpopt.huggingface.refusals.trainer import check_hooks, check_loss, check_order
+from hf_dpopt.huggingface.refusals.trainer import check_arguments_given, check_loss, check_order, check_overrides
+from hf_dpopt.records.overlap import TrainingRows
+from hf_dpopt.run.dataset_ledger import check_is_open
 
 __all__ = [
     "check_accelerator",
     "check_accumulation",
     "check_arguments",
+    "check_arguments_given",
     "check_batch",
-    "check_data",
-    "check_datasets",
     "check_evaluation",
-    "check_hooks",
-    "check_loss",
+    "check_inputs",
     "check_model",
-    "check_model_given",
+    "check_model_with_records",
     "check_order",
-    "check_public",
-    "check_resume",
+    "check_overrides",
     "check_shards",
-    "check_stages",
-    "gradient_options",
 ]
+
+
+def check_inputs(
+    trainer_class: type, inputs: TrainerInputs, args: DPTrainingArguments, training: TrainingRows
+) -> None:
+    """Refuse what a trainer was given and cannot train privately; nothing is touched yet.
+
+    Args:
+        trainer_class: class of the trainer.
+        inputs: what it was given.
+        args: its training arguments.
+        training: rows of the training set.
+
+    Raises:
+        DPConfigError: naming the option and the way out.
+        UnsupportedModuleError: for a model whose records cannot be told apart, or a layer that is not covered.
+    """
+    check_loss(trainer_class, inputs, args)
+    check_arguments(args)
+    check_is_open(args.dataset_budget(), str(args.output_dir))
+    check_model_given(inputs, trainer_class)
+    check_datasets(inputs)
+    check_private_evaluation(args, inputs)
+    if inputs.has_final_model:
+        check_model_with_records(inputs.model, inputs)
+    check_stages(args, inputs)
+    check_data(training, inputs)

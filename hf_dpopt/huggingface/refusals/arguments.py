@@ -6,102 +6,65 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import TrainingArguments
-
-from hf_dpopt.clipping import ENGINES
 from hf_dpopt.common import collectives
-from hf_dpopt.common.checks import check_choice
-from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
-from hf_dpopt.huggingface.refusals.values import check_values
+from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
+from hf_dpopt.huggingface.values import check_values
 
 DATA_PARALLEL = "Use plain accelerate launch (data parallel), with LoRA if memory is short."
-DEALT = "Remove it: a logical batch is dealt to the ranks without repetition."
-NOT_REENTRANT = "Use activation_checkpointing_kwargs={'use_reentrant': False}, the default."
 
 
-def check_arguments(args: TrainingArguments) -> None:
+@refuses
+def check_arguments(args: Any) -> Iterator[Refusal]:
     """Refuse training arguments under which the privacy statement would be false."""
-    raise_first(_on_pickled(args))
-    check_values(args)
-    raise_first(_on_arguments(args))
-
-
-def _on_pickled(args: Any) -> Iterator[Refusal]:
     for name, value in vars(args).items():
         yield (
             isinstance(value, str) and value == f"<{name.upper()}>",
-            f"{name}={value}: it was left out when these arguments were pickled, as pickles reach checkpoints and the "
-            "hub.",
-            f"Set args.{name} again (None if there was none); pass it to a worker by an environment variable or file.",
+            f"{name}={value}: it was left out when these arguments were pickled, as pickles reach checkpoints and "
+            f"the hub. Set args.{name} again (None if there was none); pass it to a worker by an environment "
+            "variable or file.",
         )
 
-
-def _on_arguments(args: Any) -> Iterator[Refusal]:
+    check_values(args)
     yield from _on_devices(args)
     yield from _on_batching(args)
     yield from _on_backward(args)
     yield from _on_side_channels(args)
-    yield from _on_users(args)
-
-
-def _on_users(args: Any) -> Iterator[Refusal]:
     yield (
         getattr(args, "local_users_at_once", 1) > 1 and (args.gradient_checkpointing or args.activation_checkpointing),
-        "Users cannot be trained side by side (vmap) with gradient checkpointing.",
-        "Use local_users_at_once=1, or no checkpointing.",
+        "Users cannot be trained side by side (vmap) with gradient checkpointing. Use local_users_at_once=1, or no "
+        "checkpointing.",
     )
 
 
 def _on_devices(args: Any) -> Iterator[Refusal]:
     yield (
         args.fp16,
-        "`fp16` skips an update exactly when one record overflows, which tells that the record is there.",
-        "Use --bf16, or full precision.",
-    )
-    yield (
-        args.mixed_precision not in ("no", "bf16"),
-        f"The environment's mixed precision is {args.mixed_precision}: skipped updates and rescaled gradients depend "
-        "on single records.",
-        "Use bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
+        "`fp16` skips an update exactly when one record overflows, which tells that the record is there. Use --bf16, "
+        "or full precision.",
     )
     yield (
         args.n_gpu > 1,
-        f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel.",
+        f"{args.n_gpu} GPUs are visible without a launcher, so the Trainer would wrap the model in DataParallel. "
         f"Start with `accelerate launch --num_processes {args.n_gpu}`, or set CUDA_VISIBLE_DEVICES to one GPU.",
     )
-    yield from _on_fsdp(args)
     yield (
         bool(args.deepspeed) or args.deepspeed_plugin is not None,
-        "DeepSpeed averages and clips gradients itself, which is not supported yet.",
-        DATA_PARALLEL,
+        f"DeepSpeed averages and clips gradients itself, which is not supported yet. {DATA_PARALLEL}",
     )
-    yield (
-        args.parallelism_config is not None,
-        "`parallelism_config` (tensor, context, sequence parallelism) is not supported yet.",
-        DATA_PARALLEL,
-    )
-
-
-def _on_fsdp(args: Any) -> Iterator[Refusal]:
     plugin, config = args.fsdp_plugin_args or {}, args.fsdp_config or {}
     is_launched = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     by_launcher = int(os.environ.get("FSDP_VERSION") or 1) if is_launched else 2
     version = int(plugin.get("fsdp_version", 2)) if args.fsdp else by_launcher
-    yield (
-        version != 2,
-        f"FSDP version {version} flattens the parameters of several layers into one, where gradients of records "
-        "cannot be cut.",
-        "Use FSDP2: --fsdp with fsdp_config={'version': 2}, or accelerate launch --use_fsdp --fsdp_version 2.",
-    )
+    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
+    yield from _on_acceleration(args.mixed_precision, version, args.parallelism_config, dynamo.lower())
     yield (
         bool(args.fsdp) and args.world_size == 1,
-        "FSDP deals the weights to several processes, and this is one.",
-        "Start with accelerate launch --num_processes N (or torchrun --nproc_per_node N), or remove --fsdp.",
+        "FSDP deals the weights to several processes, and this is one. Start with accelerate launch --num_processes "
+        "N (or torchrun --nproc_per_node N), or remove --fsdp.",
     )
     yield (
         bool(args.fsdp) and bool(config.get("xla")),
-        "FSDP on XLA devices is not supported.",
-        "Remove fsdp_config['xla'].",
+        "FSDP on XLA devices is not supported. Remove fsdp_config['xla'].",
     )
 
 
@@ -109,152 +72,151 @@ def _on_batching(args: Any) -> Iterator[Refusal]:
     loader = args.accelerator_config
     yield (
         bool(args.auto_find_batch_size),
-        "`auto_find_batch_size` restarts after an out-of-memory error with the changed weights, uncounted.",
-        "Set --per_device_train_batch_size to what fits; it does not change the result.",
+        "`auto_find_batch_size` restarts after an out-of-memory error with the changed weights, uncounted. Set "
+        "--per_device_train_batch_size to what fits; it does not change the result.",
     )
     yield (
         args.train_sampling_strategy != "random",
-        f"train_sampling_strategy={args.train_sampling_strategy!r} picks batches by the records' lengths or order.",
-        "Leave it at 'random': batches are formed by --sampling, and records of a batch are ordered by length anyway.",
+        f"train_sampling_strategy={args.train_sampling_strategy!r} picks batches by the records' lengths or order. "
+        "Leave it at 'random': batches are formed by --sampling, and records of a batch are ordered by length "
+        "anyway.",
     )
     accumulation = getattr(loader, "gradient_accumulation_kwargs", None) or {}
     yield (
         "num_steps" in accumulation,
-        f"`accelerator_config.gradient_accumulation_kwargs` sets num_steps={accumulation.get('num_steps')}, which the "
-        "Trainer would take for loader items, and an item is a whole step here.",
-        "Use --gradient_accumulation_steps, or --expected_batch_size.",
+        f"`accelerator_config.gradient_accumulation_kwargs` sets num_steps={accumulation.get('num_steps')}, which "
+        "the Trainer would take for loader items, and an item is a whole step here. Use "
+        "--gradient_accumulation_steps, or --expected_batch_size.",
     )
     for option in ("split_batches", "dispatch_batches"):
-        what = f"accelerator_config.{option} re-serves records to fill a batch."
-        yield bool(getattr(loader, option)), what, DEALT
+        yield (
+            bool(getattr(loader, option)),
+            f"accelerator_config.{option} re-serves records to fill a batch. Remove it: a logical batch is dealt to "
+            "the ranks without repetition.",
+        )
     yield (
         bool(args.ignore_data_skip),
-        "`ignore_data_skip` would serve the batches of earlier steps again.",
-        "Remove --ignore_data_skip: skipping costs nothing here.",
+        "`ignore_data_skip` would serve the batches of earlier steps again. Remove --ignore_data_skip: skipping "
+        "costs nothing here.",
     )
     yield (
         not args.dataloader_in_order,
-        "dataloader_in_order=False would serve batches in another order than they were charged.",
-        "Remove it.",
+        "dataloader_in_order=False would serve batches in another order than they were charged. Remove it.",
     )
 
 
-def check_accumulation(args: TrainingArguments) -> None:
+@refuses
+def check_accumulation(args: Any) -> Iterator[Refusal]:
     """Refuse accumulation that was set after the trainer took it over: an item of its loader is a whole step."""
-    raise_first(_on_accumulation(args))
-
-
-def _on_accumulation(args: Any) -> Iterator[Refusal]:
     steps = args.gradient_accumulation_steps
     yield (
         steps != 1,
-        f"gradient_accumulation_steps={steps} was set after the trainer was made, and the plan is for logical batches "
-        f"of expected_batch_size={args.expected_batch_size} records, whatever the accumulation.",
-        "Set it in DPTrainingArguments before the trainer is made (or set expected_batch_size), and make a new "
-        "trainer.",
+        f"gradient_accumulation_steps={steps} was set after the trainer was made, and the plan is for logical "
+        f"batches of expected_batch_size={args.expected_batch_size} records, whatever the accumulation. Set it in "
+        "DPTrainingArguments before the trainer is made (or set expected_batch_size), and make a new trainer.",
     )
 
 
 def _on_backward(args: Any) -> Iterator[Refusal]:
-    check_choice("clipping_engine", args.clipping_engine, ("auto", *ENGINES))
     optim = str(getattr(args.optim, "value", args.optim))
     checkpointing = {**(args.activation_checkpointing_kwargs or {}), **(args.gradient_checkpointing_kwargs or {})}
     yield (
         bool(args.torch_compile),
-        "`torch_compile` compiles the whole model, with it the places where per-record gradients are captured.",
+        "`torch_compile` compiles the whole model, with it the places where per-record gradients are captured. "
         "Remove --torch_compile, and compile parts: for layer in model.model.layers: layer.mlp.compile().",
-    )
-    dynamo = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
-    yield (
-        dynamo not in ("no", ""),
-        f"ACCELERATE_DYNAMO_BACKEND={dynamo} switches torch.compile on, which is not supported yet.",
-        "Unset it, or run `accelerate config` again without dynamo.",
     )
     yield (
         bool(args.use_liger_kernel),
-        "Liger kernels form the head's gradient inside the forward, before it can be clipped.",
-        "Remove --use_liger_kernel.",
+        "Liger kernels form the head's gradient inside the forward, before it can be clipped. Remove "
+        "--use_liger_kernel.",
     )
     yield (
         "lomo" in optim or "layerwise" in optim,
-        f"optim={optim} updates parameters inside the backward, before the clip and the noise.",
-        "Use adamw_torch, sgd or another optimizer that steps after the backward.",
+        f"optim={optim} updates parameters inside the backward, before the clip and the noise. Use adamw_torch, sgd "
+        "or another optimizer that steps after the backward.",
     )
     yield (
         args.neftune_noise_alpha is not None,
-        "`neftune_noise_alpha` scales its noise by the padded length, which depends on the other records.",
-        "Remove --neftune_noise_alpha.",
+        "`neftune_noise_alpha` scales its noise by the padded length, which depends on the other records. Remove "
+        "--neftune_noise_alpha.",
     )
-    what = "Reentrant checkpointing runs a second backward inside the first."
-    yield is_reentrant(checkpointing), what, NOT_REENTRANT
+    yield (
+        is_reentrant(checkpointing),
+        "Reentrant checkpointing runs a second backward inside the first. Use "
+        "activation_checkpointing_kwargs={'use_reentrant': False}, the default.",
+    )
 
 
 def _on_side_channels(args: Any) -> Iterator[Refusal]:
-    yield bool(args.debug), "`debug` prints un-noised activations and gradients.", "Remove --debug."
+    yield bool(args.debug), "`debug` prints un-noised activations and gradients. Remove --debug."
     yield (
         args.include_num_input_tokens_seen not in ("no", False),
-        "`include_num_input_tokens_seen` logs the size of the sampled batches.",
-        "Leave it at 'no'.",
+        "`include_num_input_tokens_seen` logs the size of the sampled batches. Leave it at 'no'.",
     )
     yield (
         os.environ.get("WANDB_WATCH", "false").lower() in ("gradients", "all"),
-        "WANDB_WATCH uploads raw gradients.",
-        "Unset it, or set WANDB_WATCH=false.",
+        "WANDB_WATCH uploads raw gradients. Unset it, or set WANDB_WATCH=false.",
     )
 
 
-def check_accelerator(accelerator: Any) -> None:
+def _on_acceleration(precision: str, fsdp_version: int, parallelism: Any, dynamo: str) -> Iterator[Refusal]:
+    """Refusals of what arguments ask for, and of what accelerate was told by others."""
+    yield (
+        precision not in ("no", "bf16"),
+        f"The mixed precision is {precision}: skipped updates and rescaled gradients depend on single records. Use "
+        "bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
+    )
+    yield (
+        fsdp_version != 2,
+        f"FSDP version {fsdp_version} flattens the parameters of several layers into one, where gradients of records "
+        "cannot be cut. Use FSDP2: --fsdp with fsdp_config={'version': 2}. Set --fsdp_version 2 where accelerate "
+        "launch --use_fsdp or `accelerate config` asks for it.",
+    )
+    yield (
+        parallelism is not None,
+        "`parallelism_config` (tensor, context, sequence parallelism) is not supported yet. Unset "
+        f"ACCELERATE_USE_PARALLELISM_CONFIG, or run `accelerate config` again. {DATA_PARALLEL}",
+    )
+    yield (
+        dynamo.lower() not in ("no", ""),
+        f"ACCELERATE_DYNAMO_BACKEND={dynamo} switches torch.compile on, which is not supported yet. Unset it, or run "
+        "`accelerate config` again without dynamo.",
+    )
+
+
+@refuses
+def check_accelerator(accelerator: Any) -> Iterator[Refusal]:
     """Refuse settings that environment variables or `accelerate config` switched on behind the arguments."""
-    raise_first(_on_accelerator(accelerator))
-
-
-def _on_accelerator(accelerator: Any) -> Iterator[Refusal]:
     kind = str(accelerator.distributed_type.value)
     ranks, known = collectives.world_size(), accelerator.num_processes
     yield (
         ranks != known,
         f"The launcher started {ranks} processes (torch.distributed), and the Trainer knows {known} (as accelerate's "
-        "FSDP does on a CPU): each would train and save alone.",
-        "Start with torchrun --nproc_per_node N, or on a CPU add --use_cpu and leave FSDP out of `accelerate config`.",
+        "FSDP does on a CPU): each would train and save alone. Start with torchrun --nproc_per_node N, or on a CPU "
+        "add --use_cpu and leave FSDP out of `accelerate config`.",
     )
     yield (
         kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"),
-        f"Accelerate runs in mode {kind}, which is not supported yet (DeepSpeed, Megatron, TPU and others).",
-        "Run `accelerate config` again and choose plain multi-GPU, FSDP with version 2, or CPU.",
+        f"Accelerate runs in mode {kind}, which is not supported yet (DeepSpeed, Megatron, TPU and others). Run "
+        "`accelerate config` again and choose plain multi-GPU, FSDP with version 2, or CPU.",
     )
     plugin = getattr(accelerator.state, "fsdp_plugin", None) if kind == "FSDP" else None
-    yield (
-        plugin is not None and plugin.fsdp_version != 2,
-        "FSDP version 1 flattens the parameters of several layers into one, where gradients of records cannot be cut.",
-        "Set --fsdp_version 2, or run `accelerate config` again and choose version 2.",
+    backend = getattr(getattr(accelerator.state, "dynamo_plugin", None), "backend", "no")
+    yield from _on_acceleration(
+        accelerator.mixed_precision if accelerator.scaler is None else "fp16",
+        2 if plugin is None else plugin.fsdp_version,
+        getattr(accelerator, "parallelism_config", None),
+        str(getattr(backend, "value", backend)),
     )
     yield (
         plugin is not None and bool(_offloads(plugin)),
-        "FSDP's CPU offload keeps shards where gradients do not come, which is not supported yet.",
-        "Set --fsdp_offload_params false.",
+        "FSDP's CPU offload keeps shards where gradients do not come, which is not supported yet. Set "
+        "--fsdp_offload_params false.",
     )
     yield (
         plugin is not None and bool(plugin.activation_checkpointing),
-        "FSDP's activation checkpointing wraps layers where the capture of gradients does not see it.",
-        "Use --gradient_checkpointing in its place, and no fsdp_activation_checkpointing.",
-    )
-    precision = accelerator.mixed_precision
-    yield (
-        precision not in ("no", "bf16") or accelerator.scaler is not None,
-        f"Accelerate's mixed precision is {precision}: skipped updates and rescaled gradients depend on single "
-        "records.",
-        "Use bf16 or no (unset ACCELERATE_MIXED_PRECISION, or run `accelerate config` again).",
-    )
-    yield (
-        getattr(accelerator, "parallelism_config", None) is not None,
-        "Accelerate has a parallelism_config (tensor, context, sequence parallelism), which is not supported yet.",
-        "Unset ACCELERATE_USE_PARALLELISM_CONFIG, or run `accelerate config` again.",
-    )
-    backend = str(getattr(getattr(accelerator.state, "dynamo_plugin", None), "backend", "NO"))
-    yield (
-        not backend.endswith("NO"),
-        f"Accelerate's dynamo backend is {backend}: torch.compile is not supported yet.",
-        "Run `accelerate config` again without dynamo.",
+        "FSDP's activation checkpointing wraps layers where the capture of gradients does not see it. Use "
+        "--gradient_checkpointing in its place, and no fsdp_activation_checkpointing.",
     )
 
 

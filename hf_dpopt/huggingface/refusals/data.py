@@ -1,4 +1,4 @@
-"""Refusals of datasets and collators: evaluation on training records, records that cannot be sampled."""
+"""Refusals of datasets and collators: records that cannot be sampled, and evaluations that would tell of records."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from typing import Any
 import torch
 from transformers import DataCollatorWithFlattening
 
-from hf_dpopt.common.checks import check_at_most
+from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.bounds import MAX_UNITS
 from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.views import share_rows
 
 MAX_COMPARED = 200_000
-HELD_OUT = (
-    "Evaluate on held-out records: split before training (dataset.train_test_split), and take out of the evaluation "
-    "set what is in the training set, too."
-)
+BUDGET = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")  # of a private set
+METRICS = ("accuracy", "f1", "loss")  # of one
 
 
-def check_datasets(**datasets: Any) -> None:
+def check_datasets(inputs: TrainerInputs) -> None:
     """Refuse what is no dataset, by the parameter of the trainer; streams are refused where they matter.
 
     Raises:
-        DPConfigError: for text and classes, and for a length that is no count or cannot be told.
+        DPConfigError: for text and classes, for a length that is no count or cannot be told, and for public records
+            that cannot be read by number.
     """
-    for name, dataset in datasets.items():
+    for name in ("train_dataset", "eval_dataset", "public_dataset"):
+        dataset = getattr(inputs, name)
         if isinstance(dataset, str | bytes | type):
             raise DPConfigError(
                 f"{name}={shown(dataset)} is no dataset. Load it: datasets.load_dataset(..), or a list of records."
@@ -44,10 +46,10 @@ def check_datasets(**datasets: Any) -> None:
                 "return the number of records."
             ) from error
         check_at_most(f"The length of {name}", num, MAX_UNITS, "one step draws from all of them. Take a sample.")
+    _check_public(inputs.public_dataset)
 
 
-def check_public(public_dataset: Any) -> None:
-    """Refuse public records that cannot be read by number."""
+def _check_public(public_dataset: Any) -> None:
     if public_dataset is None:
         return
     if not hasattr(public_dataset, "__len__") or not hasattr(public_dataset, "__getitem__"):
@@ -61,9 +63,30 @@ def check_public(public_dataset: Any) -> None:
     )  # fmt: skip
 
 
-def check_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> None:
+@refuses
+def check_data(training: TrainingRows, inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
-    raise_first(_on_data(training, eval_dataset, data_collator))
+    train_dataset, data_collator = training.dataset, inputs.data_collator
+    if train_dataset is None:
+        return
+    yield (
+        isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
+        "The training dataset is iterable (streaming), so records cannot be sampled by index. Load it as a map-style "
+        "dataset (streaming=False): load_dataset('parquet', data_files=.., split='train') maps shards of any size "
+        "from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once (docs/clusters.md).",
+    )
+    yield len(train_dataset) == 0, "The training dataset is empty. Check the file and the preprocessing."
+    check_evaluation(inputs.eval_dataset, training)
+    yield (
+        isinstance(data_collator, DataCollatorWithFlattening),
+        "DataCollatorWithFlattening packs records into one row, so they would be clipped as one. Use "
+        "DataCollatorWithPadding.",
+    )
+    yield (
+        getattr(data_collator, "seed", None) is not None,
+        "The collator has a seed of its own: its draws are public, and one record more shifts those of the others. "
+        "Leave seed=None; masks are then drawn from a secret key.",
+    )
 
 
 def check_batch(args: Any, product: int, num_sampled: int) -> None:
@@ -103,7 +126,11 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
     """
     several = dataset.values() if isinstance(dataset, Mapping) else [dataset]
     if any(training.make_up(one) for one in several):
-        raise DPConfigError(f"Metrics on the training dataset are exact values of private data. {HELD_OUT}")
+        raise DPConfigError(
+            "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact "
+            "values of private data. Hold out records for evaluation. Evaluate on held-out records: split before "
+            "training (dataset.train_test_split), and take out of the evaluation set what is in the training set, too."
+        )
 
 
 def shared_rows(dataset: Any, training: Any) -> int:
@@ -138,30 +165,55 @@ def _contents(row: Any) -> str:
     return hashlib.sha256(repr(row).encode()).hexdigest()
 
 
-def _on_data(training: TrainingRows, eval_dataset: Any, data_collator: Any) -> Iterator[Refusal]:
-    train_dataset = training.dataset
+@refuses
+def check_private_evaluation(args: DPTrainingArguments, inputs: TrainerInputs) -> Iterator[Refusal]:
+    """Refuse options that release more of a private evaluation set than noisy metrics, or that have no budget."""
+    is_private = args.eval_data_privacy == "private"
+    for name in BUDGET:
+        yield (
+            not is_private and getattr(args, name) is not None,
+            f"{name}={shown(getattr(args, name))} is for a private evaluation set, and it was declared "
+            f"{args.eval_data_privacy!r}. Add --eval_data_privacy private, or leave it out.",
+        )
+    if not is_private:
+        return
+    if args.eval_times is not None:
+        check_count("eval_times", args.eval_times)
     yield (
-        isinstance(train_dataset, torch.utils.data.IterableDataset) or not hasattr(train_dataset, "__len__"),
-        "The training dataset is iterable (streaming), so records cannot be sampled by index.",
-        "Load it as a map-style dataset (streaming=False): load_dataset('parquet', data_files=.., split='train') maps "
-        "shards of any size from the disk. Dataset.from_generator(lambda: iter(stream)) writes a stream down, once "
-        "(docs/clusters.md).",
-    )
-    yield len(train_dataset) == 0, "The training dataset is empty.", "Check the file and the preprocessing."
-    evaluated = eval_dataset.values() if isinstance(eval_dataset, dict) else [eval_dataset]
-    yield (
-        any(training.make_up(e) for e in evaluated),
-        "The evaluation dataset is the training dataset, or a part or a copy of it: its metrics would be exact values "
-        "of private data.",
-        f"Hold out records for evaluation. {HELD_OUT}",
-    )
-    yield (
-        isinstance(data_collator, DataCollatorWithFlattening),
-        "DataCollatorWithFlattening packs records into one row, so they would be clipped as one.",
-        "Use DataCollatorWithPadding.",
+        args.tuned_runs is not None,
+        f"eval_data_privacy='private' with tuned_runs={args.tuned_runs or 0:g}: each run would spend "
+        "eval_target_epsilon, and what the choice between them costs the people in the evaluation set is not "
+        "accounted for. Choose by public data, or train one run.",
     )
     yield (
-        getattr(data_collator, "seed", None) is not None,
-        "The collator has a seed of its own: its draws are public, and one record more shifts those of the others.",
-        "Leave seed=None; masks are then drawn from a secret key.",
+        args.eval_target_epsilon is None,
+        "eval_data_privacy='private' has no budget for the people in the evaluation set. Add --eval_target_epsilon "
+        "2, say; it is theirs, and does not touch target_epsilon.",
+    )
+    # a set that comes later is checked when it is evaluated
+    sets, delta = inputs.eval_dataset, args.eval_target_delta
+    several = sets.values() if isinstance(sets, dict) else [sets]
+    largest = max([1, *(len(one) for one in several if hasattr(one, "__len__"))])
+    yield (
+        delta is not None and not (0 < delta < 1 and delta * largest <= 1),
+        f"eval_target_delta={delta or 0:g} is outside of 0 to 1/n = {1 / largest:.3g}, with n = {largest} records in "
+        "the evaluation set. Leave it out: the default is below.",
+    )
+    yield (
+        args.privacy_unit == "user",
+        "eval_data_privacy='private' protects single records of the evaluation set, and privacy_unit='user' asks for "
+        "whole users, who may have several. Evaluate on one record of each user, in a run with "
+        "privacy_unit='example', or on public data.",
+    )
+    for what in ("compute_metrics", "preprocess_logits_for_metrics"):
+        yield (
+            getattr(inputs, what) is not None,
+            f"`{what}` sees exact predictions of single records, and eval_data_privacy='private' releases noisy sums "
+            "alone: loss, accuracy, F1. Leave it out.",
+        )
+    best = args.metric_for_best_model
+    yield (
+        best is not None and not isinstance(sets, dict) and best.removeprefix("eval_") not in METRICS,
+        f"metric_for_best_model={shown(best)} is no metric of a private evaluation set. Use one of: "
+        f"{', '.join(METRICS)} (accuracy and f1 for classifiers, f1 for two labels).",
     )

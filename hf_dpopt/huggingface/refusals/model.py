@@ -2,61 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.utils.import_utils import is_peft_available
 
-from hf_dpopt.clipping.capture import is_compiled
+from hf_dpopt.clipping.capture import Capture, is_compiled
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
-from hf_dpopt.common.refusal import Refusal, is_reentrant, raise_first
+from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
 from hf_dpopt.huggingface.configs import settings
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import refuse_spoilt
-from hf_dpopt.records.losses import base_model
+from hf_dpopt.records.inspection import refuse_malformed
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import RecordLosses, base_model
 
 
-def check_model(model: nn.Module) -> None:
+@functools.partial(refuses, error=UnsupportedModuleError)
+def check_model(model: nn.Module) -> Iterator[Refusal]:
     """Refuse models whose records influence each other, or that change outside the optimizer."""
     refuse_spoilt(model)
-    raise_first(_on_model(model), UnsupportedModuleError)
-
-
-def check_model_given(model: Any, given: Mapping[str, Any], trainer_class: type) -> None:
-    """Refuse what is no model, before the Trainer moves it to a device.
-
-    Args:
-        model: the trainer's parameter of that name.
-        given: all of its parameters.
-        trainer_class: trainers other than transformers' own may load a model by its name.
-    """
-    makes = next(cls for cls in trainer_class.__mro__ if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
-    if isinstance(model, nn.Module) or makes not in (Trainer, Seq2SeqTrainer):
-        return
-    if model is None and callable(given.get("model_init")):
-        return
-    raise DPConfigError(
-        f"model={shown(model)} is no model. Pass one that is loaded, such as "
-        "AutoModelForSequenceClassification.from_pretrained(..), or model_init, a function that makes it."
-    )
-
-
-def _on_model(model: nn.Module) -> Iterator[Refusal]:
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     yield from _on_values(trained)
-    yield not trained, "The model has no trainable parameter.", "Unfreeze some (requires_grad_(True)) or add LoRA."
+    yield not trained, "The model has no trainable parameter. Unfreeze some (requires_grad_(True)) or add LoRA."
     yield (
         len(set(getattr(model, "hf_device_map", {}).values())) > 1,
-        "The model is spread over several devices (device_map).",
-        "Load it on one device; use accelerate launch for several.",
+        "The model is spread over several devices (device_map). Load it on one device; use accelerate launch for "
+        "several.",
     )
     yield (
         any(is_compiled(module) for module in (model, base_model(model))),
-        "The whole model is compiled, with it the places where per-record gradients are captured.",
-        "Compile parts of it instead, before or after LoRA: for layer in model.model.layers: layer.mlp.compile().",
+        "The whole model is compiled, with it the places where per-record gradients are captured. Compile parts of "
+        "it instead, before or after LoRA: for layer in model.model.layers: layer.mlp.compile().",
     )
     for name, module in model.named_modules():
         yield from _on_module(name, module)
@@ -64,56 +45,89 @@ def _on_model(model: nn.Module) -> Iterator[Refusal]:
     yield (
         is_xlnet and any("transformer." in name for name in trained),
         "XLNet computes with the tokens in the first dimension and the records in the second, so the gradients of "
-        "records cannot be told apart.",
-        "Train its head alone (freeze model.transformer), or another model: run_mlm.py, run_clm.py.",
+        "records cannot be told apart. Train its head alone (freeze model.transformer), or another model: "
+        "run_mlm.py, run_clm.py.",
     )
     yield (
         any(p.dtype == torch.float16 for p in trained.values()),
-        "Trainable parameters are float16, in which a clipped gradient underflows or overflows.",
-        "Load the model in float32 or bfloat16 (dtype=...).",
+        "Trainable parameters are float16, in which a clipped gradient underflows or overflows. Load the model in "
+        "float32 or bfloat16 (dtype=...).",
     )
     rotary = {kind for kind in _rope_types(model) if kind in ("longrope", "su") or "dynamic" in kind}
     yield (
         bool(rotary),
-        f"`rope_type` {', '.join(sorted(rotary))} depends on the longest record of the batch.",
-        "Use a model with another rope_type (default, linear, yarn, llama3).",
+        f"`rope_type` {', '.join(sorted(rotary))} depends on the longest record of the batch. Use a model with "
+        "another rope_type (default, linear, yarn, llama3).",
     )
     yield from _on_experts(model)
     yield from _on_quantisation(model)
     for name, p in trained.items():
         yield (
             bool(p._post_accumulate_grad_hooks) or bool(p._backward_hooks),
-            f"A gradient hook is registered on {name}; it would act on un-noised gradients.",
-            "Remove the hook (an optimizer that steps inside the backward may have set it).",
+            f"A gradient hook is registered on {name}; it would act on un-noised gradients. Remove the hook (an "
+            "optimizer that steps inside the backward may have set it).",
         )
     yield from _on_adapters(model)
+
+
+def check_model_with_records(model: nn.Module, inputs: TrainerInputs) -> None:
+    """Refuse a model that cannot be trained, or not on these records.
+
+    Args:
+        model: the model that will be trained.
+        inputs: what the trainer was given besides.
+    """
+    check_model(model)
+    Capture(model)
+    if inputs.train_dataset is not None:
+        kind = RecordLosses(model, inputs.per_example_loss_func or "auto").kind  # an unknown head is found here
+        refuse_malformed(inputs.train_dataset, Limits.of(model, kind), form=None)
+
+
+def check_model_given(inputs: TrainerInputs, trainer_class: type) -> None:
+    """Refuse what is no model, before the Trainer moves it to a device.
+
+    Args:
+        inputs: what the trainer was given.
+        trainer_class: trainers other than transformers' own may load a model by its name.
+    """
+    model = inputs.model
+    makes = next(cls for cls in trainer_class.__mro__ if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
+    if isinstance(model, nn.Module) or makes not in (Trainer, Seq2SeqTrainer):
+        return
+    if model is None and callable(inputs.model_init):
+        return
+    raise DPConfigError(
+        f"model={shown(model)} is no model. Pass one that is loaded, such as "
+        "AutoModelForSequenceClassification.from_pretrained(..), or model_init, a function that makes it."
+    )
 
 
 def _on_values(trained: dict[str, nn.Parameter]) -> Iterator[Refusal]:
     """Refusals of parameters that hold no numbers, or none that training could start from."""
     loads_on_one_rank = os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() in ("true", "1")
+    fix = "Load or initialise the weights before the trainer is made."
+    if loads_on_one_rank:
+        fix = (
+            "Set fsdp_cpu_ram_efficient_loading to false (`accelerate config`), which loads weights on one rank only."
+        )
     for name, p in trained.items():
         yield (
             isinstance(p, nn.parameter.UninitializedParameter) or p.is_meta,
-            f"{name} has no values yet (a lazy layer, or a model on the device 'meta').",
-            "Set fsdp_cpu_ram_efficient_loading to false (`accelerate config`), which loads weights on one rank only."
-            if loads_on_one_rank
-            else "Load or initialise the weights before the trainer is made.",
+            f"{name} has no values yet (a lazy layer, or a model on the device 'meta'). {fix}",
         )
-        yield p.is_complex(), f"{name} is complex, and clips are of real numbers.", "Freeze it, or train both parts."
+        yield p.is_complex(), f"{name} is complex, and clips are of real numbers. Freeze it, or train both parts."
         yield (
             p.is_inference(),
-            f"{name} was made in torch.inference_mode, so it cannot be trained.",
-            "Load the model outside of it.",
+            f"{name} was made in torch.inference_mode, so it cannot be trained. Load the model outside of it.",
         )
     spoilt = first_not_finite(trained)
     if spoilt is not None:
         yield (
             True,
             f"The weights of the model are not finite: {spoilt} holds NaN or infinity, so every loss would be NaN, "
-            "every record would be dropped, and the run would train on noise.",
-            "Load the weights again; if they came from a run that diverged, start from an older checkpoint with a "
-            "smaller learning rate.",
+            "every record would be dropped, and the run would train on noise. Load the weights again; if they came "
+            "from a run that diverged, start from an older checkpoint with a smaller learning rate.",
         )
 
 
@@ -146,15 +160,15 @@ def _rope_types(model: nn.Module) -> set[str]:
 def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
     yield (
         isinstance(module, nn.modules.batchnorm._BatchNorm),
-        f"{name} ({type(module).__name__}) normalises over the batch, so a record's gradient depends on the others.",
+        f"{name} ({type(module).__name__}) normalises over the batch, so a record's gradient depends on the others. "
         "Replace it by GroupNorm or LayerNorm.",
     )
     # LLM.int8() computes a feature in full precision for every record once one record has an outlier in it.
     is_int8 = any(cls.__name__ == "Linear8bitLt" for cls in type(module).__mro__)
     yield (
         is_int8 and getattr(getattr(module, "state", None), "threshold", 0.0) > 0,
-        f"{name} (Linear8bitLt) looks for outliers over the whole batch: a record's loss depends on the others.",
-        "Load the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits.",
+        f"{name} (Linear8bitLt) looks for outliers over the whole batch: a record's loss depends on the others. Load "
+        "the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits.",
     )
     if isinstance(module, nn.Embedding):
         yield from _on_embedding(name, module)
@@ -162,8 +176,8 @@ def _on_module(name: str, module: nn.Module) -> Iterator[Refusal]:
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
         yield (
             is_reentrant(getattr(checkpoint, "keywords", {})),
-            f"{name} uses reentrant checkpointing, a second backward inside the first.",
-            "Enable it with {'use_reentrant': False}.",
+            f"{name} uses reentrant checkpointing, a second backward inside the first. Enable it with "
+            "{'use_reentrant': False}.",
         )
 
 
@@ -174,8 +188,8 @@ def _on_quantisation(model: nn.Module) -> Iterator[Refusal]:
     yield (
         config is not None and method != "bitsandbytes",
         f"The base model is quantised by {method}, and only bitsandbytes was checked: scales of activations that are "
-        "taken over the batch couple its records.",
-        "Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised in bfloat16.",
+        "taken over the batch couple its records. Load it with BitsAndBytesConfig(load_in_4bit=True), or unquantised "
+        "in bfloat16.",
     )
 
 
@@ -183,24 +197,22 @@ def _on_experts(model: nn.Module) -> Iterator[Refusal]:
     asked = [f"config.{path}{name}" for path, name, on in settings(model) if name == "output_router_logits" and on]
     yield (
         bool(asked),
-        "The model adds a load-balancing loss over the batch (output_router_logits).",
-        f"Set {' = '.join(asked)} = False.",
+        f"The model adds a load-balancing loss over the batch (output_router_logits). Set {' = '.join(asked)} = "
+        "False.",
     )
 
 
 def _on_embedding(name: str, module: nn.Embedding) -> Iterator[Refusal]:
     yield (
         module.max_norm is not None,
-        f"{name} renormalises the rows it looks up (max_norm), without noise.",
-        "Set max_norm=None.",
+        f"{name} renormalises the rows it looks up (max_norm), without noise. Set max_norm=None.",
     )
     trained = module.weight.requires_grad
     yield (
         trained and module.scale_grad_by_freq,
-        f"{name} scales gradients by how often a token occurs in the batch.",
-        "Set scale_grad_by_freq=False.",
+        f"{name} scales gradients by how often a token occurs in the batch. Set scale_grad_by_freq=False.",
     )
-    yield trained and module.sparse, f"{name} makes sparse gradients, and every row needs noise.", "Set sparse=False."
+    yield trained and module.sparse, f"{name} makes sparse gradients, and every row needs noise. Set sparse=False."
 
 
 def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
@@ -209,10 +221,10 @@ def _on_adapters(model: nn.Module) -> Iterator[Refusal]:
     configs = getattr(model, "peft_config", None)
     for adapter, config in configs.items() if isinstance(configs, dict) else ():
         kind = str(getattr(config.peft_type, "value", config.peft_type))
-        yield kind == "ADALORA", f"Adapter {adapter!r} is AdaLoRA, which ranks by un-noised gradients.", "Use LoRA."
+        yield kind == "ADALORA", f"Adapter {adapter!r} is AdaLoRA, which ranks by un-noised gradients. Use LoRA."
         start = getattr(config, "init_lora_weights", None)
         yield (
             isinstance(start, str) and start.lower() in ("eva", "corda", "lora_ga"),
-            f"Adapter {adapter!r} is initialised from data (init_lora_weights={start!r}), which would be un-noised.",
+            f"Adapter {adapter!r} is initialised from data (init_lora_weights={start!r}), which would be un-noised. "
             "Use init_lora_weights=True, or 'gaussian', 'pissa', 'olora', which look at the weights only.",
         )

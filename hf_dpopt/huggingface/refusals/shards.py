@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.plan.plan import PrivacyPlan
 
 WHOLE = "Start plain data parallel (accelerate launch without --use_fsdp)"
 
 
-def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> None:
+@refuses
+def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Refusal]:
     """Refuse the options of a run that need whole gradients on one rank, before the ledger is opened.
 
     Args:
@@ -19,38 +20,31 @@ def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> None:
         args: training arguments.
         public_dataset: the trainer's parameter of that name.
     """
-    raise_first(_on_shards(plan, args, public_dataset))
-
-
-def _on_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[Refusal]:
     config = plan.config
     yield (
         plan.preclip.opening is not None,
-        f"preconditioner={config.preconditioner!r} asks a query before the first step, whose squared sums are not cut "
-        "into shards yet.",
-        f"{WHOLE}, or use a dp2_* preconditioner.",
+        f"preconditioner={config.preconditioner!r} asks a query before the first step, whose squared sums are not "
+        f"cut into shards yet. {WHOLE}, or use a dp2_* preconditioner.",
     )
     yield (
         public_dataset is not None,
-        "Gradients of public records (adadps, subspaces, mirror descent) are taken by a plain backward, which adds up "
-        "the processes of a model in shards.",
-        f"{WHOLE}.",
+        "Gradients of public records (adadps, subspaces, mirror descent) are taken by a plain backward, which adds "
+        f"up the processes of a model in shards. {WHOLE}.",
     )
     yield (
         config.local_training is not None,
-        "Users that train locally need the whole model each, and it lies in shards.",
-        f"{WHOLE}, or let users give gradients (leave local_training out).",
+        f"Users that train locally need the whole model each, and it lies in shards. {WHOLE}, or let users give "
+        "gradients (leave local_training out).",
     )
     rows = config.records_per_user
     yield (
         plan.sums_users and rows is not None and rows > args.per_device_train_batch_size,
-        f"records_per_user={rows} is more than per_device_train_batch_size={args.per_device_train_batch_size}: a user "
-        "that does not fit into one physical batch is summed in parts, by plain backwards, which add up the processes "
-        "of a model in shards.",
-        "Raise --per_device_train_batch_size, or lower --records_per_user.",
+        f"records_per_user={rows} is more than per_device_train_batch_size={args.per_device_train_batch_size}: a "
+        "user that does not fit into one physical batch is summed in parts, by plain backwards, which add up the "
+        "processes of a model in shards. Raise --per_device_train_batch_size, or lower --records_per_user.",
     )
     yield (
         args.ball_radius is not None,
-        f"ball_radius={args.ball_radius} takes the norm of all weights together, which lie in shards.",
-        f"{WHOLE}, or leave it out.",
+        f"ball_radius={args.ball_radius} takes the norm of all weights together, which lie in shards. {WHOLE}, or "
+        "leave it out.",
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.refusal import Refusal, raise_first
+from hf_dpopt.common.refusal import Refusal, refuses
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.inputs import TrainerInputs
 
 # TRL's trainers whose loss is of pairs or of the batch: the reason, and the alternative.
 PREFERENCES = {
@@ -39,42 +41,40 @@ OTHER_TRL = (
 )
 
 
-def check_loss(
-    trainer_class: type,
-    stock_compute_loss: tuple[Any, ...],
-    compute_loss_func: Any,
-    args: Any,
-    per_example_loss_func: Any = None,
-) -> None:
+def check_arguments_given(args: Any, trainer_class: type) -> None:
+    """Refuse training arguments that know no privacy."""
+    if not isinstance(args, DPTrainingArguments):
+        raise DPConfigError(
+            f"{trainer_class.__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace "
+            "TrainingArguments by hf_dpopt.DPTrainingArguments and set target_epsilon."
+        )
+
+
+def check_loss(trainer_class: type, inputs: TrainerInputs, args: Any) -> None:
     """Refuse losses of the whole batch.
 
-    Args:
-        trainer_class: class of the trainer.
-        stock_compute_loss: methods of transformers, which are replaced by losses of records.
-        compute_loss_func: the trainer's parameter of that name.
-        args: training arguments of the trainer.
-        per_example_loss_func: the trainer's parameter of that name; training then uses nothing else, evaluation still
-            uses the others.
+    With `per_example_loss_func` training uses nothing else; evaluation still uses the others.
 
     Raises:
         DPConfigError: naming a way out.
     """
+    stock: tuple[Any, ...] = (Trainer.compute_loss, Seq2SeqTrainer.compute_loss)  # replaced by losses of records
     owner = _owner(trainer_class, "compute_loss").__module__
     if owner == "trl.trainer.sft_trainer":
-        raise_first(_on_sft(args))
-        stock_compute_loss = (*stock_compute_loss, trainer_class.compute_loss)  # type: ignore[attr-defined]
+        _check_sft(args)
+        stock = (*stock, trainer_class.compute_loss)  # type: ignore[attr-defined]
     elif owner.startswith("trl."):
         what, fix = PREFERENCES.get(owner.rpartition(".")[2], OTHER_TRL)
         raise DPConfigError(f"{_owner(trainer_class, 'compute_loss').__name__} {what} {fix}")
-    if per_example_loss_func is not None:
+    if inputs.per_example_loss_func is not None:
         return
     fix = (
         "Pass per_example_loss_func=f, with f(outputs, labels) or f(outputs, labels, inputs) -> one loss per record, "
         "shape (batch,)."
     )
-    if compute_loss_func is not None:
+    if inputs.compute_loss_func is not None:
         raise DPConfigError(f"A compute_loss_func returns one number for the batch, which mixes records. {fix}")
-    if trainer_class.compute_loss not in stock_compute_loss:  # type: ignore[attr-defined]
+    if trainer_class.compute_loss not in stock:  # type: ignore[attr-defined]
         raise DPConfigError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for the batch and would not "
             f"be used. {fix} Training then uses that, and evaluation goes on using compute_loss."
@@ -86,28 +86,28 @@ def _owner(cls: type, method: str) -> type:
     return next(base for base in cls.__mro__ if method in vars(base))
 
 
-def _on_sft(args: Any) -> Iterator[Refusal]:
+@refuses
+def _check_sft(args: Any) -> Iterator[Refusal]:
     """Refusals for TRL's SFTTrainer, whose default loss is the token mean, taken record by record here."""
     if not hasattr(args, "loss_type"):
         yield (
             True,
-            f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget.",
+            f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget. "
             "Derive them from both: @dataclass class DPSFTConfig(DPTrainingArguments, SFTConfig).",
         )
         return
     yield (
         args.loss_type != "nll",
-        f"SFTTrainer's loss_type={args.loss_type!r} is not taken record by record.",
-        "Use loss_type='nll', the default.",
+        f"SFTTrainer's loss_type={args.loss_type!r} is not taken record by record. Use loss_type='nll', the default.",
     )
     yield (
         args.packing or args.padding_free,
-        "`packing` and `padding_free` put several records into one row, where they would be clipped as one.",
-        "Set packing=False and padding_free=False.",
+        "`packing` and `padding_free` put several records into one row, where they would be clipped as one. Set "
+        "packing=False and padding_free=False.",
     )
     yield (
         args.activation_offloading,
-        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them.",
+        "`activation_offloading` keeps layers' inputs where the capture of per-record gradients does not see them. "
         "Set activation_offloading=False; use gradient_checkpointing.",
     )
 
@@ -136,7 +136,7 @@ NOT_CALLED = {  # methods of stock training that private training replaces -> th
 KNOWN = ("transformers.", "trl.")  # packages whose overrides do nothing that private training lacks
 
 
-def check_hooks(trainer_class: type, mixin: type) -> None:
+def check_overrides(trainer_class: type, mixin: type) -> None:
     """Refuse trainers that override the private step, or stock methods that it does not call."""
     replaced = [n for n in HOOK_POINTS if getattr(trainer_class, n) is not getattr(mixin, n)]
     if replaced:

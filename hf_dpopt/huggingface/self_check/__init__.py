@@ -7,9 +7,15 @@ batch-first, padding that leaks, upstream changes.
 
 from __future__ import annotations
 
-from hf_dpopt.huggingface.self_check.checks import SelfCheck, self_check
-from hf_dpopt.huggingface.self_check.influence import check_influence
-from hf_dpopt.huggingface.self_check.longest import longest_record
-from hf_dpopt.huggingface.self_check.made_up import Look, synthetic_batch
+from hf_dpopt.huggingface.self_check.checks import SelfCheck, longest_record, self_check
+from hf_dpopt.huggingface.self_check.comparisons import check_influence
+from hf_dpopt.huggingface.self_check.made_up import Columns, Look
 
-__all__ = ["Look", "SelfCheck", "check_influence", "longest_record", "self_check", "synthetic_batch"]
+__all__ = [
+    "Columns",
+    "Look",
+    "SelfCheck",
+    "check_influence",
+    "longest_record",
+    "self_check",
+]

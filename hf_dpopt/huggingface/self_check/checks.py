@@ -5,29 +5,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dpopt.clipping.engine import ClippingEngine
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface.kept_state import kept_buffers
 from hf_dpopt.huggingface.self_check import conditions
-from hf_dpopt.huggingface.self_check.equality import check_padding, check_sums, check_units
-from hf_dpopt.huggingface.self_check.influence import (
-    Columns,
+from hf_dpopt.huggingface.self_check.comparisons import (
     check_others,
+    check_padding,
+    check_sums,
+    check_units,
     check_width,
+)
+from hf_dpopt.huggingface.self_check.made_up import LOOKS, MAX_TOKENS, Columns, rows
+from hf_dpopt.huggingface.self_check.precision import (
+    NARROW_TOLERANCE,
+    TOLERANCE,
     in_enough_digits,
     training_conditions,
 )
-from hf_dpopt.huggingface.self_check.made_up import LOOKS, MAX_TOKENS, padding_side_of, rows, synthetic_batch
-from hf_dpopt.huggingface.self_check.probe import NARROW_TOLERANCE, probing
+from hf_dpopt.huggingface.self_check.probe import ProbeOfShards, probing
 from hf_dpopt.huggingface.self_check.shared import check_shared_draws
-from hf_dpopt.records.limits import Limits, padding_id_of
-from hf_dpopt.records.losses import RecordLosses, base_model, num_records
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import RecordLosses, base_model
 
 LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follows to float32
 
@@ -83,10 +90,10 @@ def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _check_padding_token(losses: RecordLosses, like: Mapping[str, Any], padding_id: int | None) -> None:
+def _check_padding_token(losses: RecordLosses, columns: Columns) -> None:
     """Refuse padding that the model cannot look up: every record that is padded would be left out of its step."""
-    allowed = Limits.of(losses.model, losses.kind).ranges.get("input_ids")
-    if padding_id is not None and "input_ids" in like and allowed is not None and not allowed.holds(padding_id):
+    allowed, padding_id = Limits.of(losses.model, losses.kind).ranges.get("input_ids"), columns.padding_id
+    if padding_id is not None and columns.is_padded and allowed is not None and not allowed.holds(padding_id):
         raise DPConfigError(f"The padding token is none of the model's: {allowed.says('input_ids', padding_id)}")
 
 
@@ -122,6 +129,8 @@ def self_check(
     not change with padding, with what stands beside a record, or with random numbers that records share; so no
     record's gradient depended on another record or on its length.
 
+    A model in shards, whose ranks call this together, is compared without dropout and without the rest.
+
     Args:
         engine: the engine that training uses.
         losses: the losses that training uses.
@@ -138,18 +147,15 @@ def self_check(
         DPConfigError: for a packed batch, or a model whose loss is not the one of its kind.
     """
     start = time.perf_counter()
-    num_records(like)  # refuses packed batches
-    model, notes = engine.model, list[str]()
-    if padding_id is None and "attention_mask" in like:
-        padding_id = padding_id_of(model)
-    _check_padding_token(losses, like, padding_id)
-    columns = Columns(like, padding_id, padding_side or padding_side_of(like))
-    batch = synthetic_batch(like, model, padding_id, padding_side=columns.padding_side)
-    is_padded = padding_id is not None and "input_ids" in batch
+    model, notes, num = engine.model, list[str](), len(LOOKS)
+    columns = Columns.of(like, model, padding_id, padding_side)
+    if engine.is_collective:
+        return _check_shards(engine, losses, columns)
+    _check_padding_token(losses, columns)
+    batch = columns.batch(model)
     _forward_in_training_mode(losses, batch)
-    num_tokens = max(longest or 0, like["input_ids"].size(-1)) if is_padded else 0
-    is_longer = num_tokens > MAX_TOKENS
-    is_narrow, num = conditions.is_narrow(model), len(LOOKS)
+    num_tokens = max(longest or 0, like["input_ids"].size(-1)) if columns.is_padded else 0
+    is_longer, is_narrow = num_tokens > MAX_TOKENS, conditions.is_narrow(model)
     is_wide = not is_narrow or conditions.fits(model)
     if not is_wide:
         notes.append(_too_large(model))
@@ -158,46 +164,33 @@ def self_check(
         with probing(engine, losses, batch, range(num), tolerance) as probe:
             check_shared_draws(probe, batch, num)
             unclipped, error = check_sums(probe, batch, num, is_scaled=is_scaled)
-            if is_padded:
-                assert padding_id is not None
-                side = columns.padding_side
-                error = max(error, check_padding(probe, batch, num, padding_id, side, unclipped))
+            if columns.is_padded:
+                error = max(error, check_padding(probe, batch, num, columns, unclipped))
             if has_units:
                 error = max(error, check_units(probe, batch, num))
         _check_is_the_models_own_loss(losses, rows(batch, 0), tolerance)
         return error
 
-    error = in_enough_digits(engine, losses, [batch], check_made_up)
-    # at the longest length instead, if there is one and that is the precision of the run
-    is_later, influence = is_longer and not is_narrow, 0.0
-    if not is_later:
-        with training_conditions(engine, wide=True):
-            influence = check_others(engine, losses, columns, is_wide=is_wide)
+    def check_beside_others(*, wide: bool, is_wide: bool, num_tokens: int | None = None) -> float:
+        with training_conditions(engine, wide=wide), _unchanged_buffers(model):
+            return check_others(engine, losses, columns, num_tokens=num_tokens, is_wide=is_wide)
+
+    error, influence = in_enough_digits(engine, losses, [batch], check_made_up), 0.0
+    if is_narrow or not is_longer:  # else at the longest length instead, in the precision of the run
+        influence = check_beside_others(wide=True, is_wide=is_wide)
     if is_narrow and is_wide:  # once more in the precision of the run
-        with training_conditions(engine, wide=False):
-            influence = max(influence, check_others(engine, losses, columns, is_wide=False))
+        influence = max(influence, check_beside_others(wide=False, is_wide=False))
     if is_longer:
         try:
-            found = _check_longest(engine, losses, columns, num_tokens)
-            error, influence = max(error, found[0]), max(influence, found[1])
+            at_length = in_enough_digits(
+                engine, losses, [like], lambda tolerance: check_width(engine, losses, columns, num_tokens, tolerance)
+            )
+            moved = check_beside_others(wide=False, is_wide=not is_narrow, num_tokens=num_tokens)
+            error, influence = max(error, at_length), max(influence, moved)
         except torch.OutOfMemoryError:
             notes.append(f"records of {num_tokens} tokens did not fit into memory, so shorter ones were checked only")
-            with training_conditions(engine, wide=False):
-                influence = max(influence, check_others(engine, losses, columns, is_wide=not is_narrow))
+            influence = max(influence, check_beside_others(wide=False, is_wide=not is_narrow))
     return SelfCheck(error, influence, time.perf_counter() - start, max(num_tokens, MAX_TOKENS), tuple(notes))
-
-
-def _check_longest(
-    engine: ClippingEngine, losses: RecordLosses, columns: Columns, num_tokens: int
-) -> tuple[float, float]:
-    """The relative error and the influence at the longest length."""
-    model = engine.model
-    error = in_enough_digits(
-        engine, losses, [columns.like], lambda tolerance: check_width(engine, losses, columns, num_tokens, tolerance)
-    )
-    with training_conditions(engine, wide=False), _unchanged_buffers(model):
-        is_wide = not conditions.is_narrow(model)
-        return error, check_others(engine, losses, columns, num_tokens=num_tokens, is_wide=is_wide)
 
 
 def _too_large(model: nn.Module) -> str:
@@ -205,3 +198,47 @@ def _too_large(model: nn.Module) -> str:
         f"there is no room for a float32 copy of the weights ({conditions.bytes_to_widen(model) / 2**30:.1f} GiB), so "
         f"the engine was compared in the precision of the run, with a tolerance of {NARROW_TOLERANCE:.0%}"
     )
+
+
+def _check_shards(engine: ClippingEngine, losses: RecordLosses, columns: Columns) -> SelfCheck:
+    """Compare the engine's sum over the ranks with a loop over single records, without dropout.
+
+    Formal guarantee: on return, for these made-up inputs and without dropout, the clipped sum that the ranks hold in
+    shards is that of one plain backward per record, so no record's gradient depended on another record.
+    """
+    start, model, device = time.perf_counter(), engine.model, conditions.device_of(engine.model)
+    made_up = columns.batch(model)
+    batch = _on(device, current_ranks().same(lambda: _on(torch.device("cpu"), made_up)))
+    dtypes = {p.dtype for p in model.parameters()}
+    tolerance = NARROW_TOLERANCE if dtypes & set(conditions.NARROW) else TOLERANCE.get(next(iter(dtypes)), 1e-4)
+    with conditions.keep_generators(device), conditions.in_mode(model, training=False):
+        _, error = check_sums(ProbeOfShards(engine, losses, tolerance), batch, len(LOOKS))
+    give_back(model)
+    note = "the model lies in shards, so it was checked without dropout, and not searched for draws that records share"
+    return SelfCheck(error, 0.0, time.perf_counter() - start, MAX_TOKENS, (note,))
+
+
+def _on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+
+
+def longest_record(dataset: Any) -> int | None:
+    """Tokens of the longest record in a stored column of input_ids or a list; None if records are made on request."""
+    if isinstance(dataset, list):
+        rows = (row.get("input_ids") for row in dataset if isinstance(row, Mapping))
+        return max((len(row) for row in rows if isinstance(row, Sized)), default=None)
+    names, form = getattr(dataset, "column_names", None), getattr(dataset, "format", None)
+    if (
+        not (isinstance(names, list) and "input_ids" in names and isinstance(form, dict))
+        or form.get("type") == "custom"
+    ):
+        return None
+    import pyarrow.compute as pc
+
+    longest = 0
+    for batch in dataset.with_format("arrow", columns=["input_ids"]).iter(10_000):
+        try:
+            longest = max(longest, pc.max(pc.list_value_length(batch.column("input_ids"))).as_py() or 0)
+        except NotImplementedError:  # no lists (ArrowNotImplementedError is one)
+            return None
+    return longest or None

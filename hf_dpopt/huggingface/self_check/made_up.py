@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_dpopt.clipping.rules import flattening
 from hf_dpopt.huggingface.configs import settings
-from hf_dpopt.records.losses import IGNORED, base_model
+from hf_dpopt.records.limits import padding_id_of
+from hf_dpopt.records.losses import IGNORED, base_model, num_records
 
 MAX_TOKENS = 32
 NUM_CODES = 64  # of the made-up tokens where no table says how many there are
@@ -38,6 +39,57 @@ class Look:
 LOOKS = (Look(1.0), Look(0.5), Look(0.9))
 
 
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Columns of made-up records.
+
+    Args:
+        like: one collated batch, for keys, dtypes and dimensions.
+        padding_id: token of padding; None if nothing is padded.
+        padding_side: "left" or "right".
+    """
+
+    like: Mapping[str, Any]
+    padding_id: int | None
+    padding_side: str
+
+    @classmethod
+    def of(
+        cls, like: Mapping[str, Any], model: nn.Module, padding_id: int | None, padding_side: str | None
+    ) -> Columns:
+        """Read what is not known off the batch, and the padding off the model where the batch has a mask."""
+        num_records(like)  # refuses packed batches
+        if padding_id is None and "attention_mask" in like:
+            padding_id = padding_id_of(model)
+        return cls(like, padding_id, padding_side or padding_side_of(like))
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether rows of tokens are padded to one length."""
+        return self.padding_id is not None and "input_ids" in self.like
+
+    def batch(self, model: nn.Module, looks: Sequence[Look] = LOOKS, num_tokens: int | None = None) -> dict[str, Any]:
+        """Made-up records with the keys, dtypes and dimensions of the collated batch.
+
+        Records with the same look and the same place are the same, whatever the others look like. No value of `like`
+        survives, except in tensors of a kind not known here, where its first row is repeated.
+
+        Args:
+            model: the model, which bounds tokens and labels.
+            looks: one description for each record.
+            num_tokens: width in tokens; None takes that of `like`, `MAX_TOKENS` at most.
+        """
+        device, like = next(model.parameters()).device, self.like
+        made_up = _MadeUp(model, self, looks)
+        if not flattening.chooses(model):
+            return _records(like, made_up, device, num_tokens)
+        by_choice = {k: v[:, 0] for k, v in like.items() if isinstance(v, torch.Tensor) and v.dim() > 2}
+        made_up.num_labels = num_choices = next(like[k].size(1) for k in by_choice)
+        each = [_records(by_choice, made_up, device, num_tokens) for _ in range(num_choices)]
+        choices = {k: torch.stack([row[k] for row in each], dim=1) for k in by_choice}
+        return choices | _records({k: v for k, v in like.items() if k not in by_choice}, made_up, device, num_tokens)
+
+
 def is_per_token(value: Any, like: Mapping[str, Any]) -> bool:
     """Whether the second dimension counts input tokens; targets and features have widths of their own."""
     ids = like.get("input_ids")
@@ -52,13 +104,14 @@ def rows(batch: Mapping[str, Any], b: int) -> dict[str, Any]:
 
 
 def add_padding(
-    batch: Mapping[str, Any], padding_id: int, padding_side: str, num: int, *, targets: Sequence[str] = ()
+    batch: Mapping[str, Any], columns: Columns, num: int, *, targets: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Add `num` columns of padding to the tokens of the records, and behind their `targets`."""
-    fill = {"input_ids": padding_id, "decoder_input_ids": padding_id, "labels": IGNORED}
-    columns = (num, 0) if padding_side == "left" else (0, num)
+    assert columns.padding_id is not None
+    fill = {"input_ids": columns.padding_id, "decoder_input_ids": columns.padding_id, "labels": IGNORED}
+    before = (num, 0) if columns.padding_side == "left" else (0, num)
     return {
-        k: torch.nn.functional.pad(v, (0, num) if k in targets else columns, value=fill.get(k, 0))
+        k: torch.nn.functional.pad(v, (0, num) if k in targets else before, value=fill.get(k, 0))
         if k in targets or is_per_token(v, batch) else v
         for k, v in batch.items()
     }  # fmt: skip
@@ -81,10 +134,9 @@ def _answer(model: Any, method: str) -> Any:
 class _MadeUp:
     """Values for the columns of a batch. The generator is seeded: nothing is secret, and failures can be repeated."""
 
-    def __init__(
-        self, model: nn.Module, padding_id: int | None, padding_side: str, is_masked: bool, looks: Sequence[Look]
-    ):
-        self.padding_id, self.padding_side, self.is_masked, self.looks = padding_id, padding_side, is_masked, looks
+    def __init__(self, model: nn.Module, columns: Columns, looks: Sequence[Look]):
+        self.padding_id, self.padding_side, self.looks = columns.padding_id, columns.padding_side, looks
+        self.is_masked, padding_id = "attention_mask" in columns.like, columns.padding_id
         self.generator = torch.Generator().manual_seed(0)
         base = base_model(model)
         self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
@@ -154,43 +206,10 @@ class _MadeUp:
         return made * sizes_B.view(-1, *[1] * (made.dim() - 1))
 
 
-def synthetic_batch(
-    like: Mapping[str, Any],
-    model: nn.Module,
-    padding_id: int | None,
-    *,
-    padding_side: str = "right",
-    looks: Sequence[Look] = LOOKS,
-    num_tokens: int | None = None,
-) -> dict[str, Any]:
-    """Made-up records with the keys, dtypes and dimensions of a collated batch.
-
-    Records with the same look and the same place are the same, whatever the others look like. No value of `like`
-    survives, except in tensors of a kind not known here, where its first row is repeated.
-
-    Args:
-        like: one collated batch, for keys, dtypes and dimensions.
-        model: the model, which bounds tokens and labels.
-        padding_id: token of padding; None if nothing is padded.
-        padding_side: "left" or "right".
-        looks: one description for each record.
-        num_tokens: width in tokens; None takes that of `like`, `MAX_TOKENS` at most.
-    """
-    device = next(model.parameters()).device
-    made_up = _MadeUp(model, padding_id, padding_side, "attention_mask" in like, looks)
-    if not flattening.chooses(model):
-        return _records(like, made_up, device, num_tokens)
-    by_choice = {k: v[:, 0] for k, v in like.items() if isinstance(v, torch.Tensor) and v.dim() > 2}
-    made_up.num_labels = num_choices = next(like[k].size(1) for k in by_choice)
-    each = [_records(by_choice, made_up, device, num_tokens) for _ in range(num_choices)]
-    choices = {k: torch.stack([row[k] for row in each], dim=1) for k in by_choice}
-    return choices | _records({k: v for k, v in like.items() if k not in by_choice}, made_up, device, num_tokens)
-
-
 def _records(
     like: Mapping[str, Any], made_up: _MadeUp, device: torch.device, num_tokens: int | None
 ) -> dict[str, Any]:
-    """Made-up records with one row each, for `synthetic_batch`."""
+    """Made-up records with one row each."""
     num = len(made_up.looks)
     width = num_tokens or min([MAX_TOKENS, *(v.size(1) for v in like.values() if is_per_token(v, like))])
     batch: dict[str, Any] = {}

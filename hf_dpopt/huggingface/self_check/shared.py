@@ -37,9 +37,7 @@ def check_shared_draws(probe: Probe, batch: Mapping[str, Any], num: int) -> None
         return
     first = _outcome(probe, batch, range(num))
     shared = {} if probe.draws is None else dict(probe.draws.shared)
-    if any(
-        _differ(first, _outcome(probe, batch, range(num), shared=how), probe.tolerance) for how in FORCED if shared
-    ):
+    if shared and _matters(probe, batch, num, None, first):
         found = [draw for draw in shared if _matters(probe, batch, num, draw, first)] or list(shared)
         _refuse(probe.engine.model, found)
     if probe.uses_others and _depends_on_others(probe, batch, num, first):
@@ -58,7 +56,8 @@ def _differ(one: tuple[torch.Tensor, Gradient], other: tuple[torch.Tensor, Gradi
     return not (same_losses and same_gradients)  # differs, too, if either is no number
 
 
-def _matters(probe: Probe, batch: Mapping[str, Any], num: int, draw: SharedDraw, first: Any) -> bool:
+def _matters(probe: Probe, batch: Mapping[str, Any], num: int, draw: SharedDraw | None, first: Any) -> bool:
+    """Whether the outcome changes with a shared draw, or with all of them."""
     outcomes = (_outcome(probe, batch, range(num), shared=how, only=draw) for how in FORCED)
     return any(_differ(first, outcome, probe.tolerance) for outcome in outcomes)
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
-import os
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.records.losses import RecordLosses, base_model
 
 # Of configurations: names, versions, formats, and what the model writes there itself.
@@ -54,17 +52,6 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, colla
         "bf16": bool(args.bf16),
         "collator": _collator(collator),
     }
-
-
-def check_resume(resume_from_checkpoint: Any) -> None:
-    """Refuse what is neither a path nor a yes or no, and an empty name."""
-    if resume_from_checkpoint is None or isinstance(resume_from_checkpoint, bool):
-        return
-    if not isinstance(resume_from_checkpoint, str | os.PathLike) or not os.fspath(resume_from_checkpoint):
-        raise DPConfigError(
-            f"resume_from_checkpoint={shown(resume_from_checkpoint)} is no folder. Use True for the last checkpoint "
-            "of output_dir, or the folder of one."
-        )
 
 
 def _loss(model: nn.Module, losses: RecordLosses) -> str:

@@ -1,4 +1,6 @@
-"""Evaluation on a private set: one noisy sum over its records, charged before a record is looked at.
+"""The door to an evaluation set: exact metrics of held-out records, or noisy ones of private records.
+
+Those are one noisy sum over the records, charged before a record is looked at.
 
 Shape legend: B = records.
 """
@@ -9,24 +11,26 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from hf_dpopt.common import collectives
-from hf_dpopt.common.checks import check_count, check_positive
-from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError, shown
+from hf_dpopt.common.checks import check_positive
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.log import logger
+from hf_dpopt.common.sharding import give_back
+from hf_dpopt.huggingface import refusals
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.huggingface.private_metrics import usual_bound
-from hf_dpopt.huggingface.self_check import Look, conditions, synthetic_batch
-from hf_dpopt.huggingface.self_check.influence import BESIDE, check_memory
-from hf_dpopt.huggingface.self_check.made_up import padding_side_of
+from hf_dpopt.huggingface.self_check import Columns, Look, conditions
+from hf_dpopt.huggingface.self_check.comparisons import BESIDE, check_memory
 from hf_dpopt.huggingface.self_check.made_up import rows as made_up_rows
 from hf_dpopt.huggingface.shards import is_in_shards
+from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.evaluation import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
@@ -34,42 +38,123 @@ from hf_dpopt.randomness.framework import reseed_from_the_system
 from hf_dpopt.records.collation import Collation, Padding
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
+from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
-from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.ledger import Evaluation, Ledger
-from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.log import RunLog
+from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of
 
 TRIED = 16  # records that are collated before the charge
 KEY_BYTES = 32
 
 
-class PrivateEvaluation:
-    """Evaluations of one trainer whose evaluation set is private.
+class EvaluationGuard:
+    """Evaluations of one trainer: of records that it does not train on, and of private ones with noise.
 
-    Formal guarantee: an answer is one Gaussian mechanism on the sum of vectors of norm at most 1, one for each record
-    of the set, with noise from a fresh key of the operating system, which is kept nowhere. It was charged on the disk
-    before a record was read; all that were charged stay within ``eval_target_epsilon``. Nothing else of the set is
-    returned, logged or written.
+    Formal guarantee: an answer on a private set is one Gaussian mechanism on the sum of vectors of norm at most 1, one
+    for each record of the set, with noise from a fresh key of the operating system, which is kept nowhere. It was
+    charged on the disk before a record was read; all that were charged stay within ``eval_target_epsilon``. Nothing
+    else of the set is returned, logged or written.
 
     Args:
-        trainer: a `DPTrainer` whose arguments say ``eval_data_privacy="private"``.
+        args: training arguments; ``eval_data_privacy`` says whose records they are.
+        plan: plan of the run; None for a trainer that only evaluates.
+        training: rows of the training set.
+        sets: the evaluation set, or several by their names.
+        per_example_loss_func: the trainer's parameter.
+        place: moves a batch to the device.
+        without_unused: takes columns that are not used from a stored dataset.
+        autocast: makes the context of a forward.
+
+    Attributes:
+        run: the run in progress, whose log is open, or the last one; None before.
+        budget: budget of the last evaluation.
     """
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
+    def __init__(
+        self,
+        args: DPTrainingArguments,
+        plan: PrivacyPlan | None,
+        training: TrainingRows,
+        sets: Any,
+        *,
+        per_example_loss_func: Any,
+        place: Callable[[Any], Any],
+        without_unused: Callable[[Any], Any],
+        autocast: Callable[[], contextlib.AbstractContextManager[Any]],
+    ):
+        self._args, self._plan, self._training, self._sets = args, plan, training, sets
+        self._per_example_loss_func, self._place = per_example_loss_func, place
+        self._without_unused, self._autocast = without_unused, autocast
+        self._held_out: tuple[Any, ...] = ()
         self._told = False
         self._seen: dict[str, list[Any]] = {}  # prefix -> sets that were evaluated under it
         self._largest = 0  # records of a set
+        self.run: PrivateRun | None = None
         self.budget: EvaluationBudget | None = None
 
+    @contextlib.contextmanager
+    def on_held_out(self, dataset: Any, sets: Any, train_dataset: Any, model: nn.Module) -> Iterator[None]:
+        """Refuse training records, and do not look a second time at what one call hands to the next.
+
+        Args:
+            dataset: the evaluation set, several by their names, or one of those names; None for all.
+            sets: those of the trainer, as they are now.
+            train_dataset: likewise; some trainers prepare what they are given.
+            model: the model, whose shards are given back at the end.
+
+        Raises:
+            DPConfigError: for a set that the model was trained on.
+        """
+        self._sets, before = sets, self._held_out
+        dataset = self._named(dataset)
+        if not any(dataset is one for one in before):
+            if self._training.dataset is not train_dataset:
+                self._training = TrainingRows(train_dataset)
+            refusals.check_evaluation(dataset, self._training)
+        self._held_out = (*before, dataset, *(dataset.values() if isinstance(dataset, dict) else ()))
+        try:
+            yield
+        finally:
+            self._held_out = before
+            give_back(model)
+
+    def _named(self, dataset: Any) -> Any:
+        if isinstance(dataset, str) and isinstance(self._sets, dict):
+            return self._sets[dataset]
+        return self._sets if dataset is None else dataset
+
     @property
-    def facts(self) -> dict[str, Any] | None:
-        """Public facts for the report; None if no evaluation was charged."""
+    def is_private(self) -> bool:
+        """Whether the records are of people who were promised privacy."""
+        return self._args.eval_data_privacy == "private"
+
+    def refuse_exact(self, what: str) -> None:
+        """Refuse a way to exact values of an evaluation set that is private."""
+        if self.is_private:
+            raise DPConfigError(
+                f"`{what}` gives exact values of single records, and the evaluation set was declared private. Use "
+                "evaluate(); for a set that is not private, make a trainer with --eval_data_privacy public."
+            )
+
+    def answers(self, dataset: Any, prefix: str, model: nn.Module, collator: Any) -> Iterator[dict[str, float]]:
+        """Noisy metrics of a private set, or of several by their names, one after the other; see `evaluate`."""
+        found = self._named(dataset)
+        prefix = f"{prefix}_{dataset}" if isinstance(dataset, str) else prefix
+        if not isinstance(found, dict):
+            yield self.evaluate(found, prefix, model, collator)
+            return
+        for name, one in found.items():
+            yield from self.answers(one, f"{prefix}_{name}", model, collator)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Public facts for the report; empty if no evaluation was charged."""
         known = self._known()
         if known is None or not known.evaluations:
-            return None
+            return {}
         made = list(known.evaluations.values())
         budget = self.budget or self._budget_before(made)
         spent = budget.spent(made)
@@ -84,26 +169,25 @@ class PrivateEvaluation:
 
     def _budget_before(self, made: list[Evaluation]) -> EvaluationBudget:
         """Budget by which to state evaluations of earlier processes; at the delta of the run if none is named now."""
-        args, sets, plan = self._trainer.args, self._trainer.eval_dataset, self._trainer.plan
-        if args.eval_data_privacy == "private" and hasattr(sets, "__len__"):
+        sets = self._sets
+        if self.is_private and hasattr(sets, "__len__"):
             return self._budget(0 if isinstance(sets, dict) else len(sets))
-        return EvaluationBudget(0.0, args.eval_target_delta or plan.delta, made[0].adjacency, len(made))
+        delta = self._args.eval_target_delta
+        if delta is None:
+            assert self._plan is not None  # else the sets are private
+            delta = self._plan.delta
+        return EvaluationBudget(0.0, delta, made[0].adjacency, len(made))
 
     def _known(self) -> Ledger | None:
         """Record of the run, in which all evaluations are; on rank 0."""
-        run, args = self._trainer._run, self._trainer.args
-        if run is not None and run.ledger is not None:
-            return run.ledger
-        return find_run(Path(args.output_dir), private_dir(args.private_state_dir, args.output_dir)).known
+        open_one = None if self.run is None else self.run.ledger
+        return found_by(self._args).known if open_one is None else open_one
 
     @contextlib.contextmanager
     def _log(self) -> Iterator[RunLog]:
         """The log of the run: that of the training in progress, or opened for this."""
-        run, args = self._trainer._run, self._trainer.args
-        if run is not None and run.log is not None:
-            yield run.log
-            return
-        with RunLog.open(args.output_dir, private_dir(args.private_state_dir, args.output_dir)) as log:
+        open_one = None if self.run is None else self.run.log
+        with open_log(self._args) if open_one is None else contextlib.nullcontext(open_one) as log:
             yield log
 
     def _charge(self, budget: EvaluationBudget, query: Mapping[str, Any]) -> str:
@@ -148,32 +232,32 @@ class PrivateEvaluation:
         )
         return dict.fromkeys(scores.metrics, math.nan)
 
-    def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
+    def evaluate(self, dataset: Any, prefix: str, model: nn.Module, collator: Any) -> dict[str, float]:
         """Noisy metrics of a set, by their names with a prefix, and the epsilon of all evaluations so far.
 
         Args:
             dataset: map-style, one record an index.
             prefix: before the names, without its underscore.
+            model: the model as it is now.
+            collator: the Trainer's.
 
         Raises:
             DPBudgetExceeded: before a record is looked at, if the budget is spent.
             DPConfigError: for a set or a model that cannot be evaluated privately.
         """
-        trainer, args = self._trainer, self._trainer.args
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DPConfigError(
                 "eval_data_privacy='private' reads records by number, and the evaluation set is a stream. Load it as "
                 "a map-style dataset."
             )
-        model = trainer.model
         refuse_spoilt(model)
         if is_in_shards(model):
             raise DPConfigError(
                 "eval_data_privacy='private' has no evaluation of models in shards (FSDP2) yet. Evaluate the saved "
                 "model in a process of its own."
             )
-        losses = RecordLosses(model, trainer._per_example_loss_func or "auto")
-        scores = scores_of(model, losses, args.eval_loss_bound)
+        losses = RecordLosses(model, self._per_example_loss_func or "auto")
+        scores = scores_of(model, losses, self._args.eval_loss_bound)
         self.budget = budget = self._budget(len(dataset))
         query = {
             "set": self._name_of(dataset, prefix),
@@ -186,7 +270,7 @@ class PrivateEvaluation:
         if known is None:
             self._announce(budget, scores, len(dataset))
             with self._evaluating(model) as start:
-                vectors = self._vectors(losses, scores, dataset)
+                vectors = self._vectors(losses, scores, dataset, collator)
                 ranks.every(lambda: self._try(vectors, start))
                 charged = ranks.same(lambda: self._charge(budget, query))
                 sums = ranks.every(lambda: self._sum(vectors, start).tolist())
@@ -210,15 +294,15 @@ class PrivateEvaluation:
         return prefix if place == 0 else f"{prefix} ({place + 1})"
 
     def _budget(self, size: int) -> EvaluationBudget:
-        args = self._trainer.args
-        adjacency = args.adjacency if self._trainer.plan is None else self._trainer.plan.adjacency
-        sets = self._trainer.eval_dataset
+        args, sets = self._args, self._sets
+        adjacency = args.adjacency if self._plan is None else self._plan.adjacency
         num_sets = len(sets) if isinstance(sets, dict) else 1
         sizes = [len(one) for one in sets.values() if hasattr(one, "__len__")] if isinstance(sets, dict) else []
         self._largest = max(self._largest, size, *sizes)
         planned = args.eval_times
         if planned is None:
-            planned = num_sets * planned_evaluations(args, self._trainer.plan)
+            planned = num_sets * planned_evaluations(args, self._plan)
+        assert args.eval_target_epsilon is not None
         return EvaluationBudget.of(args.eval_target_epsilon, args.eval_target_delta, adjacency, planned, self._largest)
 
     def _announce(self, budget: EvaluationBudget, scores: Scores, size: int) -> None:
@@ -232,17 +316,14 @@ class PrivateEvaluation:
             f"{accuracy if scores.num_labels else ''}: differences of that size say nothing."
         )
 
-    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any) -> _Vectors:
-        trainer, rows = self._trainer, dataset
-        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
-            rows = trainer._remove_unused_columns(dataset, description="evaluation")
+    def _vectors(self, losses: RecordLosses, scores: Scores, dataset: Any, collator: Any) -> _Vectors:
         collation = Collation(
-            trainer.data_collator,
+            collator,
             limits=Limits.of(losses.model, losses.kind),
             padding=Padding(padding_id_of(losses.model)),
-            place=trainer._prepare_inputs,
+            place=self._place,
         )
-        return _Vectors(losses, scores, collation, rows)
+        return _Vectors(losses, scores, collation, self._without_unused(dataset))
 
     def _try(self, vectors: _Vectors, start: KeptState) -> None:
         """Try the evaluation before it is charged: on the form of some records, and on made-up ones like them.
@@ -258,11 +339,10 @@ class PrivateEvaluation:
                 f"None of {min(num, TRIED)} records of the evaluation set can be used: the collator or the limits of "
                 "the model refuse each of them. Prepare the set as the training set, labels included."
             )
-        if self._trainer.args.skip_self_check:
+        if self._args.skip_self_check:
             return
-        padding_id = padding_id_of(model)
         looks = (Look(1.0), *(other for _, other in BESIDE))
-        made_up = synthetic_batch(like, model, padding_id, padding_side=padding_side_of(like), looks=looks)
+        made_up = Columns.of(like, model, padding_id_of(model), None).batch(model, looks)
 
         def compute(batch: Mapping[str, Any]) -> torch.Tensor:
             start.restore(is_thorough=False)  # as before each record
@@ -289,7 +369,7 @@ class PrivateEvaluation:
             stack.enter_context(conditions.keep_generators(device))
             stack.enter_context(conditions.in_mode(model, training=False))
             stack.enter_context(torch.no_grad())
-            stack.enter_context(self._trainer.compute_loss_context_manager())
+            stack.enter_context(self._autocast())
             reseed_from_the_system()
             start = KeptState(model, has_caches=True)
             try:
@@ -312,7 +392,7 @@ class PrivateEvaluation:
 
     def _release(self, total: torch.Tensor, scores: Scores, budget: EvaluationBudget, size: int) -> dict[str, float]:
         """Metrics of the sum over all ranks with its noise: the only door."""
-        source = make_noise_source(self._trainer.args.noise_rng, os.urandom(KEY_BYTES))
+        source = make_noise_source(self._args.noise_rng, os.urandom(KEY_BYTES))
         noise = source.normal(total.shape, step=0, tensor=0).double()
         released = total + noise * budget.noise_stddev
         return scores.read(released, size if budget.knows_size else None)
@@ -402,77 +482,3 @@ def planned_evaluations(args: Any, plan: PrivacyPlan | None) -> int:
     elif strategy == "epoch" and plan is not None:  # `max_steps` may be more or fewer epochs than `num_train_epochs`
         planned = math.ceil(plan.num_steps / plan.sampler.steps_per_epoch)
     return planned + bool(args.eval_on_start) + 1
-
-
-def check_private_evaluation(args: Any, given: Mapping[str, Any]) -> None:
-    """Refuse options that release more of a private evaluation set than its noisy metrics, or have no budget.
-
-    Raises:
-        DPConfigError: naming the option.
-    """
-    own = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")
-    if args.eval_data_privacy != "private":
-        for name in own:
-            if getattr(args, name) is not None:
-                raise DPConfigError(
-                    f"{name}={shown(getattr(args, name))} is for a private evaluation set, and it was declared "
-                    f"{args.eval_data_privacy!r}. Add --eval_data_privacy private, or leave it out."
-                )
-        return
-    if args.tuned_runs is not None:
-        raise DPConfigError(
-            f"eval_data_privacy='private' with tuned_runs={args.tuned_runs:g}: each run would spend "
-            "eval_target_epsilon, and what the choice between them costs the people in the evaluation set is not "
-            "accounted for. Choose by public data, or train one run."
-        )
-    if args.eval_target_epsilon is None:
-        raise DPConfigError(
-            "eval_data_privacy='private' has no budget for the people in the evaluation set. Add "
-            "--eval_target_epsilon 2, say; it is theirs, and does not touch target_epsilon."
-        )
-    if args.eval_times is not None:
-        check_count("eval_times", args.eval_times)
-    _check_delta(args.eval_target_delta, given.get("eval_dataset"))
-    if args.privacy_unit == "user":
-        raise DPConfigError(
-            "eval_data_privacy='private' protects single records of the evaluation set, and privacy_unit='user' asks "
-            "for whole users, who may have several. Evaluate on one record of each user, in a run with "
-            "privacy_unit='example', or on public data."
-        )
-    for what in ("compute_metrics", "preprocess_logits_for_metrics"):
-        if given.get(what) is not None:
-            raise DPConfigError(
-                f"`{what}` sees exact predictions of single records, and eval_data_privacy='private' releases noisy "
-                "sums alone: loss, accuracy, F1. Leave it out."
-            )
-    best = args.metric_for_best_model
-    names = {"loss", "accuracy", "f1"}
-    if (
-        best is not None
-        and not isinstance(given.get("eval_dataset"), dict)
-        and best.removeprefix("eval_") not in names
-    ):
-        raise DPConfigError(
-            f"metric_for_best_model={shown(best)} is no metric of a private evaluation set. Use one of: "
-            f"{', '.join(sorted(names))} (accuracy and f1 for classifiers, f1 for two labels)."
-        )
-
-
-def _check_delta(delta: float | None, sets: Any) -> None:
-    """Refuse a delta above 1/n before a step is charged; a set that comes later is checked when it is evaluated."""
-    sizes = [len(one) for one in (sets.values() if isinstance(sets, dict) else [sets]) if hasattr(one, "__len__")]
-    largest = max([1, *sizes])
-    if delta is not None and not (0 < delta < 1 and delta * largest <= 1):
-        raise DPConfigError(
-            f"eval_target_delta={delta:g} is outside of 0 to 1/n = {1 / largest:.3g}, with n = {largest} records in "
-            "the evaluation set. Leave it out: the default is below."
-        )
-
-
-def refuse_exact(args: Any, what: str) -> None:
-    """Refuse a way to exact values of an evaluation set that is private."""
-    if args.eval_data_privacy == "private":
-        raise DPConfigError(
-            f"`{what}` gives exact values of single records, and the evaluation set was declared private. Use "
-            "evaluate(); for a set that is not private, make a trainer with --eval_data_privacy public."
-        )

@@ -18,6 +18,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from hf_dpopt.common.checks import check_choice, check_mapping, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.kinds import check_kind, kinds_of
+from hf_dpopt.huggingface.optimizers import pairs_of
 from hf_dpopt.plan.options import GROUPS, HeadOptions
 
 OWN = (*GROUPS, HeadOptions)
@@ -65,17 +66,8 @@ def check_values(args: TrainingArguments) -> None:
             check_real(name, value, allowed)
             if not smallest <= value <= largest:
                 raise DPConfigError(f"{name}={shown(value)} is out of range. Use {allowed}.")
-    _check_optimizer_options(args)
+    pairs_of(args.optim_args)  # what they say is for the optimizer to read
     _check_length(args)
-
-
-def _check_optimizer_options(args: Any) -> None:
-    """Refuse options of an optimizer that are no pairs; what they say is for the optimizer to read."""
-    for piece in (args.optim_args or "").replace(" ", "").split(",") if args.optim_args else ():
-        if piece.count("=") != 1 or piece.startswith("=") or piece.endswith("="):
-            raise DPConfigError(
-                f"`optim_args` has {shown(piece)}, which is no key=value. Use for instance 'rank=8,scale=1'."
-            )
 
 
 def _check_length(args: Any) -> None:

@@ -1,0 +1,66 @@
+"""The arguments of a trainer, once: every check, the plan and the session read them here."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+OWN = ("per_example_loss_func", "public_dataset", "preclip", "postprocess")  # parameters that no stock Trainer has
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainerInputs:
+    """Arguments of a trainer, apart from the training arguments; see `DPTrainerMixin` and transformers' `Trainer`.
+
+    Attributes:
+        peft_config: adapter that the trainer itself puts around the model; None for no adapter.
+        stock: all that goes to the Trainer behind the mixin, by name.
+    """
+
+    model: Any = None
+    train_dataset: Any = None
+    eval_dataset: Any = None
+    data_collator: Any = None
+    processing_class: Any = None
+    model_init: Any = None
+    compute_loss_func: Any = None
+    compute_metrics: Any = None
+    preprocess_logits_for_metrics: Any = None
+    optimizers: Any = (None, None)
+    optimizer_cls_and_kwargs: Any = None
+    peft_config: Any = None
+    per_example_loss_func: Any = None
+    public_dataset: Any = None
+    preclip: Any = None
+    postprocess: Sequence[Any] = ()
+    stock: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, make: Callable[..., Any], positional: Sequence[Any], named: Mapping[str, Any], **own: Any
+    ) -> TrainerInputs:
+        """Read the arguments of a call.
+
+        Args:
+            make: the constructor behind the mixin, which names what was given by place.
+            positional: its arguments by place.
+            named: its arguments by name.
+            **own: those of the mixin.
+        """
+        stock = inspect.signature(make).bind_partial(*positional, **named).arguments
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in stock.items() if name in known}, **own, stock=stock)
+
+    @property
+    def has_final_model(self) -> bool:
+        """Whether the model is trained as it was given: some trainers load it or wrap it in an adapter themselves."""
+        return isinstance(self.model, nn.Module) and self.peft_config is None
+
+    def arguments(self, model: Any, args: Any) -> dict[str, Any]:
+        """Arguments of another trainer that is made as this one, of another model and other training arguments."""
+        own = {name: getattr(self, name) for name in OWN}
+        return {**self.stock, **own, "model": model, "args": args}

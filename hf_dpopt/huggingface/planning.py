@@ -1,0 +1,216 @@
+"""The plan of a trainer: what was given becomes a plan, its advice and its units, before the trainer is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from hf_dpopt.common.collectives import Ranks
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface import refusals
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
+from hf_dpopt.huggingface.data_mark import check_same_everywhere
+from hf_dpopt.huggingface.inputs import TrainerInputs
+from hf_dpopt.huggingface.private_metrics import complete_metrics
+from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
+from hf_dpopt.huggingface.self_check.conditions import free_bytes
+from hf_dpopt.huggingface.workload import workload_of
+from hf_dpopt.noise.registry import check_length, is_independent
+from hf_dpopt.noise.streams import measure_speed
+from hf_dpopt.plan.bounds import check_sizes, steps_of
+from hf_dpopt.plan.choose import fit_backend, leaves_backend_open, make_plan, with_backend
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
+from hf_dpopt.records.unit import check_unit
+from hf_dpopt.run.dataset_ledger import check_run
+from hf_dpopt.run.earlier import earlier_runs_for
+from hf_dpopt.run.keys import private_folder
+from hf_dpopt.run.run import reading_plan, recorded_plan
+from hf_dpopt.users import UserData
+
+TRAINED_BYTES = 16  # of a trained coordinate: its sum, its gradient and two moments, each in float32
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """A run as it was planned, and what of the records decides it.
+
+    Attributes:
+        plan: its plan.
+        recipe: what the advisor chose for it.
+        users: the users whose rows the records are; None where records are protected.
+        unit_declared: evidence that rows are no records, where the user declared that they are; None for none.
+    """
+
+    plan: PrivacyPlan
+    recipe: Recipe
+    users: UserData | None
+    unit_declared: str | None
+
+    def completed(self, inputs: TrainerInputs, args: DPTrainingArguments) -> PlannedRun:
+        """The same with a learning rate for a model that the trainer loaded by itself."""
+        recipe = complete_recipe(self.recipe, args, inputs, self.plan)
+        recipe.apply(args)
+        plan = dataclasses.replace(self.plan, recipe=recipe.recorded)
+        return dataclasses.replace(self, plan=plan, recipe=recipe)
+
+    def after_check(self, inputs: TrainerInputs, args: DPTrainingArguments, trainer_class: type) -> PlannedRun:
+        """The same after a look at the records to train on: some trainers prepare those that they are given.
+
+        Args:
+            inputs: what the trainer has now.
+            args: training arguments.
+            trainer_class: named in errors.
+
+        Raises:
+            DPConfigError: if a record did not stay one record.
+        """
+        declared = declared_unit(inputs, args)
+        dataset = inputs.train_dataset
+        if self.users is not None:
+            self.users.check(dataset)
+        elif len(dataset) != self.plan.num_examples:
+            raise DPConfigError(
+                f"{trainer_class.__name__} made {len(dataset)} training records of {self.plan.num_examples} (packing, "
+                "splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
+            )
+        return dataclasses.replace(self, unit_declared=declared)
+
+
+def plan_of(planned: PlannedRun | None) -> PrivacyPlan:
+    """The plan of a trainer that trains.
+
+    Raises:
+        DPConfigError: for one that only evaluates.
+    """
+    if planned is None:
+        raise DPConfigError("There is no privacy plan without a train_dataset. Pass train_dataset to train.")
+    return planned.plan
+
+
+def plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks) -> PlannedRun | None:
+    """Plan the training of the records that a trainer was given; None if it was given none, to evaluate only.
+
+    Sets in `args` what the advisor chose, and the logical batch: one loader item is one logical batch, and the user's
+    accumulation becomes part of its expected size.
+
+    Args:
+        inputs: what the trainer was given, after `refusals.check_inputs`.
+        args: its training arguments.
+        ranks: processes of the run, which all plan the same.
+
+    Raises:
+        DPConfigError: for what cannot be planned, naming the option.
+    """
+    expected = batch_asked_for(args)
+    planned = None if inputs.train_dataset is None else _plan_run(inputs, args, ranks, expected)
+    args.expected_batch_size = args.expected_batch_size or expected
+    args.gradient_accumulation_steps = 1
+    args.average_tokens_across_devices = False  # a token count over the batch would couple the records
+    return planned
+
+
+def batch_asked_for(args: DPTrainingArguments) -> int:
+    """The logical batch where the advisor chooses none, records."""
+    typed = typed_batch(args)
+    if typed is not None:
+        return typed
+    return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def declared_unit(inputs: TrainerInputs, args: DPTrainingArguments) -> str | None:
+    """Refuse rows that are not what the statement will call them: a record, a block, or rows of a user.
+
+    Returns:
+        See `check_unit`.
+    """
+    tokenizers = (inputs.processing_class, getattr(inputs.data_collator, "tokenizer", None))
+    known = [getattr(tokenizer, "pad_token_id", None) for tokenizer in tokenizers if tokenizer is not None]
+    padding_id = next((i for i in known if i is not None), None)
+    return check_unit(inputs.train_dataset, args, model=inputs.model, padding_id=padding_id)
+
+
+def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, expected: int) -> PlannedRun:
+    declared = declared_unit(inputs, args)
+    complete_metrics(args, inputs.model, inputs.per_example_loss_func)
+    config = args.privacy_config(expected)
+    output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
+    if config.privacy_unit == "user":
+        folder = functools.partial(private_folder, args.private_state_dir, Path(output_dir))
+        users = UserData.of(inputs.train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
+        num_examples = users.num_sampled
+    check_same_everywhere(inputs.train_dataset)
+
+    def chosen() -> tuple[PlanRecord | None, Recipe]:
+        recorded = recorded_plan(
+            output_dir, args.private_state_dir, keeps_budget=config.target_epsilon is not None,
+            num_examples=num_examples,
+        )  # fmt: skip
+        with reading_plan(recorded, output_dir):
+            before = None if recorded is None else recorded.recipe or {}
+            return recorded, choose_recipe(args, inputs, num_units=num_examples, batch=expected, recorded=before)
+
+    recorded, recipe = ranks.same(chosen)
+    settled = recipe.applied_to(args)  # args themselves change once there is a plan
+    refusals.check_batch(settled, expected, num_examples)
+    expected = settled.expected_batch_size or expected
+    config = settled.privacy_config(expected)
+    num_steps = args.max_steps if args.max_steps > 0 else steps_of(args.num_train_epochs, num_examples, expected)
+    check_sizes(num_examples, num_steps)
+    if recorded is None:  # noise that was tuned stays
+        check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
+    workload = None if is_independent(config.noise_mechanism) else workload_of(settled, num_steps, inputs)
+
+    def planned() -> PrivacyPlan:
+        # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
+        is_open = leaves_backend_open(config) and recorded is None
+        plan = make_plan(
+            with_backend(config, {}) if is_open else config,
+            num_examples=num_examples,
+            num_steps=num_steps,
+            workload=workload,
+            recorded=recorded,
+            preclip=inputs.preclip,
+            recipe=recipe.recorded,
+            earlier=earlier_runs_for(args.earlier_runs, output_dir, recorded, args.private_state_dir),
+        )
+        if not is_open:
+            return plan
+        trained, room = room_for_noise(check_is_whole(inputs.model, inputs.peft_config), args.device)
+        return fit_backend(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
+
+    # tuning on other hardware may end in other digits
+    with reading_plan(recorded, output_dir):
+        plan = ranks.same(planned)
+    # the cost of a run that continues is known when its ledger and keys are open
+    ranks.same(lambda: check_run(args.dataset_budget(), plan, recorded))
+    recipe.apply(args)
+    return PlannedRun(plan, recipe, users, declared)
+
+
+def room_for_noise(model: nn.Module, device: torch.device) -> tuple[int, int]:
+    """Trained coordinates, and bytes that noise may keep: half of the rest once weights, sums and moments have theirs.
+
+    The other half is for activations, which nothing tells before the first batch.
+
+    Args:
+        model: the model as it will be trained.
+        device: where it will be trained.
+    """
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    to_come = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != device.type)
+    return trained, max(0, free_bytes(device) - to_come - TRAINED_BYTES * trained) // 2
+
+
+def check_is_whole(model: object, peft_config: object) -> nn.Module:
+    """Refuse to choose for a model that is not there yet, or will get its adapters later."""
+    if not isinstance(model, nn.Module) or peft_config is not None:
+        raise DPConfigError(
+            "noise_kwargs={'backend': 'fit'} chooses by the number of trained parameters, and the model is not whole "
+            "yet. Hand over a loaded model with its adapters, or name the backend (auto, history, regenerate)."
+        )
+    return model
