@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
     from hf_dpopt.optim import DPAdamBC
     from hf_dpopt.plan.advice import Advice, TrainingJob, advise
-    from hf_dpopt.plan.compare import compare_mechanisms
+    from hf_dpopt.plan.choose import compare_mechanisms, make_plan
     from hf_dpopt.plan.config import PrivacyConfig
-    from hf_dpopt.plan.make import make_plan
     from hf_dpopt.plan.plan import PrivacyPlan
     from hf_dpopt.plan.users import plan_for_users
     from hf_dpopt.postprocess.low_pass import LowPassFilter
@@ -89,9 +88,8 @@ _EXPORTS = {
     "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),
     "optim": ("DPAdamBC",),
     "plan.advice": ("Advice", "TrainingJob", "advise"),
-    "plan.compare": ("compare_mechanisms",),
+    "plan.choose": ("compare_mechanisms", "make_plan"),
     "plan.config": ("PrivacyConfig",),
-    "plan.make": ("make_plan",),
     "plan.plan": ("PrivacyPlan",),
     "plan.users": ("plan_for_users",),
     "postprocess.low_pass": ("LowPassFilter",),

@@ -8,7 +8,7 @@ The tasks of the StackOverflow benchmark of federated learning (arXiv:2003.00295
         --validation_file stackoverflow.sqlite.lzma --validation_split heldout --vocabulary_file word_counts.txt
     accelerate launch recipes/stackoverflow.py --train_file messages.jsonl.gz --validation_file held_out.jsonl.gz \
         --user_id_column author --text_column text --vocabulary_file words.txt --target_epsilon 8 \
-        --local_learning_rate 0.5 --optim sgd --optim_args momentum=0.95 --learning_rate 1
+        --local_training '{"learning_rate": 0.5}' --optim sgd --optim_args momentum=0.95 --learning_rate 1
 
 Files: the HDF5 and sqlite layouts of TensorFlow Federated, csv, tsv, json(l) and parquet (text files may be .gz). The
 vocabulary is published with the model, so it has to be public: a file, or the most frequent words of --public_file.

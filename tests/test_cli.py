@@ -18,8 +18,8 @@ from hf_dpopt import DPTrainingArguments
 from hf_dpopt.cli import app
 from hf_dpopt.convex import HeadConfig, HeadRun, make_head_plan
 from hf_dpopt.plan.advice import TrainingJob, advise
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.report import RunFacts, write_report
 from hf_dpopt.run.keys import default_private_dir, new_chain, private_dir, secrets_in
 from hf_dpopt.run.log import RunLog
@@ -223,14 +223,14 @@ def output_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "out"
     plan = make_plan(PrivacyConfig(noise_multiplier=1.0, expected_batch_size=10), num_examples=100, num_steps=5)
     with open_log(folder) as log:
-        log.record_plan(plan.public_dict(), must_match=())
+        log.record_plan(plan.record.to_json(), must_match=())
         chain = new_chain()
         log.start_chain(chain, 0, "first run")
         for step in range(1, 6):
             log.charge(chain.chain_id, step)
         digest = log.digest()
     facts = RunFacts(
-        plan=plan.public_dict(),
+        plan=plan.record.to_json(),
         epsilon_spent=plan.epsilon(),
         delta=plan.delta,
         steps_charged=5,

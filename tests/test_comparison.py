@@ -13,13 +13,8 @@ from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.cli.planning import print_mechanisms
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise import NoiseSource, from_parameters, momentum_workload
-from hf_dpopt.plan.compare import (
-    all_candidates,
-    as_text,
-    compare_mechanisms,
-    last_iterate_stddevs,
-    predicted_errors,
-)
+from hf_dpopt.plan.choose import all_candidates, compare_mechanisms
+from hf_dpopt.plan.compare import as_text, last_iterate_stddevs, predicted_errors
 from tests.mechanisms.test_families import VARIANTS, mechanism_of
 
 pytestmark = pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -82,9 +83,11 @@ RESUMED = {
         "preconditioner": "one_query", "preconditioner_kwargs": {"query_noise": 3.0}, "optim": "sgd",
         **CASES["nu_dpftrl"], "noise_kwargs": {"nu": 0.1}, "sampling": "fixed_order",
     },
-    "quantile": {"clipping_quantile": 0.4, "optim": "dp_adam_bc"},
+    "quantile": {
+        "preconditioner": "quantile", "preconditioner_kwargs": {"quantile": 0.4}, "optim": "dp_adam_bc"
+    },
     "users": USERS,
-    "users, local training": {**USERS, "local_learning_rate": 0.5, **CASES["nu_dpftrl"]},
+    "users, local training": {**USERS, "local_training": {"learning_rate": 0.5}, **CASES["nu_dpftrl"]},
     "records of users": {**USERS, "sampling": "capped_poisson", "expected_batch_size": 12},
 }  # fmt: skip
 
@@ -129,7 +132,7 @@ def test_what_auto_chose_is_kept_by_a_resume(tmp_path, monkeypatch):
     )
     assert whole.plan.config.noise_mechanism != "gaussian" and whole.plan.compared
     folder = tmp_path / "died/5"
-    monkeypatch.setattr("hf_dpopt.plan.compare.all_candidates", lambda: [("gaussian", "truncated_poisson")])
+    monkeypatch.setattr("hf_dpopt.plan.choose.all_candidates", lambda: [("gaussian", "truncated_poisson")])
     resumed = trainer(folder, **CASES["auto"], optimizers=(_sgd(model := tiny.model()), None), model=model)
     assert resumed.plan.strategy == whole.plan.strategy and resumed.plan.sampler == whole.plan.sampler
     resumed.train(resume_from_checkpoint=str(folder / "out/checkpoint-5"))
@@ -294,14 +297,14 @@ def test_fewer_bands_than_groups_are_no_obstacle_to_a_resume(tmp_path):
     options = {"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 3}, "save_steps": 4}
     first = trainer(tmp_path, **options)
     narrow = BandedToeplitz((1.0, 0.5))
-    recorded = first.plan.public_dict() | {"noise_strategy": narrow.parameters()}
+    recorded = dataclasses.replace(first.plan.record, noise_strategy=narrow.parameters())
     again = make_plan(first.plan.config, num_examples=64, num_steps=NUM_STEPS, recorded=recorded)
     assert again.strategy == narrow and again.sampler == first.plan.sampler and again.sampler.num_groups == 3
 
 
 def test_the_ledger_of_a_run_of_another_kind_is_refused_in_words(tmp_path):
     first = trainer(tmp_path, **CASES["blt"])
-    plan = {key: value for key, value in first.plan.public_dict().items() if not key.startswith("noise_str")}
+    plan = {key: value for key, value in first.plan.record.to_json().items() if not key.startswith("noise_str")}
     with RunLog.open(tmp_path / "out", private_dir(tmp_path / "keys", tmp_path / "out")) as log:
         log.record_plan(plan, must_match=())
     with pytest.raises(DPConfigError, match="of another kind.*another output_dir"):

@@ -10,7 +10,8 @@ from dp_accounting.pld import PLDAccountant
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.convex import HeadTrainingArguments, check_convex_arguments
-from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
+from hf_dpopt.plan.record import earlier_runs_of
+from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.run.earlier import read_earlier_runs
 from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.log import RunLog
@@ -25,7 +26,7 @@ def plan(epsilon=8.0, batch=500, steps=60, earlier=(), **options):
 
 
 def as_earlier(made, charged=None, digest="a" * 64):
-    recorded = json.loads(json.dumps(made.public_dict()))
+    recorded = json.loads(json.dumps(made.record.to_json()))
     (*_, run) = earlier_runs_of(recorded, charged or (made.num_steps,), digest, where="runs/a")
     return run
 
@@ -79,10 +80,10 @@ def test_correlated_noise_of_either_run_is_composed():
 def test_runs_before_the_earlier_run_count_too(tmp_path):
     first = plan(1.0)
     second = plan(2.0, earlier=[as_earlier(first)])
-    recorded = json.loads(json.dumps(second.public_dict()))
+    recorded = json.loads(json.dumps(second.record.to_json()))
     runs = earlier_runs_of(recorded, (60,), "b" * 64, where="runs/b")
     assert [run.ledger_digest[0] for run in runs] == ["a", "b"]
-    assert all(EarlierRun.read(run.public_dict()) == run for run in runs)
+    assert all(EarlierRun.from_json(run.to_json()) == run for run in runs)
     third = plan(3.0, earlier=runs)
     assert third.epsilon(0) == pytest.approx(second.epsilon(), rel=1e-2)
 
@@ -107,7 +108,7 @@ def test_a_training_set_of_another_size_is_refused():
 
 
 def test_runs_whose_cost_is_not_known_are_refused():
-    recorded = plan(1.0).public_dict()
+    recorded = plan(1.0).record.to_json()
     for changed, charged, words in (
         (None, (1,), "no private run"),
         (recorded, (0,), "no private run"),
@@ -234,7 +235,7 @@ def test_balls_in_bins_are_not_composed_with_sampled_batches():
 
 
 def test_a_sampler_that_is_not_known_here_is_refused():
-    recorded = {**plan(1.0).public_dict(), "sampler": {"name": "mine"}}
+    recorded = {**plan(1.0).record.to_json(), "sampler": {"name": "mine"}}
     with pytest.raises(DPConfigError, match="'mine', is not registered"):
         earlier_runs_of(recorded, (1,), "a" * 64, where="runs/a")
 

@@ -12,7 +12,7 @@ from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.huggingface import planning
 from hf_dpopt.noise import BandedInverse, BandedToeplitz, NuDPFTRL
 from hf_dpopt.noise.streams import HistoryStream, Speed, StreamCost, cheapest, measure_speed
-from hf_dpopt.plan.keeping import as_recorded_or_auto, choose_way
+from hf_dpopt.plan.choose import fit_backend
 from hf_dpopt.randomness.cipher import make_noise_source
 from tests import tiny
 
@@ -92,11 +92,11 @@ def _plan(name: str, **kwargs):
 )
 def test_a_plan_is_given_the_way_that_fits_and_is_otherwise_the_same(name, options, copies, way):
     plan = _plan(name, **options)
-    chosen = choose_way(plan, coordinates=SIZE, room=4 * SIZE * copies, speed=SPEED)
+    chosen = fit_backend(plan, coordinates=SIZE, room=4 * SIZE * copies, speed=SPEED)
     assert chosen.config.noise_kwargs == {**options, **way}
     assert (chosen.mechanism.backend, chosen.mechanism.block) == (way.get("backend", "auto"), way.get("block", 1))
     assert chosen.epsilon() == plan.epsilon() and chosen.strategy == plan.strategy
-    said, before = chosen.public_dict(), plan.public_dict()
+    said, before = chosen.record.to_json(), plan.record.to_json()
     assert {key for key in said if said[key] != before[key]} <= {"noise_kwargs"}
 
 
@@ -149,5 +149,3 @@ def test_where_nothing_is_chosen_the_name_is_refused():
         _plan("banded", num_bands=2, backend="fit")
     with pytest.raises(DPConfigError, match="Independent noise keeps nothing"):
         _plan("gaussian", backend="fit")
-    config = PrivacyConfig(noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=10)
-    assert as_recorded_or_auto(config, None) is config

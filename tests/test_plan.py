@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import time
@@ -14,9 +15,10 @@ from hf_dpopt.accounting.events import NonPrivateDpEvent
 from hf_dpopt.clipping.thresholds import CLIPPINGS
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import NoiseMechanism
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig, PrivacyWarning
-from hf_dpopt.plan.make import make_plan
-from hf_dpopt.plan.plan import MAX_STEPS, RESUME_KEYS
+from hf_dpopt.plan.plan import MAX_STEPS
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.sampling import SAMPLERS
 
 # Three epochs of SST-2 in batches of 1024.
@@ -182,8 +184,8 @@ def test_without_privacy_epsilon_is_infinite(changes):
     assert plan.epsilon() == plan.epsilon(1) == plan.epsilon(1000) == plan.epsilon_replace_one() == math.inf
     assert plan.epsilon(0) == 0.0
     assert plan.max_steps_within(8.0) == 0
-    assert plan.public_dict()["epsilon"] == "inf" and plan.public_dict()["is_private"] is False
-    assert "ab" * 32 not in json.dumps(plan.public_dict())
+    assert plan.record.to_json()["epsilon"] == "inf" and plan.record.to_json()["is_private"] is False
+    assert "ab" * 32 not in json.dumps(plan.record.to_json())
 
 
 def test_a_fixed_key_changes_no_noise():
@@ -217,22 +219,24 @@ def test_noise_of_a_resumed_run_is_kept():
     assert plan.max_steps_within(3.0) < NUM_STEPS
     with pytest.raises(DPConfigError, match="Use a finite number > 0"):
         plan_for(target_epsilon=3.0, noise_of_record=-1.0)
-    assert plan_for(target_epsilon=3.0, noise_of_record=0.0).public_dict()["is_private"] is False
+    assert plan_for(target_epsilon=3.0, noise_of_record=0.0).record.to_json()["is_private"] is False
 
 
-def test_public_dict_is_json_and_names_what_a_resume_must_share():
+def test_a_record_is_json_and_names_what_a_resume_must_share():
     plan = plan_for(target_epsilon=8.0)
-    public = json.loads(json.dumps(plan.public_dict(), allow_nan=False))
-    assert public == plan.public_dict()
+    public = json.loads(json.dumps(plan.record.to_json(), allow_nan=False))
+    assert public == plan.record.to_json()
     assert public["epsilon"] == plan.epsilon() and public["accountant"] == "pld"
     assert public["dp_accounting"].count(".") >= 1
     assert public["sampler"] == {
         "name": "truncated_poisson", "num_examples": NUM_EXAMPLES, "expected_batch_size": 1024, "cap": 1255
     }  # fmt: skip
     # What continues this run has the same law, whatever its length and budget; anything else has another.
-    longer = plan_for(target_epsilon=9.0, num_steps=500, noise_of_record=plan.noise_multiplier).public_dict()
-    assert {key: longer.get(key) for key in RESUME_KEYS} == {key: public.get(key) for key in RESUME_KEYS}
-    assert set(RESUME_KEYS) - set(public) == {
+    longer = plan_for(target_epsilon=9.0, num_steps=500, noise_of_record=plan.noise_multiplier).record.to_json()
+    assert {key: longer.get(key) for key in PlanRecord.mechanism_fields()} == {
+        key: public.get(key) for key in PlanRecord.mechanism_fields()
+    }
+    assert set(PlanRecord.mechanism_fields()) - set(public) == {
         "earlier_runs", "noise_at_changes", "opening_noise", "private_metrics", "tuned"
     }  # fmt: skip
     for changes in (
@@ -246,8 +250,10 @@ def test_public_dict_is_json_and_names_what_a_resume_must_share():
         {"noise_of_record": 0.9},
         {"unsafe_fixed_noise_key": "00" * 32},
     ):
-        other = plan_for(**{"target_epsilon": 8.0, "noise_of_record": plan.noise_multiplier, **changes}).public_dict()
-        assert any(other.get(key) != public.get(key) for key in RESUME_KEYS), changes
+        other = plan_for(
+            **{"target_epsilon": 8.0, "noise_of_record": plan.noise_multiplier, **changes}
+        ).record.to_json()
+        assert any(other.get(key) != public.get(key) for key in PlanRecord.mechanism_fields()), changes
 
 
 # --- delta and refusals ---
@@ -270,8 +276,8 @@ def test_a_delta_of_one_over_n_warns_and_a_larger_one_is_refused():
 def test_a_large_delta_that_is_allowed_is_recorded_and_warned_of():
     with pytest.warns(PrivacyWarning, match="above 1/n"):
         plan = plan_for(target_delta=1e-4, allow_large_delta=True)
-    assert plan.delta == 1e-4 and plan.public_dict()["allow_large_delta"] is True
-    assert plan_for().public_dict()["allow_large_delta"] is False
+    assert plan.delta == 1e-4 and plan.record.to_json()["allow_large_delta"] is True
+    assert plan_for().record.to_json()["allow_large_delta"] is False
 
 
 @pytest.mark.parametrize("sampling, num_examples", [("auto", 1000), ("capped_poisson", 8000)])
@@ -286,7 +292,8 @@ def test_where_users_are_protected_n_is_their_number(sampling, num_examples):
 
 def test_a_run_that_goes_on_keeps_its_delta():
     """Also the default of another release, here 1/n; one that is asked for is the one that is compared."""
-    recorded = plan_for(num_examples=1000, expected_batch_size=10, target_delta=1e-4).public_dict() | {"delta": 1e-3}
+    plan = plan_for(num_examples=1000, expected_batch_size=10, target_delta=1e-4)
+    recorded = dataclasses.replace(plan.record, delta=1e-3)
     options = dict(noise_multiplier=0.7, expected_batch_size=10)
     sizes = dict(num_examples=1000, num_steps=NUM_STEPS, recorded=recorded)
     with pytest.warns(PrivacyWarning, match="exactly 1/n"):
@@ -316,16 +323,4 @@ def test_refuses(arguments, mend):
 def test_full_batch():
     plan = plan_for(num_examples=64, expected_batch_size=64, num_steps=20, target_epsilon=4.0, target_delta=1e-3)
     assert 3.98 <= plan.epsilon() <= 4.0
-    assert plan.public_dict()["accountant"] == "gaussian"
-
-
-def test_buffers_go_by_their_name_in_ledgers_of_the_first_release_too():
-    made = {
-        backend: plan_for(noise_mechanism="nu_dpftrl", noise_kwargs={"backend": backend})
-        for backend in ("auto", "blt")
-    }
-    assert made["blt"].strategy == made["auto"].strategy and made["blt"].cost == made["auto"].cost
-    again = make_plan(
-        made["blt"].config, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, recorded=made["blt"].public_dict()
-    )
-    assert again.public_dict() == made["blt"].public_dict()
+    assert plan.record.to_json()["accountant"] == "gaussian"

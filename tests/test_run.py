@@ -86,7 +86,7 @@ def test_a_budget_is_not_kept_on_top_of_steps_without_noise(tmp_path):
     with pytest.raises(DPConfigError, match="had no noise.*another output_dir"):
         recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=True)
     recorded = recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=False)
-    assert recorded is not None and recorded["noise_multiplier"] == 0
+    assert recorded is not None and recorded.noise_multiplier == 0
 
 
 def test_a_folder_with_a_private_run_gives_its_plan_to_both(plan, tmp_path):
@@ -94,7 +94,7 @@ def test_a_folder_with_a_private_run_gives_its_plan_to_both(plan, tmp_path):
     _start(plan, tmp_path).close()
     for keeps_budget in (True, False):
         recorded = recorded_plan(tmp_path / "out", tmp_path / "keys", keeps_budget=keeps_budget)
-        assert recorded is not None and recorded["noise_multiplier"] == 1.0
+        assert recorded is not None and recorded.noise_multiplier == 1.0
 
 
 @pytest.mark.parametrize("keeps_budget", [True, False])

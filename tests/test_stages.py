@@ -160,7 +160,7 @@ def test_a_preconditioner_of_ones_own(tmp_path):
     scale = {"classifier.weight": torch.full((2, 16), 10.0)}
     run = trainer(tmp_path, preclip=ScaleThenPrivatize(scale=scale), max_steps=2)
     run.train()
-    assert run.plan.public_dict()["preclip"]["name"] == "scale"
+    assert run.plan.record.to_json()["preclip"]["name"] == "scale"
     with pytest.raises(DPConfigError, match="preclip"):
         trainer(
             tmp_path, preclip=ScaleThenPrivatize(scale={"classifier.weight": torch.ones(2, 16)}), max_steps=4

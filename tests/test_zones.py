@@ -38,7 +38,7 @@ WRONG_STEPS: dict[str, list[tuple[str, str]]] = {
 LOOKED_INTO = (
     "common.types", "common.collectives", "common.reduction", "clipping", "clipping.engine", "clipping.contributions", "run.run",
     "run.batches", "preclip", "preclip.base", "preclip.queries", "postprocess", "postprocess.base",
-    "postprocess.low_pass", "plan.private_metrics",
+    "postprocess.low_pass", "run.metrics",
 )  # fmt: skip
 
 

@@ -149,4 +149,4 @@ def main(folder: Path) -> None:
         "noise_multiplier": 1.0, "unsafe_fixed_noise_key": FIXED, "clipping_norm": 0.1,
     }  # fmt: skip
     run(folder, "users", per_device_train_batch_size=3, **users)
-    run(folder, "local", local_learning_rate=0.5, local_batch_size=4, noise_mechanism="nu_dpftrl", **users)
+    run(folder, "local", local_training={"learning_rate": 0.5, "batch_size": 4}, noise_mechanism="nu_dpftrl", **users)

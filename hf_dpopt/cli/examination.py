@@ -11,7 +11,7 @@ from typing import TypeVar
 from hf_dpopt.accounting import accountants
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import is_held
-from hf_dpopt.plan.earlier import composed, earlier_runs_of
+from hf_dpopt.plan.record import earlier_runs_of
 from hf_dpopt.run.checkpoint import Checkpoint, checkpoints, examine, leftovers
 from hf_dpopt.run.keys import RUNS, private_dir
 from hf_dpopt.run.ledger import LEDGER
@@ -99,7 +99,8 @@ class Examination:
             return float(plan["epsilon"])
         try:
             *before, this = earlier_runs_of(plan, charged, self.ledger.digest(), where=str(self.output_dir))
-            event = composed(before, this.event)
+            release = dataclasses.replace(this.release, earlier=tuple(before))
+            event = release.event_of_draws(this.draw_stddev, this.charged)
             spent = accountants.epsilon(event, plan["delta"], plan["adjacency"], relative_error=RELATIVE_ERROR)
             return spent.epsilon
         except DPConfigError:

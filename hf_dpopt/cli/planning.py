@@ -25,11 +25,11 @@ from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
 from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.bounds import check_sizes, steps_of
-from hf_dpopt.plan.compare import ComparedNoise, compare_mechanisms
+from hf_dpopt.plan.choose import compare_mechanisms, make_plan
+from hf_dpopt.plan.compare import ComparedNoise
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
-from hf_dpopt.plan.plan import PrivacyPlan, opening_noise
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.users import plan_for_users
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
@@ -107,7 +107,7 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
     if given["as_json"]:
         listed = {"mechanisms": [mechanism_facts(row, num_parameters) for row in rows]} if rows else {}
         listed |= {"meaning": spell_infinity(meaning)}
-        print_json(made.public_dict() | listed | ({} if beside is None else {"outlook": beside.facts()}))
+        print_json(made.record.to_json() | listed | ({} if beside is None else {"outlook": beside.facts()}))
     else:
         print_facts("Private run", _facts(made))
         if rows:
@@ -137,7 +137,8 @@ def plan_users(given: Mapping[str, Any], num_steps: int) -> None:
         num_steps=num_steps,
     )
     if given["as_json"]:
-        print_json({"by_users": compared.by_users.public_dict(), "by_records": compared.by_records.public_dict()})
+        plans = {"by_users": compared.by_users, "by_records": compared.by_records}
+        print_json({name: plan.record.to_json() for name, plan in plans.items()})
         return
     for label, plan, kind, noise in (
         ("users sampled", compared.by_users, "users", compared.noise_by_users),
@@ -193,7 +194,7 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
     replaced = made.epsilon_replace_one()
     way = made.config.noise_at_changes
     across: dict[str, str] = {} if way == "auto" else {f"noise where scales of {made.preclip.name} change": way}
-    if (noise := opening_noise(made.preclip)) is not None:
+    if (noise := made.release.opening) is not None:
         across["query over all records before the first step"] = f"noise multiplier {noise:g}, in epsilon"
     return {
         "epsilon": f"{round_up(made.epsilon())} ({made.adjacency})",
@@ -204,7 +205,7 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
         **across,
         "sampling": made.describe_sampling(),
         "optimizer steps": made.num_steps,
-        "accountant": made.public_dict()["accountant"],
+        "accountant": made.spent.accountant,
         **plan_rows(meaning_of_plan(made), _unit(made)),
     }
 
@@ -241,7 +242,7 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "memory_bytes": row.cost.kept * num_parameters * BYTES,
         "seconds_per_step": (row.cost.draws * draw + row.cost.passes * one_pass) * num_parameters,
         "epsilon": plan.epsilon(),
-        "accountant": plan.public_dict()["accountant"],
+        "accountant": plan.spent.accountant,
     }
 
 

@@ -97,13 +97,9 @@ class HeadConfig:
             raise DPConfigError(
                 "Give exactly one of target_epsilon (the noise is computed) and noise_multiplier (epsilon is)."
             )
-        check_budget(self.target_epsilon)
+        check_budget(self.target_epsilon, self.target_delta)
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
-        if self.target_delta is not None:
-            check_real("target_delta", self.target_delta, "a number in (0, 1)")
-            if not 0 < self.target_delta < 1:
-                raise DPConfigError(f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / n.")
 
     @property
     def lipschitz(self) -> float:

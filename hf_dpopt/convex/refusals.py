@@ -64,10 +64,6 @@ def _on_subspace(args: Any, lora_r: int) -> Iterator[Refusal]:
         "taken back within one set of directions only. Epsilon is that of independent releases. Use "
         "--noise_mechanism gaussian.",
     )
-    yield (
-        args.clipping_quantile is not None,
-        "`clipping_quantile` adapts a clip, and gradients are bounded by --feature_norm here. Leave it out.",
-    )
     yield (lora_r > 0, f"lora_r={lora_r}: the subspace is one of gradients of the head alone. {FINETUNE}")
 
 
@@ -94,7 +90,7 @@ def _on_steps(args: Any, lora_r: int) -> Iterator[Refusal]:
         f"end hides less than the bound on the last iterate needs. {FINETUNE}",
     )
     yield (
-        args.preconditioner not in (None, "none", "identity") or args.clipping_quantile is not None,
+        args.preconditioner not in (None, "none", "identity"),
         "Preconditioners and adaptive clipping norms change with the data: steps are no gradients of one convex "
         f"loss. {FINETUNE}",
     )

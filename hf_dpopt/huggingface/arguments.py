@@ -74,6 +74,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         "preconditioner_kwargs",
         "filter_kwargs",
         "private_metrics_kwargs",
+        "local_training",
     ]
 
     optim: str = field(
@@ -98,7 +99,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
 
     def privacy_config(self, expected_batch_size: int) -> PrivacyConfig:
         """The privacy side of these arguments, checked."""
-        names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size", "local_training"}
+        names = {f.name for f in dataclasses.fields(PrivacyConfig)} - {"expected_batch_size"}
         if self.target_epsilon is None and self.noise_multiplier is None:
             raise DPConfigError(
                 "Neither target_epsilon nor noise_multiplier is set, so there is no privacy to train with. Add "
@@ -113,39 +114,10 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         values = {name: getattr(self, name) for name in names}
         for name in ("noise_kwargs", "preconditioner_kwargs", "private_metrics_kwargs"):
             values[name] = values[name] or {}
-        values["local_training"] = self._local_training()
+        check_count("local_users_at_once", self.local_users_at_once)
         if self.privacy_unit == "user" and self.records_per_user is None:
             values["records_per_user"] = RECORDS_PER_USER
-        if self.clipping_quantile is not None:
-            values |= self._with_quantile(values["preconditioner_kwargs"])
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)
-
-    def preconditioner_name(self) -> str:
-        """The one that runs: `clipping_quantile` is short for one, too."""
-        by_quantile = self.clipping_quantile is not None and self.preconditioner == "none"
-        return "quantile" if by_quantile else self.preconditioner
-
-    def _with_quantile(self, options: Any) -> dict[str, Any]:
-        if self.preconditioner not in ("none", "quantile"):
-            raise DPConfigError(
-                f"preconditioner={self.preconditioner!r} does not go with clipping_quantile, which clips records as "
-                "they are. Use one of them."
-            )
-        return {
-            "preconditioner": "quantile",
-            "preconditioner_kwargs": {**options, "quantile": self.clipping_quantile},
-        }
-
-    def _local_training(self) -> dict[str, Any] | None:
-        check_count("local_users_at_once", self.local_users_at_once)
-        given = {name: getattr(self, f"local_{name}") for name in ("learning_rate", "batch_size", "epochs", "steps")}
-        given = {name: value for name, value in given.items() if value is not None}
-        if given and "learning_rate" not in given:
-            raise DPConfigError(
-                f"`local_{next(iter(given))}` is for local training, which needs a learning rate of its own. Add "
-                "--local_learning_rate 0.1, or leave it out."
-            )
-        return given or None
 
     def dataset_budget(self) -> DatasetBudget | None:
         """The ledger of the dataset that the run is charged to; None for none."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +22,9 @@ from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.bounds import check_sizes, steps_of
-from hf_dpopt.plan.keeping import as_recorded_or_auto, choose_way, is_left_open
-from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.choose import fit_backend, leaves_backend_open, make_plan, with_backend
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.dataset_ledger import check_run
 from hf_dpopt.run.earlier import earlier_runs_for
@@ -146,13 +145,14 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
         num_examples = users.num_sampled
     check_same_everywhere(inputs.train_dataset)
 
-    def chosen() -> tuple[dict[str, Any] | None, Recipe]:
+    def chosen() -> tuple[PlanRecord | None, Recipe]:
         recorded = recorded_plan(
             output_dir, args.private_state_dir, keeps_budget=config.target_epsilon is not None,
             num_examples=num_examples,
         )  # fmt: skip
         with reading_plan(recorded, output_dir):
-            return recorded, choose_recipe(args, inputs, num_units=num_examples, batch=expected, recorded=recorded)
+            before = None if recorded is None else recorded.recipe or {}
+            return recorded, choose_recipe(args, inputs, num_units=num_examples, batch=expected, recorded=before)
 
     recorded, recipe = ranks.same(chosen)
     settled = recipe.applied_to(args)  # args themselves change once there is a plan
@@ -167,8 +167,9 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
 
     def planned() -> PrivacyPlan:
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
+        is_open = leaves_backend_open(config) and recorded is None
         plan = make_plan(
-            as_recorded_or_auto(config, recorded),
+            with_backend(config, {}) if is_open else config,
             num_examples=num_examples,
             num_steps=num_steps,
             workload=workload,
@@ -177,10 +178,10 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
             recipe=recipe.recorded,
             earlier=earlier_runs_for(args.earlier_runs, output_dir, recorded, args.private_state_dir),
         )
-        if recorded is not None or not is_left_open(config):
+        if not is_open:
             return plan
         trained, room = room_for_noise(check_is_whole(inputs.model, inputs.peft_config), args.device)
-        return choose_way(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
+        return fit_backend(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
 
     # tuning on other hardware may end in other digits
     with reading_plan(recorded, output_dir):

@@ -12,8 +12,8 @@ from torch import nn
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.plan.private_metrics import MetricsAtWork
 from hf_dpopt.records.losses import RecordLosses, base_model, problem_type
+from hf_dpopt.run.metrics import MetricsAtWork
 from hf_dpopt.run.run import PrivateRun
 
 TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")

@@ -57,8 +57,8 @@ class Trained:
         model, adapters = inputs.model, inputs.peft_config
         name = str(getattr(args.optim, "value", args.optim))
         own = inputs.optimizers not in (None, (None, None)) or inputs.optimizer_cls_and_kwargs is not None
-        plain = args.preconditioner_name() == "none" and inputs.preclip is None
-        is_plain = plain and args.local_learning_rate is None
+        plain = args.preconditioner == "none" and inputs.preclip is None
+        is_plain = plain and args.local_training is None
         is_tuned = is_plain and name in TUNED_OPTIMIZERS and not own
         if not isinstance(model, nn.Module):
             return cls("full" if adapters is None else "lora", "generation", None, is_plain, is_tuned)
@@ -152,7 +152,7 @@ def complete_recipe(recipe: Recipe, args: DPTrainingArguments, inputs: TrainerIn
     """
     later = choose_recipe(
         args, inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
-        recorded={"recipe": recipe.recorded} if recipe.job is None else None,  # a run that goes on chooses nothing
+        recorded=recipe.recorded if recipe.job is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip
     more = {name: value for name, value in later.chosen.items() if name != "expected_batch_size"}

@@ -27,7 +27,8 @@ from hf_dpopt.huggingface.preparation import tokenizer_of
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.meaning import meaning_of_plan
-from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.report.facts import RunFacts, collect_versions
@@ -105,11 +106,11 @@ class ReleaseGuard:
         assert self.planned is not None
         ledger = known.ledger
         if ledger is not None and session is None:  # a trainer that only publishes says what was run
-            ledger.check_plan(plan.public_dict(), must_match=RESUME_KEYS)
+            ledger.check_plan(plan.record.to_json(), must_match=PlanRecord.mechanism_fields())
         spent, charged = self.spent(), tuple(self.charged())
         printed = "training loss, clip fraction and batch sizes, on the console"
         return RunFacts(
-            plan=plan.public_dict() | charged_to(ledger, args.dataset_budget()),
+            plan=plan.record.to_json() | charged_to(ledger, args.dataset_budget()),
             epsilon_spent=spent.epsilon,
             epsilon_replace_one=_replace_one(plan, charged),
             delta=plan.delta,

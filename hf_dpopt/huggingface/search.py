@@ -69,7 +69,7 @@ def search(
         space=space,
         output_dir=str(args.output_dir),
         private_dir=args.private_state_dir,
-        asked={"metric": metric, "epsilon": args.target_epsilon, "plan": plan.public_dict()},
+        asked={"metric": metric, "epsilon": args.target_epsilon, "plan": plan.record.to_json()},
         is_greater_better=direction == "maximize",
     )
 

@@ -35,6 +35,7 @@ from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.rough import rough_noise_multiplier
 from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.plan.bounds import check_delta
 from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook
 
 # Peak learning rates of AdamW at `REFERENCE_SIZE` weights and `REFERENCE_STEPS` steps: tuned by hand on SST-2 (MiniLM)
@@ -108,12 +109,7 @@ class TrainingJob:
                 f"target_epsilon={self.target_epsilon} and passes={self.passes} must both be > 0, and there can be "
                 f"{MOST_PASSES:g} passes at most. Use 8 and 3."
             )
-        if self.target_delta is not None:
-            check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
-            if not 0 < self.target_delta < 1:
-                raise DPConfigError(
-                    f"target_delta={self.target_delta} is outside (0, 1). Leave it out for a good one."
-                )
+        check_delta(self.target_delta)
         check_choice("kind", self.kind, tuple(SIGNAL))
         check_choice("objective", self.objective, ("classification", "generation"))
         if not isinstance(self.has_trained_head, bool):

@@ -9,7 +9,7 @@ import math
 import warnings
 
 from hf_dpopt.accounting.meaning import no_protection
-from hf_dpopt.common.checks import check_at_most, check_count
+from hf_dpopt.common.checks import check_at_most, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, PrivacyWarning
 
 MAX_STEPS = 10**7  # beyond, dp_accounting computes with whole numbers of as many digits
@@ -48,15 +48,30 @@ def steps_of(epochs: float, num_examples: int, batch_size: int) -> int:
     return math.ceil(epochs * per_epoch)
 
 
-def check_budget(epsilon: float | None) -> None:
+def check_budget(epsilon: float | None, delta: float | None = None) -> None:
     """Refuse budgets that no noise can be calibrated to, and warn of those that do not protect.
 
     The bound on delta is in `accounting.delta`.
     """
-    if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
-        raise DPConfigError(
-            f"target_epsilon={epsilon:g} is outside {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}, for which noise can "
-            "be calibrated. 1 to 8 is usual for finetuning; noise_multiplier sets the noise itself."
-        )
-    if epsilon is not None and (said := no_protection(epsilon)):
-        warnings.warn(said, PrivacyWarning, stacklevel=2)
+    if epsilon is not None:
+        check_real("target_epsilon", epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
+        if not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
+            raise DPConfigError(
+                f"target_epsilon={epsilon:g} is outside {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}, for which noise "
+                "can be calibrated. Use a finite number > 0; 1 to 8 is usual for finetuning. noise_multiplier sets "
+                "the noise itself, and the stock Trainer trains without privacy."
+            )
+        if said := no_protection(epsilon):
+            warnings.warn(said, PrivacyWarning, stacklevel=2)
+    check_delta(delta)
+
+
+def check_delta(delta: float | None) -> None:
+    """Refuse what is no delta; None stands for the default."""
+    if delta is not None:
+        check_real("target_delta", delta, "a number in (0, 1), at most 1 / number of records")
+        if not 0 < delta < 1:
+            raise DPConfigError(
+                f"target_delta={delta} is outside (0, 1). Use at most 1 / number of records, or leave it out to get a "
+                "tenth of that, rounded down to one digit."
+            )

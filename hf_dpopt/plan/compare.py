@@ -16,21 +16,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
-from hf_dpopt.common.checks import check_at_most
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import MECHANISMS, StreamCost, Workload
+from hf_dpopt.noise import NoiseStrategy, StreamCost, Workload
 from hf_dpopt.noise.finite_time import last_iterate_errors
-from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.crossing import errors_across
-from hf_dpopt.plan.earlier import EarlierRun
-from hf_dpopt.plan.plan import PrivacyPlan, build_plan
-from hf_dpopt.plan.resolve import refuse_options_of_auto
-from hf_dpopt.preclip import Preclip
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.preclip import ScaleChanges
 
 INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
 CURVATURES = 49  # of learning rate times curvature, from a hundredth of 1 / steps to 1, at which noise is compared
-MAX_COMPARED_STEPS = 10**5  # of a run whose mechanisms are compared, each tuned for it
 MAX_CURVED_STEPS = 4096  # of a run that is compared there; for some noise it takes n^2 numbers
+MAX_SCALED_STEPS = 4096  # of a run whose scales are taken into account; matrices of longer ones take gigabytes
+MAX_WORKLOAD_STEPS = 2048  # of one whose optimizer is, too, by a product of two matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,62 +70,14 @@ class ComparedNoise:
         return step_stddev(self.plan)
 
 
-def compare_mechanisms(
-    config: PrivacyConfig,
-    *,
-    num_examples: int,
-    num_steps: int,
-    workload: Workload | None = None,
-    candidates: Sequence[tuple[str, str]] | None = None,
-    preclip: Preclip | None = None,
-    earlier: Sequence[EarlierRun] = (),
-) -> list[ComparedNoise]:
-    """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
+def ranked(plans: Sequence[PrivacyPlan], workload: Workload | None) -> list[ComparedNoise]:
+    """Plans at one budget, the best score first; of those as good, the one that keeps least.
 
     Args:
-        config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
-        num_examples, num_steps: size of the training set and length of the run.
+        plans: one or more, with the same budget.
         workload: what the optimizer makes of the gradients; None for plain sums.
-        candidates: (mechanism, sampler) to compare; None for all that their registrations name.
-        preclip: a preconditioner of one's own, which may ask for more noise, or for noise that starts anew; None for
-            the one that ``config`` names.
-        earlier: runs on the same records that the budget includes.
-
-    Raises:
-        DPConfigError: without a budget, or if no mechanism fits what was asked for.
     """
-    if config.target_epsilon is None:
-        raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
-    refuse_options_of_auto(config)
-    check_at_most(
-        "num_steps", num_steps, MAX_COMPARED_STEPS,
-        "so long a run takes minutes to compare. Name a mechanism: gaussian, or nu_dpftrl up to 1,000,000 steps.",
-    )  # fmt: skip
-    rows, refused = [], []
-    for name, sampling in all_candidates() if candidates is None else candidates:
-        longest = MECHANISMS[name].max_compared_steps
-        if config.sampling not in ("auto", sampling) or (longest is not None and num_steps > longest):
-            continue
-        # computed bounds alone: to draw samples for every row would take minutes, and prove the same order
-        asked = dataclasses.replace(
-            config, noise_mechanism=name, sampling=sampling, amplification_samples=0
-        )  # fmt: skip
-        try:
-            plan = build_plan(
-                asked,
-                num_examples=num_examples,
-                num_steps=num_steps,
-                workload=workload,
-                preclip=preclip,
-                earlier=earlier,
-            )
-        except DPConfigError as error:
-            refused.append(f"{name}: {error}")
-            continue
-        rows.append(compare_row(plan, workload))
-    if not rows:
-        raise DPConfigError(f"No mechanism fits what was asked for. {' '.join(refused)}")
-    rows = _with_curvature(rows, workload)
+    rows = _with_curvature([compare_row(plan, workload) for plan in plans], workload)
     rows.sort(key=lambda row: row.score)
     as_good = [row for row in rows if row.score <= (1 + INDIFFERENT) * rows[0].score]
     best = min(as_good, key=lambda row: row.cost.kept)
@@ -183,11 +130,6 @@ def last_iterate_stddevs(plan: PrivacyPlan, curvatures: np.ndarray, workload: Wo
     return _draw_stddev(plan) * np.sqrt(last_iterate_errors(plan.strategy, plan.num_steps, curvatures, workload))
 
 
-def all_candidates() -> list[tuple[str, str]]:
-    """Pairs of (mechanism, sampler) to compare; the others are for research, or were never better."""
-    return [(name, sampling) for name, made in MECHANISMS.items() for sampling in made.compared_with]
-
-
 def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.ndarray:
     """Stddev of a coordinate of every iterate due to the noise, in clipping norms times the learning rate, (n,)."""
     changes = plan.preclip.changes(plan.config.clipping_norm)
@@ -202,6 +144,48 @@ def step_stddev(plan: PrivacyPlan) -> float:
 def _draw_stddev(plan: PrivacyPlan) -> float:
     """Stddev of a draw in the sum of a step, in clipping norms."""
     return plan.draw_stddev * SENSITIVITY_FACTOR[plan.adjacency] * plan.sensitivity_ratio
+
+
+def errors_across(
+    strategy: NoiseStrategy, n: int, workload: Workload | None, changes: ScaleChanges | None
+) -> np.ndarray:
+    """Variance of every iterate per unit of the variance of a draw, (n,), in coordinates of the clip of kind 0.
+
+    Where the weights do not see the noise in the same coordinates before and after a change, that of two phases adds
+    up as if it were independent. Beyond `MAX_SCALED_STEPS` steps the scale is taken to stay, and beyond
+    `MAX_WORKLOAD_STEPS` the sums of the releases stand for the iterates.
+
+    Args:
+        strategy: C and B.
+        n: steps.
+        workload: what the optimizer makes of the releases; None for their sums.
+        changes: when the scale changes; None for never.
+    """
+    if changes is None:
+        return strategy.per_query_error(n, workload)
+    workload = workload if n <= MAX_WORKLOAD_STEPS else None
+    if not changes.is_seen or n > MAX_SCALED_STEPS:
+        return changes.factors[0] ** 2 * strategy.per_query_error(n, workload)
+    factors = changes.factor_of_steps(n)
+    if strategy.is_independent:
+        if workload is None:
+            return np.cumsum(factors**2)
+        return np.square(workload.matrix() * factors).sum(axis=1)
+    noise = factors[:, None] * strategy.noising_matrix(n)  # a new one: the strategy's own makes the noise
+    sums = None if workload is None else workload.matrix()
+    if changes.is_taken_back:
+        iterates = np.cumsum(noise, axis=0, out=noise) if sums is None else sums @ noise
+        return np.einsum("ts,ts->t", iterates, iterates)
+    errors = np.zeros(n)
+    for first in range(0, n, changes.every):
+        phase = slice(first, min(first + changes.every, n))
+        if sums is None:
+            of_phase = np.square(np.cumsum(noise[phase], axis=0)).sum(axis=1)
+            errors[phase] += of_phase
+            errors[phase.stop :] += of_phase[-1]
+        else:
+            errors += np.square(sums[:, phase] @ noise[phase]).sum(axis=1)
+    return errors
 
 
 def compare_row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:

@@ -18,11 +18,11 @@ from hf_dpopt.common.checks import (
     check_mapping,
     check_noise_key,
     check_noise_multiplier,
-    check_real,
 )
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.errors import PrivacyWarning as PrivacyWarning
 from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.noise.registry import STREAM_OPTIONS
 from hf_dpopt.plan.bounds import check_budget
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.plan.options import (
@@ -34,7 +34,6 @@ from hf_dpopt.plan.options import (
     UserWeighting,
     copy_option,
     documented,
-    option,
 )
 from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.preclip import PRECLIPS, make_preclip
@@ -78,12 +77,7 @@ class PrivacyConfig:
     user_id_column: str | None = copy_option("user_id_column")
     records_per_user: int | None = copy_option("records_per_user")
     user_weighting: UserWeighting = copy_option("user_weighting")
-    local_training: Mapping[str, Any] | None = option(
-        None,
-        "Options of SGD on the records of each user (learning_rate, batch_size, epochs, steps), after which the user "
-        "gives how far the weights moved.",
-        unset="users give gradients",
-    )
+    local_training: Mapping[str, Any] | None = copy_option("local_training")
     noise_mechanism: str = copy_option("noise_mechanism")
     noise_kwargs: Mapping[str, Any] = copy_option("noise_kwargs")
     noise_restart_every: int | None = copy_option("noise_restart_every")
@@ -127,6 +121,16 @@ class PrivacyConfig:
         """False when the noise is absent or can be recomputed; epsilon is then infinite."""
         return self.noise_multiplier != 0 and self.unsafe_fixed_noise_key is None
 
+    @property
+    def mechanism_options(self) -> dict[str, Any]:
+        """Options of the noise mechanism itself, out of `noise_kwargs`."""
+        return {name: value for name, value in self.noise_kwargs.items() if name not in STREAM_OPTIONS}
+
+    @property
+    def stream_options(self) -> dict[str, Any]:
+        """Options of how the noise is kept between steps: `backend`, `block` and `offload` of a stream."""
+        return {name: self.noise_kwargs.get(name, default) for name, default in STREAM_OPTIONS.items()}
+
     def _check_noise(self) -> None:
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             given = "Neither of target_epsilon and noise_multiplier is"
@@ -136,16 +140,9 @@ class PrivacyConfig:
                 f"{given} given. Give exactly one: target_epsilon=8.0 "
                 "calibrates the noise to a budget, noise_multiplier=1.0 fixes it and epsilon is what comes out."
             )
-        if self.target_epsilon is not None:
-            check_real("target_epsilon", self.target_epsilon, "a finite number > 0; 1 to 8 is usual for finetuning")
-            if self.target_epsilon <= 0:
-                raise DPConfigError(
-                    f"target_epsilon={self.target_epsilon} is not a budget. Use a finite number > 0; 1 to 8 is usual "
-                    "for finetuning. To train without privacy use the stock Trainer."
-                )
         if self.noise_multiplier is not None:
             check_noise_multiplier(self.noise_multiplier)
-        check_budget(self.target_epsilon)
+        check_budget(self.target_epsilon, self.target_delta)
 
     def _check_numbers(self) -> None:
         check_clipping_norm("clipping_norm", self.clipping_norm)
@@ -165,13 +162,6 @@ class PrivacyConfig:
                 f"allow_large_delta={shown(self.allow_large_delta)} is not a yes or no. Use True or False; True "
                 "accepts a delta above 1 / number of records."
             )
-        if self.target_delta is not None:
-            check_real("target_delta", self.target_delta, "a number in (0, 1), at most 1 / number of records")
-            if not 0 < self.target_delta < 1:
-                raise DPConfigError(
-                    f"target_delta={self.target_delta} is outside (0, 1). Use at most 1 / number of records, or leave "
-                    "it out to get a tenth of that, rounded down to one digit."
-                )
 
     def _check_choices(self) -> None:
         for field in dataclasses.fields(self):
@@ -201,8 +191,8 @@ class PrivacyConfig:
         if checked is not None and self.local_training is not None:
             raise DPConfigError(
                 f"log_private_metrics={self.log_private_metrics} has no loss to sum where users train: they give how "
-                "far their weights moved, after several steps of their own. Leave log_private_metrics out, or the "
-                "local_ options."
+                "far their weights moved, after several steps of their own. Leave log_private_metrics out, or "
+                "local_training."
             )
 
     def _check_users(self) -> None:
@@ -212,7 +202,7 @@ class PrivacyConfig:
             if self.privacy_unit != "user" or self.sampling == "capped_poisson":
                 raise DPConfigError(
                     "Local training is on the records of one user: add privacy_unit='user' and sample users (any "
-                    "sampling but 'capped_poisson'), or leave the local_ options out."
+                    "sampling but 'capped_poisson'), or leave local_training out."
                 )
             LocalTraining.of(options)
         if self.privacy_unit == "user":

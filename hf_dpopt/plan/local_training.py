@@ -30,13 +30,15 @@ class LocalTraining:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        check_real("local_learning_rate", self.learning_rate, "a number > 0; 0.1 to 1 is usual")
+        check_real("learning_rate of local_training", self.learning_rate, "a number > 0; 0.1 to 1 is usual")
         if self.learning_rate <= 0:
-            raise DPConfigError(f"local_learning_rate={self.learning_rate} does not train. Use a number > 0.")
-        check_count("local_batch_size", self.batch_size)
-        check_count("local_epochs", self.epochs)
+            raise DPConfigError(
+                f"learning_rate={self.learning_rate} of local_training does not train. Use a number > 0."
+            )
+        check_count("batch_size of local_training", self.batch_size)
+        check_count("epochs of local_training", self.epochs)
         if self.steps is not None:
-            check_count("local_steps", self.steps)
+            check_count("steps of local_training", self.steps)
 
     @classmethod
     def of(cls, options: dict) -> LocalTraining:

@@ -319,21 +319,17 @@ class PreconditionerOptions:
         "none",
         "What divides a record's gradient before the clip: delayed preconditioners (dp2_*), made of the noisy "
         "gradients of earlier steps, or adadps, made of public_dataset. Costs no privacy, but for one_query.",
-        more="quantile: see clipping_quantile. subspace: records are clipped in the span of public gradients; a "
+        more="quantile: the clipping norm follows a quantile of the norms, found privately at the same epsilon; "
+        "clipping_norm is the first one. subspace: records are clipped in the span of public gradients; a "
         "convex head is trained by AdaGrad there. one_query: made of the second moment of all records' gradients at "
         "the start, one private query that epsilon includes.",
     )
     preconditioner_kwargs: dict[str, Any] | str | None = option(
         None,
-        'Its options as JSON, such as \'{"clipping_norm": 5, "learning_rate_ratio": 3, "factored": true}\'.',
+        'Its options as JSON: \'{"delay": 200, "clipping_norm": 5}\' for a delayed preconditioner, '
+        "'{\"quantile\": 0.5}' for quantile.",
         more="The delay of a delayed preconditioner, the steps of SGD from which it is made, is 200 unless it is "
         "given.",
-    )
-    clipping_quantile: float | None = option(
-        None,
-        "Let the clipping norm follow this quantile of the norms, found privately at the same epsilon: 0.5 is their "
-        "median. clipping_norm is the first one.",
-        unset="it stays",
     )
 
 
@@ -393,14 +389,13 @@ class UserOptions:
         "mean.",
         choices=get_args(UserWeighting),
     )
-    local_learning_rate: float | None = option(
+    local_training: dict[str, Any] | str | None = option(
         None,
-        "Federated style: train on each user's records by SGD with this rate, and release how far the weights moved.",
+        "Federated style: train on each user's records by SGD and release how far the weights moved. Its options as "
+        'JSON: \'{"learning_rate": 0.5, "batch_size": 16, "epochs": 1, "steps": 20}\'.',
         unset="users give gradients",
+        more="learning_rate has to be given; batch_size is 16, epochs 1 and steps as many as they take unless given.",
     )
-    local_batch_size: int | None = option(None, "Records of a local step.", unset="16")
-    local_epochs: int | None = option(None, "Passes over the records of a user in a round.", unset="1")
-    local_steps: int | None = option(None, "Local steps of a user in a round, at most.", unset="as local_epochs says")
     local_users_at_once: int = option(
         1, "Users trained side by side (torch.func.vmap); changes memory and speed, not the law."
     )

@@ -22,8 +22,8 @@ import warnings
 from typing import Literal
 
 from hf_dpopt.common.errors import PrivacyWarning
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.compare import predicted_errors, step_stddev
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 
 Kind = Literal["full", "lora", "head"]

@@ -17,8 +17,8 @@ from dp_accounting import GaussianDpEvent
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
 from hf_dpopt.accounting.selection import RunCount
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -66,7 +66,7 @@ class TuningPlan:
             "probability_of_one_run": self.count.probability(1),
             "epsilon": self.run.epsilon(),
             "delta": self.run.delta,
-            "accountant": self.run.public_dict()["accountant"],
+            "accountant": self.run.spent.accountant,
             "run_epsilon": self.run.run_epsilon,
             "noise_multiplier": self.run.noise_multiplier,
             "noise_ratio": self.noise_ratio,

@@ -8,7 +8,7 @@ At the same number of record gradients in a step, and with records of clipping n
 * example-level sampling: B records, noise ``sigma' C / B``, where sigma' has to cover several records of one user.
 
 So there is a norm ``C_u`` up to which users are better, and the planner says it. Local training has the noise of
-user-level sampling relative to what it clips, and moves up to `local_steps` times as far in a round.
+user-level sampling relative to what it clips, and moves as many times as far as it has steps in a round.
 
 Charles et al. (2024), arXiv:2407.07737, Section 4 (the comparison at equal compute).
 """
@@ -22,8 +22,8 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig, PrivacyWarning
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 
 
@@ -70,7 +70,7 @@ class UserPlans:
                 "common, 1 if they are alike), else example-level sampling (--sampling capped_poisson)"
             )
         return (
-            f"Predicted better: {which}. Local training (--local_learning_rate) has the relative noise of user-level "
+            f"Predicted better: {which}. Local training (--local_training) has the relative noise of user-level "
             "sampling and moves further in a round: for few rounds and cheap local steps."
         )
 

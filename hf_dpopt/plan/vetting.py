@@ -24,7 +24,7 @@ def unvetted_stages(plan: PrivacyPlan) -> tuple[str, ...]:
         ("preconditioner", plan.preclip.name, type(plan.preclip)),
         *(("noise strategy", part.name, type(part)) for part in _parts(plan.strategy)),
         *([] if mechanism is None else [("noise mechanism", mechanism.name, mechanism.tune)]),
-        *(("sampler of an earlier run", run.sampler.name, type(run.sampler)) for run in plan.earlier),
+        *(("sampler of an earlier run", run.release.sampler.name, type(run.release.sampler)) for run in plan.earlier),
     ]
     return tuple(dict.fromkeys(f"{kind} {name}" for kind, name, made_by in parts if not _is_ours(made_by)))
 

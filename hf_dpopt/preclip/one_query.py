@@ -84,7 +84,7 @@ class OneQuery(Preclip):
         if config.local_training is not None:
             raise DPConfigError(
                 "preconditioner='one_query' squares gradients, and local training gives how far weights moved. Leave "
-                "the local_ options out."
+                "local_training out."
             )
         if config.clipping != "flat":
             raise DPConfigError(

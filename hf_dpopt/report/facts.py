@@ -35,7 +35,7 @@ class RunFacts:
     """All that the statement, the report and the model card print. Public values only: every field may be published.
 
     Args:
-        plan: the plan, as `PrivacyPlan.public_dict()` gives it.
+        plan: the plan, as `PlanRecord.to_json` gives it.
         epsilon_spent: epsilon of the charged steps, under the plan's adjacency; infinite if nothing is guaranteed.
         epsilon_replace_one: the planned steps under ``replace_one``, or those charged if they cost more; None where no
             analysis of the sampler is known.

@@ -25,6 +25,7 @@ from hf_dpopt.accounting.filter import Charge, RenyiFilter, best_order, charge_o
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.resume import Resume
@@ -244,7 +245,7 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: RunLog, re
     Raises:
         DPConfigError: if the run was charged to a ledger and none is named now; see `reserve`.
     """
-    _check_named(dataset, log.state.plan)
+    _check_named(dataset, (log.state.plan or {}).get(ENTRY))
     if dataset is None:
         return {}
     reservation, entry = reservation_of(plan, resume.in_the_end(plan.num_steps)), dataset.entry or log.state.run
@@ -253,13 +254,13 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: RunLog, re
     return {ENTRY: {"name": charged.name, "entry": entry}}
 
 
-def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: Mapping[str, Any] | None) -> None:
+def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: PlanRecord | None) -> None:
     """Refuse a run that does not fit into the ledger of its dataset, before it is open; nothing is written.
 
     Args:
         recorded: plan of the run that goes on, whose cost is known when it is open; None for one that begins.
     """
-    _check_named(dataset, recorded)
+    _check_named(dataset, None if recorded is None else recorded.privacy_ledger)
     if dataset is None or recorded is not None:
         return
     path, reservation = Path(dataset.path), reservation_of(plan, (plan.num_steps,))
@@ -314,7 +315,7 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
     """Cost of a run with these chains to the people in its data; earlier runs are charged for themselves."""
     column = plan.users["column"] if plan.users else None
     return Reservation(
-        event=plan.own_event_after(tuple(chains)),
+        event=plan.release.alone.event(plan.secret_noise_multiplier, tuple(chains)),
         adjacency=plan.adjacency,
         unit=plan.unit + (f" by {column}" if column else ""),
         num_units=plan.config.num_units(plan.num_examples),
@@ -323,9 +324,9 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
     )
 
 
-def _check_named(dataset: DatasetBudget | None, recorded: Mapping[str, Any] | None) -> None:
+def _check_named(dataset: DatasetBudget | None, before: Any) -> None:
     """Refuse to go on without the ledger that a run was charged to, or under another shared entry."""
-    before = (recorded or {}).get(ENTRY) or {}
+    before = before or {}
     if not isinstance(before, dict) or (before and not {"name", "entry"} <= before.keys()):
         raise DPConfigError(
             f"The plan of this run names a ledger of its dataset that no run names: {before!r}. Put the ledger of the "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.earlier import EarlierRun, earlier_runs_of
+from hf_dpopt.plan.record import PlanRecord, earlier_runs_of
+from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.run.keys import default_private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import find_run
@@ -16,7 +16,7 @@ from hf_dpopt.run.log import find_run
 def earlier_runs_for(
     folders: Iterable[str] | str | None,
     output_dir: str,
-    recorded: Mapping[str, Any] | None,
+    recorded: PlanRecord | None,
     private_state_dir: str | None = None,
 ) -> tuple[EarlierRun, ...]:
     """Earlier runs of a run that begins, or those that are recorded for one that goes on or is published.
@@ -32,7 +32,7 @@ def earlier_runs_for(
     """
     if recorded is None:
         return read_earlier_runs(folders or (), output_dir, private_state_dir)
-    known = tuple(EarlierRun.read(entry) for entry in recorded.get("earlier_runs", ()))
+    known = recorded.earlier_runs
     if folders:
         named = {run.ledger_digest for run in read_earlier_runs(folders, output_dir, private_state_dir)}
         if named != {run.ledger_digest for run in known}:

@@ -24,7 +24,7 @@ from hf_dpopt.common.durable import make_folder
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld, is_held
 from hf_dpopt.common.log import logger, warn_once
-from hf_dpopt.plan.plan import RESUME_KEYS
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.run.checkpoint import checkpoints, read_manifest
 from hf_dpopt.run.keys import RUNS, Chain, Keys
 from hf_dpopt.run.ledger import LEDGER, PUBLIC, TAKEN_IN, VERSION, ChainRecord, Ledger, differences
@@ -370,7 +370,7 @@ def _check_same_mechanism(log: Ledger, other: Ledger) -> None:
     if log.plan is None or other.plan is None:
         return
     # a convex head is charged as a whole, by all of its plan
-    names = RESUME_KEYS if "noise_strategy" in log.plan else sorted({*log.plan, *other.plan})
+    names = PlanRecord.mechanism_fields() if "noise_strategy" in log.plan else sorted({*log.plan, *other.plan})
     if differing := differences(log.plan, other.plan, names):
         raise DPConfigError(
             f"The plan in {other.path} is not the one that the keys of this run were used for "

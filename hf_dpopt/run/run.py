@@ -25,8 +25,8 @@ from hf_dpopt.common.reduction import Layout, Reduction
 from hf_dpopt.common.sharding import any_sharded, local_of, whole_of
 from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
-from hf_dpopt.plan.plan import RESUME_KEYS, PrivacyPlan
-from hf_dpopt.plan.private_metrics import MetricsAtWork, NoMetrics
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
@@ -37,6 +37,7 @@ from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.keys import Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import RunLog, find_run
+from hf_dpopt.run.metrics import MetricsAtWork, NoMetrics
 from hf_dpopt.run.resume import Recovery, Resume, decide
 from hf_dpopt.sampling.check import ParticipationCheck
 
@@ -225,7 +226,7 @@ class PrivateRun:
         self._check_budget(resume)
         public = self._check_plan(training, resume, manifest)
         public |= charge_run(self._dataset, self.plan, self.log, resume)
-        self.log.record_plan(public, must_match=RESUME_KEYS)
+        self.log.record_plan(public, must_match=PlanRecord.mechanism_fields())
         chain = self._chain(resume)
         if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
             self.log.check_data(chain.chain_id, data_mark)
@@ -241,14 +242,14 @@ class PrivateRun:
     ) -> dict[str, Any]:
         """Check that what is executed is what the run was charged for; return its public values."""
         assert self.log is not None
-        state, public = self.log.state, self.plan.public_dict()
+        state, public = self.log.state, self.plan.record.to_json()
         if training is not None:
             public[TRAINING] = dict(training)
         origin = resume.chain if manifest is None or resume.chain is not None else state.chain(manifest.chain)
         before = state.plan_of(origin) or {}
         # trained anew, a run may be another one; a loop of one's own need not say its options
         compared = resume.step is not None and training is not None and TRAINING in before
-        keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS
+        keys = (*PlanRecord.mechanism_fields(), *([TRAINING] if compared else []))
         state.check_plan(public, must_match=keys, since=origin)
         return public
 
@@ -689,12 +690,12 @@ def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
         planned_steps=plan.num_steps,
         noise_multiplier=plan.noise_multiplier,
         sampling=plan.sampler.name,
-        accountant=plan.public_dict()["accountant"],
+        accountant=plan.spent.accountant,
     )
 
 
 @contextlib.contextmanager
-def reading_plan(recorded: Mapping[str, Any] | None, output_dir: str | Path) -> Iterator[None]:
+def reading_plan(recorded: PlanRecord | None, output_dir: str | Path) -> Iterator[None]:
     """Say of a recorded plan that cannot be read that it was edited; of one that anybody may have made.
 
     Args:
@@ -706,12 +707,16 @@ def reading_plan(recorded: Mapping[str, Any] | None, output_dir: str | Path) -> 
     except (DPBudgetExceeded, DPConfigError):
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        if recorded is None or recorded["delta"] is not None:
+        if recorded is None or recorded.delta is not None:
             raise
-        raise DPConfigError(
-            f"output_dir={output_dir}: the plan in its ledger is none that a run writes ({type(error).__name__}: "
-            f"{error}). Put the original ledger back, or choose another output_dir."
-        ) from error
+        raise _unreadable(output_dir, error) from error
+
+
+def _unreadable(output_dir: str | Path, error: Exception) -> DPConfigError:
+    return DPConfigError(
+        f"output_dir={output_dir}: the plan in its ledger is none that a run writes ({type(error).__name__}: "
+        f"{error}). Put the original ledger back, or choose another output_dir."
+    )
 
 
 def recorded_plan(
@@ -720,7 +725,7 @@ def recorded_plan(
     *,
     keeps_budget: bool,
     num_examples: int | None = None,
-) -> dict[str, Any] | None:
+) -> PlanRecord | None:
     """The plan that an earlier run in this folder was charged under, or None. What rank 0 finds counts.
 
     From a ledger without its log, no delta is taken over, and no proof of an epsilon.
@@ -733,26 +738,26 @@ def recorded_plan(
         return None
     found = find_run(Path(output_dir), private_dir(private_state_dir, output_dir, is_read=True))
     known = found.known
-    if known is None or known.plan is None:
+    if known is None or known.plan is None or (found.log is None and not known.num_charged):
         return None
-    plan = dict(known.plan)
-    if found.log is None:  # anybody who writes there may have made it
-        if not known.num_charged:
-            return None
-        plan["delta"] = None
-        plan.pop("certificate", None)
-    if "noise_strategy" not in plan:
+    if "noise_strategy" not in known.plan:
         raise DPConfigError(
             f"output_dir={output_dir}: {known.path} records a run of another kind, without a noise strategy. Choose "
             "another output_dir."
         )
-    if num_examples not in (None, plan.get("num_examples")):
+    try:
+        plan = PlanRecord.from_json(known.plan)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _unreadable(output_dir, error) from error
+    if found.log is None:  # anybody who writes there may have made it
+        plan = dataclasses.replace(plan, delta=None, certificate=None)
+    if num_examples not in (None, plan.num_examples):
         raise DPConfigError(
-            f"output_dir={output_dir}: holds a run on another dataset, of {plan.get('num_examples')} "
+            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} "
             f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
             "another output_dir."
         )
-    if keeps_budget and plan.get("noise_multiplier") == 0:
+    if keeps_budget and plan.noise_multiplier == 0:
         raise DPConfigError(
             f"The run recorded in {known.path} had no noise (noise_multiplier 0), so a budget cannot be kept on top "
             "of it. Choose another output_dir."

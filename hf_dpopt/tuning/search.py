@@ -22,6 +22,7 @@ from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.chained import ChainedFile, canonical
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.locks import FileLock, LockHeld
+from hf_dpopt.plan.release import ReleaseRecord
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.tuning.space import Space
@@ -30,11 +31,7 @@ VERSION = 2
 FOLDER = "tuning"  # in the private folder of output_dir
 MOST_STARTS = 5  # of one run; one that is killed as often counts as failed
 # Entries of a run's plan that all runs share: they are what a run costs.
-MECHANISM = (
-    "num_examples", "expected_batch_size", "sampler", "adjacency", "privacy_unit", "users", "delta",
-    "noise_multiplier", "draw_stddev", "noise_strategy", "noise_steps", "is_private", "opening_noise", "tuned",
-    "num_steps",
-)  # fmt: skip
+MECHANISM = (*ReleaseRecord.names(), "expected_batch_size", "delta", "noise_multiplier", "num_steps")
 
 
 class RunFailed(Exception):

@@ -9,8 +9,9 @@ import pytest
 
 from hf_dpopt.accounting import balls_in_bins_sampled
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
+from hf_dpopt.plan.record import PlanRecord
 
 pytestmark = pytest.mark.slow
 
@@ -32,10 +33,10 @@ def computed():
 
 
 def test_the_smaller_of_the_two_bounds_is_claimed(certified, computed):
-    assert computed.certificate is None and "certificate" not in computed.public_dict()
+    assert computed.certificate is None and "certificate" not in computed.record.to_json()
     assert certified.epsilon() == certified.certificate.epsilon < 0.95 * computed.epsilon()
     assert certified.noise_multiplier == computed.noise_multiplier
-    assert "300000 samples" in certified.public_dict()["accountant"]
+    assert "300000 samples" in certified.record.to_json()["accountant"]
     for steps in (1, 12, 30):
         assert certified.epsilon(steps) <= certified.epsilon()
     assert certified.epsilon(31) >= certified.epsilon() and certified.epsilon((10, 20)) == computed.epsilon((10, 20))
@@ -44,7 +45,7 @@ def test_the_smaller_of_the_two_bounds_is_claimed(certified, computed):
 def test_the_certificate_states_what_was_tested(certified):
     proof = certified.certificate
     assert proof.is_accepted and proof.delta == certified.delta and proof.event.num_steps == 30
-    stated = certified.public_dict()["certificate"]
+    stated = certified.record.to_json()["certificate"]
     assert stated["num_samples"] == 300_000 and stated["failure"] == 1e-3
     assert stated["event"]["strategy"] == certified.strategy.parameters()
     again = balls_in_bins_sampled.verify(proof.event, proof.epsilon, proof.delta, num_samples=300_000)
@@ -56,21 +57,25 @@ def test_a_resumed_run_keeps_it_and_draws_no_sample(certified, monkeypatch):
         raise AssertionError("samples were drawn")
 
     monkeypatch.setattr(balls_in_bins_sampled, "verify", refuse)
-    recorded = json.loads(json.dumps(certified.public_dict()))
-    resumed = make_plan(CONFIG, **SIZES, recorded=recorded)
-    assert resumed.certificate == certified.certificate and resumed.public_dict() == certified.public_dict()
-    longer = make_plan(CONFIG, num_examples=400, num_steps=40, recorded=recorded)
+    recorded = json.loads(json.dumps(certified.record.to_json()))
+    resumed = make_plan(CONFIG, **SIZES, recorded=PlanRecord.from_json(recorded))
+    assert resumed.certificate == certified.certificate and resumed.record.to_json() == certified.record.to_json()
+    longer = make_plan(CONFIG, num_examples=400, num_steps=40, recorded=PlanRecord.from_json(recorded))
     assert longer.certificate is None and longer.epsilon() > certified.epsilon()
-    larger = make_plan(dataclasses.replace(CONFIG, target_delta=2e-3), **SIZES, recorded=recorded)
+    larger = make_plan(
+        dataclasses.replace(CONFIG, target_delta=2e-3), **SIZES, recorded=PlanRecord.from_json(recorded)
+    )
     assert larger.epsilon() <= certified.epsilon()
-    smaller = make_plan(dataclasses.replace(CONFIG, target_delta=1e-4), **SIZES, recorded=recorded)
+    smaller = make_plan(
+        dataclasses.replace(CONFIG, target_delta=1e-4), **SIZES, recorded=PlanRecord.from_json(recorded)
+    )
     assert smaller.certificate is None
 
 
 def test_a_run_without_a_certificate_goes_on_with_the_computed_bound(certified, computed):
-    recorded = json.loads(json.dumps(certified.public_dict()))
+    recorded = json.loads(json.dumps(certified.record.to_json()))
     del recorded["certificate"]
-    assert make_plan(CONFIG, **SIZES, recorded=recorded).epsilon() == computed.epsilon()
+    assert make_plan(CONFIG, **SIZES, recorded=PlanRecord.from_json(recorded)).epsilon() == computed.epsilon()
 
 
 @pytest.mark.parametrize(
@@ -92,10 +97,10 @@ def test_a_run_without_a_certificate_goes_on_with_the_computed_bound(certified, 
     ids=str,
 )
 def test_an_edited_certificate_is_refused(certified, edit):
-    recorded = json.loads(json.dumps(certified.public_dict()))
+    recorded = json.loads(json.dumps(certified.record.to_json()))
     recorded["certificate"] |= edit
     with pytest.raises(DPConfigError, match="certificate"):
-        make_plan(CONFIG, **SIZES, recorded=recorded)
+        make_plan(CONFIG, **SIZES, recorded=PlanRecord.from_json(recorded))
 
 
 def test_a_budget_buys_less_noise(certified):

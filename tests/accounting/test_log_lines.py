@@ -9,8 +9,8 @@ from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
 from dp_accounting.rdp import RdpAccountant
 
 from hf_dpopt.accounting import accountants, events
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import LOG_RELATIVE_ERROR
 
 pytestmark = pytest.mark.slow

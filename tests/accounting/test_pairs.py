@@ -23,8 +23,8 @@ from hf_dpopt.noise import (
     Restarted,
     TreeAggregation,
 )
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.sampling import (
     BallsInBinsSampler,
     CyclicPoissonSampler,

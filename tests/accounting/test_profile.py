@@ -17,8 +17,8 @@ from scipy.special import ndtr, ndtri
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.meaning import gaussian_fit, meaning, pair_alone, round_up
 from hf_dpopt.accounting.profile import Profile, privacy_profile
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.meaning import _replaced, _swapped, meaning_of_plan, profile_of_plan
 
 RATES = np.array([1e-4, 1e-3, 1e-2, 0.1, 0.5, 0.9])

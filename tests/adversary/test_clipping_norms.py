@@ -41,7 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
     "per layer": {"clipping": "per_layer"},
     "automatic": {"clipping": "automatic"},
     "two passes": {"clipping_engine": "two_pass"},
-    "a quantile": {"clipping_quantile": 0.5, "preconditioner_kwargs": {"count_noise": 1.0}},
+    "a quantile": {"preconditioner": "quantile", "preconditioner_kwargs": {"count_noise": 1.0}},
 }
 
 

@@ -45,7 +45,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "user_id_column": USERS,
     "records_per_user": {**USERS, "records_per_user": 3},
     "user_weighting": {**USERS, "user_weighting": "mean"},
-    "local_training": {**USERS, "local_learning_rate": 0.1},
+    "local_training": {**USERS, "local_training": {"learning_rate": 0.1}},
     "noise_mechanism": BANDED,
     "noise_kwargs": {**BANDED, "noise_kwargs": {"num_bands": 3}},
     "noise_restart_every": {"noise_mechanism": "honaker", "noise_restart_every": 2},
@@ -143,7 +143,7 @@ def test_a_chain_of_earlier_runs_forgets_none(tmp_path: Path) -> None:
     third = after(tmp_path / "c", second)
     assert [flatten(run.event) for run in third.plan.earlier] == [
         flatten(first.plan.event),
-        flatten(second.plan.own_event_after(4)),
+        flatten(second.plan.release.alone.event(second.plan.noise_multiplier, 4)),
     ]
     assert third.plan.epsilon((0,)) == pytest.approx(second.plan.epsilon(), rel=0.05)
 

@@ -66,7 +66,7 @@ def test_dropout_keeps_the_promise_and_passes(tmp_path):
 # --- no false alarm ------------------------------------------------------------------------------------------------------
 
 PRECLIPPED = {
-    "quantile": {"clipping_quantile": 0.5, "preconditioner_kwargs": {"count_noise": 1.0}},
+    "quantile": {"preconditioner": "quantile", "preconditioner_kwargs": {"count_noise": 1.0}},
     "one_query": {"preconditioner": "one_query"},
     "dp2_rmsprop": {"preconditioner": "dp2_rmsprop", "preconditioner_kwargs": {"delay": 1}},
     "dp2_adagrad": {"preconditioner": "dp2_adagrad", "preconditioner_kwargs": {"delay": 1, "factored": True}},

@@ -13,9 +13,10 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, NoiseStream, Participation, from_parameters
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
 
 NUM_EXAMPLES, BATCH_SIZE, NUM_STEPS = 100, 25, 12  # an epoch of 4 steps, 3 participations
@@ -204,7 +205,8 @@ def check_json(name: str) -> None:
     read = from_parameters(written, plan.strategy.arrays())
     assert read == plan.strategy and read.digest() == plan.strategy.digest()
     np.testing.assert_array_equal(read.noising_matrix(NUM_STEPS), plan.strategy.noising_matrix(NUM_STEPS))
-    recorded = json.loads(json.dumps(plan.public_dict()))
+    recorded = PlanRecord.from_json(json.loads(json.dumps(plan.record.to_json())))
+    assert recorded == plan.record
     resumed = make_plan(
         plan.config, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, noise_multiplier=0.7, recorded=recorded
     )

@@ -154,8 +154,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "a resumed run may change what makes a gradient",
         "hf_dpopt/run/run.py",
-        "keys = (*RESUME_KEYS, TRAINING) if compared else RESUME_KEYS",
-        "keys = RESUME_KEYS",
+        "keys = (*PlanRecord.mechanism_fields(), *([TRAINING] if compared else []))",
+        "keys = PlanRecord.mechanism_fields()",
         (f"{ROLLBACK}::test_what_makes_a_gradient_is_the_same_after_a_resume",),
     ),
     Fault(

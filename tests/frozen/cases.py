@@ -19,8 +19,8 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source, source_of
 from hf_dpopt.report.facts import RunFacts
@@ -111,7 +111,7 @@ def plan_outputs(make: Callable[[], PrivacyPlan]) -> dict[str, Any]:
         plan = make()
     except DPConfigError:
         return {"refused": True}
-    public = plan.public_dict()
+    public = plan.record.to_json()
     public.pop("dp_accounting")
     for drawn in ("remove", "add"):
         public.get("certificate", {}).pop(drawn, None)
@@ -132,7 +132,7 @@ def statement(make: Callable[[], PrivacyPlan]) -> str:
     """The privacy statement of a run of a plan that went to its end."""
     plan = make()
     facts = RunFacts(
-        plan=plan.public_dict(), epsilon_spent=plan.epsilon(), epsilon_replace_one=plan.epsilon_replace_one(),
+        plan=plan.record.to_json(), epsilon_spent=plan.epsilon(), epsilon_replace_one=plan.epsilon_replace_one(),
         delta=plan.delta, steps_charged=plan.num_steps, steps_planned=plan.num_steps, chains=1,
         noise_generator=source_of(plan.config.noise_rng).__name__, secure=plan.config.noise_rng == "secure", world_size=1,
         ledger_digest="ab" * 32, self_check="passed",

@@ -73,8 +73,8 @@ def numbers_case() -> st.SearchStrategy[Case]:
     """One to three numeric options with numbers."""
     names = ("target_epsilon", "target_delta", "noise_multiplier", "clipping_norm", "expected_batch_size", "max_steps",
              "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-             "clipping_quantile", "noise_restart_every", "amplification_samples", "records_per_user", "max_grad_norm",
-             "local_learning_rate", "ball_radius", "public_batch_size", "weight_decay", "adam_beta1")  # fmt: skip
+             "noise_restart_every", "amplification_samples", "records_per_user", "max_grad_norm",
+             "ball_radius", "public_batch_size", "weight_decay", "adam_beta1")  # fmt: skip
 
     def case(given: dict[str, Any]) -> Case:
         if "target_epsilon" in given and "noise_multiplier" not in given:
@@ -148,7 +148,7 @@ def stages_case() -> st.SearchStrategy[Case]:
 
 def users_case() -> st.SearchStrategy[Case]:
     """Options of users, on records that name them or do not."""
-    names = ("records_per_user", "local_learning_rate", "local_batch_size", "local_epochs", "local_steps", "local_users_at_once",
+    names = ("records_per_user", "local_training", "local_users_at_once",
              "expected_batch_size", "user_weighting", "user_id_column")  # fmt: skip
 
     def case(given: dict[str, Any], sampling: str, column: Any, ids: Any) -> Case:
@@ -201,7 +201,7 @@ def plans_case() -> st.SearchStrategy[Case]:
 
         def run(folder: Path) -> None:
             made = make_plan(PrivacyConfig(**values), num_examples=num_examples, num_steps=num_steps)
-            made.public_dict()
+            made.record.to_json()
 
         return Case(
             "plans", f"make_plan({shown(values)}, num_examples={num_examples!r}, num_steps={num_steps!r})", run

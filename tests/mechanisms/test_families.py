@@ -11,8 +11,8 @@ import torch
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import MECHANISMS, make_noise_source
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 
 ALPHA = 1e-8  # two-sided false-alarm probability per case, whatever the key
 SENSITIVITY, MULTIPLIER, NUM_STEPS = 0.5, 0.7, 12

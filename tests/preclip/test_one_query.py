@@ -16,7 +16,7 @@ from hf_dpopt.accounting import epsilon
 from hf_dpopt.clipping import ENGINES, make_engine
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum, squared_sensitivity
 from hf_dpopt.clipping.units import Units
-from hf_dpopt.plan.earlier import earlier_runs_of
+from hf_dpopt.plan.record import earlier_runs_of
 from hf_dpopt.preclip import OneQuery
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.keys import opening_key
@@ -163,9 +163,9 @@ def test_it_goes_with_correlated_noise_of_every_sampler(sampling):
 def test_a_later_run_pays_for_the_query_of_an_earlier_one():
     made, plain = _plan(), plan(6)
     for charged in ((6,), (6, 2)):
-        (run,) = earlier_runs_of(json.loads(json.dumps(made.public_dict())), charged, "ab", where="x")
-        (without,) = earlier_runs_of(json.loads(json.dumps(plain.public_dict())), charged, "ab", where="x")
-        assert run == type(run).read(json.loads(json.dumps(run.public_dict())))
+        (run,) = earlier_runs_of(json.loads(json.dumps(made.record.to_json())), charged, "ab", where="x")
+        (without,) = earlier_runs_of(json.loads(json.dumps(plain.record.to_json())), charged, "ab", where="x")
+        assert run == type(run).from_json(json.loads(json.dumps(run.to_json())))
         num = len(charged)
         both = dp_accounting.ComposedDpEvent([dp_accounting.GaussianDpEvent(4.0 / math.sqrt(num)), without.event])
         found = epsilon(run.event, 1e-3, "add_or_remove_one").epsilon
@@ -375,7 +375,7 @@ REFUSED = {
     "local training": (
         {},
         dict(privacy_unit="user", records_per_user=2, local_training={"learning_rate": 0.1}),
-        "Leave the local_ options out",
+        "Leave local_training out",
     ),
     "words": (dict(by_rows="yes"), {}, "neither true nor false"),
 }

@@ -120,7 +120,7 @@ def test_the_share_has_the_noise_that_was_asked_for(tmp_path):
 @pytest.mark.slow
 def test_users_are_counted_through_the_trainer(tmp_path):
     trainer = tiny.trainer(
-        tmp_path / "out", model=tiny.model(dropout=0.0), clipping_quantile=0.5, privacy_unit="user", records_per_user=3,
+        tmp_path / "out", model=tiny.model(dropout=0.0), preconditioner="quantile", privacy_unit="user", records_per_user=3,
         user_id_column="author", expected_batch_size=10, noise_multiplier=0.0, max_steps=60, learning_rate=0.0,
         train_dataset=[{**r, "author": i % 20} for i, r in enumerate(tiny.records(64))], clipping_norm=1e-3,
         log_unprivatized=True,
@@ -152,16 +152,14 @@ def test_bad_options_are_refused(case):
         make_plan(_config(**changes), num_examples=500, num_steps=3)
 
 
-def test_the_flag_goes_with_no_other_preconditioner(tmp_path):
-    with pytest.raises(DPConfigError, match="Use one of them"):
-        tiny.trainer(tmp_path / "out", clipping_quantile=0.5, preconditioner="dp2_rmsprop")
+def test_it_goes_with_no_other_preconditioner(tmp_path):
     with pytest.raises(DPConfigError, match="Two preconditioners were given: preclip=ScaleThenPrivatize"):
-        tiny.trainer(tmp_path / "out", clipping_quantile=0.5, preclip=ScaleThenPrivatize(scale={}))
+        tiny.trainer(tmp_path / "out", preconditioner="quantile", preclip=ScaleThenPrivatize(scale={}))
 
 
-def test_the_flag_takes_options(tmp_path):
-    options = {"learning_rate": 0.5, "count_noise": 0.2}
-    trainer = tiny.trainer(tmp_path / "out", clipping_quantile=0.3, preconditioner_kwargs=options)
+def test_the_trainer_takes_its_options(tmp_path):
+    options = {"quantile": 0.3, "learning_rate": 0.5, "count_noise": 0.2}
+    trainer = tiny.trainer(tmp_path / "out", preconditioner="quantile", preconditioner_kwargs=options)
     kept = trainer.plan.preclip
     assert (kept.quantile, kept.learning_rate, kept.count_noise) == (0.3, 0.5, 0.2)
 
@@ -178,10 +176,10 @@ def test_a_rate_that_is_far_too_large_ends_at_the_bounds():
 def test_users_who_diverge_locally_are_not_counted(tmp_path):
     """As short moves they would pull the clipping norm down."""
     trainer = tiny.trainer(
-        tmp_path / "out", model=tiny.model(dropout=0.0), clipping_quantile=0.5, privacy_unit="user",
+        tmp_path / "out", model=tiny.model(dropout=0.0), preconditioner="quantile", privacy_unit="user",
         user_id_column="author", expected_batch_size=20, noise_multiplier=0.0, max_steps=8, learning_rate=0.0,
         train_dataset=[{**r, "author": i % 20} for i, r in enumerate(tiny.records(64))],
-        local_learning_rate=1e12, sampling="poisson",
+        local_training={"learning_rate": 1e12}, sampling="poisson",
     )  # fmt: skip
     trainer.train()
     assert trainer._session.stages.preclip.ratio == pytest.approx(

@@ -31,8 +31,7 @@ from hf_dpopt.noise import (
     momentum_workload,
 )
 from hf_dpopt.noise.copies import Copies, Phases
-from hf_dpopt.plan.compare import compare_row, predicted_errors
-from hf_dpopt.plan.crossing import errors_across
+from hf_dpopt.plan.compare import compare_row, errors_across, predicted_errors
 from hf_dpopt.preclip import (
     DelayedPreconditioner,
     PublicPreconditioner,
@@ -369,7 +368,7 @@ def test_to_predict_an_error_leaves_the_noise_as_it_is(mechanism):
 def test_a_run_says_how_its_noise_crosses_and_keeps_to_it(tmp_path):
     spec = DelayedPreconditioner(delay=3)
     made = plan(STEPS, spec, noise_at_changes="by_phase", **NU)
-    assert made.public_dict()["noise_at_changes"] == "by_phase"
+    assert made.record.to_json()["noise_at_changes"] == "by_phase"
     loop = Loop(tmp_path, made)
     loop.step(1)
     loop.run.close()
@@ -379,7 +378,7 @@ def test_a_run_says_how_its_noise_crosses_and_keeps_to_it(tmp_path):
         noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=12, clipping_norm=CLIP_SGD, **NU
     )
     resumed = make_plan(
-        config, num_examples=NUM_RECORDS, num_steps=STEPS, preclip=spec, recorded=made.public_dict()
+        config, num_examples=NUM_RECORDS, num_steps=STEPS, preclip=spec, recorded=made.record
     )  # fmt: skip
     assert resumed.strategy == made.strategy and resumed.config.noise_at_changes == "by_phase"
     with pytest.raises(DPConfigError, match="noise_at_changes"):
@@ -389,15 +388,15 @@ def test_a_run_says_how_its_noise_crosses_and_keeps_to_it(tmp_path):
 def test_a_ledger_that_says_nothing_is_one_whose_noise_starts_anew():
     spec = DelayedPreconditioner(delay=3)
     made = plan(STEPS, spec, noise_at_changes="restart", **NU)
-    recorded = made.public_dict()
+    recorded = made.record.to_json()
     assert "noise_at_changes" not in recorded
     config = PrivacyConfig(
         noise_multiplier=1.0, target_delta=1e-3, expected_batch_size=12, clipping_norm=CLIP_SGD,
         **{**NU, "noise_restart_every": recorded["noise_restart_every"]},
     )  # fmt: skip
     for asked in (config, PrivacyConfig(**{**_values(config), "noise_restart_every": None})):
-        resumed = make_plan(asked, num_examples=NUM_RECORDS, num_steps=STEPS, preclip=spec, recorded=recorded)
-        assert resumed.strategy == made.strategy and resumed.public_dict() == recorded
+        resumed = make_plan(asked, num_examples=NUM_RECORDS, num_steps=STEPS, preclip=spec, recorded=made.record)
+        assert resumed.strategy == made.strategy and resumed.record.to_json() == recorded
 
 
 def _values(config: PrivacyConfig) -> dict:

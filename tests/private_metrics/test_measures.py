@@ -13,8 +13,9 @@ from hf_dpopt.clipping import ENGINES, make_engine
 from hf_dpopt.clipping.measures import MEASURES, Measures
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.clipping.units import Units
-from hf_dpopt.plan.private_metrics import PrivateMetrics, quantile_of
+from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.run.metrics import quantile_of
 from hf_dpopt.users.batches import UserInParts, UsersBatch
 from tests import tiny
 

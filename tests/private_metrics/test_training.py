@@ -13,7 +13,7 @@ import torch
 from hf_dpopt import DPConfigError, PrivateRun
 from hf_dpopt.clipping.measures import MEASURES
 from hf_dpopt.noise.streams.base import NoiseStream
-from hf_dpopt.plan.private_metrics import MetricsAtWork
+from hf_dpopt.run.metrics import MetricsAtWork
 from hf_dpopt.verify import verify
 from tests import preempted, tiny
 from tests.preclip.loop import CLIP_SGD, EXPECTED, Loop
@@ -138,7 +138,7 @@ def test_without_noise_the_log_has_the_exact_numbers(tmp_path):
 
 def test_a_run_says_what_it_costs_where_it_is_asked_and_nothing_exact_leaves_it(tmp_path):
     trainer = tiny.trainer(tmp_path / "run", private_state_dir=str(tmp_path / "keys"), max_steps=4, logging_steps=2,
-                           log_private_metrics=0.02, clipping_quantile=0.5,
+                           log_private_metrics=0.02, preconditioner="quantile",
                            preconditioner_kwargs={"count_noise": 0.5}, noise_multiplier=0.5)  # fmt: skip
     trainer.train()
     trainer.save_model()
@@ -157,7 +157,7 @@ def test_a_run_says_what_it_costs_where_it_is_asked_and_nothing_exact_leaves_it(
         checks["private metrics"].status == "ok" and "2.000% of each step's budget" in checks["private metrics"].detail
     )
     changed = tiny.trainer(tmp_path / "run", private_state_dir=str(tmp_path / "keys"), max_steps=6,
-                           log_private_metrics=0.03, clipping_quantile=0.5, noise_multiplier=0.5,
+                           log_private_metrics=0.03, preconditioner="quantile", noise_multiplier=0.5,
                            preconditioner_kwargs={"count_noise": 0.5})  # fmt: skip
     with pytest.raises(DPConfigError, match="private_metrics"):
         changed.train()

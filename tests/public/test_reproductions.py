@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from recipes.paper.subspace import head, risk, task
 from recipes.paper.subspace.training import Recipe
 

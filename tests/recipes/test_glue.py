@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "layers alone": ({"pooling_layers": "1"}, "Add --pooling mean"),
     "layers": ({"pooling": "mean", "pooling_layers": "99"}, "layers go from 0"),
     "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
-    "epsilon": ({"target_epsilon": "0"}, "target_epsilon=0.0 is not a budget. Use a finite number > 0"),
+    "epsilon": ({"target_epsilon": "0"}, "target_epsilon=0 is outside 0.0001 to 1e[+]06"),
     "no privacy": ({"target_epsilon": None}, "Neither target_epsilon nor noise_multiplier .* Add --target_epsilon 8"),
     "batch": ({"expected_batch_size": "41"}, "expected_batch_size=41: .* larger than the dataset.* Use a smaller batch"),
     "fp16": ({"fp16": "true"}, "`fp16` .* Use --bf16"),

@@ -222,8 +222,8 @@ def arguments(_: str = "", **changes: str | None) -> list[str]:
     "more",
     [
         {},
-        {"local_learning_rate": "0.3", "optim": "sgd", "optim_args": "momentum=0.9"},
-        {"noise_mechanism": "nu_dpftrl", "local_learning_rate": "0.3", "local_users_at_once": "2"},
+        {"local_training": '{"learning_rate": 0.3}', "optim": "sgd", "optim_args": "momentum=0.9"},
+        {"noise_mechanism": "nu_dpftrl", "local_training": '{"learning_rate": 0.3}', "local_users_at_once": "2"},
         {"sampling": "capped_poisson"},
     ],
     ids=["gradients", "federated", "correlated", "records"],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.report.facts import RunFacts
 
@@ -26,7 +26,7 @@ def plan() -> PrivacyPlan:
 def make_facts(plan: PrivacyPlan) -> MakeFacts:
     """Facts of the finished run of `plan`, some of them replaced; ``plan={...}`` replaces entries of the plan."""
     facts = RunFacts(
-        plan=plan.public_dict(),
+        plan=plan.record.to_json(),
         epsilon_spent=plan.epsilon(),
         epsilon_replace_one=1.5,
         delta=plan.delta,

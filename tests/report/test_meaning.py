@@ -10,8 +10,8 @@ import pytest
 
 from hf_dpopt.accounting.profile import privacy_profile
 from hf_dpopt.convex.plan import HeadConfig, make_head_plan
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.vetting import unvetted_stages
@@ -70,7 +70,7 @@ def test_verification_recomputes_the_attackers(make_facts: MakeFacts, name: str)
     options = {} if name == "sampled" else {"sampling": "fixed_order"}
     config = PrivacyConfig(noise_multiplier=1.1, target_delta=1e-5, expected_batch_size=100, **options)
     plan = make_plan(config, num_examples=5000, num_steps=40)
-    facts = dataclasses.replace(make_facts(), plan=plan.public_dict(), meaning=meaning_of_plan(plan))
+    facts = dataclasses.replace(make_facts(), plan=plan.record.to_json(), meaning=meaning_of_plan(plan))
 
     def check(text: str) -> str:
         return check_attackers(Report(Fields(json.loads(text), "the report")))
@@ -90,7 +90,8 @@ def test_stages_of_others_are_named(make_facts: MakeFacts) -> None:
     assert unvetted_stages(plan) == ()
     base = SAMPLERS["poisson"]
     mine = type("Mine", (base,), {"name": "mine", "__module__": __name__})
-    theirs = dataclasses.replace(plan, sampler=mine(num_examples=5000, expected_batch_size=100))
+    sampler = mine(num_examples=5000, expected_batch_size=100)
+    theirs = dataclasses.replace(plan, release=dataclasses.replace(plan.release, sampler=sampler))
     assert unvetted_stages(theirs) == ("sampler mine",)
     text = render_statement(make_facts(unvetted=unvetted_stages(theirs)))
     assert "**Not vetted**: `sampler mine`." in text and "Not vetted" not in render_statement(make_facts())

@@ -12,8 +12,8 @@ import pytest
 from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.common.adjacency import Adjacency
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.report import RunFacts, collect_versions, read_report, render_statement, write_report
 from hf_dpopt.report.facts import REPORT_VERSION
@@ -93,7 +93,7 @@ def test_every_plan_has_a_statement(make_facts: MakeFacts, sampling: str, adjace
         noise_multiplier=2.0, expected_batch_size=10, sampling=sampling, adjacency=adjacency, **users
     )
     plan = make_plan(config, num_examples=100, num_steps=5)
-    facts = make_facts(plan=plan.public_dict(), delta=plan.delta, epsilon_spent=plan.epsilon())
+    facts = make_facts(plan=plan.record.to_json(), delta=plan.delta, epsilon_spent=plan.epsilon())
     text = render_statement(facts)
     assert f"(`{adjacency}`)" in text and plan.describe_sampling() in text
 

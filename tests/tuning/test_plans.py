@@ -10,10 +10,10 @@ import pytest
 from hf_dpopt.accounting import accountants, events
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.earlier import EarlierRun
-from hf_dpopt.plan.make import make_plan
-from hf_dpopt.plan.plan import RESUME_KEYS
+from hf_dpopt.plan.record import PlanRecord
+from hf_dpopt.plan.release import EarlierRun
 from hf_dpopt.plan.tuning import plan_tunings, share_of_a_run
 from hf_dpopt.report import RunFacts, render_statement
 from hf_dpopt.verify import epsilons
@@ -44,10 +44,10 @@ def test_the_budget_is_that_of_all_runs(shape):
 
 
 def test_a_plan_says_that_it_is_one_of_several_and_a_resume_has_to_agree():
-    public = make_plan(config(tuned_runs=5.0), **SIZES).public_dict()
-    assert public["tuned"] == {"mean": 5.0, "shape": 1.0} and "tuned" in RESUME_KEYS
+    public = make_plan(config(tuned_runs=5.0), **SIZES).record.to_json()
+    assert public["tuned"] == {"mean": 5.0, "shape": 1.0} and "tuned" in PlanRecord.mechanism_fields()
     assert json.loads(json.dumps(public))["run_epsilon"] < public["epsilon"]
-    assert "tuned" not in make_plan(config(), **SIZES).public_dict()
+    assert "tuned" not in make_plan(config(), **SIZES).record.to_json()
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_refuses(changes, match):
 
 def test_earlier_runs_are_refused():
     before = make_plan(config(), **SIZES)
-    earlier = EarlierRun("0" * 64, (40,), before.public_dict())
+    earlier = EarlierRun.from_json({"ledger_digest": "0" * 64, "charged": [40], **before.record.to_json()})
     with pytest.raises(DPConfigError, match="Leave earlier_runs out"):
         make_plan(config(tuned_runs=5.0, target_epsilon=20.0), **SIZES, earlier=[earlier])
 
@@ -94,7 +94,7 @@ def test_verify_recomputes_it(shape, sampling):
     """By dp-accounting's Renyi bound and by an implementation of the profile bound that shares no line with ours."""
     adjacency = "zero_out" if sampling == "fixed_order" else "add_or_remove_one"
     made = make_plan(config(tuned_runs=8.0, tuned_shape=shape, sampling=sampling, adjacency=adjacency), **SIZES)
-    fields = Fields(made.public_dict(), "plan")
+    fields = Fields(made.record.to_json(), "plan")
     leaves = Mechanism(fields).leaves((40,))
     for claimed, status in ((made.epsilon(), "ok"), (0.9 * made.epsilon(), "not checked")):
         checks = {c.name: c for c in epsilons.check_epsilon("it", claimed, leaves, made.delta, adjacency)}
@@ -113,7 +113,7 @@ def test_verify_knows_the_law():
 
 def test_the_statement_promises_the_whole(make_facts):  # noqa: F811
     made = make_plan(config(tuned_runs=10.0), **SIZES)
-    facts: RunFacts = make_facts(plan=made.public_dict(), epsilon_spent=made.epsilon(), delta=made.delta)
+    facts: RunFacts = make_facts(plan=made.record.to_json(), epsilon_spent=made.epsilon(), delta=made.delta)
     text = " ".join(render_statement(facts).split())
     assert "best of a random number of runs (a truncated negative binomial number of mean 10 and shape 1)" in text
     assert f"had it been the only one | {made.run_epsilon:.4g} |" in text

@@ -212,7 +212,7 @@ def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(
         _trainer(tmp_path / folder, callbacks=[seen], **options, **changes).train()
         return seen.steps[0]
 
-    gradient = run("gradient", user_weighting="mean")
+    gradient, whole = run("gradient", user_weighting="mean"), {"learning_rate": 1.0, "batch_size": 50}
     for at_once in (1, 6):
-        local = run(f"local{at_once}", local_learning_rate=1.0, local_batch_size=50, local_users_at_once=at_once)
+        local = run(f"local{at_once}", local_training=whole, local_users_at_once=at_once)
         assert reference.relative_error(local, gradient) < 1e-5

@@ -10,8 +10,8 @@ from scipy import integrate, stats
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.accounting import accountants
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.sampling import CappedPoissonSampler, PoissonSampler
 from tests import tiny
 from tests.reference import clipping as reference
@@ -83,7 +83,7 @@ def test_a_budget_is_kept():
     )  # fmt: skip
     plan = make_plan(config, num_examples=1000, num_steps=50)
     assert 3.9 < plan.epsilon() <= 4.0 and not plan.sums_users
-    assert plan.public_dict()["users"] == {"column": None, "records_per_user": 4, "sampled": "records"}
+    assert plan.record.to_json()["users"] == {"column": None, "records_per_user": 4, "sampled": "records"}
 
 
 def test_a_user_has_so_many_records_in_the_whole_run(tmp_path):

@@ -149,7 +149,7 @@ def test_a_dataset_keeps_its_ids_from_the_model_and_its_index_beside_the_keys(tm
     for user in range(NUM_USERS):
         mine = {dataset[int(i)]["author"] for i in trainer._planned.users.index.rows(user)}
         assert len(mine) == 1
-    assert trainer.plan.num_examples == NUM_USERS and trainer.plan.public_dict()["users"]["records_per_user"] == 3
+    assert trainer.plan.num_examples == NUM_USERS and trainer.plan.record.to_json()["users"]["records_per_user"] == 3
 
 
 class Shuffling(DPTrainer):
@@ -243,20 +243,20 @@ REFUSED = {
     ),
     "more users in a step than there are": ({"expected_batch_size": 21}, "expected_batch_size=21"),
     "a weighting that is not known": ({"user_weighting": "sum"}, "user_weighting='sum'.*'mean'"),
-    "no local learning rate": ({"local_batch_size": 4}, "local_batch_size.*--local_learning_rate"),
-    "a local learning rate of 0": ({"local_learning_rate": 0.0}, "local_learning_rate=0.0 does not train"),
-    "no local steps": ({"local_learning_rate": 0.1, "local_steps": 0}, "local_steps=0"),
+    "no local learning rate": ({"local_training": {"batch_size": 4}}, "no learning_rate"),
+    "a local learning rate of 0": ({"local_training": {"learning_rate": 0.0}}, "learning_rate=0.0 of local_training does not train"),
+    "no local steps": ({"local_training": {"learning_rate": 0.1, "steps": 0}}, "steps of local_training=0"),
     "without users": (
-        {"local_learning_rate": 0.1, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
+        {"local_training": {"learning_rate": 0.1}, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
         "privacy_unit='user'",
     ),
-    "nobody at once": ({"local_learning_rate": 0.1, "local_users_at_once": -1}, "local_users_at_once=-1"),
+    "nobody at once": ({"local_training": {"learning_rate": 0.1}, "local_users_at_once": -1}, "local_users_at_once=-1"),
     "side by side with checkpointing": (
-        {"local_learning_rate": 0.1, "local_users_at_once": 4, "gradient_checkpointing": True},
+        {"local_training": {"learning_rate": 0.1}, "local_users_at_once": 4, "gradient_checkpointing": True},
         "side by side.*Use local_users_at_once=1",
     ),
     "sampled records": (
-        {"local_learning_rate": 0.1, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
+        {"local_training": {"learning_rate": 0.1}, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
     ),
 }  # fmt: skip
 
@@ -307,7 +307,7 @@ STATEMENTS = {
     "sampled records": ({"sampling": "capped_poisson", "noise_multiplier": 5.0}, (
         "At most 3 rows of each user", "places for records n, expected", "users has 3 places for records",
     )),
-    "local training": ({"local_learning_rate": 0.1}, ("trained on the chosen rows of each user",)),
+    "local training": ({"local_training": {"learning_rate": 0.1}}, ("trained on the chosen rows of each user",)),
 }  # fmt: skip
 
 
@@ -322,4 +322,4 @@ def test_the_statement_names_the_unit_the_cap_and_what_it_does_not_cover(tmp_pat
         assert part in text, part
     assert "One *example*" not in text
     local = {"learning_rate": 0.1} if case == "local training" else None
-    assert trainer.plan.public_dict()["users"].get("local_training") == local
+    assert trainer.plan.record.to_json()["users"].get("local_training") == local

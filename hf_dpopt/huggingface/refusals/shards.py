@@ -34,7 +34,7 @@ def check_shards(plan: PrivacyPlan, args: Any, public_dataset: Any) -> Iterator[
     yield (
         config.local_training is not None,
         f"Users that train locally need the whole model each, and it lies in shards. {WHOLE}, or let users give "
-        "gradients (leave local_learning_rate out).",
+        "gradients (leave local_training out).",
     )
     rows = config.records_per_user
     yield (

@@ -29,13 +29,11 @@ def check_stages(args: Any, inputs: TrainerInputs) -> Iterator[Refusal]:
     filter_options = check_mapping("filter_kwargs", args.filter_kwargs or {}, '{"dtype": "bfloat16"}')
     if "dtype" in filter_options:
         check_choice("filter_kwargs dtype", filter_options["dtype"], FILTER_DTYPES)
-    options = dict(check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}'))
+    options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
     yield from _on_kinds(args, inputs, sorted(filter_options.keys() - {"dtype"}))
     low_pass, optimizer = low_pass_of(args), _optimizer(args, inputs)
     yield from _on_what_is_given_twice(args, inputs, optimizer)
-    if args.clipping_quantile is not None and args.preconditioner_name() == "quantile":
-        options["quantile"] = args.clipping_quantile
-    preclip = inputs.preclip or make_preclip(args.preconditioner_name(), options)
+    preclip = inputs.preclip or make_preclip(args.preconditioner, options)
     yield from _on_public_records(args, inputs, preclip)
     inner = optimizer.filter if isinstance(optimizer, NoiseAwareOptimizer) else None
     before = [] if low_pass is None or inner is not None else [low_pass]
@@ -78,9 +76,9 @@ def _on_kinds(args: Any, inputs: TrainerInputs, unknown: Sequence[str]) -> Itera
 def _on_what_is_given_twice(args: Any, inputs: TrainerInputs, optimizer: Any) -> Iterator[Refusal]:
     is_given = inputs.optimizers not in (None, (None, None)) or inputs.optimizer_cls_and_kwargs is not None
     yield (
-        inputs.preclip is not None and args.preconditioner_name() != "none",
+        inputs.preclip is not None and args.preconditioner != "none",
         f"Two preconditioners were given: preclip={type(inputs.preclip).__name__} and "
-        f"preconditioner={args.preconditioner_name()!r}. Give one of them.",
+        f"preconditioner={args.preconditioner!r}. Give one of them.",
     )
     yield (
         is_given and args.optim in OPTIMIZERS,

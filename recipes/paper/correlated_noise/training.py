@@ -37,11 +37,11 @@ from scipy.sparse import csr_matrix
 
 from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.noise import NoiseStrategy, Workload, linear_cooldown, make_noise_source, momentum_workload
+from hf_dpopt.plan.choose import choose_num_bands, make_plan
 from hf_dpopt.plan.compare import predicted_errors
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.cyclic import choose_num_bands
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.dp2.output import versions
 from recipes.paper.runs import KeptRuns, climb, interval
@@ -207,7 +207,8 @@ def make(name: str, epsilon: float, num_steps: int) -> PrivacyPlan:
     """The plan of a cell; as many bands as are best, whatever they keep."""
     wanted, options = workload(num_steps), dict(MECHANISMS[name])
     if options["noise_mechanism"] == "banded":
-        bands = choose_num_bands(num_steps, NUM_TRAIN, BATCH, epsilon, DELTA, workload=wanted)
+        sampler = CyclicPoissonSampler(num_examples=NUM_TRAIN, expected_batch_size=BATCH)
+        bands = choose_num_bands(sampler, num_steps, epsilon, DELTA, workload=wanted)
         options["noise_kwargs"] = {"num_bands": bands}
     if options.get("noise_restart_every") == EPOCH:
         options["noise_restart_every"] = -(-NUM_TRAIN // BATCH)

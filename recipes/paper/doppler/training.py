@@ -20,8 +20,8 @@ from torch import nn
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.noise import make_noise_source
 from hf_dpopt.optim import OPTIMIZERS
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel, Released
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR

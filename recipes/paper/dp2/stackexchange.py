@@ -31,8 +31,8 @@ import numpy as np
 import torch
 
 from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, Preconditioning, PublicPreconditioner
 from recipes.paper.correlated_noise.output import panels, plain_ticks, save

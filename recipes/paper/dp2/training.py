@@ -18,8 +18,8 @@ from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise import make_noise_source
 from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.preclip import Preconditioning, queries

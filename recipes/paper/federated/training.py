@@ -24,14 +24,15 @@ TUNING_SEED = 1000
 NUM_POINTS = 8  # of a learning curve
 CURVE_RECORDS = 2000
 MOMENTUM, COOLDOWN = 0.95, 0.25
+QUANTILE = {"preconditioner": "quantile", "preconditioner_kwargs": {"quantile": 0.5}}
 MECHANISMS: dict[str, dict[str, Any]] = {
     "DP-SGD": {"noise_mechanism": "gaussian", "sampling": "poisson"},
     "tree": {"noise_mechanism": "tree"},
     "Honaker": {"noise_mechanism": "honaker"},
     "nu-DP-FTRL": {"noise_mechanism": "nu_dpftrl"},
     "BLT": {"noise_mechanism": "blt"},
-    "DP-SGD, quantile": {"noise_mechanism": "gaussian", "sampling": "poisson", "clipping_quantile": 0.5},
-    "BLT, quantile": {"noise_mechanism": "blt", "clipping_quantile": 0.5},
+    "DP-SGD, quantile": {"noise_mechanism": "gaussian", "sampling": "poisson", **QUANTILE},
+    "BLT, quantile": {"noise_mechanism": "blt", **QUANTILE},
 }
 USUAL = tuple(MECHANISMS)[:5]  # rows of the table of mechanisms
 
@@ -71,8 +72,7 @@ class Run:
             expected_batch_size=self.users,
             clipping_norm=self.clipping_norm,
             target_delta=self.delta,
-            local_learning_rate=self.local_rate,
-            local_batch_size=self.local_batch,
+            local_training={"learning_rate": self.local_rate, "batch_size": self.local_batch},
             optim="sgd",
             optim_args=f"momentum={MOMENTUM}",
             learning_rate=self.rate,

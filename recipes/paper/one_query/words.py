@@ -33,8 +33,8 @@ from hf_dpopt.clipping.scaling import Diagonal, Scale
 from hf_dpopt.common.types import Released
 from hf_dpopt.noise import momentum_workload
 from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, QuantileClipping
 from recipes.paper.dp2.data import imdb

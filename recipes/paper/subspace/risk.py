@@ -22,8 +22,8 @@ import torch
 from scipy.optimize import minimize
 from torch import nn
 
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage
 from recipes.paper.correlated_noise.output import panels, plain_ticks, save

@@ -33,8 +33,8 @@ import torch
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.subspace import output

@@ -28,8 +28,8 @@ from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise import make_noise_source, momentum_workload
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.optim import OPTIMIZERS
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.make import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Identity, OneQuery, Preclip

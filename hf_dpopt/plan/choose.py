@@ -1,0 +1,538 @@
+"""The plan of a config: candidates for what it leaves open, their scores, and the plan with the best of them.
+
+Open are the mechanism (``noise_mechanism="auto"``), the sampler and the adjacency, how many bands a sampler of groups
+has, and the way of correlated noise across changes of the scale. All of it is decided from public numbers, before the
+first step, and a run that goes on takes what was recorded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
+from hf_dpopt.accounting.delta import resolve_delta
+from hf_dpopt.clipping.thresholds import make_clipper
+from hf_dpopt.common.checks import check_at_most, check_noise_multiplier, check_positive
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarning
+from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, banded, from_parameters, is_whole
+from hf_dpopt.noise.gaussian import IdentityStrategy
+from hf_dpopt.noise.registry import is_independent, make_strategy
+from hf_dpopt.noise.streams import Speed, StreamCost, cheapest
+from hf_dpopt.plan.bounds import check_sizes
+from hf_dpopt.plan.compare import MAX_SCALED_STEPS, ComparedNoise, errors_across, ranked
+from hf_dpopt.plan.config import PrivacyConfig
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.plan.record import PlanRecord
+from hf_dpopt.plan.release import EarlierRun, Release
+from hf_dpopt.preclip import Preclip, ScaleChanges, make_preclip
+from hf_dpopt.sampling import SAMPLERS, Sampler
+
+SPENT = 0.9  # of a budget that calibration spends, at least
+MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
+MAX_COMPARED_STEPS = 10**5  # of a run whose mechanisms are compared, each tuned for it
+FIT = "fit"  # the backend that stands for a choice of how noise is kept
+BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # steps that one pass over the earlier draws may serve
+
+
+def make_plan(
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    noise_multiplier: float | None = None,
+    workload: Workload | None = None,
+    recorded: PlanRecord | None = None,
+    preclip: Preclip | None = None,
+    recipe: Mapping[str, Any] | None = None,
+    earlier: Sequence[EarlierRun] = (),
+) -> PrivacyPlan:
+    """Build the plan of a run, calibrating the noise where a budget was given.
+
+    Args:
+        config: what was asked for.
+        num_examples: records in the training set, or users if they are what is sampled; >= 1. Treated as public.
+        num_steps: optimizer steps of the whole run; >= 1.
+        noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
+            stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
+        workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
+            on privacy. None for plain sums.
+        recorded: `PrivacyPlan.record` of the run that this one continues; it keeps that noise, and that delta
+            unless another is asked for.
+        preclip: a preconditioner of one's own; None for the one that ``config`` names.
+        recipe: options that were chosen for the user, which the plan notes down; see `hf_dpopt.plan.advice`.
+        earlier: runs on the same records that were charged before: ``target_epsilon`` is for them and this run.
+
+    Raises:
+        DPConfigError: for a combination without a privacy proof, or values out of range, a delta above 1/n among them.
+        DPBudgetExceeded: for more steps than the recorded noise was made for.
+
+    Warns:
+        PrivacyWarning: if delta is 1/n or more, n the number of records or users that are protected; if a budget is
+            larger than what the accountant can spend.
+    """
+    run: dict[str, Any] = dict(
+        num_examples=num_examples, num_steps=num_steps, workload=workload, preclip=preclip, earlier=tuple(earlier)
+    )
+    rows: Sequence[ComparedNoise] = ()
+    if config.noise_mechanism == "auto" and recorded is None:
+        rows = compare_mechanisms(config, **run)
+        config = dataclasses.replace(rows[0].plan.config, amplification_samples=config.amplification_samples)
+    if recorded is not None:
+        config = _as_recorded(config, recorded)
+    choice = _Choice(config, recorded=recorded, **run)
+    made = choice.plan(noise_multiplier, compared=tuple(rows), recipe=dict(recipe or {}))
+    if recorded is None and noise_multiplier is None and config.target_epsilon is not None and made.is_private:
+        _warn_of_unspent(made.epsilon(), config.target_epsilon)
+    return made
+
+
+def compare_mechanisms(
+    config: PrivacyConfig,
+    *,
+    num_examples: int,
+    num_steps: int,
+    workload: Workload | None = None,
+    candidates: Sequence[tuple[str, str]] | None = None,
+    preclip: Preclip | None = None,
+    earlier: Sequence[EarlierRun] = (),
+) -> list[ComparedNoise]:
+    """Mechanisms at the same budget, the best score first; of those as good, the one that keeps least.
+
+    Args:
+        config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
+        num_examples, num_steps: size of the training set and length of the run.
+        workload: what the optimizer makes of the gradients; None for plain sums.
+        candidates: (mechanism, sampler) to compare; None for all that their registrations name.
+        preclip: a preconditioner of one's own, which may ask for more noise, or for noise that starts anew; None for
+            the one that ``config`` names.
+        earlier: runs on the same records that the budget includes.
+
+    Raises:
+        DPConfigError: without a budget, or if no mechanism fits what was asked for.
+    """
+    if config.target_epsilon is None:
+        raise DPConfigError("Mechanisms are compared at the same budget: give target_epsilon, not noise_multiplier.")
+    _refuse_options_of_auto(config)
+    check_at_most(
+        "num_steps", num_steps, MAX_COMPARED_STEPS,
+        "so long a run takes minutes to compare. Name a mechanism: gaussian, or nu_dpftrl up to 1,000,000 steps.",
+    )  # fmt: skip
+    plans, refused = [], []
+    for name, sampling in all_candidates() if candidates is None else candidates:
+        longest = MECHANISMS[name].max_compared_steps
+        if config.sampling not in ("auto", sampling) or (longest is not None and num_steps > longest):
+            continue
+        # computed bounds alone: to draw samples for every row would take minutes, and prove the same order
+        asked = dataclasses.replace(config, noise_mechanism=name, sampling=sampling, amplification_samples=0)
+        choice = _Choice(
+            asked, num_examples=num_examples, num_steps=num_steps, workload=workload, preclip=preclip,
+            earlier=tuple(earlier),
+        )  # fmt: skip
+        try:
+            plans.append(choice.plan())
+        except DPConfigError as error:
+            refused.append(f"{name}: {error}")
+    if not plans:
+        raise DPConfigError(f"No mechanism fits what was asked for. {' '.join(refused)}")
+    return ranked(plans, workload)
+
+
+def all_candidates() -> list[tuple[str, str]]:
+    """Pairs of (mechanism, sampler) to compare; the others are for research, or were never better."""
+    return [(name, sampling) for name, made in MECHANISMS.items() for sampling in made.compared_with]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Choice:
+    """A run whose mechanism has a name, and the choice of the rest; arguments as for `make_plan`."""
+
+    config: PrivacyConfig = dataclasses.field(kw_only=False)
+    num_examples: int
+    num_steps: int
+    workload: Workload | None
+    preclip: Preclip | None
+    earlier: tuple[EarlierRun, ...]
+    recorded: PlanRecord | None = None
+
+    @functools.cached_property
+    def delta(self) -> float:
+        """Delta of the guarantee."""
+        unit = self.config.privacy_unit
+        return resolve_delta(
+            self.config.target_delta,
+            self.config.num_units(self.num_examples),
+            allow_large=self.config.allow_large_delta,
+            recorded=None if self.recorded is None else self.recorded.delta,
+            unit="record" if unit == "example" else unit,
+        )
+
+    @functools.cached_property
+    def stage(self) -> Preclip:
+        """The preconditioner."""
+        return self.preclip or make_preclip(self.config.preconditioner, self.config.preconditioner_kwargs)
+
+    @functools.cached_property
+    def changes(self) -> ScaleChanges | None:
+        """Changes of the coordinates of the clip; None for never."""
+        return self.stage.changes(self.config.clipping_norm)
+
+    def plan(self, noise_multiplier: float | None = None, **notes: Any) -> PrivacyPlan:
+        """Plan of the best candidate, with noise for the budget.
+
+        Args:
+            noise_multiplier: noise that is given; None for that of the config or the record, or to calibrate it.
+            **notes: further fields of the plan.
+        """
+        check_sizes(self.num_examples, self.num_steps)
+        delta = self.delta
+        self.stage.check_steps(self.num_steps)
+        config, release = self._best()
+        self.stage.check_config(config)
+        check_earlier(self.earlier, config, release.sampler)
+        if release.horizon is not None and self.num_steps > release.horizon:
+            raise DPBudgetExceeded(
+                f"The {config.noise_mechanism} noise of this run was made for {release.horizon} steps, and "
+                f"{self.num_steps} were asked for. Stop at {release.horizon}, or start over in another output_dir "
+                "(what was spent stays spent)."
+            )
+        proof: Certificate | None = None
+        if noise_multiplier is None and config.target_epsilon is not None and self.recorded is not None:
+            noise_multiplier = self.recorded.noise_multiplier
+        elif noise_multiplier is None and config.target_epsilon is not None:
+            samples = config.amplification_samples
+            noise_multiplier, proof = release.calibrate(config.target_epsilon, delta, num_samples=samples)
+        elif noise_multiplier is None:
+            noise_multiplier = config.noise_multiplier
+        assert noise_multiplier is not None
+        check_noise_multiplier(noise_multiplier)
+        if self.recorded is not None:
+            proof = _kept_certificate(self.recorded, release.strategy)
+        elif proof is None and config.is_private:
+            proof = release.certify(noise_multiplier, delta, num_samples=config.amplification_samples)
+        if proof is not None and not release.is_proven_by(proof, noise_multiplier, self.num_steps, delta):
+            proof = None  # a run that was made longer has none
+        plan = PrivacyPlan(
+            config=config, release=release, num_steps=int(self.num_steps), delta=delta, certificate=proof,
+            noise_multiplier=noise_multiplier, clipper=make_clipper(config), preclip=self.stage, **notes,
+        )  # fmt: skip
+        _ = plan.mechanism, plan.sensitivity_ratio  # they refuse now what would fail in the first step
+        return plan
+
+    # --- candidates and their score ----------------------------------------------------------------------------------
+
+    def _best(self) -> tuple[PrivacyConfig, Release]:
+        """The candidate with the least predicted error, and the config that it stands for."""
+        found, refused = [], []
+        for at_changes in self._ways_across():
+            try:
+                found.append(self._candidate(at_changes))
+            except DPConfigError as error:
+                refused.append(error)
+        if not found:
+            raise refused[0]
+        return found[0] if len(found) == 1 else min(found, key=lambda one: self._predicted(one[1]))
+
+    def _ways_across(self) -> list[str]:
+        """Values of `noise_at_changes` to compare, of which the first is taken among equals."""
+        config, changes = self.config, self.changes
+        if is_independent(config.noise_mechanism):
+            return ["auto"]
+        if changes is None:
+            if config.noise_at_changes != "auto":
+                raise DPConfigError(
+                    f"noise_at_changes={config.noise_at_changes!r}, and no scale changes in this run: there is no "
+                    "preconditioner, or a fixed one. Leave it out."
+                )
+            return ["auto"]
+        if config.noise_at_changes != "auto":
+            return [config.noise_at_changes]
+        if self.recorded is not None:
+            return [self.recorded.noise_at_changes or "restart"]
+        if not changes.is_taken_back and self.num_steps > MAX_SCALED_STEPS:
+            return ["restart"]  # to compare it with others takes a matrix of that many steps
+        if config.noise_restart_every is not None:
+            return ["carry_on"] if changes.every % config.noise_restart_every else ["restart"]
+        restart, by_phase = changes.every > 1, len(changes.lengths) > 1
+        return ["carry_on", *(["restart"] if restart else []), *(["by_phase"] if by_phase else [])]
+
+    def _candidate(self, at_changes: str) -> tuple[PrivacyConfig, Release]:
+        """The release that crosses changes of the scale in one way, and the config without "auto" that it stands for.
+
+        Raises:
+            DPConfigError: if it has no proof, or for options that the mechanism does not know.
+        """
+        config = dataclasses.replace(self.config, noise_at_changes=at_changes)  # type: ignore[arg-type]
+        if at_changes == "restart":
+            assert self.changes is not None
+            config = _restarted(config, self.changes.every)
+        phases = self._phases() if at_changes == "by_phase" else None
+        mechanism, options = MECHANISMS[config.noise_mechanism], config.mechanism_options
+        if mechanism.is_independent and options != config.noise_kwargs:
+            raise DPConfigError(
+                "Independent noise keeps nothing: leave backend, block and offload out of noise_kwargs."
+            )
+        kept, sampler = self._kept_strategy(config), make_sampler(config, self.num_examples)
+        adjacency: Any = sampler.adjacencies[0] if config.adjacency == "auto" else config.adjacency
+        if sampler.has_groups and mechanism.num_bands_of is not None:
+            if self.recorded is not None and kept is not None:  # a strategy may have fewer bands than there are groups
+                num_bands = self.recorded.sampler.get("num_groups", 1)
+            elif (num_bands := mechanism.num_bands_of(options)) is None:
+                num_bands = options["num_bands"] = self._best_num_bands(sampler, adjacency)
+            sampler = sampler.with_groups(num_bands)
+        strategy, steps = kept or (self._tuned_strategy(config, sampler, options, phases), int(self.num_steps))
+        check_sizes(self.num_examples, steps)  # which a recorded plan names
+        if self.stage.opening is not None:
+            check_positive(noise_multiplier_of_the_opening_query=self.stage.opening.noise_multiplier)
+        release = Release(
+            sampler=sampler, strategy=strategy, steps=steps, adjacency=adjacency, tuned=config.tuned,
+            opening=None if self.stage.opening is None else self.stage.opening.noise_multiplier, earlier=self.earlier,
+        )  # fmt: skip
+        if at_changes in ("carry_on", "by_phase") and not sampler.takes_changing_scales:
+            raise DPConfigError(
+                f"Correlated noise that goes on where scales change has no proof with sampling={sampler.name!r}. "
+                "Use sampling='fixed_order', or noise_at_changes='restart'."
+            )
+        return dataclasses.replace(config, sampling=sampler.name, adjacency=adjacency), release
+
+    def _phases(self) -> tuple[int, ...]:
+        """Steps of each kind of phase, where each has a stream of its own."""
+        assert self.changes is not None
+        if len(self.changes.lengths) < 2:
+            raise DPConfigError(
+                "noise_at_changes='by_phase' needs phases of different kinds, as those of DP^2; here one scale is "
+                "made anew. Use carry_on or restart."
+            )
+        if self.config.noise_restart_every is not None:
+            raise DPConfigError(
+                "noise_at_changes='by_phase' does not go with noise_restart_every: leave one of them out."
+            )
+        return self.changes.lengths
+
+    def _tuned_strategy(
+        self, config: PrivacyConfig, sampler: Sampler, options: dict[str, Any], phases: tuple[int, ...] | None
+    ) -> NoiseStrategy:
+        setting = Setting(
+            num_steps=int(self.num_steps),
+            participation=sampler.participation(self.num_steps),
+            workload=self.workload,
+            backend=config.stream_options["backend"],
+        )
+        return make_strategy(
+            config.noise_mechanism, setting, options, restart_every=config.noise_restart_every, phases=phases
+        )
+
+    def _kept_strategy(self, config: PrivacyConfig) -> tuple[NoiseStrategy, int] | None:
+        """Strategy and steps of the run that is continued, if the same noise was asked for in the same words.
+
+        If not, what was asked for now is made, and the ledger will refuse it.
+        """
+        recorded = self.recorded
+        if recorded is None or not is_whole(recorded.noise_strategy):
+            return None
+        names = ("noise_mechanism", "noise_kwargs", "noise_restart_every")
+        if any(getattr(config, name) != getattr(recorded, name) for name in names):
+            return None
+        if (config.noise_at_changes == "by_phase") != (recorded.noise_strategy["name"] == "phased"):
+            return None
+        return from_parameters(recorded.noise_strategy), int(recorded.noise_steps)
+
+    def _best_num_bands(self, sampler: Sampler, adjacency: str) -> int:
+        if self.config.target_epsilon is None:
+            raise DPConfigError(
+                "How many bands are best depends on the budget, and noise_multiplier gives none. Use target_epsilon, "
+                "or say how many: noise_kwargs={'num_bands': 8}."
+            )
+        return choose_num_bands(
+            sampler, self.num_steps, self.config.target_epsilon, self.delta, adjacency=adjacency,
+            workload=self.workload, max_bands=MAX_CHOSEN_BANDS,
+        )  # fmt: skip
+
+    def _predicted(self, release: Release) -> float:
+        """Error of the iterates over the run relative to that of another way, at the same budget.
+
+        The noise multiplier is left out: it is that of the same event, or of one whose sensitivity is the only
+        difference; for balls in bins it is nearly so.
+        """
+        errors = errors_across(release.strategy, self.num_steps, self.workload, self.changes)
+        return release.sensitivity * float(np.sqrt(errors.mean()))
+
+
+def make_sampler(config: PrivacyConfig, num_examples: int) -> Sampler:
+    """The sampler a config names; of several groups, with one group."""
+    name = MECHANISMS[config.noise_mechanism].sampler if config.sampling == "auto" else config.sampling
+    given = {field: getattr(config, field) for field in SAMPLERS[name].takes}
+    return SAMPLERS[name](num_examples=int(num_examples), expected_batch_size=int(config.expected_batch_size), **given)
+
+
+def choose_num_bands(
+    sampler: Sampler, num_steps: int, epsilon: float, delta: float, *, adjacency: str = "add_or_remove_one",
+    workload: Workload | None = None, max_bands: int | None = None,
+) -> int:  # fmt: skip
+    """Number of bands, and groups of a cyclic sampler, with the least error for a budget.
+
+    More bands correlate the noise of more steps, but a record is then sampled from a smaller group, more often. Looks
+    through powers of two, and the bands with which every group is one batch, which is no sampling at all.
+
+    Args:
+        sampler: one of groups, of any number.
+        num_steps: length of the run.
+        epsilon, delta: the budget.
+        adjacency: one that the sampler has a proof for.
+        workload: what the bands are tuned for; None for prefix sums.
+        max_bands: limit of the memory, for every band but the first keeps a copy of the gradient; None for no limit.
+
+    References:
+        Choquette-Choo et al. (2023), arXiv:2306.08153, Section 5.
+    """
+
+    def noise_multiplier_of(num_bands: int) -> float:
+        """Noise of so many groups: columns of norm 1 meet a record one at a time, as independent draws do."""
+        grouped = sampler.with_groups(num_bands)
+        release = Release(sampler=grouped, strategy=IdentityStrategy(), steps=num_steps, adjacency=adjacency)
+        return release.calibrate(epsilon, delta)[0]
+
+    most = max(1, min(num_steps, sampler.num_examples // sampler.expected_batch_size, max_bands or num_steps))
+    return banded.choose_num_bands(num_steps, most, noise_multiplier_of, workload)
+
+
+def check_earlier(runs: Sequence[EarlierRun], config: PrivacyConfig, sampler: Sampler) -> None:
+    """Refuse earlier runs on another data set, or with another promise.
+
+    Args:
+        runs: what was charged before.
+        config: what is asked for now; its adjacency is no longer "auto".
+        sampler: sampler of this run.
+
+    Raises:
+        DPConfigError: if they do not protect the same units of as many records in the same sense.
+    """
+    unit = config.privacy_unit + (f" by {config.user_id_column}" if config.privacy_unit == "user" else "")
+    now = (config.num_units(sampler.num_examples), unit, config.adjacency)
+    for run in runs:
+        was = (run.num_units, run.unit, run.adjacency)
+        if was != now:
+            raise DPConfigError(
+                f"An earlier run protected {was[0]:,} units ({was[1]}, {was[2]}), this one {now[0]:,} ({now[1]}, "
+                f"{now[2]}): they are not of one data set and one promise, so their costs cannot be composed. Use the "
+                f"same training set and unit, and --adjacency {was[2]}; or leave earlier_runs out and add up epsilon "
+                "and delta."
+            )
+
+
+def _restarted(config: PrivacyConfig, changes_every: int) -> PrivacyConfig:
+    """Noise that starts anew wherever the coordinates change.
+
+    Raises:
+        DPConfigError: for restarts of one's own at other steps, and where every step would be one.
+    """
+    if changes_every == 1:
+        raise DPConfigError(
+            "noise_at_changes='restart' would start the noise anew in every step, for the scale changes in every "
+            "step. Use noise_at_changes='carry_on', or noise_mechanism='gaussian'."
+        )
+    every = config.noise_restart_every
+    if every is None:
+        return dataclasses.replace(config, noise_restart_every=changes_every)
+    if changes_every % every:
+        raise DPConfigError(
+            f"noise_restart_every={every} does not meet every change of the preconditioner, which is after "
+            f"{changes_every} steps. Leave it out, use a divisor of {changes_every}, or noise_at_changes='carry_on'."
+        )
+    return config
+
+
+def _warn_of_unspent(epsilon: float, target: float) -> None:
+    """Warn of a budget so large that the accountant has no bound between what is spent and infinity."""
+    if epsilon < SPENT * target:
+        warnings.warn(
+            f"target_epsilon={target:g} is more than this accountant can spend: with less noise than that of epsilon "
+            f"{epsilon:.4g} its bound is infinite, so the run has that. A target_epsilon of 1 to 8 is usual.",
+            PrivacyWarning,
+            stacklevel=3,
+        )
+
+
+# --- a run that goes on ----------------------------------------------------------------------------------------------
+
+
+def _as_recorded(config: PrivacyConfig, recorded: PlanRecord) -> PrivacyConfig:
+    """Replace "auto", and an open backend, by what the recorded run decided on."""
+    if leaves_backend_open(config):
+        kept = recorded.noise_kwargs
+        config = with_backend(config, {name: kept[name] for name in ("backend", "block") if name in kept})
+    if config.noise_mechanism != "auto":
+        return config
+    _refuse_options_of_auto(config)
+    return dataclasses.replace(
+        config,
+        noise_mechanism=recorded.noise_mechanism,
+        noise_kwargs=recorded.noise_kwargs,
+        noise_restart_every=recorded.noise_restart_every,
+        sampling=recorded.sampler["name"] if config.sampling == "auto" else config.sampling,
+        adjacency=recorded.adjacency if config.adjacency == "auto" else config.adjacency,  # type: ignore[arg-type]
+    )
+
+
+def _refuse_options_of_auto(config: PrivacyConfig) -> None:
+    """Options are of a mechanism, and "auto" is none yet."""
+    if config.noise_kwargs or config.noise_restart_every is not None:
+        raise DPConfigError(
+            "noise_mechanism='auto' chooses the options, too: leave noise_kwargs and noise_restart_every out, or name "
+            f"the mechanism they are for ({', '.join(MECHANISMS)})."
+        )
+
+
+def _kept_certificate(recorded: PlanRecord, strategy: NoiseStrategy) -> Certificate | None:
+    """The proof that the run began with: samples taken after its first step would prove less."""
+    same_noise = json.loads(json.dumps(strategy.parameters())) == recorded.noise_strategy
+    if recorded.certificate is None or not same_noise:  # other noise is refused by the ledger
+        return None
+    return Certificate.read(recorded.certificate, strategy)
+
+
+# --- how correlated noise is kept, where that is left to a cost model ------------------------------------------------
+
+
+def leaves_backend_open(config: PrivacyConfig) -> bool:
+    """Whether the config asks for the fastest backend that fits; independent noise keeps nothing, and has none."""
+    mechanism = MECHANISMS.get(config.noise_mechanism)
+    return mechanism is not None and not mechanism.is_independent and config.noise_kwargs.get("backend") == FIT
+
+
+def with_backend(config: PrivacyConfig, backend: Mapping[str, Any]) -> PrivacyConfig:
+    """The config with other options of how noise is kept; none of them for the strategy's own backend."""
+    others = {name: value for name, value in config.noise_kwargs.items() if name not in ("backend", "block")}
+    return dataclasses.replace(config, noise_kwargs={**others, **backend})
+
+
+def fit_backend(plan: PrivacyPlan, *, coordinates: int, room: float, speed: Speed) -> PrivacyPlan:
+    """Give a plan the backend of its noise that takes the least time among those that fit.
+
+    Backends differ in the rounding of the noise and in nothing else. The choice depends on the machine, so it is
+    recorded, and a run that goes on keeps it: the bits of its noise stay what they were.
+
+    Formal guarantee: strategy, noise level, sampler and epsilon are those of the plan that was given.
+
+    Args:
+        plan: the plan of a run that begins.
+        coordinates: trained coordinates, >= 1.
+        room: bytes that the noise may keep on the device.
+        speed: that of the device.
+    """
+    backends: list[dict[str, Any]] = [{}]
+    if plan.strategy.is_square:  # a tree has one backend, for its nodes are drawn as they are completed
+        again = [{"backend": "regenerate", **({} if block == 1 else {"block": block})} for block in BLOCKS]
+        backends += [{"backend": "history"}, *again]
+    costs: dict[str, StreamCost] = {
+        str(i): plan.strategy.cost(plan.noise_steps, **{"backend": "auto", **options})
+        for i, options in enumerate(backends)
+    }
+    best = backends[int(cheapest(costs, coordinates=coordinates, room=room, speed=speed))]
+    return dataclasses.replace(plan, config=with_backend(plan.config, best))
