@@ -211,6 +211,17 @@ class KeptState:
             raise UnsupportedModuleError(changed_by_a_forward(names))
 
 
+def keep_layout(model: nn.Module) -> None:
+    """Keep weights in 4 bits as they are stored.
+
+    On processors with AVX512-BF16 bitsandbytes packs them in the first forward in evaluation mode, and rounds their
+    scales to bfloat16 for it: the file that is saved would depend on whether there was an evaluation.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
 def changed_by_a_forward(names: list[str]) -> str:
     """Message about state that a forward changed."""
     return (

@@ -27,7 +27,7 @@ from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading, written_on_this_machine
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.kept_state import changed_by_a_forward, refuse_spoilt
+from hf_dpopt.huggingface.kept_state import changed_by_a_forward, keep_layout, refuse_spoilt
 from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
 from hf_dpopt.huggingface.planning import plan_of, plan_run
 from hf_dpopt.huggingface.preemption import Preemption
@@ -120,6 +120,8 @@ class DPTrainerMixin(_Trainer):
         with self._preemption.in_place_of_jit(args):
             super().__init__(model, args, *positional, **kwargs)
         self.remove_callback(RefuseStockTraining)
+        if self.model is not None:  # a search makes it later
+            keep_layout(self.model)
         made = self._as_made()  # some trainers load the model or wrap it in an adapter themselves
         if model is not None and not inputs.has_final_model:
             refusals.check_model_with_records(self.model, made)

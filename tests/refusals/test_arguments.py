@@ -135,7 +135,7 @@ fsdp_config:
 @pytest.mark.parametrize(
     ("version", "use_cpu", "said"),
     [
-        (2, False, "The launcher started 2 processes .torch.distributed., and the Trainer knows 1"),
+        (2, False, "The launcher started 2 processes (torch.distributed), and the Trainer knows 1"),
         (1, True, "FSDP version 1"),
         (2, True, ""),
     ],
