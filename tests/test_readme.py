@@ -1,11 +1,12 @@
 """Every code block of the README runs as printed, and so does every block of docs/ that says so.
 
-The info string behind a fence may hold, after the language:
+A comment ``<!-- test: ... -->`` on the line above a fence, which no page shows, may hold:
 
-* ``no-run``: not run; the block itself says why in a comment ``# not run by the tests: <reason>``.
+* ``no-run: <reason>``: not run, and why.
 * ``run``: run (only needed in docs/, where blocks are not run unless they say so).
 * ``env:NAME=VALUE``: set in the environment of this block, for example to shorten a long run.
 * ``timeout:SECONDS``: instead of 240.
+* ``replace:WORD=OTHER``: in the code, such as a model of the hub by one on this machine.
 
 The blocks of one file run in order, each in a process of its own, in one temporary folder that has links to the files
 of the checkout: what a block writes, the next one finds, and the checkout stays clean.
@@ -26,9 +27,13 @@ import pytest
 REPO = Path(__file__).resolve().parents[1]
 README = REPO / "README.md"
 LANGUAGES = {"python": [sys.executable, "-c"], "bash": ["bash", "-euo", "pipefail", "-c"]}
-REASON = re.compile(r"^\s*# not run by the tests: \S.{8,}$", re.MULTILINE)
 NOT_LINKED = {".git", "runs", "build", "dist"}
-FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ ]*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(
+    r"(?:^ *<!-- test: (?P<test>[^\n]*?) -->\n)?"
+    r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<code>.*?)^(?P=indent)```[ ]*$",
+    re.DOTALL | re.MULTILINE,
+)
+OPTION = re.compile(r"run|env:[A-Za-z_]\w*=\S*|timeout:\d+|replace:\S+=\S+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +42,31 @@ class Block:
 
     file: Path
     line: int
-    info: tuple[str, ...]
+    language: str
+    test: str
     code: str
 
     @property
-    def language(self) -> str:
-        return self.info[0] if self.info else ""
+    def is_left_out(self) -> bool:
+        return self.test.startswith("no-run")
+
+    def values(self, option: str) -> list[str]:
+        return [word.partition(":")[2] for word in self.test.split() if word.startswith(f"{option}:")]
 
     @property
     def environment(self) -> dict[str, str]:
-        return dict(word.removeprefix("env:").split("=", 1) for word in self.info if word.startswith("env:"))
+        return dict(value.split("=", 1) for value in self.values("env"))
 
     @property
     def timeout(self) -> float:
-        return next((float(word.removeprefix("timeout:")) for word in self.info if word.startswith("timeout:")), 240.0)
+        return float(next(iter(self.values("timeout")), 240))
 
-    def unknown_words(self) -> list[str]:
-        known = re.compile(r"no-run|run|env:[A-Za-z_]\w*=\S*|timeout:\d+")
-        return [word for word in self.info[1:] if not known.fullmatch(word)]
+    def complaint(self) -> str | None:
+        """What is wrong with the comment above it."""
+        if self.is_left_out:
+            return None if re.fullmatch(r"no-run: \S.{8,}", self.test) else "say why: <!-- test: no-run: reason -->"
+        unknown = [word for word in self.test.split() if not OPTION.fullmatch(word)]
+        return f"unknown {unknown}" if unknown else None
 
 
 def blocks_of(file: Path) -> list[Block]:
@@ -63,8 +75,8 @@ def blocks_of(file: Path) -> list[Block]:
     blocks = []
     for match in FENCE.finditer(text):
         code = re.sub(rf"^{match['indent']}", "", match["code"], flags=re.MULTILINE)
-        line = text.count("\n", 0, match.start()) + 1
-        blocks.append(Block(file, line, tuple(match["info"].split()), code))
+        line = text.count("\n", 0, match.start("language")) + 1
+        blocks.append(Block(file, line, match["language"].strip(), match["test"] or "", code))
     return blocks
 
 
@@ -72,8 +84,8 @@ def runnable(file: Path) -> list[Block]:
     """The blocks of a file that the tests execute."""
     blocks = [block for block in blocks_of(file) if block.language in LANGUAGES]
     if file == README:
-        return [block for block in blocks if "no-run" not in block.info]
-    return [block for block in blocks if "run" in block.info]
+        return [block for block in blocks if not block.is_left_out]
+    return [block for block in blocks if block.test and not block.is_left_out]
 
 
 def pages() -> list[Path]:
@@ -102,7 +114,11 @@ def run_block(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
         "HF_HUB_OFFLINE": "1",
     }
     environment |= block.environment
-    command: Sequence[str] = [*LANGUAGES[block.language], block.code]
+    code = block.code
+    for word, other in (value.split("=", 1) for value in block.values("replace")):
+        assert word in code, f"replace:{word}: not in the block"
+        code = code.replace(word, other)
+    command: Sequence[str] = [*LANGUAGES[block.language], code]
     return subprocess.run(
         command, cwd=folder, env=environment, timeout=block.timeout, text=True, errors="replace", capture_output=True
     )
@@ -142,28 +158,32 @@ def test_no_block_escapes_the_tests() -> None:
         for block in blocks_of(page):
             where = f"{page.name}, line {block.line}"
             if block.language not in LANGUAGES:
-                if page == README and block.language in ("", "sh", "shell", "console", "py", "pycon"):
+                if (
+                    " " in block.language
+                    or page == README
+                    and block.language in ("", "sh", "shell", "console", "py", "pycon")
+                ):
                     complaints.append(f"{where}: say ```bash or ```python, or ```text if it is no code")
-            elif block.unknown_words():
-                complaints.append(f"{where}: unknown {block.unknown_words()}")
-            elif "no-run" in block.info and not REASON.search(block.code):
-                complaints.append(f"{where}: a no-run block needs a line '# not run by the tests: <reason>'")
+            elif complaint := block.complaint():
+                complaints.append(f"{where}: {complaint}")
     assert not complaints, "\n".join(complaints)
 
 
 SAMPLE = """# Title
-```bash env:GREETING=hello timeout:20
+<!-- test: env:GREETING=hello timeout:20 -->
+```bash
 echo "$GREETING" > note.txt
 ```
 1. step
+   <!-- test: replace:NOTE=note.txt -->
    ```python
-   assert open("note.txt").read() == "hello\\n"
+   assert open("NOTE").read() == "hello\\n"
    ```
 ```text
 not code
 ```
-```bash no-run
-# not run by the tests: it would delete everything
+<!-- test: no-run: it would delete everything -->
+```bash
 rm -rf /
 ```
 ```bash
@@ -176,11 +196,12 @@ def test_the_runner_runs_in_order_and_notices_failures(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(SAMPLE)
     shell, python, text, skipped, failing = blocks_of(page)
-    assert [block.line for block in (shell, python, text, skipped, failing)] == [2, 6, 9, 12, 16]
+    assert [block.line for block in (shell, python, text, skipped, failing)] == [3, 8, 11, 15, 18]
     assert run_block(shell, tmp_path).returncode == 0
     assert run_block(python, tmp_path).returncode == 0  # sees the file and the indentation is gone
     assert run_block(failing, tmp_path).returncode != 0  # also in the middle of a pipe
     assert text.language not in LANGUAGES
-    assert REASON.search(skipped.code) and not REASON.search(failing.code)
-    assert runnable(page) == []  # not the README: blocks run only if they ask for it
-    assert Block(page, 1, ("bash", "no_run"), "").unknown_words() == ["no_run"]
+    assert skipped.is_left_out and not failing.is_left_out
+    assert runnable(page) == [shell, python]  # not the README: blocks run only if a comment says so
+    assert not any(block.complaint() for block in (shell, python, skipped, failing))
+    assert all(Block(page, 1, "bash", test, "").complaint() for test in ("no_run", "no-run", "no-run: no"))
