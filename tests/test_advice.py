@@ -142,8 +142,8 @@ def test_useful_steps_are_half_where_noise_is_the_signal():
     made = Outlook(num_steps=100, noise=5e-4, run_noise=5e-5, signal=5e-4)
     assert made.useful_steps == pytest.approx(50) and made.step_ratio == 1 and made.verdict == "good"
     assert dataclasses.replace(made, noise=0.0, run_noise=0.0).verdict == "no noise"
-    assert dataclasses.replace(made, noise=5e-3, run_noise=5e-4).verdict == "hopeless"
-    assert dataclasses.replace(made, reach=0.01, advised_reach=0.16).verdict == "hopeless"
+    assert dataclasses.replace(made, noise=5e-3, run_noise=5e-4).verdict == "poor"
+    assert dataclasses.replace(made, reach=0.01, advised_reach=0.16).verdict == "poor"
     assert dataclasses.replace(made, reach=0.1, advised_reach=0.16).verdict == "good"
 
 
@@ -156,19 +156,19 @@ def test_on_a_trained_head_the_noise_decides_and_not_the_number_of_steps():
     assert dataclasses.replace(few, has_trained_head=True).verdict == "on a trained head"
     assert "(on a trained head)" in dataclasses.replace(few, has_trained_head=True).describe()
     one = dataclasses.replace(few, num_steps=1, noise=5e-5, run_noise=5e-5)
-    assert one.verdict == "hopeless"
+    assert one.verdict == "poor"
     assert dataclasses.replace(one, has_trained_head=True).verdict == "on a trained head"
 
 
 @pytest.mark.parametrize(
     "noise, num_steps, verdict",
-    [(5e-2, 20_000, "hopeless"), (2e-3, 300, "weak"), (5e-4, 100, "good"), (0.0, 5, "no noise")],
+    [(5e-2, 20_000, "poor"), (2e-3, 300, "weak"), (5e-4, 100, "good"), (0.0, 5, "no noise")],
 )
 def test_a_trained_head_is_no_excuse_for_noise(noise, num_steps, verdict):
     made = Outlook(num_steps=num_steps, noise=noise, run_noise=noise / num_steps**0.5, signal=5e-4)
     assert made.verdict == dataclasses.replace(made, has_trained_head=True).verdict == verdict
     if noise:  # nor for weights that do not move
-        assert dataclasses.replace(made, has_trained_head=True, reach=0.0, advised_reach=1.0).verdict == "hopeless"
+        assert dataclasses.replace(made, has_trained_head=True, reach=0.0, advised_reach=1.0).verdict == "poor"
 
 
 @pytest.mark.slow_but(1)
@@ -178,7 +178,7 @@ def test_a_trained_head_changes_the_verdict_and_the_clip_alone(job):
     assert (alone.batch, alone.learning_rate) == (on_head.batch, on_head.learning_rate)
     assert on_head.outlook == dataclasses.replace(alone.outlook, has_trained_head=True)
     assert {**on_head.values, "clipping_norm": 1.0} == alone.values and on_head.values["clipping_norm"] == 0.5
-    order = ["hopeless", "weak", "on a trained head", "good"]
+    order = ["poor", "weak", "on a trained head", "good"]
     assert order.index(on_head.outlook.verdict) >= order.index(alone.outlook.verdict)
 
 

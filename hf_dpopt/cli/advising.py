@@ -99,9 +99,10 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     """Print advice as tables, or as JSON."""
     rows = [advise(dataclasses.replace(job, passes=job.passes * times)) for times in MORE]
     advice, measured = rows[0], beside_advice(job.kind, job.target_epsilon)
-    if advice.outlook.verdict == "hopeless":
+    if advice.outlook.verdict == "poor":
         warn(
-            "at this budget and with these passes the model will not learn. More passes (as in the table), more "
+            "at this budget and with these passes the model is expected to learn little. More "
+            "passes (as in the table), more "
             "records, a larger epsilon or a linear head (recipes/linear_probe.py) would help."
         )
     flags = " ".join(f"--{name} {value}" for name, value in advice.values.items())
@@ -185,7 +186,7 @@ def advice_beside(plan: PrivacyPlan, given: Mapping[str, Any]) -> Beside | None:
     batch = plan.sampler.expected_batch_size
     spent = {"target_epsilon": plan.epsilon(), "target_delta": plan.delta}
     job = job_of({**given, **spent, "epochs": plan.num_steps * batch / plan.num_examples})
-    outlook = outlook_of(plan, job.kind, is_adaptive=given["optimizer"] == "adamw")
+    outlook = outlook_of(plan, job.kind, size=job.model_size, is_adaptive=given["optimizer"] == "adamw")
     rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
     try:
         advice = advise(job)

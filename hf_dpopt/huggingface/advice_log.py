@@ -49,8 +49,8 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs
         logger.info(f"Outlook: {outlook.describe()}.")
         better = _better(outlook, recipe, plan, args, trained)
         head = _of_the_head(outlook)
-        if outlook.verdict == "hopeless":
-            logger.warning(f"{'!' * 20} THIS RUN IS HOPELESS {'!' * 20} {_why(outlook)} {head}{better}")
+        if outlook.verdict == "poor":
+            logger.warning(f"This run is expected to learn little: {_why(outlook)} {head}{better}")
         elif outlook.verdict in ("weak", "on a trained head") or better:
             logger.info(f"Advice: {head}{better or 'no setting is better with so few records and passes.'}")
         _warn_of_correlated_noise(plan, outlook, trained)
@@ -70,6 +70,7 @@ def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs
     return outlook_of(
         plan,
         trained.kind,
+        size=trained.size,
         is_adaptive=adaptive,
         has_trained_head=plan.recipe.get(TRAINED_HEAD, False),
         reach=reach,
@@ -92,14 +93,14 @@ def _why(outlook: Outlook) -> str:
     if outlook.is_too_short:
         assert outlook.reach is not None and outlook.advised_reach is not None
         return (
-            f"Its learning rates add up to {outlook.reach:.2g}, and {outlook.advised_reach:.2g} is what it takes: the "
-            "weights stay where they are."
+            f"the learning rate is too small. The rates of all steps add up to {outlook.reach:.2g}; "
+            f"{outlook.advised_reach:.2g} is usual."
         )
     if outlook.step_ratio < 1:
-        return f"Its {outlook.num_steps} steps are too few to learn from, however little noise they have."
+        return f"{outlook.num_steps} steps are too few, however little noise they have."
     return (
-        f"The noise of a step is {outlook.step_ratio:.3g} times the signal, and all {outlook.num_steps} steps are "
-        f"worth {outlook.useful_steps:.2g} without noise: what it learns is noise."
+        f"too much noise. It is {outlook.step_ratio:.3g} times the signal in a step, and all {outlook.num_steps} "
+        f"steps are worth {outlook.useful_steps:.2g} without noise."
     )
 
 

@@ -36,7 +36,7 @@ from hf_dpopt.accounting.rough import rough_noise_multiplier
 from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.plan.bounds import check_delta
-from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook
+from hf_dpopt.plan.outlook import SIGNAL, Kind, Objective, Outlook, signal_of
 
 # Peak learning rates of AdamW at `REFERENCE_SIZE` weights and `REFERENCE_STEPS` steps: tuned by hand on SST-2 (MiniLM)
 # and E2E (a GPT-2 of 5.3 million weights), docs/results.md; and at other sizes near those of arXiv:2110.05679.
@@ -124,7 +124,8 @@ class TrainingJob:
         steps = self.steps_of(batch)
         noise = (self.noise_multiplier(batch) if noise_multiplier is None else noise_multiplier) / batch
         return Outlook(
-            num_steps=steps, noise=noise, run_noise=noise / math.sqrt(steps), signal=SIGNAL[self.kind],
+            num_steps=steps, noise=noise, run_noise=noise / math.sqrt(steps),
+            signal=signal_of(self.kind, self.model_size),
             has_trained_head=self.has_trained_head,
         )  # fmt: skip
 
