@@ -54,8 +54,8 @@ ifneq (,$(findstring test,$(EXTRAS)))
 endif
 	touch $@
 
-demo: env  ## train a small private classifier from scratch, offline, in a few minutes
-	$(OFFLINE) $(BIN)/python recipes/glue.py
+demo: env  ## train a model with and without privacy, and ask both for planted secrets; offline, three minutes
+	$(OFFLINE) $(BIN)/hf-dpopt demo build/demo
 
 check: lint  ## before a commit: lint, types, and the fast tests of contracts, refusals, records and sampling; two minutes
 	$(PYTEST) -q -m "not slow and not nightly" $(CHECKED) $(PYTEST_ARGS)

@@ -166,19 +166,19 @@ def test_larger_models_are_advised_smaller_rates(run: Run) -> None:
 def test_a_plan_in_json_has_its_outlook(run: Run) -> None:
     asked = ["plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--no-compare", "--json"]
     outlook = json.loads(run(*asked)[1])["outlook"]
-    assert outlook["verdict"] == "hopeless" and outlook["better"]["expected_batch_size"] > 500
+    assert outlook["verdict"] == "poor" and outlook["better"]["expected_batch_size"] > 500
 
 
-def test_a_hopeless_plan_is_a_warning(run: Run) -> None:
+def test_a_poor_plan_is_a_warning(run: Run) -> None:
     code, _, err = run("plan", "-n", "100", "--epsilon", "1")
-    assert code == 0 and "will not learn" in err
+    assert code == 0 and "expected to learn little" in err
     code, out, err = run("plan", "-n", "100", "--epsilon", "1", "--json")
-    assert json.loads(out)["verdict"] == "hopeless" and "will not learn" in err
+    assert json.loads(out)["verdict"] == "poor" and "expected to learn little" in err
 
 
 def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
     out = run("plan", "-n", "67349", "-b", "8", "--epochs", "3", "--epsilon", "8", "--no-compare")[1]
-    assert "(hopeless)" in out and "Advice: as many records in batches of" in out
+    assert "(poor)" in out and "Advice: as many records in batches of" in out
 
 
 @pytest.mark.parametrize(
@@ -399,7 +399,19 @@ def test_flags_have_the_name_of_the_option_and_dashes_are_underscores(run: Run, 
 def test_one_line_of_help_says_what_a_command_does(run: Run) -> None:
     code, out, _ = run("--help")
     lines = out.partition("Commands:\n")[2].splitlines()
-    commands = ["plan", "report", "verify", "audit", "scan", "doctor", "plan-tuning", "tune", "ledger", "plan-head"]
+    commands = [
+        "demo",
+        "plan",
+        "report",
+        "verify",
+        "audit",
+        "scan",
+        "doctor",
+        "plan-tuning",
+        "tune",
+        "ledger",
+        "plan-head",
+    ]
     assert code == 0 and [line.split()[0] for line in lines] == commands
     assert all(line.endswith(".") and not line.endswith("...") for line in lines)  # whole sentences
 

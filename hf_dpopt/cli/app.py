@@ -70,6 +70,19 @@ def common(
 
 
 @app.command()
+def demo(
+    output_dir: Annotated[
+        Path, typer.Argument(help="A new folder, for statement, ledger and demo.json.", callback=check_path)
+    ] = Path("hf_dpopt_demo"),
+    seed: Annotated[int, typer.Option(help="Of the made-up records and the first weights.")] = 0,
+) -> None:
+    """Ask a private and a stock model for planted secrets."""
+    from hf_dpopt.huggingface.demo import run
+
+    run(output_dir, seed=seed)
+
+
+@app.command()
 @takes(
     "expected_batch_size", "target_epsilon", "noise_multiplier", "target_delta", "allow_large_delta", "sampling",
     "adjacency", "noise_mechanism", "noise_kwargs", "noise_restart_every", "noise_at_changes", "preconditioner",
