@@ -21,23 +21,22 @@ HEAD = """# Arguments
 
 Written by `python -m tests.arguments_table` from `hf_dpopt/plan/options.py`; a test keeps the two together.
 
-`DPTrainingArguments` takes everything that `TrainingArguments` takes, and the options of this page: as flags of any script
-that reads its arguments with `HfArgumentParser` (`--target_epsilon 8`), as keywords in Python (`target_epsilon=8`).
-Either `target_epsilon` or `noise_multiplier` has to be given; all the rest has a default. `PrivacyConfig`, which plans a
-run without a trainer, and `hf-dpopt plan` use the same names; the latter takes dashes, too.
+`DPTrainingArguments` takes all `TrainingArguments` and the options below: as flags of scripts that use `HfArgumentParser`
+(`--target_epsilon 8`), or as keywords (`target_epsilon=8`). Give `target_epsilon` or `noise_multiplier`; everything else has a
+default. `PrivacyConfig` and `hf-dpopt plan` use the same names; `plan` also takes dashes.
 """
 TABLE = """
 | option | value | default | what it does |
 |---|---|---|---|
 """
 CHANGED = """
-## What means something else than in `TrainingArguments`
+## Different from `TrainingArguments`
 
 | option | here |
 |---|---|
-| `optim` | takes {optimizers} beside the names of transformers: optimizers that know the noise ([optimizers.md](optimizers.md)) |
-| `per_device_train_batch_size` | the physical batch: it changes memory and speed, never the result. The logical batch is `expected_batch_size` |
-| `max_grad_norm` | clips the noisy mean gradient, and is 0 (off) by default. The clip that privacy needs is `clipping_norm` |
+| `optim` | also takes {optimizers}, which know the noise ([optimizers.md](optimizers.md)) |
+| `per_device_train_batch_size` | physical batch: changes memory and speed, never the result. The logical batch is `expected_batch_size` |
+| `max_grad_norm` | clips the noised mean gradient; 0 (off) by default. The private clip is `clipping_norm` |
 """
 CODE = re.compile(r"`[^`]*`|--\w+(?: '[^']*')?|(?<!\w)'[^']*'|\w+:[A-Z][A-Z:\[\]]+|\b[a-z]\w*_[\w*]*")
 
@@ -61,7 +60,7 @@ def _rows(group: type) -> Iterator[str]:
         choices = REGISTERED.get(field.name) or field.metadata.get("choices", ())
         value = ", ".join(f"`{name}`" for name in choices) or _kind(kinds[field.name])
         about = " ".join(filter(None, [text.says, text.more]))
-        for name in choices:  # a line for each of those of which the text says what they mean
+        for name in choices:  # a line for each choice that the text explains
             about = re.sub(rf"(^|[.;] ){name}: ", rf"\1<br>`{name}`: ", about).removeprefix("<br>")
         yield f"| `{field.name}` | {value} | {_default(field)} | {_code(about)} |\n"
 
@@ -72,8 +71,8 @@ def _kind(hint: object) -> str:
     if any(typing.get_origin(kind) is dict for kind in kinds):
         return "JSON"
     if any(typing.get_origin(kind) is list for kind in kinds):
-        return "texts"
-    return {bool: "yes or no", int: "integer", float: "number", str: "text"}[kinds[0]]  # type: ignore[index]
+        return "list of strings"
+    return {bool: "yes or no", int: "integer", float: "number", str: "string"}[kinds[0]]  # type: ignore[index]
 
 
 def _default(field: dataclasses.Field) -> str:
