@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dpopt.huggingface.demo import DIGITS, Demo, Sizes, make_notes, make_tokenizer, run
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.huggingface.demo import DIGITS, Demo, Sizes, make_notes, make_tokenizer, run
 from hf_dpopt.verify import verify
 
 REPO = Path(__file__).resolve().parents[1]

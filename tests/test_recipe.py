@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_its_recipe_whatever_later_rules_say(tmp_path, monke
     again = trainer(tmp_path, **options)
     assert again.plan.recipe == chosen and again.args.learning_rate == chosen["learning_rate"]
     assert again.plan.num_steps == first.plan.num_steps
-    checkpoint = sorted(tmp_path.glob("checkpoint-*"))[-1]
+    checkpoint = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     again.train(resume_from_checkpoint=str(checkpoint))
     advice.advise.cache_clear()
 
@@ -177,8 +177,10 @@ def test_nothing_is_set_by_a_trainer_that_could_not_be_made(tmp_path):
 
 
 def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
-    made = trainer(tmp_path / "a", **big(model_init=lambda: model()))
-    given = trainer(tmp_path / "b", **big())
+    made = trainer(tmp_path / "a", **big(model_init=lambda: model(), expected_batch_size=100))
+    given = trainer(
+        tmp_path / "b", **big(expected_batch_size=100)
+    )  # without a size, a batch is advised as for a large one
     assert made.plan.recipe == given.plan.recipe and "learning_rate" in made.plan.recipe
     assert made.args.learning_rate == given.args.learning_rate
     assert made.plan.epsilon() == given.plan.epsilon()

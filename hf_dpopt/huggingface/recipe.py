@@ -165,27 +165,26 @@ def typed_batch(args: DPTrainingArguments) -> int | None:
     return None if args.expected_batch_size == chosen else args.expected_batch_size
 
 
-def read_recipe(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Recipe of a recorded plan; empty if it had none.
+def read_recipe(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the recipe of a recorded plan; empty if it had none.
 
     Raises:
         DPConfigError: for values that no run wrote.
     """
-    found = plan.get("recipe", {})
     is_right = {
         "expected_batch_size": lambda value: type(value) is int and value >= 1,
         "learning_rate": lambda value: type(value) in (int, float) and 0 < value < math.inf,
         "warmup_steps": lambda value: type(value) in (int, float) and 0 <= value < math.inf,
         TRAINED_HEAD: lambda value: value is True,
     }
-    if not isinstance(found, Mapping) or any(
-        name not in is_right or not is_right[name](value) for name, value in found.items()
+    if not isinstance(recorded, Mapping) or any(
+        name not in is_right or not is_right[name](value) for name, value in recorded.items()
     ):
         raise DPConfigError(
-            f"The ledger holds a recipe that no run wrote: {found!r}. Put the ledger back as it was, or start over in "
-            "another output_dir."
+            f"The ledger holds a recipe that no run wrote: {recorded!r}. Put the ledger back as it was, or start over "
+            "in another output_dir."
         )
-    return dict(found)
+    return dict(recorded)
 
 
 def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Recipe:
