@@ -66,6 +66,10 @@ def test_named_columns_win() -> None:
         ({"text": "nope"}, r"no column 'nope' \(--text_column\). It has: 'title', 'body', 'label'"),
         ({"pair": "nope"}, r"--text_pair_column"),
         ({"label": "nope"}, r"--label_column"),
+        (
+            {"text": "nope", "label": "none", "user": "who"},
+            r"no column 'nope' \(--text_column\) or 'none' \(--label_column\) or 'who' \(--user_id_column\)",
+        ),
         ({}, "Name it with --text_column"),
     ],
 )
