@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError, PrivacyWarning
+
 SCRIPT = """
 import logging
 from hf_dpopt.common.log import logger, show
@@ -67,3 +69,10 @@ def test_a_handler_of_the_applications_own_for_this_log_is_enough():
 
 def test_other_processes_than_the_first_are_quiet():
     assert _lines(after="show(False)") == []
+
+
+def test_a_notebook_prints_a_refusal_as_one_line():
+    """IPython prints what `_render_traceback_` returns in place of the traceback; warnings it prints as ever."""
+    for kind in (DPConfigError, DPBudgetExceeded, DPStorageError):
+        assert kind("30 steps are\n charged")._render_traceback_() == [f"{kind.__name__}: 30 steps are charged"]
+    assert not hasattr(PrivacyWarning, "_render_traceback_")
