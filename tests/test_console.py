@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError, PrivacyWarning
+from tests import tiny
 
 SCRIPT = """
 import logging
@@ -76,3 +79,37 @@ def test_a_notebook_prints_a_refusal_as_one_line():
     for kind in (DPConfigError, DPBudgetExceeded, DPStorageError):
         assert kind("30 steps are\n charged")._render_traceback_() == [f"{kind.__name__}: 30 steps are charged"]
     assert not hasattr(PrivacyWarning, "_render_traceback_")
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "everything": dict(
+        noise_mechanism="nu_dpftrl", noise_kwargs='{"nu": 0.1}', filter="momentum", average_iterate="tail",
+        preconditioner="dp2_rmsprop", optim="sgd", preconditioner_kwargs='{"delay": 2}', log_private_metrics=0.02, save_strategy="steps",
+    ),
+    "users": dict(
+        privacy_unit="user", user_id_column="author", records_per_user=2,
+        train_dataset=[{**record, "author": i // 2} for i, record in enumerate(tiny.records(200))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_log_before_the_first_step_is_short(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = dict(noise_multiplier=None, target_epsilon=8.0, skip_self_check=False, train_dataset=tiny.records(200))
+    seen: list[str] = []
+    before = tiny.At("step_begin", lambda state, model: seen.extend(r.getMessage() for r in caplog.records), step=1)
+    run = tiny.trainer(tmp_path / "out", callbacks=[before], **given | RUNS[case])
+    run.train()
+    assert 0 < len(seen) <= 10 and not any("\n" in line for line in seen), seen
+    first = next(line for line in seen if line.startswith("Private training:"))
+    unit = "user (" if case == "users" else "record ("
+    assert f"epsilon {run.plan.epsilon():.4g}" in first and f"each {unit}{run.plan.adjacency})" in first
+    keys = Path(first.rsplit("Keys, to be kept private: ", 1)[1])
+    assert keys.parent.name == "runs" and not keys.is_relative_to(tmp_path / "out")
+
+
+def test_the_rest_of_the_log_is_there_on_demand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        tiny.trainer(tmp_path, log_level="debug", max_steps=1).train()
+    assert "Clipping engine: book_keeping" in caplog.text

@@ -224,12 +224,13 @@ class TrainingSession:
             f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
             f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
-            f"{sum(run.charged)} already charged"
+            f"{sum(run.charged)} already charged. Protected: each {'record' if plan.unit == 'example' else plan.unit} "
+            f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"
         )
         announce(plan, args, self._inputs, self._planned.recipe)
         announce_metrics(run, steps_of_a_line)
         if not plan.strategy.is_independent:
-            logger.info(
+            logger.debug(
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
@@ -239,8 +240,8 @@ class TrainingSession:
             logger.info(journal)
         self.stages.announce()
         if plan.compared:
-            logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
-        logger.info(f"Clipping engine: {self.stages.engine.name}, {self._engine_reason}.")
+            logger.debug(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
+        logger.debug(f"Clipping engine: {self.stages.engine.name}, {self._engine_reason}.")
         if args.explain_clipping:
             logger.info(explain(self.engine))
         if slow := unruled(self.engine):
