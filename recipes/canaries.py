@@ -52,7 +52,7 @@ from recipes.canary_texts import (
 from recipes.clm_data import find_kind
 from recipes.glue_data import GLUE_LABELS, find_columns, labels_of, read_label_list
 from recipes.options import Parser
-from recipes.tables import EXTENSIONS, TEXT_EXTENSIONS, Table, read_table
+from recipes.tables import EXTENSIONS, TEXT_EXTENSIONS, Table, check_columns, read_table
 
 COMMANDS = ("make", "score")
 RECIPES = {"clm": clm_options, "glue": glue_options}
@@ -192,8 +192,7 @@ def _labelled(table: Table, data_args: Any, texts: Any, num: int) -> list[Row]:
 
 
 def _name_users(table: Table, rows: list[Row], column: str) -> None:
-    if column not in table.columns:
-        raise DPConfigError(f"{table.name} has no column {column!r}. Its columns: {', '.join(table.columns)}.")
+    check_columns(table, {column: "user_id_column"}, "Name the one that tells users apart.")
     taken = set(map(str, table.columns[column]))
     for number, row in enumerate(rows):
         row[column] = f"canary-{number}"

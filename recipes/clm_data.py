@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_dpopt import DPConfigError
 from recipes.clm_options import DEFAULT_BLOCK_SIZE, DataTrainingArguments
-from recipes.tables import Table
+from recipes.tables import Table, check_columns, columns_in
 
 logger = logging.getLogger(__name__)
 
@@ -320,20 +320,9 @@ def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments) -> Kind:
 def check_rows(kind: Kind, tables: Mapping[str, Table]) -> None:
     """Whether every table has the columns, and every row what a record needs."""
     for table in tables.values():
-        for column in kind.columns:
-            _check_column(table, column)
+        check_columns(table, dict.fromkeys(kind.columns, ""), f"Needed is {KINDS}.")
         for row in range(len(table)):
             kind.check_row(table, row)
-
-
-def _check_column(table: Table, column: str) -> None:
-    if column not in table.columns:
-        raise DPConfigError(f"{table.name} has no column {column!r}. It has: {columns_in(table)}. Needed is {KINDS}.")
-
-
-def columns_in(table: Table) -> str:
-    """Their names; without a line of names the first record stands there, which may be long."""
-    return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}...") for name in table.columns)
 
 
 def _named_kind(table: Table, args: DataTrainingArguments) -> Kind | None:
@@ -348,10 +337,8 @@ def _named_kind(table: Table, args: DataTrainingArguments) -> Kind | None:
             f"{' and '.join(name for name, is_named in named.items() if is_named)} are given. Keep one kind: {KINDS}."
         )
     if args.messages_column:
-        _check_column(table, args.messages_column)
         return Chat(args.messages_column, plain=args.chat_template == "plain")
     if args.text_column:
-        _check_column(table, args.text_column)
         return Documents(args.text_column, args.chunk_documents)
     pair = named_pair(table, args)
     return None if pair is None else Pairs(*pair, args.separator)
@@ -409,14 +396,11 @@ def _template(table: Table, args: NamesPairs, prompt: str | None) -> str:
         template = f"{{{prompt}}}"
         if prompt == "instruction" and ALPACA_INPUT in table.columns:
             template += f"\n{{{ALPACA_INPUT}}}"
-    names = _columns_of(template)
-    if not names:
+    if not _columns_of(template):
         raise DPConfigError(
             f"prompt_template={template!r} names no column, so all prompts would be the same. Write columns in "
             "braces: '{mr}'."
         )
-    for name in names:
-        _check_column(table, name)
     return template
 
 
@@ -464,11 +448,8 @@ def tokenize(
     Raises:
         DPConfigError: if the tokenizer has no end token, or the table no such column.
     """
-    if user_id_column is not None and user_id_column not in table.columns:
-        raise DPConfigError(
-            f"{table.name} has no column {user_id_column!r} of user ids; it has: {', '.join(table.columns)}. Name the "
-            "one that tells users apart with --user_id_column."
-        )
+    if user_id_column is not None:
+        check_columns(table, {user_id_column: "user_id_column"}, "Name the one that tells users apart.")
     if tokenizer.eos_token_id is None:
         raise DPConfigError(
             "The tokenizer has no end token (eos_token), so a text would have no end. Use the tokenizer of a causal "

@@ -11,7 +11,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict
 
 from hf_dpopt import DPConfigError
-from recipes.tables import Table
+from recipes.tables import Table, check_columns
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,12 @@ class ClassificationData:
 
 
 def find_columns(
-    table: Table, *, text: str | None = None, pair: str | None = None, label: str | None = None
+    table: Table,
+    *,
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+    user: str | None = None,
 ) -> Columns:
     """The columns to use: the named ones, and known names for the rest.
 
@@ -82,11 +87,8 @@ def find_columns(
         DPConfigError: if a named column does not exist, or no text column is recognised.
     """
     names = list(table.columns)
-    for option, name in (("text_column", text), ("text_pair_column", pair), ("label_column", label)):
-        if name is not None and name not in names:
-            raise DPConfigError(
-                f"{table.name} has no column {name!r} (--{option}). It has: {', '.join(map(repr, names))}."
-            )
+    named = {"text_column": text, "text_pair_column": pair, "label_column": label, "user_id_column": user}
+    check_columns(table, {n: option for option, n in named.items() if n is not None}, "Name columns that are there.")
     label = label or next((name for name in LABEL_COLUMNS if name in names), None)
     if text is None:
         known = (found for found in TEXT_COLUMNS if set(found) - {None} <= set(names) - {label})
@@ -208,7 +210,7 @@ def build(
     Raises:
         DPConfigError: if columns or labels are missing or do not fit together.
     """
-    named = {"text": text_column, "pair": text_pair_column, "label": label_column}
+    named = {"text": text_column, "pair": text_pair_column, "label": label_column, "user": user_id_column}
     first = next(iter(tables.values()))
     used = {split: _columns_of_split(split, table, named) for split, table in tables.items()}
     labels = _declared_labels(tables.get("train", first), used.get("train", used[next(iter(used))]), task, label_list)
@@ -222,13 +224,8 @@ def build(
         )
     splits = DatasetDict({split: _dataset(split, table, used[split], labels) for split, table in tables.items()})
     if user_id_column is not None and "train" in tables:
-        ids = tables["train"].columns.get(user_id_column)
-        if ids is None:
-            raise DPConfigError(
-                f"{tables['train'].name} has no column {user_id_column!r} of user ids; it has: "
-                f"{', '.join(tables['train'].columns)}. Name the one that tells users apart with --user_id_column."
-            )
-        splits["train"] = splits["train"].add_column(user_id_column, list(ids))
+        ids = list(tables["train"].columns[user_id_column])
+        splits["train"] = splits["train"].add_column(user_id_column, ids)
     return ClassificationData(
         splits, labels, ", ".join(f"{len(table)} records of {table.name}" for table in tables.values()), task
     )
@@ -238,6 +235,8 @@ def _columns_of_split(split: str, table: Table, named: dict[str, str | None]) ->
     is_test = split.startswith("test")
     if is_test and named["label"] not in table.columns:
         named = {**named, "label": None}
+    if split != "train":
+        named = {**named, "user": None}
     columns = find_columns(table, **named)
     if columns.label is None and not is_test:
         raise DPConfigError(

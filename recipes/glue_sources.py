@@ -38,6 +38,7 @@ def load_data(
             data_args,
             name=GLUE_ON_THE_HUB if is_glue else data_args.dataset_name,
             config=data_args.task_name if is_glue else data_args.dataset_config_name,
+            training_args=training_args,
         )
         tables |= sources.public_table(data_args, training_args)
         from_hub = not any(data_args.files.values())

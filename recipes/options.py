@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import time
 from collections.abc import Collection, Mapping
@@ -152,6 +153,14 @@ def read_flags(
 class Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:  # argparse prints 200 flags before it says what is wrong
         raise DPConfigError(f"{message}. --help lists all flags.")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(unknown[0].split("=")[0], self._option_string_actions, 1)
+            meant = f" Did you mean {close[0]}?" if close else ""
+            raise DPConfigError(f"{unknown[0]} is not a flag.{meant} --help lists all flags.")
+        return found, unknown
 
 
 def _json_flags(path: Path) -> dict[str, Any]:

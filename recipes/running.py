@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sized
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import transformers
 from transformers import Trainer, set_seed
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainerMixin, DPTrainingArguments
+from hf_dpopt.common.storage import find_fault
 
 USAGE_ERROR = 2
 # Wall-clock values depend on how many records were drawn. They are shown, not stored.
@@ -129,6 +132,21 @@ def run(argv: list[str], entry: Callable[[list[str]], None]) -> int:
         if os.environ.get("HF_DPOPT_DEBUG"):
             raise
         rank = os.environ.get("RANK", "0")
-        print(f"error{'' if rank == '0' else f' (rank {rank})'}: {' '.join(str(error).split())}", file=sys.stderr)
+        said = " ".join(_explain(error, argv).split())
+        print(f"error{'' if rank == '0' else f' (rank {rank})'}: {said}", file=sys.stderr)
         return USAGE_ERROR
     return 0
+
+
+def _explain(error: Exception, argv: list[str]) -> str:
+    """The error; of a disk, with the flag of the folder that it is in, or next to, and the space that is left."""
+    words = " ".join(argv).replace("=", " ").split()
+    folders = {flag: Path(value).absolute() for flag, value in pairwise(words) if re.fullmatch("--[a-z_]*_dir", flag)}
+    path = Path(getattr(error, "filename", None) or os.devnull).absolute()
+    # such as the embedded model, which is kept next to the output
+    beside = [f"next to {flag}={at}: " for flag, at in folders.items() if path.parent == at.parent and path != at]
+    fault = None if isinstance(error, DPConfigError) else find_fault(error, [*folders.values(), *[path] * len(beside)])
+    if fault is None:
+        return str(error)
+    said = f"{''.join(beside)}{fault.describe(folders)}"
+    return f"{said}. Steps that were charged stay charged. {fault.remedy}, or name another folder."

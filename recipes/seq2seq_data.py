@@ -14,12 +14,11 @@ from recipes.clm_data import (
     Pairs,
     Record,
     check_rows,
-    columns_in,
     named_pair,
     recognised_pairs,
 )
 from recipes.seq2seq_options import DataTrainingArguments
-from recipes.tables import Table
+from recipes.tables import Table, columns_in
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from datasets import ClassLabel, Dataset, load_dataset
 
 from hf_dpopt import DPConfigError, DPTrainingArguments
+from hf_dpopt.records.unit import warn_of_people
 from recipes import hub
 from recipes.options import ModelArguments
 from recipes.public_first import SPLIT
@@ -22,6 +23,7 @@ def load_tables(
     *,
     name: str | None,
     config: str | None,
+    training_args: DPTrainingArguments,
     kinds: tuple[str, ...] = EXTENSIONS,
 ) -> dict[str, Table]:
     """Split name -> table, from the files of `data_args`, else from dataset `name` of the hub.
@@ -31,12 +33,16 @@ def load_tables(
     """
     files = {split: path for split, path in data_args.files.items() if path}
     if files:
-        return {split: read_table(path, kinds=kinds) for split, path in files.items()}
-    found: Any = hub.load(
-        f"The dataset {name!r}{f' ({config})' if config else ''}", load_dataset, name, config,
-        cache_dir=model_args.cache_dir, token=model_args.token, fix=LOCAL_FILES,
-    )  # fmt: skip
-    return {split: table_of_dataset(f"{name} {config or ''} [{split}]", dataset) for split, dataset in found.items()}
+        tables = {split: read_table(path, kinds=kinds) for split, path in files.items()}
+    else:
+        found: Any = hub.load(
+            f"The dataset {name!r}{f' ({config})' if config else ''}", load_dataset, name, config,
+            cache_dir=model_args.cache_dir, token=model_args.token, fix=LOCAL_FILES,
+        )  # fmt: skip
+        tables = {split: table_of_dataset(f"{name} {config or ''} [{split}]", one) for split, one in found.items()}
+    if "train" in tables and training_args.do_train and not data_args.non_private:
+        warn_of_people(tables["train"].columns, training_args)  # what is made of the table drops such columns
+    return tables
 
 
 def load_used(
@@ -48,7 +54,8 @@ def load_used(
         DPConfigError: if one is missing or cannot be read.
     """
     name, config = data_args.dataset_name, data_args.dataset_config_name
-    tables = used(load_tables(model_args, data_args, name=name, config=config, kinds=kinds), training_args)
+    found = load_tables(model_args, data_args, name=name, config=config, training_args=training_args, kinds=kinds)
+    tables = used(found, training_args)
     return tables | public_table(data_args, training_args, kinds=kinds)
 
 

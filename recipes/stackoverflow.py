@@ -40,7 +40,7 @@ from hf_dpopt.huggingface.refusals import check_arguments
 from recipes import options, processes, running
 from recipes.stackoverflow_data import Collator, Vocabulary, read_users, sentences, tagged
 from recipes.stackoverflow_model import TagModel, first_learn, language_model, tag_losses, tag_metrics, word_metrics
-from recipes.tables import Table
+from recipes.tables import Table, check_columns
 
 logger = logging.getLogger("recipes.stackoverflow")
 
@@ -220,15 +220,10 @@ def load(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -
         )
         if path
     }
-    wanted = [training_args.user_id_column, data_args.text_column]
-    wanted += [data_args.tags_column] if data_args.task == "tags" else []
+    wanted = {str(training_args.user_id_column): "user_id_column", data_args.text_column: "text_column"}
+    wanted |= {data_args.tags_column: "tags_column"} if data_args.task == "tags" else {}
     for table in tables.values():
-        for column in wanted:
-            if column not in table.columns:
-                raise DPConfigError(
-                    f"{table.name} has no column {column!r}; it has: {', '.join(table.columns)}. Name the columns "
-                    "with --user_id_column, --text_column and --tags_column."
-                )
+        check_columns(table, wanted, "Name columns that are there.")
     texts: list[str] = []
     if data_args.public_file:
         public = read_users(data_args.public_file, data_args.train_split)

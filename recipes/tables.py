@@ -6,7 +6,7 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,6 +39,28 @@ class Table:
     def where(self, row: int) -> str:
         """Place of a row in words."""
         return f"{self.name}, " + (f"row {row + 1}" if self.lines is None else f"line {self.lines[row]}")
+
+
+def columns_in(table: Table) -> str:
+    """Their names; without a line of names the first record stands there, which may be long."""
+    return ", ".join(repr(name if len(name) <= 40 else f"{name[:40]}...") for name in table.columns)
+
+
+def check_columns(table: Table, wanted: Mapping[str, str], fix: str) -> None:
+    """Refuse a table that lacks columns, and name all of them.
+
+    Args:
+        wanted: column -> option that names it; empty where none does.
+        fix: end of the message.
+
+    Raises:
+        DPConfigError: if one is missing.
+    """
+    missing = [
+        f"{name!r}{option and f' (--{option})'}" for name, option in wanted.items() if name not in table.columns
+    ]
+    if missing:
+        raise DPConfigError(f"{table.name} has no column {' or '.join(missing)}. It has: {columns_in(table)}. {fix}")
 
 
 def read_table(path: str | Path, *, kinds: tuple[str, ...] = EXTENSIONS) -> Table:
@@ -143,6 +165,13 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Table:
         for column, value in zip(columns, row, strict=True):
             column.append(value)
 
+    separator = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
+    if separator is not None:
+        raise DPConfigError(
+            f"{path}: the first line is one column name, {header[0][:80]!r}, so the fields seem to be separated by "
+            f"{separator!r}. A .csv file is separated by commas, a .tsv file by tabs: convert it, e.g. "
+            f"pandas.read_csv(.., sep={separator!r}).to_csv('train.csv', index=False)."
+        )
     if len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*"):
         first_row, header = header, COLA_HEADER
         add(first_line, first_row)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError, PrivacyWarning
+from hf_dpopt.huggingface import duration
+from tests import tiny
 
 SCRIPT = """
 import logging
@@ -67,3 +73,59 @@ def test_a_handler_of_the_applications_own_for_this_log_is_enough():
 
 def test_other_processes_than_the_first_are_quiet():
     assert _lines(after="show(False)") == []
+
+
+def test_a_notebook_prints_a_refusal_as_one_line():
+    """IPython prints what `_render_traceback_` returns in place of the traceback; warnings it prints as ever."""
+    for kind in (DPConfigError, DPBudgetExceeded, DPStorageError):
+        assert kind("30 steps are\n charged")._render_traceback_() == [f"{kind.__name__}: 30 steps are charged"]
+    assert not hasattr(PrivacyWarning, "_render_traceback_")
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "everything": dict(
+        noise_mechanism="nu_dpftrl", noise_kwargs='{"nu": 0.1}', filter="momentum", average_iterate="tail",
+        preconditioner="dp2_rmsprop", optim="sgd", preconditioner_kwargs='{"delay": 2}', log_private_metrics=0.02, save_strategy="steps",
+    ),
+    "users": dict(
+        privacy_unit="user", user_id_column="author", records_per_user=2,
+        train_dataset=[{**record, "author": i // 2} for i, record in enumerate(tiny.records(200))],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_the_log_before_the_first_step_is_short(tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = dict(noise_multiplier=None, target_epsilon=8.0, skip_self_check=False, train_dataset=tiny.records(200))
+    seen: list[str] = []
+    before = tiny.At("step_begin", lambda state, model: seen.extend(r.getMessage() for r in caplog.records), step=1)
+    run = tiny.trainer(tmp_path / "out", callbacks=[before], **given | RUNS[case])
+    run.train()
+    assert 0 < len(seen) <= 10 and not any("\n" in line for line in seen), seen
+    first = next(line for line in seen if line.startswith("Private training:"))
+    unit = "user (" if case == "users" else "record ("
+    assert f"epsilon {run.plan.epsilon():.4g}" in first and f"each {unit}{run.plan.adjacency})" in first
+    keys = Path(first.rsplit("Keys, to be kept private: ", 1)[1])
+    assert keys.parent.name == "runs" and not keys.is_relative_to(tmp_path / "out")
+
+
+def test_the_rest_of_the_log_is_there_on_demand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG):
+        tiny.trainer(tmp_path, log_level="debug", max_steps=1).train()
+    assert "Clipping engine: book_keeping" in caplog.text
+
+
+@pytest.mark.parametrize("seconds, said", [(1.0, ""), (20.0, "about 33 min for all 100 steps, 32 min from now")])
+def test_how_long_a_run_takes_is_said_once(
+    seconds: float, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the clock alone, from the second step on: the first one took an hour."""
+    clock = iter([3600 + seconds * step for step in range(8)])
+    monkeypatch.setattr(duration.time, "monotonic", lambda: next(clock))
+    with caplog.at_level(logging.INFO):
+        taken = duration.Duration(100)
+        for step in range(1, 9):
+            taken.step_taken(step)
+    lines = [r.getMessage() for r in caplog.records]
+    assert len(lines) == bool(said) and all(said in line for line in lines)

@@ -117,8 +117,8 @@ def test_the_names_choose_the_optimizers(tmp_path):
 
 
 def test_log_statement_and_ledger_name_the_preconditioner(tmp_path, caplog):
-    run = trainer(tmp_path, **DP2, filter="momentum", max_steps=3, average_iterate="tail")
-    with caplog.at_level("INFO", logger="hf_dpopt"):
+    run = trainer(tmp_path, **DP2, filter="momentum", max_steps=3, average_iterate="tail", log_level="debug")
+    with caplog.at_level("DEBUG", logger="hf_dpopt"):
         run.train()
     assert "Preconditioner: dp2 (delay=2" in caplog.text
     assert "LowPassFilter {'b': [0.1], 'a': [-0.9]" in caplog.text and "IterateAverage" in caplog.text

@@ -65,14 +65,14 @@ def test_the_clipping_engine_changes_nothing(tmp_path, checkpointing, caplog):
     def run(engine: str) -> dict:
         trainer = tiny.trainer(
             tmp_path / engine, model=tiny.model(dropout=0.5), clipping_engine=engine, max_steps=4,
-            gradient_checkpointing=checkpointing, unsafe_fixed_noise_key=FIXED, learning_rate=1e-3,
+            gradient_checkpointing=checkpointing, unsafe_fixed_noise_key=FIXED, learning_rate=1e-3, log_level="debug",
         )  # fmt: skip
         trainer.train()
         return tiny.weights(trainer.model)
 
     want = run("book_keeping")
     assert reference.relative_error(run("two_pass"), want) < 1e-6
-    with caplog.at_level(logging.INFO, logger="hf_dpopt"):
+    with caplog.at_level(logging.DEBUG, logger="hf_dpopt"):
         assert reference.relative_error(run("auto"), want) < 1e-6
     expected = "two_pass, gradient checkpointing is on" if checkpointing else "book_keeping, one backward"
     assert f"Clipping engine: {expected}" in caplog.text

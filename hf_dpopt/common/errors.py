@@ -22,11 +22,19 @@ def shown(value: Any, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 20]} .. ({type(value).__name__})"
 
 
-class DPConfigError(ValueError):
-    """A setting, a file or a combination of both under which the privacy statement would be false or undefined."""
+class OneLineError(Exception):
+    """An error whose message is one line, and which a notebook prints as one line."""
 
     def __init__(self, message: str = ""):
         super().__init__(one_line(message))
+
+    def _render_traceback_(self) -> list[str]:
+        """Return what a notebook prints in place of the traceback; `%debug` still finds its frames."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class DPConfigError(OneLineError, ValueError):
+    """A setting, a file or a combination of both under which the privacy statement would be false or undefined."""
 
 
 class UnsupportedModuleError(DPConfigError):
@@ -37,11 +45,8 @@ class DPStorageError(DPConfigError):
     """A disk that is full, read-only or failing. What was charged is on the disk, and the run can be resumed."""
 
 
-class DPBudgetExceeded(RuntimeError):
+class DPBudgetExceeded(OneLineError, RuntimeError):
     """The next step (or the requested run) would spend more than `target_epsilon`; raised before the step runs."""
-
-    def __init__(self, message: str = ""):
-        super().__init__(one_line(message))
 
 
 class PrivacyWarning(UserWarning):

@@ -65,9 +65,14 @@ def _is_default(handler: logging.Handler) -> bool:
     return _prints(handler) and layout in (None, logging.BASIC_FORMAT)
 
 
-def show(is_main_process: bool) -> None:
-    """Make the log visible on the main process, unless the application sets up logging itself, now or later."""
-    logger.setLevel(logging.INFO if is_main_process else logging.ERROR)
+def show(is_main_process: bool, *, is_debug: bool = False) -> None:
+    """Make the log visible on the main process, unless the application sets up logging itself, now or later.
+
+    Args:
+        is_main_process: others log errors alone.
+        is_debug: also show what a run was told anyway, or chose by itself.
+    """
+    logger.setLevel(logging.ERROR if not is_main_process else logging.DEBUG if is_debug else logging.INFO)
     if not any(isinstance(handler, _Console) for handler in logger.handlers):
         console = _Console()
         console.setFormatter(logging.Formatter("[hf_dpopt] %(message)s"))

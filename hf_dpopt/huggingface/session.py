@@ -20,6 +20,7 @@ from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
+from hf_dpopt.huggingface.duration import Duration
 from hf_dpopt.huggingface.gradient_options import gradient_options
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import KeptState
@@ -87,7 +88,7 @@ class TrainingSession:
         self._inputs, self._args, self._planned, self._records = inputs, args, planned, records
         self.plan, self.model, self.is_open = planned.plan, model, True
         self._optimizer = optimizer
-        self._unprivatized = UnprivatizedStatistics()
+        self._unprivatized, self._duration = UnprivatizedStatistics(), Duration(self.plan.num_steps)
         with contextlib.ExitStack() as undone:
             # Only now do parameters have their final identity.
             refusals.check_model(model)
@@ -224,12 +225,13 @@ class TrainingSession:
             f"Private training: {plan.describe_sampling()} Clipping: {plan.config.clipping} to "
             f"{plan.config.clipping_norm:g}; noise multiplier {plan.noise_multiplier:.4f} ({run.noise_generator}). "
             f"Planned epsilon {plan.epsilon():.4g} at delta {plan.delta:g} after {plan.num_steps} steps; "
-            f"{sum(run.charged)} already charged"
+            f"{sum(run.charged)} already charged. Protected: each {'record' if plan.unit == 'example' else plan.unit} "
+            f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"
         )
         announce(plan, args, self._inputs, self._planned.recipe)
         announce_metrics(run, steps_of_a_line)
         if not plan.strategy.is_independent:
-            logger.info(
+            logger.debug(
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "
                 f"{plan.draw_stddev:.4f} sensitivities of a step, {plan.cost.kept:.3g} copies of the gradient kept."
             )
@@ -239,8 +241,8 @@ class TrainingSession:
             logger.info(journal)
         self.stages.announce()
         if plan.compared:
-            logger.info(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
-        logger.info(f"Clipping engine: {self.stages.engine.name}, {self._engine_reason}.")
+            logger.debug(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
+        logger.debug(f"Clipping engine: {self.stages.engine.name}, {self._engine_reason}.")
         if args.explain_clipping:
             logger.info(explain(self.engine))
         if slow := unruled(self.engine):
@@ -288,6 +290,7 @@ class TrainingSession:
                     everything=self._everything,
                     stand_in=self._stand_in,
                 )
+                self._duration.step_taken(step)
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
             collectives.check_replicas_agree(self.model)
         return has_update

@@ -100,7 +100,7 @@ class DPTrainerMixin(_Trainer):
     ):
         refusals.check_arguments_given(args, type(self))
         self.args = args
-        log.show(args.process_index == 0)
+        log.show(args.process_index == 0, is_debug=args.log_level == "debug")
         warn_if_alone(os.environ, args.world_size)
         inputs = TrainerInputs.of(
             super().__init__,

@@ -7,12 +7,15 @@ the records whose protection a reader of the statement expects. Where the rows s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.log import warn_once
 from hf_dpopt.records.losses import base_model
 from hf_dpopt.records.sample import Sample
 
@@ -23,6 +26,11 @@ ANSWERS = ("labels", "label", "label_ids", "start_positions", "answer_start")
 PROMPTED = ("completion_mask", "assistant_masks")  # TRL's: one row is one prompt with its answer
 MAPPINGS = ("overflow_to_sample_mapping",)
 EXAMPLES = ("example_id", "document_id", "doc_id", "sample_id")  # one number for each text that was cut
+PEOPLE = re.compile(  # user, userId, author_name, Patient ID, customer_no ..
+    r"(user|author|customer|patient|client|person|participant|student|employee|member|speaker|username|subject(?=.))s?"
+    r"[ _-]?(id|ids|uuid|key|no|nr|num|number|name|hash)?",
+    re.IGNORECASE,
+)
 NUMBERS = ("id", "idx", "guid")  # may start anew where datasets are joined, so only neighbours are compared
 
 
@@ -54,6 +62,8 @@ def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | 
     Raises:
         DPConfigError: if rows are not records; it names the options that say what is meant.
     """
+    first = dataset[0] if isinstance(dataset, list | tuple) and len(dataset) else {}
+    warn_of_people(getattr(dataset, "column_names", None) or (first if isinstance(first, Mapping) else ()), args)
     found = recognise(dataset, model=model, padding_id=padding_id)
     if found is None or args.privacy_unit != "example":
         return None
@@ -61,6 +71,23 @@ def check_unit(dataset: Any, args: Any, *, model: Any = None, padding_id: int | 
         return found.seen
     words = _BLOCKS if found.kind == "blocks" else _WINDOWS
     raise DPConfigError(words.format(seen=found.seen))
+
+
+def warn_of_people(columns: Iterable[str], args: Any) -> None:
+    """Warn once of columns that seem to say whose a record is, where single records are protected.
+
+    Args:
+        columns: names of the columns; nothing in them is read.
+        args: the training arguments, with the unit.
+    """
+    found = [name for name in columns if PEOPLE.fullmatch(str(name))]
+    if found and args.privacy_unit != "user":
+        names = ", ".join(map(repr, found))
+        warn_once(
+            f"people in {names}",
+            f"The training set has the column {names}, and every record is protected on its own. If people have "
+            f"several records, protect people: --privacy_unit user --user_id_column {shlex.quote(str(found[0]))}.",
+        )
 
 
 _MEANT = (

@@ -115,6 +115,7 @@ class PrivateRun:
         chain: key of the steps.
         charged: steps of each chain; the last entry is this run's.
         first_step: steps that were done before this chain began.
+        keys: keys of the run, and their folder.
         log: log of the run, on rank 0; None on others, and when the run is closed.
         recovery: steps that were charged after the checkpoint and are taken again; None for none.
         metrics: noisy numbers that are released with the gradients.
@@ -157,7 +158,7 @@ class PrivateRun:
             self.chain, self.charged, self.first_step, self.recovery = (
                 opened.chain, list(opened.charged), opened.start, opened.recovery,
             )  # fmt: skip
-            self._keys = Keys(opened.keys)
+            self.keys = Keys(opened.keys)
             done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
             self._taken = done  # steps of this chain that the model has taken
             drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
@@ -169,7 +170,7 @@ class PrivateRun:
             )
             kept = opened.noise
             if self._shard is not None:
-                kept = self._keys.load_noise(self.chain, self.charged[-1], self._shard)
+                kept = self.keys.load_noise(self.chain, self.charged[-1], self._shard)
             self.noise.continue_at(self.charged[-1], kept)
             if self._shard is None:  # else each rank has its own sums
                 self.noise.share_over(self.ranks)
@@ -314,7 +315,7 @@ class PrivateRun:
     def _keep_noise(self) -> None:
         is_kept = not self.chain.unsafe and (self._shard is not None or self.ranks.rank == 0)
         if is_kept and (noise := self.noise.state()):
-            self._keys.save_noise(self.chain, noise, self._shard)
+            self.keys.save_noise(self.chain, noise, self._shard)
 
     def _stand(self) -> tuple[str, str, int]:
         assert self.log is not None
@@ -331,7 +332,7 @@ class PrivateRun:
 
     def secrets(self) -> list[bytes]:
         """Secrets that no release may contain: keys of the run."""
-        return [*self._keys.secrets(), *self.chain.secrets()]
+        return [*self.keys.secrets(), *self.chain.secrets()]
 
     def checkpoint_written(self, step: int) -> None:
         """Drop what the journal holds up to a step: a whole checkpoint that training can continue from has it."""
@@ -664,8 +665,8 @@ class PrivateRun:
         last = self.first_step + self.charged[-1]
         is_over = is_finished and last >= self.plan.num_steps
         if is_over and (self._shard is not None or self.log is not None):
-            self._keys.secrets()  # still known to the scan of what is released
-            self._keys.destroy()
+            self.keys.secrets()  # still known to the scan of what is released
+            self.keys.destroy()
         if self.log is not None:
             self._let_go()
             if is_over and self._journal is not None:

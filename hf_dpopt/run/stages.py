@@ -71,13 +71,13 @@ class Stages:
         """Say in the log what runs before the clip, after the noise and after the optimizer's step."""
         if self._spec is not None:
             given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
-            logger.info(f"Preconditioner: {self._spec['name']} ({given}).")
+            logger.debug(f"Preconditioner: {self._spec['name']} ({given}).")
         for say, line in self._noise:
             say(line)
         maps: list[Postprocess | AfterStep] = [*self.chain, *self._inner_filter, *self.after]
         named = [_describe(stage) for stage in maps]
         if named:
-            logger.info(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
+            logger.debug(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
 
     def finish(self) -> None:
         """Give the model its averaged weights, where there is an average: after the last step."""
@@ -183,7 +183,9 @@ def _describe_noise(run: PrivateRun) -> list[tuple[Callable[[str], None], str]]:
         "by_phase": "has a stream for each kind of phase of the preconditioner",
     }
     way = ways.get(plan.config.noise_at_changes, f"starts anew after every {changes.every} steps, with the scales")
-    lines: list[tuple[Callable[[str], None], str]] = [(logger.info, f"The {plan.config.noise_mechanism} noise {way}.")]
+    lines: list[tuple[Callable[[str], None], str]] = [
+        (logger.debug, f"The {plan.config.noise_mechanism} noise {way}.")
+    ]
     period = sum(changes.lengths) if way == ways["by_phase"] else changes.every
     if way != ways["carry_on"] and run.first_step % period:
         late = (

@@ -265,6 +265,7 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, list[Any]], str]] = {
     "nothing recognised": ({}, {"a": ["x"]}, "no kind of data .* the columns 'a'. Name what to use: a prompt"),
     "several kinds": ({}, {"text": ["x"], "messages": [MESSAGES]}, "several kinds .* Name what to use"),
     "missing prompt": ({"prompt_column": "q", "target_column": "a"}, {"a": ["x"]}, "no column 'q'. It has: 'a'"),
+    "both missing": ({"prompt_column": "q", "target_column": "z"}, {"a": ["x"]}, "no column 'q' or 'z'. It has: 'a'"),
     "missing text": ({"text_column": "q"}, {"a": ["x"]}, "no column 'q'. It has: 'a'"),
     "no target": ({"prompt_column": "a"}, {"a": ["x"], "b": ["y"]}, "Add --target_column <one of: 'a', 'b'>"),
     "no prompt": ({"target_column": "a"}, {"a": ["x"], "b": ["y"]}, "Add --prompt_column <one of"),

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.common import log
 from recipes.glue_data import (
     GLUE_LABELS,
     Columns,
@@ -20,7 +22,8 @@ from recipes.glue_data import (
     labels_of,
     read_label_list,
 )
-from recipes.sources import table_of_dataset
+from recipes.options import ModelArguments
+from recipes.sources import load_tables, table_of_dataset
 from recipes.tables import Table, read_table
 
 
@@ -66,6 +69,10 @@ def test_named_columns_win() -> None:
         ({"text": "nope"}, r"no column 'nope' \(--text_column\). It has: 'title', 'body', 'label'"),
         ({"pair": "nope"}, r"--text_pair_column"),
         ({"label": "nope"}, r"--label_column"),
+        (
+            {"text": "nope", "label": "none", "user": "who"},
+            r"no column 'nope' \(--text_column\) or 'none' \(--label_column\) or 'who' \(--user_id_column\)",
+        ),
         ({}, "Name it with --text_column"),
     ],
 )
@@ -177,3 +184,15 @@ def test_real_glue_files(shared_data: Path, folder: str, with_task: bool) -> Non
     if folder == "glue-mrpc":  # quotes are ordinary characters
         assert data.splits["train"][0]["text"].count('"') == 2
         assert sum(text.count('"') % 2 for text in data.splits["train"]["text"]) > 100
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_a_column_of_people_that_is_dropped_is_named(
+    tmp_path: Path, unit: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_told", set())
+    (tmp_path / "a.csv").write_text("text,label,Author ID\nx,1,9\n")
+    data_args = SimpleNamespace(files={"train": tmp_path / "a.csv"}, non_private=False)
+    args: Any = SimpleNamespace(do_train=True, privacy_unit=unit)
+    load_tables(ModelArguments(), data_args, name=None, config=None, training_args=args)
+    assert ("--user_id_column 'Author ID'" in caplog.text) == (unit == "example")

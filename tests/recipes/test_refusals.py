@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from recipes import running
 from tests.recipes import (
     test_clm,
     test_glue,
@@ -51,3 +53,36 @@ def test_bad_input(
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error") or "Traceback" in line]
     assert len(errors) == 1 and re.search(mend, errors[0]), errors
     assert sorted(folder.iterdir()) == before, "something was written"
+
+
+@pytest.mark.parametrize(
+    ("path", "flags", "said"),
+    [
+        (
+            "/proc/out/a",
+            ["--output_dir", "/proc/out"],
+            "--output_dir=/proc/out: /proc/out/a could not be written .* free",
+        ),
+        (
+            "/proc/out/a",
+            ["--output_dir=/proc/out"],
+            "--output_dir=/proc/out: /proc/out/a could not be written .* free",
+        ),
+        (None, ["--output_dir", "/proc/out"], "--output_dir=/proc/out: a file could not be written .*free in /proc"),
+        (
+            "/proc/.model",
+            ["--output_dir", "/proc/out"],
+            "next to --output_dir=/proc/out: /proc/.model could not .* Make room there",
+        ),
+        ("/elsewhere/a", ["--output_dir", "/proc/out"], "error: /elsewhere/a could not be written"),
+    ],
+)
+def test_a_full_disk_is_named_with_the_flag_of_its_folder(
+    path: str | None, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def entry(argv: list[str]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    assert running.run(flags, entry) == running.USAGE_ERROR
+    error = capsys.readouterr().err
+    assert re.search(said, error) and "Steps that were charged stay charged" in error and error.count("\n") == 1

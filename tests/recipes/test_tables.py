@@ -98,6 +98,8 @@ DAMAGED = {
         "line 3: 3 fields where the first line has 2. Remove stray",
     ),
     "ragged csv": ("a.csv", 'sentence,label\n"a\nb",1\nx\n', "line 4: 1 fields where the first line has 2"),
+    "semicolons": ("a.csv", "sentence;label\nx, y;1\n", "separated by ';'.*read_csv.*sep=';'"),
+    "tabs in a csv": ("a.csv", "sentence\tlabel\nx\t1\n", r"separated by '\\t'.*a .tsv file by tabs"),
     "open quote": ("a.csv", 'sentence,label\nx,1\n"y,1\n', "line 3: not valid csv .* Fix the quotes"),
     "twice": ("a.tsv", "label\tlabel\n1\t1\n", "two columns are called 'label'. Give each"),
     "jsonl": ("a.jsonl", '{"label": 1}\n{"label": \n', "line 2: not valid JSON .* Fix or remove that line"),

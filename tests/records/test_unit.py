@@ -14,7 +14,8 @@ from datasets import Dataset
 from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, default_data_collator
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.records.unit import recognise
+from hf_dpopt.common import log
+from hf_dpopt.records.unit import PEOPLE, recognise
 from tests import tiny
 
 VOCABULARY, LENGTH, CLS, SEP, PAD = 200, 32, 1, 2, 0
@@ -230,3 +231,30 @@ def test_what_a_trainer_makes_of_the_dataset_is_looked_at_too(tmp_path):
     trainer.train_dataset = Dataset.from_dict(_blocks(with_labels=True)).select(range(40))
     with pytest.raises(DPConfigError, match="look like blocks"):
         trainer.train()
+
+
+def test_columns_of_people_are_recognised_by_their_names():
+    people = "user users user_id userId author customer_id Patient ID customer-no username subject_id speaker"
+    names = [*people.replace("Patient ID", "").split(), "Patient ID"]
+    assert [name for name in names if not PEOPLE.fullmatch(name)] == []
+    others = (
+        "text label id idx subject input_ids labels document_id authority user_agent customer_review speakers_text"
+    )
+    assert [name for name in others.split() if PEOPLE.fullmatch(name)] == []
+
+
+@pytest.mark.parametrize("kind", ["stored", "list"])
+def test_a_column_of_people_that_is_not_used_is_named_once(tmp_path, kind, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_told", set())
+    records = [{**record, "patient_id": i // 2} for i, record in enumerate(tiny.records())]
+    dataset = Dataset.from_list(records) if kind == "stored" else records
+    tiny.trainer(tmp_path, train_dataset=dataset)
+    found = [r.getMessage() for r in caplog.records if "patient_id" in r.getMessage()]
+    assert len(found) == 1 and found[0].endswith("--privacy_unit user --user_id_column patient_id.")
+
+
+def test_people_who_are_protected_are_not_named(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_told", set())
+    records = [{**record, "patient_id": i // 2} for i, record in enumerate(tiny.records())]
+    tiny.trainer(tmp_path, train_dataset=records, privacy_unit="user", user_id_column="patient_id", records_per_user=2)
+    assert "has the column" not in caplog.text
