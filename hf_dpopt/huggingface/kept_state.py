@@ -219,7 +219,7 @@ def keep_layout(model: nn.Module) -> None:
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
 def changed_by_a_forward(names: list[str]) -> str:
