@@ -11,6 +11,7 @@ import transformers
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface import advice_log as module
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.recipe import Trained, read_recipe
 from hf_dpopt.plan import advice
 from tests.tiny import arguments, collate, model, records, trainer
@@ -322,4 +323,4 @@ def test_only_one_linear_layer_gets_the_rate_of_a_head(tmp_path, model_class, co
     for parameter in model.base_model.parameters():
         parameter.requires_grad_(False)
     args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
-    assert Trained.of(args, {"model": model}).kind == kind
+    assert Trained.of(args, TrainerInputs(model=model)).kind == kind
