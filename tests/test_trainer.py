@@ -452,3 +452,14 @@ def test_a_collator_that_packs_is_refused_before_a_step_is_charged(tmp_path):
     with pytest.raises(DPConfigError, match="one row per record"):
         trainer.train()
     assert not (tmp_path / "out/privacy/ledger.jsonl").exists()
+
+
+def test_a_scheduler_alone_is_no_second_optimizer(tmp_path):
+    other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(other, lambda step: 1.0)
+    assert tiny.trainer(tmp_path, optim="dp_adam_bc", optimizers=(None, scheduler)).plan is not None
+
+
+def test_a_trainer_that_only_evaluates_has_no_loader_of_training_records(tmp_path):
+    with pytest.raises(DPConfigError, match="no privacy plan without a train_dataset"):
+        tiny.trainer(tmp_path, train_dataset=None).get_train_dataloader()

@@ -180,13 +180,16 @@ class ReleaseGuard:
         if collectives.rank() == 0 and self.planned is not None:
             write_report(self.output_dir, self.facts(released))
 
-    def publish(self) -> None:
+    def publish(self, saved: Path | None = None) -> None:
         """Bring the report up to date, and refuse what no push may take.
+
+        Args:
+            saved: checkpoint whose files the push copies to `output_dir` first; None for those that are there.
 
         Raises:
             DPConfigError: see `check`.
         """
-        self.write_report(digests_of_release(self.output_dir))
+        self.write_report(digests_of_release(saved or self.output_dir))
         self.check(self.output_dir, is_push=True)
 
     def check(self, folder: Path, *, is_push: bool = False) -> None:

@@ -231,6 +231,7 @@ class DPTrainerMixin(_Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        keep_layout(self.model)
         self._release.check(Path(self.args.output_dir))  # what would refuse a save is found now
         is_resumed = resume_from_checkpoint is not None or self._goes_on
         assert self._planned is not None
@@ -258,6 +259,7 @@ class DPTrainerMixin(_Trainer):
     # --- data --------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
+        plan_of(self._planned)
         assert self._planned is not None
         # once more: the records may have been replaced since the trainer was made
         planned = self._planned = self._planned.after_check(self._as_made(), self.args, type(self))
@@ -287,6 +289,7 @@ class DPTrainerMixin(_Trainer):
         """One private step. Returns 0, not the loss: the exact training loss is data."""
         assert isinstance(inputs, LogicalBatch), type(inputs)
         assert inputs.step == self.state.global_step + 1, (inputs.step, self.state.global_step)
+        give_back(self.model)  # an evaluation may have left weights whole
         self._training.check_trained(self.model)
         if not self._training.take_step(inputs, self.compute_loss_context_manager):
             self.accelerator.gradient_state._set_sync_gradients(False)  # no update, until the next step begins
@@ -408,7 +411,7 @@ class DPTrainerMixin(_Trainer):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._checkpoints.defer_push(checkpoint_folder):
-            self._release.publish()
+            self._release.publish(Path(checkpoint_folder))
             super()._push_from_checkpoint(checkpoint_folder)
 
     # --- evaluation --------------------------------------------------------------------------------------------------

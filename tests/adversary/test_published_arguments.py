@@ -6,6 +6,8 @@ import base64
 import copy
 import dataclasses
 import gc
+import hashlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -78,6 +80,12 @@ def test_pushes_of_a_run_hold_no_secret(strategy: str, tmp_path: Path, hub: Hub)
     trainer.push_to_hub()
     assert hub.num_uploads == {"every_save": 4, "checkpoint": 7, "all_checkpoints": 7, "end": 1}[strategy]
     _assert_clean(tmp_path / "uploads")
+    reports = list((tmp_path / "uploads").glob("*/privacy/report.json"))
+    assert reports
+    for report in reports:  # names the weights that were pushed with it, not those of the push before
+        upload, named = report.parents[1], json.loads(report.read_text())["released_files"]
+        assert named == {name: hashlib.sha256((upload / name).read_bytes()).hexdigest() for name in named}
+        assert "model.safetensors" in named
     for folder in (tmp_path / "out").glob("checkpoint-*"):
         _assert_clean(folder)
     assert trainer.args.hub_token == TOKEN and trainer.args.private_state_dir == str(tmp_path / "hidden_keys")

@@ -74,7 +74,7 @@ def _on_kinds(args: Any, inputs: TrainerInputs, unknown: Sequence[str]) -> Itera
 
 
 def _on_what_is_given_twice(args: Any, inputs: TrainerInputs, optimizer: Any) -> Iterator[Refusal]:
-    is_given = inputs.optimizers not in (None, (None, None)) or inputs.optimizer_cls_and_kwargs is not None
+    is_given = (inputs.optimizers or (None, None))[0] is not None or inputs.optimizer_cls_and_kwargs is not None
     yield (
         inputs.preclip is not None and args.preconditioner != "none",
         f"Two preconditioners were given: preclip={type(inputs.preclip).__name__} and "
