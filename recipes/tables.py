@@ -168,8 +168,8 @@ def _from_rows(path: Path, rows: Iterator[tuple[int, list[str]]]) -> Table:
     separator = next((sign for sign in ";\t|" if len(header) == 1 and sign in header[0]), None)
     if separator is not None:
         raise DPConfigError(
-            f"{path}: the first line is one column name, {header[0][:80]!r}, so the fields seem to be separated by "
-            f"{separator!r}. A .csv file is separated by commas, a .tsv file by tabs: convert it, e.g. "
+            f"{path}: the first line is one column name with {separator!r} in it, so the fields seem to be separated "
+            f"by that. A .csv file is separated by commas, a .tsv file by tabs: convert it, e.g. "
             f"pandas.read_csv(.., sep={separator!r}).to_csv('train.csv', index=False)."
         )
     if len(header) == 4 and header[1] in ("0", "1") and header[2] in ("", "*"):

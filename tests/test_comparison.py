@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.cli.planning import print_mechanisms
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise import NoiseSource, from_parameters, momentum_workload
 from hf_dpopt.plan.choose import all_candidates, compare_mechanisms
@@ -127,14 +128,14 @@ def test_the_workload_is_that_of_optimizer_and_schedule():
     assert workload_of(arguments(lr_scheduler_type="constant"), 6).step_sizes is None
     assert not workload_of(arguments(optim="sgd"), 6).adaptive
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5)
-    given = workload_of(arguments(lr_scheduler_type="constant"), 3, {"optimizers": (sgd, None)})
+    given = workload_of(arguments(lr_scheduler_type="constant"), 3, TrainerInputs(optimizers=(sgd, None)))
     assert given.coefs == (1.0, 1.5, 1.75) and not given.adaptive
     named = arguments(lr_scheduler_type="constant", optim="sgd", optim_args="momentum=0.5")
     assert workload_of(named, 3) == given
-    by_class = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})}
+    by_class = TrainerInputs(optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}))
     assert workload_of(arguments(lr_scheduler_type="constant"), 3, by_class) == given
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    assert workload_of(arguments(), 3, {"optimizers": (adam, None)}).adaptive
+    assert workload_of(arguments(), 3, TrainerInputs(optimizers=(adam, None))).adaptive
     plateau = arguments(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
     assert workload_of(plateau, 3).step_sizes is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_a_run_does_not_go_on_with_another_stream(plan, tmp_path, monkeypatch):
     run.close()
     monkeypatch.setattr(ChaCha20Gaussian, "stream", "chacha20/2")
     with pytest.raises(DPConfigError, match="noise_rng: 'chacha20/1' in the ledger, 'chacha20/2' now"):
-        _start(plan, tmp_path, resume_step=1)
+        _start(dataclasses.replace(plan), tmp_path, resume_step=1)  # a plan writes itself down once
 
 
 def test_a_kept_state_names_its_stream(plan):

@@ -32,7 +32,7 @@ class Duration:
             seconds = (now - since) / (step - first)
             logger.info(
                 f"Duration: about {_in_words(seconds * self._num_steps)} for all {self._num_steps} steps, "
-                f"{_in_words(seconds * (self._num_steps - step))} from now, without evaluation and saving."
+                f"{_in_words(seconds * (self._num_steps - step))} from now."
             )
 
 

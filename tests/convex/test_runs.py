@@ -75,7 +75,7 @@ def test_nothing_but_ledger_and_statement_is_written_and_nothing_of_the_data(tmp
         run(folder, config(), private=clipped(config(), seed=seed))
         files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
         assert {re.sub("[0-9a-f]{16}", "ID", name) for name in files} == {
-            "private/runs/lock", "private/runs/ID/lock", "private/runs/ID/log.jsonl",  # of charges, as the ledger
+            "private/runs/ID/lock", "private/runs/ID/log.jsonl",  # of charges, as the ledger
             "out/privacy/head.json", "out/privacy/ledger.jsonl", "out/privacy/ledger.jsonl.lock",
             "out/privacy/statement.md",
         }  # fmt: skip
