@@ -101,9 +101,8 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     advice, measured = rows[0], beside_advice(job.kind, job.target_epsilon)
     if advice.outlook.verdict == "poor":
         warn(
-            "at this budget and with these passes the model is expected to learn little. More "
-            "passes (as in the table), more "
-            "records, a larger epsilon or a linear head (recipes/linear_probe.py) would help."
+            "at this budget and with these passes the model is expected to learn little. More passes (as in the "
+            "table), more records, a larger epsilon or a linear head (recipes/linear_probe.py) would help."
         )
     flags = " ".join(f"--{name} {value}" for name, value in advice.values.items())
     records = advice.batch * advice.outlook.num_steps

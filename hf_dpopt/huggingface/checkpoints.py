@@ -53,11 +53,15 @@ class Checkpoints:
     """
 
     def __init__(self, args: DPTrainingArguments):
-        self._args, self._output_dir = args, Path(str(args.output_dir))
+        self._args = args
         self.folder: Path | None = None
         self.last_saved: int | None = None
         self._pushes: list[str] = []
         self._extra: Path | None = None  # the checkpoint that is there for the journal alone
+
+    @property
+    def _output_dir(self) -> Path:
+        return Path(str(self._args.output_dir))  # which a notebook may set between two trainings
 
     # --- saving ---
 

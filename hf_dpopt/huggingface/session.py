@@ -267,7 +267,6 @@ class TrainingSession:
             autocast: makes the context of the forwards.
         """
         run, step, args, has_update = self.run, batch.step, self._args, True
-        give_back(self.model)  # an evaluation may have left weights whole
         self.model.train()
         if hasattr(self._optimizer, "train") and callable(self._optimizer.train):
             self._optimizer.train()
