@@ -89,7 +89,7 @@ def test_the_readme_has_the_numbers_of_ten_seeds() -> None:
     }
     for trainer, cells in rows.items():
         assert f"| `{trainer}` | {' | '.join(cells)} |" in readme
-    assert f"test loss ({said('untrained loss', 2)} before)" in readme
+    assert f"test loss before training: {said('untrained loss', 2)} " in readme
 
 
 @pytest.mark.slow
