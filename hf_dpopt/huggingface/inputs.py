@@ -9,8 +9,6 @@ from typing import Any
 
 from torch import nn
 
-OWN = ("per_example_loss_func", "public_dataset", "preclip", "postprocess")  # parameters that no stock Trainer has
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerInputs:
@@ -18,7 +16,6 @@ class TrainerInputs:
 
     Attributes:
         peft_config: adapter that the trainer itself puts around the model; None for no adapter.
-        stock: all that goes to the Trainer behind the mixin, by name.
     """
 
     model: Any = None
@@ -37,7 +34,6 @@ class TrainerInputs:
     public_dataset: Any = None
     preclip: Any = None
     postprocess: Sequence[Any] = ()
-    stock: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
@@ -53,14 +49,9 @@ class TrainerInputs:
         """
         stock = inspect.signature(make).bind_partial(*positional, **named).arguments
         known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in stock.items() if name in known}, **own, stock=stock)
+        return cls(**{name: value for name, value in stock.items() if name in known}, **own)
 
     @property
     def has_final_model(self) -> bool:
         """Whether the model is trained as it was given: some trainers load it or wrap it in an adapter themselves."""
         return isinstance(self.model, nn.Module) and self.peft_config is None
-
-    def arguments(self, model: Any, args: Any) -> dict[str, Any]:
-        """Arguments of another trainer that is made as this one, of another model and other training arguments."""
-        own = {name: getattr(self, name) for name in OWN}
-        return {**self.stock, **own, "model": model, "args": args}

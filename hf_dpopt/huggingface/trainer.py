@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Seq2SeqTrainer, Trainer
-from transformers.trainer_utils import BestRun, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from hf_dpopt.common import collectives, log
 from hf_dpopt.common.durable import remove_links
@@ -33,7 +33,6 @@ from hf_dpopt.huggingface.planning import plan_of, plan_run
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.processes import average_no_gradients, warn_if_alone
 from hf_dpopt.huggingface.release import ReleaseGuard, TokenizerLengths
-from hf_dpopt.huggingface.search import search
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.shards import (
     is_in_shards,
@@ -120,8 +119,7 @@ class DPTrainerMixin(_Trainer):
         with self._preemption.in_place_of_jit(args):
             super().__init__(model, args, *positional, **kwargs)
         self.remove_callback(RefuseStockTraining)
-        if self.model is not None:  # a search makes it later
-            keep_layout(self.model)
+        keep_layout(self.model)
         made = self._as_made()  # some trainers load the model or wrap it in an adapter themselves
         if model is not None and not inputs.has_final_model:
             refusals.check_model_with_records(self.model, made)
@@ -450,36 +448,8 @@ class DPTrainerMixin(_Trainer):
         with self._on_held_out(test_dataset):
             return super().get_test_dataloader(test_dataset)
 
-    @explains_storage_faults
-    def hyperparameter_search(  # type: ignore[override]
-        self,
-        hp_space: Any = None,
-        *,
-        metric: str = "eval_loss",
-        direction: str = "minimize",
-        **others: Any,
-    ) -> BestRun:
-        """Train a random number of runs with options drawn from a space, and release the best alone.
-
-        `target_epsilon` is for all of them; see docs/tuning.md. The best is in `output_dir` and in `self.model`.
-
-        Args:
-            hp_space: option -> values, or ``{"low": 1e-4, "high": 1e-1, "log": True}``.
-            metric: score, as `evaluate` names it.
-            direction: "minimize" or "maximize" it.
-            **others: what stock searches take (backend, n_trials, compute_objective ..): refused.
-        """
-        return search(
-            self.args,
-            self._planned,
-            lambda model, args: type(self)(**self._inputs.arguments(model, args)),
-            self.model,
-            has_model_init=self.model_init is not None,
-            hp_space=hp_space,
-            metric=metric,
-            direction=direction,
-            others=others,
-        )
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        raise DPConfigError("`hyperparameter_search` accounts for no run. Use `hf-dpopt tune` (docs/tuning.md).")
 
 
 class DPTrainer(DPTrainerMixin, Trainer):

@@ -21,6 +21,7 @@ from hf_dpopt.noise import MECHANISMS
 from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.sampling import SAMPLERS
 from tests import tiny
+from tests.tuning.in_process import tune
 from tests.verify.forging import Folder
 
 SHAPE = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "max_position_embeddings": 16}
@@ -82,8 +83,8 @@ NOT_COMPOSED = {"unsafe_fixed_noise_key": "was not private", "noise_mechanism=de
 def made(folder: Path, **options: Any) -> Any:
     rows = [row | {"author": f"user {i % 11}"} for i, row in enumerate(tiny.records())]
     return tiny.trainer(
-        folder, model=tiny.model(dropout=0.0, **SHAPE), train_dataset=rows, private_state_dir=f"{folder}-keys",
-        **{"max_steps": 4, "recipe": "none", "optim": "sgd", **options},
+        folder, model=tiny.model(dropout=0.0, **SHAPE), train_dataset=rows,
+        **{"max_steps": 4, "recipe": "none", "optim": "sgd", "private_state_dir": f"{folder}-keys", **options},
     )  # fmt: skip
 
 
@@ -149,33 +150,34 @@ def test_a_chain_of_earlier_runs_forgets_none(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """The best of a search, and a finished run of epsilon 4 that includes it."""
-    tmp_path = tmp_path_factory.mktemp("searched")
-    first = made(
-        tmp_path / "a", **{**TUNED, "target_delta": 1e-3}, eval_dataset=tiny.records(16), eval_data_privacy="public"
-    )
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """The best of a tuning, and a finished run of epsilon 4 that includes it."""
+    tmp_path = tmp_path_factory.mktemp("tuned")
+    asked = {**TUNED, "target_delta": 1e-3, "eval_dataset": tiny.records(16), "eval_data_privacy": "public"}
+    first = made(tmp_path / "a", **asked)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunCount, "draw", lambda self, source: 2)
-        first.hyperparameter_search({"learning_rate": [0.1, 0.2]})
+        tune(
+            lambda folder, **options: made(folder, **asked, **options), tmp_path / "a", RunCount(mean=3.0), [0.1, 0.2]
+        )
     again = {"noise_multiplier": None, "target_epsilon": 4.0, "earlier_runs": [first.args.output_dir]}
     second = trained(tmp_path / "b", **again)
     second.save_model()
     return first, second
 
 
-def test_the_best_of_a_search_costs_what_the_search_cost(searched: tuple[Any, Any]) -> None:
-    first, second = searched
+def test_the_best_of_a_tuning_costs_what_the_tuning_cost(tuned: tuple[Any, Any]) -> None:
+    first, second = tuned
     assert flatten(second.plan.earlier[0].event) == flatten(first.plan.event)
     assert 2.9 < first.plan.epsilon() == pytest.approx(second.plan.epsilon((0,)), rel=1e-3)
     assert 3.9 < second.plan.epsilon() <= 4.0
 
 
-def test_verify_recomputes_it_and_refuses_less(searched: tuple[Any, Any], tmp_path: Path) -> None:
+def test_verify_recomputes_it_and_refuses_less(tuned: tuple[Any, Any], tmp_path: Path) -> None:
     def verified(folder: Path) -> int:
         return CliRunner().invoke(app, ["verify", str(folder)]).exit_code
 
-    source = Path(searched[1].args.output_dir)
+    source = Path(tuned[1].args.output_dir)
     assert verified(source) == 0
     for number, forge in enumerate(FORGERIES):
         folder = Folder(source, tmp_path / str(number))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.cli.app import app
 from tests import tiny
 from tests.adversary.test_forged_ledgers import RAN, made, scene
+from tests.tuning.in_process import tune
 
 __all__ = ["made", "scene"]  # fixtures
 
@@ -51,16 +54,17 @@ def test_a_torn_checkpoint_is_not_moved_through_a_link(scene):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "privacy"])
-def test_the_best_of_a_tuning_is_not_copied_through_a_link(tmp_path, name):
+def test_the_best_of_a_tuning_is_not_copied_through_a_link(tmp_path, name, monkeypatch):
     victim, out = _victim(tmp_path), tmp_path / "out"
     out.mkdir()
     os.symlink(victim if name == "privacy" else victim / name, out / name)
-    search = tiny.trainer(
-        out, eval_dataset=tiny.records(8), eval_data_privacy="not_protected", tuned_runs=1.5, target_epsilon=8.0,
-        noise_multiplier=None, max_steps=2, private_state_dir=str(tmp_path / "keys"),
+    monkeypatch.setattr(RunCount, "draw", lambda self, source: 1)
+    options = {"tuned_runs": 1.5, "target_epsilon": 8.0, "noise_multiplier": None, "max_steps": 2}
+    make = functools.partial(
+        tiny.trainer, eval_dataset=tiny.records(8), eval_data_privacy="not_protected", **options
     )  # fmt: skip
     try:
-        search.hyperparameter_search({"learning_rate": [1e-3]})
+        tune(make, out, RunCount(mean=1.5), [1e-3])
     except DPConfigError as refused:
         assert f"{name} is a link" in str(refused)
     _check(victim)

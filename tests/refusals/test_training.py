@@ -93,3 +93,8 @@ def test_more_steps_than_the_budget_covers(arguments, tmp_path):
     with pytest.raises(DPBudgetExceeded, match="Raise --target_epsilon"):
         DPTrainer(bert(), arguments(**budget), train_dataset=records()).train()
     assert num_charged(tmp_path / "out") == 2
+
+
+def test_a_search_is_refused(tmp_path):
+    with pytest.raises(DPConfigError, match="hf-dpopt tune"):
+        tiny.trainer(tmp_path).hyperparameter_search({"learning_rate": [0.1]}, n_trials=3)
