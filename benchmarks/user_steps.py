@@ -1,9 +1,9 @@
-"""Clipping users beside clipping records, and local training one by one beside side by side; in one run.
+"""Clipping users beside clipping records, and local training; in one run.
 
     python benchmarks/user_steps.py --output ../docs/user_steps.json        # in benchmarks/
 
 Clipping: the same rows, as records and as users of 2, 4 or 8 rows each, one user in parts, and a round of users of
-uneven sizes in physical batches of eight (four) rows; the ratio is within a repetition. Local training: users per second of small users on LoRA, by loop and by vmap.
+uneven sizes in physical batches of eight (four) rows; the ratio is within a repetition. Local training: users per second of small users on LoRA.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def clipping(name: str, finetuning: str, repetitions: int) -> list[dict[str, Any
     return found
 
 
-def local(name: str, repetitions: int, num_users: int, records: int, tokens: int) -> list[dict[str, Any]]:
+def local(name: str, repetitions: int, num_users: int, records: int, tokens: int) -> dict[str, Any]:
     case, rng = Case(name, "lora", "cpu", bf16=False), np.random.default_rng(0)
     vocabulary, is_causal = case.model.config.vocab_size, "gpt2" in name
     rows = [
@@ -95,24 +95,18 @@ def local(name: str, repetitions: int, num_users: int, records: int, tokens: int
 
     training = LocalTraining(learning_rate=0.01, batch_size=4)
 
-    def round_of(at_once: int) -> None:
+    def round_of() -> None:
         sums = case.engine.empty_sum()
         seeds = list(range(num_users))
-        batch = LocalUserBatch(rows, 1, [records] * num_users, seeds, training, at_once)
+        batch = LocalUserBatch(rows, 1, [records] * num_users, seeds, training)
         for users in batch.physical(records, collate_rows):
             users.add_to(sums, case.engine, case.losses)
         sums.result()
 
-    found = []
-    for at_once in (1, 4, num_users):
-        taken = [seconds(case, lambda at_once=at_once: round_of(at_once)) for _ in range(repetitions + 1)][1:]
-        found.append(
-            {
-                "model": name, "users_at_once": at_once, "users": num_users, "records": records, "tokens": tokens,
-                "users_per_second": num_users / statistics.median(taken),
-            }
-        )  # fmt: skip
-        print(found[-1], flush=True)
+    taken = [seconds(case, round_of) for _ in range(repetitions + 1)][1:]
+    sizes = {"users": num_users, "records": records, "tokens": tokens}
+    found = {"model": name, **sizes, "users_per_second": num_users / statistics.median(taken)}
+    print(found, flush=True)
     return found
 
 
@@ -124,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     models = [(name, finetuning) for name in options.models for finetuning in ("full", "lora")]
     steps = [row for model in models for row in clipping(*model, options.repetitions)]
-    rounds = [row for name in ("demo", "gpt2-768x6") for row in local(name, options.repetitions, 8, 8, 16)]
+    rounds = [local(name, options.repetitions, 8, 8, 16) for name in ("demo", "gpt2-768x6")]
     if options.output is not None:
         about = {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
         numbers = {"about": about, "clipping": steps, "local": rounds}

@@ -33,7 +33,6 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "records_per_user": ("4", 4),
     "user_weighting": ("mean", "mean"),
     "local_training": ('{"learning_rate": 0.5}', {"learning_rate": 0.5}),
-    "local_users_at_once": ("4", 4),
     "recipe": ("none", "none"),
     "noise_mechanism": ("blt", "blt"),
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),

@@ -13,7 +13,6 @@ from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArgu
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.training_args import OptimizerNames
 
-from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.values import check_json, check_types
@@ -114,7 +113,6 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         values = {name: getattr(self, name) for name in names}
         for name in ("noise_kwargs", "preconditioner_kwargs", "private_metrics_kwargs"):
             values[name] = values[name] or {}
-        check_count("local_users_at_once", self.local_users_at_once)
         if self.privacy_unit == "user" and self.records_per_user is None:
             values["records_per_user"] = RECORDS_PER_USER
         return PrivacyConfig(expected_batch_size=expected_batch_size, **values)

@@ -141,7 +141,7 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
     if config.privacy_unit == "user":
         folder = functools.partial(private_folder, args.private_state_dir, Path(output_dir))
-        users = UserData.of(inputs.train_dataset, args.user_id_column, config, folder, args.local_users_at_once)
+        users = UserData.of(inputs.train_dataset, args.user_id_column, config, folder)
         num_examples = users.num_sampled
     check_same_everywhere(inputs.train_dataset)
 

@@ -326,7 +326,6 @@ class UserOptions:
         '\'{"learning_rate": 0.5, "batch_size": 16, "epochs": 1, "steps": 20}\'; only learning_rate is required.',
         unset="off",
     )
-    local_users_at_once: int = option(1, "Users trained in parallel; changes memory and speed only.")
 
 
 @dataclass

@@ -29,16 +29,14 @@ class UserData:
         index: whose rows are whose.
         column: column of the ids, which no model sees.
         config: says how many records of a user take part in a step, and what is made of them.
-        users_at_once: trained side by side, where they are trained locally.
     """
 
-    def __init__(self, index: UserIndex, column: str, config: PrivacyConfig, users_at_once: int = 1):
+    def __init__(self, index: UserIndex, column: str, config: PrivacyConfig):
         assert config.records_per_user is not None
         self.index, self.column, self.records_per_user = index, column, config.records_per_user
         self.weight = 1 / config.records_per_user if config.user_weighting == "constant" else None
         self.samples_records = config.sampling == CappedPoissonSampler.name
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
-        self.users_at_once = users_at_once
 
     @classmethod
     def of(
@@ -47,7 +45,6 @@ class UserData:
         column: str | None,
         config: PrivacyConfig,
         make_folder: Callable[[], Path],
-        users_at_once: int = 1,
     ) -> UserData:
         """Read the ids, or the index of an earlier run on the same data.
 
@@ -57,7 +54,6 @@ class UserData:
             config: configuration of the run; its unit is the user.
             make_folder: makes the folder that nobody else may read, where the index of a `datasets.Dataset` is kept;
                 called on every rank, for each machine may have a disk of its own.
-            users_at_once: users trained side by side, where they are trained locally.
 
         Raises:
             DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
@@ -82,7 +78,7 @@ class UserData:
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
                 "people have several rows, this is not the column that tells them apart."
             )
-        made = cls(index, column, config, users_at_once)
+        made = cls(index, column, config)
         logger.info(
             f"{index.num_users} users, by the column {column!r}. How much each of them wrote is data "
             "(--log_unprivatized prints it)."
@@ -153,9 +149,7 @@ class UserData:
         if self.samples_records:
             return of_rows(records, indices)
         if self.local_training is not None:
-            return LocalUserBatch(
-                records, indices.step, indices.sizes, indices.seeds, self.local_training, self.users_at_once
-            )
+            return LocalUserBatch(records, indices.step, indices.sizes, indices.seeds, self.local_training)
         return UserBatch(records, indices.step, indices.sizes, self.weight)
 
     def without_id(self, record: Any) -> dict[str, Any]:

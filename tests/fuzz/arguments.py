@@ -148,7 +148,7 @@ def stages_case() -> st.SearchStrategy[Case]:
 
 def users_case() -> st.SearchStrategy[Case]:
     """Options of users, on records that name them or do not."""
-    names = ("records_per_user", "local_training", "local_users_at_once",
+    names = ("records_per_user", "local_training",
              "expected_batch_size", "user_weighting", "user_id_column")  # fmt: skip
 
     def case(given: dict[str, Any], sampling: str, column: Any, ids: Any) -> Case:

@@ -223,7 +223,7 @@ def arguments(_: str = "", **changes: str | None) -> list[str]:
     [
         {},
         {"local_training": '{"learning_rate": 0.3}', "optim": "sgd", "optim_args": "momentum=0.9"},
-        {"noise_mechanism": "nu_dpftrl", "local_training": '{"learning_rate": 0.3}', "local_users_at_once": "2"},
+        {"noise_mechanism": "nu_dpftrl", "local_training": '{"learning_rate": 0.3}'},
         {"sampling": "capped_poisson"},
     ],
     ids=["gradients", "federated", "correlated", "records"],

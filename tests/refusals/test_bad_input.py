@@ -44,7 +44,7 @@ ARGUMENTS = {  # what was given -> what is said
     "a rate of -1": ({"learning_rate": -1.0}, "learning_rate=-1.0 is out of range"),
     "a rate of NaN": ({"learning_rate": math.nan}, "learning_rate=nan is not a finite number"),
     "betas of None": ({"adam_beta1": None}, "adam_beta1=None is of type NoneType. Use a number"),
-    "a text for a number": ({"local_users_at_once": "two"}, "local_users_at_once='two' is of type str"),
+    "a text for a number": ({"public_batch_size": "two"}, "public_batch_size='two' is of type str"),
     "folders in a number": ({"earlier_runs": -2.0}, "earlier_runs=-2.0 is of type float"),
     "an option without a value": ({"optim": "adafactor", "optim_args": "rank"}, "`optim_args` has 'rank', which"),
     "an order of 1e6": ({"filter": "butterworth:1000000:0.1"}, "order=1000000 is no filter order"),

@@ -1,4 +1,4 @@
-"""Local training: how far SGD on a user's records moves the weights, against loops, alone and side by side."""
+"""Local training: how far SGD on a user's records moves the weights, against loops."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, drop_diverged
 from tests import tiny
-from tests.grads.models import MODELS
 from tests.reference import clipping as reference
 from tests.users.test_training import _trainer
 
@@ -21,10 +20,8 @@ LOOSE = make_clipping("flat", 1e9)
 SIZES, SEEDS = (5, 3, 1, 7), (11, 12, 13, 14)
 
 
-def _model(name="tiny"):
-    if name == "tiny":
-        return tiny.model(dropout=0.0).double()
-    return MODELS[name]().double()
+def _model():
+    return tiny.model(dropout=0.0).double()
 
 
 def _moved(model, records, training, seed) -> dict:
@@ -81,48 +78,17 @@ def test_local_steps_are_as_many_as_asked_for_and_every_epoch_has_every_record(o
 
 
 @pytest.mark.slow_but(3)
-@pytest.mark.parametrize("at_once", [1, 3, 4])
 @pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
-def test_users_move_the_weights_as_plain_sgd_does(training, at_once):
+def test_users_move_the_weights_as_plain_sgd_does(training):
     model, users = _model(), _users()
     moves = [_moved(model, mine, training, seed) for mine, seed in zip(users, SEEDS, strict=True)]
     bound = sorted(reference.norm(move).item() for move in moves)[2]
     want = reference.sum_of_clipped(moves, bound)
     before = {n: p.clone() for n, p in model.named_parameters()}
-    batch = LocalUserBatch([r for mine in users for r in mine], 1, SIZES, SEEDS, training, at_once)
+    batch = LocalUserBatch([r for mine in users for r in mine], 1, SIZES, SEEDS, training)
     got = _sum(model, batch, make_clipping("flat", bound))
     assert reference.relative_error(got, want) < 1e-10
     assert all(torch.equal(p, before[n]) and p.grad is None for n, p in model.named_parameters())
-
-
-@pytest.mark.parametrize("name", ["bert-lora", "distilbert-lora", "gpt2-lora", "llama-lora"])
-def test_side_by_side_is_one_after_the_other_on_adapters(name):
-    model, users = _model(name), _users()
-    training = TRAININGS["two epochs"]
-    records = [r for mine in users for r in mine]
-    if not name.startswith(("bert", "distilbert")):
-        records = [{**r, "label": 0} for r in records]
-    alone = LocalUserBatch(records, 1, SIZES, SEEDS, training, 1)
-    together = LocalUserBatch(records, 1, SIZES, SEEDS, training, 4)
-    if not name.startswith(("bert", "distilbert")):
-        return _compare_causal(model, alone, together)
-    assert reference.relative_error(_sum(model, together), _sum(model, alone)) < 1e-10
-    return None
-
-
-def _compare_causal(model, alone, together):
-    def collate(rows):
-        batch = tiny.collate(rows)
-        batch["labels"] = torch.where(batch["attention_mask"] == 0, -100, batch["input_ids"])
-        return batch
-
-    sums = []
-    for users in (alone, together):
-        engine, losses = make_engine(model, LOOSE), RecordLosses(model)
-        sums.append(engine.empty_sum())
-        for user in users.physical(4, collate):
-            user.add_to(sums[-1], engine, losses)
-    assert reference.relative_error(sums[1].result(), sums[0].result()) < 1e-10
 
 
 class Exploding:
@@ -141,20 +107,17 @@ def _collate_numbers(rows):
     return {name: torch.tensor([row[name] for row in rows]) for name in ("x", "y")}
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_what_a_user_gives_does_not_depend_on_who_is_trained_beside_them(at_once):
-    """A user with fewer steps, or fewer records in one, is filled up; the filling is not looked at anywhere else."""
+def test_what_a_user_gives_does_not_depend_on_who_is_trained_beside_them():
     losses = Exploding()
     engine = make_engine(losses.model, LOOSE)
     ends, goes_on = [{"x": [1.0], "y": 91.0}], [{"x": [0.1], "y": 1.0}] * 3
     sums = engine.empty_sum()
-    batch = LocalUserBatch(
-        [*ends, *goes_on, *ends], 1, (1, 3, 1), (1, 2, 3), LocalTraining(learning_rate=1.0, batch_size=2), at_once
-    )
+    training = LocalTraining(learning_rate=1.0, batch_size=2)
+    batch = LocalUserBatch([*ends, *goes_on, *ends], 1, (1, 3, 1), (1, 2, 3), training)
     for users in batch.physical(9, _collate_numbers):
         users.add_to(sums, engine, losses)
     alone = engine.empty_sum()
-    for user in LocalUserBatch(goes_on, 1, (3,), (2,), batch.training, 1).physical(9, _collate_numbers):
+    for user in LocalUserBatch(goes_on, 1, (3,), (2,), batch.training).physical(9, _collate_numbers):
         user.add_to(alone, engine, losses)
     moved = sums.result()["weight"] - alone.result()["weight"]
     assert moved.item() == pytest.approx(-180, rel=1e-5)
@@ -167,22 +130,21 @@ def test_a_user_who_diverges_gives_nothing():
     assert found["a"][1:3].isnan().all() and found["b"][1:3].isnan().all()  # which no sum takes
     model = _model()
     training = LocalTraining(learning_rate=1e9, batch_size=2, steps=4)
-    for at_once in (1, 2):
-        total = _sum(model, LocalUserBatch([*_users()[0], *_users()[1]], 1, (5, 3), (1, 2), training, at_once))
-        assert not any(delta.any() for delta in total.values())
+    total = _sum(model, LocalUserBatch([*_users()[0], *_users()[1]], 1, (5, 3), (1, 2), training))
+    assert not any(delta.any() for delta in total.values())
 
 
 def test_dropout_is_the_users_own():
     """What a user gives does not depend on who else is in the round, and differs between users."""
     model = tiny.model(dropout=0.4).double().train()
     mine, training = _users()[0], LocalTraining(learning_rate=0.5, batch_size=5)
-    alone = _sum(model, LocalUserBatch(mine, 1, (5,), (7,), training, 1))
+    alone = _sum(model, LocalUserBatch(mine, 1, (5,), (7,), training))
     engine, losses, sums = make_engine(model, LOOSE), RecordLosses(model), []
-    for user in LocalUserBatch([*_users()[3], *mine], 1, (7, 5), (8, 7), training, 1).physical(9, tiny.collate):
+    for user in LocalUserBatch([*_users()[3], *mine], 1, (7, 5), (8, 7), training).physical(9, tiny.collate):
         sums.append(engine.empty_sum())
         user.add_to(sums[-1], engine, losses)
     assert reference.relative_error(sums[1].result(), alone) < 1e-12
-    other = _sum(model, LocalUserBatch(mine, 1, (5,), (9,), training, 1))
+    other = _sum(model, LocalUserBatch(mine, 1, (5,), (9,), training))
     assert reference.relative_error(other, alone) > 1e-3
 
 
@@ -213,6 +175,4 @@ def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(
         return seen.steps[0]
 
     gradient, whole = run("gradient", user_weighting="mean"), {"learning_rate": 1.0, "batch_size": 50}
-    for at_once in (1, 6):
-        local = run(f"local{at_once}", local_training=whole, local_users_at_once=at_once)
-        assert reference.relative_error(local, gradient) < 1e-5
+    assert reference.relative_error(run("local", local_training=whole), gradient) < 1e-5

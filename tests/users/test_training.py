@@ -250,11 +250,6 @@ REFUSED = {
         {"local_training": {"learning_rate": 0.1}, "privacy_unit": "example", "user_id_column": None, "records_per_user": None},
         "privacy_unit='user'",
     ),
-    "nobody at once": ({"local_training": {"learning_rate": 0.1}, "local_users_at_once": -1}, "local_users_at_once=-1"),
-    "side by side with checkpointing": (
-        {"local_training": {"learning_rate": 0.1}, "local_users_at_once": 4, "gradient_checkpointing": True},
-        "side by side.*Use local_users_at_once=1",
-    ),
     "sampled records": (
         {"local_training": {"learning_rate": 0.1}, "sampling": "capped_poisson"}, "any sampling but 'capped_poisson'"
     ),

@@ -29,11 +29,6 @@ def check_arguments(args: Any) -> Iterator[Refusal]:
     yield from _on_batching(args)
     yield from _on_backward(args)
     yield from _on_side_channels(args)
-    yield (
-        getattr(args, "local_users_at_once", 1) > 1 and (args.gradient_checkpointing or args.activation_checkpointing),
-        "Users cannot be trained side by side (vmap) with gradient checkpointing. Use local_users_at_once=1, or no "
-        "checkpointing.",
-    )
 
 
 def _on_devices(args: Any) -> Iterator[Refusal]:
