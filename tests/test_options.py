@@ -147,7 +147,7 @@ package = types.ModuleType("hf_dpopt")  # what hf_dpopt/__init__.py exports is a
 package.__path__ = [sys.argv[1]]
 sys.modules["hf_dpopt"] = package
 from hf_dpopt.cli.app import app
-for command in ([], ["plan"], ["plan-head"], ["report"], ["scan"]):
+for command in ([], ["plan"], ["plan-head"], ["verify"], ["scan"]):
     try:
         app([*command, "--help"])
     except SystemExit as stopped:

@@ -81,7 +81,7 @@ def test_python_m_is_the_command_line(repo: Path) -> None:
         command, env=os.environ | {"PYTHONPATH": path}, text=True, capture_output=True, timeout=120
     )
     assert result.returncode == 0 and not result.stderr
-    assert "Differentially private finetuning" in result.stdout and "report" in result.stdout
+    assert "Differentially private finetuning" in result.stdout and "verify" in result.stdout
 
 
 # --- what is not ours ---

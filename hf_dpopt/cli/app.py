@@ -86,7 +86,7 @@ def demo(
 @takes(
     "expected_batch_size", "target_epsilon", "noise_multiplier", "target_delta", "allow_large_delta", "sampling",
     "adjacency", "noise_mechanism", "noise_kwargs", "noise_restart_every", "noise_at_changes", "preconditioner",
-    "preconditioner_kwargs", "amplification_samples",
+    "preconditioner_kwargs", "amplification_samples", "tuned_runs", "tuned_shape",
 )  # fmt: skip
 def plan(
     ctx: typer.Context,
@@ -127,14 +127,6 @@ def plan(
 
     num_steps = planning.steps_of_run(num_examples, options["expected_batch_size"], steps=steps, epochs=epochs)
     (planning.plan_run if users is None else planning.plan_users)(given, num_steps)
-
-
-@app.command()
-def report(output_dir: OutputDir) -> None:
-    """Print a run's privacy statement, and check it by the ledger. Exit code 1 if they disagree."""
-    from hf_dpopt.cli.folders import show_report
-
-    _end_with(not show_report(output_dir))
 
 
 @app.command()
@@ -181,9 +173,6 @@ def audit(
         ),
     ] = None,
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
-    plot: Annotated[
-        Path | None, typer.Option(help="Write a plot of the attack within the claim (PNG, SVG).", callback=check_path)
-    ] = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -200,7 +189,7 @@ def audit(
         code = auditing.show_scores(scores, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
     else:
         code = auditing.show_audit(
-            options, num_canaries=canaries, num_steps=steps, significance=significance, plot=plot, as_json=as_json,
+            options, num_canaries=canaries, num_steps=steps, significance=significance, as_json=as_json,
             like=like,
         )  # fmt: skip
     _end_with(code)
@@ -226,29 +215,6 @@ def doctor(
     from hf_dpopt.cli.doctor import show_health
 
     _end_with(not show_health(output_dir, private_state_dir, fix=fix))
-
-
-@app.command()
-@takes("expected_batch_size", "target_epsilon", "target_delta", "sampling")
-def plan_tuning(
-    num_examples: NumExamples,
-    steps: Steps = None,
-    epochs: Epochs = None,
-    runs: Annotated[
-        list[float] | None, typer.Option(help="Mean number of runs; more than once for several. Default: 2 to 100.")
-    ] = None,
-    shape: Annotated[
-        list[float] | None, typer.Option(help="Shape of its law (0, 1, inf ..); more than once for several.")
-    ] = None,
-    finetuning: Finetuning = None,
-    as_json: AsJson = False,
-    **options: Any,
-) -> None:
-    """Plan the best of a random number of runs. Prints noise and epsilon of each; no data is read."""
-    given = {**locals(), **options}
-    from hf_dpopt.cli.tuning import show_tuning_plans
-
-    show_tuning_plans(given)
 
 
 @app.command()

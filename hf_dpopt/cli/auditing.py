@@ -12,14 +12,12 @@ import typer
 
 from hf_dpopt.audit.auditing import Audit, audit
 from hf_dpopt.audit.black_box import bound_scores
-from hf_dpopt.cli.flags import check_folder
 from hf_dpopt.cli.show import print_json
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.audits import INSTALLATION
 from hf_dpopt.report.report import add_audit, read_report
 
-IMAGES = (".png", ".svg")
 LIKE = ("noise_mechanism", "noise_kwargs", "adjacency", "clipping", "clipping_norm", "privacy_unit")
 
 
@@ -47,22 +45,15 @@ def show_audit(
     num_canaries: int,
     num_steps: int,
     significance: float,
-    plot: Path | None,
     as_json: bool,
     like: Path | None = None,
 ) -> int:
     """Audit these options, or those of a run it is like, print what was found, and return 1 if a test failed."""
-    if plot is not None:
-        _check_plot(plot)
     settings = {} if like is None else _settings_like(like)
     settings |= {name: value for name, value in options.items() if value is not None}
     done = audit(settings, num_canaries=num_canaries, num_steps=num_steps, significance=significance)
     if like is not None:
         current_ranks().same(lambda: _write_down(like, done))
-    if plot is not None:
-        from hf_dpopt.audit.plot import plot_attack
-
-        plot_attack(done, plot)
     if as_json:
         print_json(done.public_dict())
     else:
@@ -79,14 +70,6 @@ def significance_of(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise DPConfigError(f"--confidence={confidence:g} makes no bound. Use a number between 0 and 1, such as 0.95.")
     return 1 - confidence
-
-
-def _check_plot(path: Path) -> None:
-    if path.suffix.lower() not in IMAGES:
-        raise DPConfigError(f"--plot {path} names no image. Use a file that ends in {' or '.join(IMAGES)}.")
-    if not path.parent.is_dir():
-        raise DPConfigError(f"--plot {path}: there is no folder {path.parent}. Make it, or name another file.")
-    check_folder(path.parent)
 
 
 def _write_down(output_dir: Path, done: Audit) -> None:

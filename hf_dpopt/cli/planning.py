@@ -9,7 +9,6 @@ import math
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +32,9 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.users import plan_for_users
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
-from hf_dpopt.report.noise_plots import plot_comparison, pyplot
-from hf_dpopt.report.profile_plot import plot_profile
+from hf_dpopt.report.profile_plot import plot_profile, pyplot
 from hf_dpopt.report.statement import round_up
 
-PLOTTED_EPSILONS = (1.0, 2.0, 4.0, 8.0, 16.0)
 BYTES = 4  # of a float32
 AHEAD = (
     " Ahead below: learning rate x curvature of a quadratic, below which the last weights have less noise than with "
@@ -99,7 +96,7 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
         workload = workload_of(given, num_steps)
         sizes = {"num_examples": num_examples, "num_steps": num_steps, "workload": workload}
         made = make_plan(config, **sizes)
-        compares = given["compare"] if given["compare"] is not None else not given["as_json"] or plots is not None
+        compares = given["compare"] if given["compare"] is not None else not given["as_json"]
         rows = _compare(config, made, sizes) if compares else []
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         warn(message)
@@ -114,16 +111,10 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
             print_mechanisms(rows, num_parameters)
         for line in [] if beside is None else beside.lines():
             typer.echo(line)
-    written: list[Path] = []
     if plots is not None and meaning:
-        written += plot_profile(
-            profile_of_plan(made), plots, epsilon=made.epsilon(), delta=made.delta, unit=_unit(made)
-        )
-    if plots is not None and rows:
-        by_epsilon = {target: _compare(config, None, sizes, target=target) for target in PLOTTED_EPSILONS}
-        written += plot_comparison(rows, plots, workload=workload, by_epsilon=by_epsilon)
-    for path in written:
-        sys.stderr.write(f"hf-dpopt: wrote {path}\n")
+        profile, unit = profile_of_plan(made), _unit(made)
+        for path in plot_profile(profile, plots, epsilon=made.epsilon(), delta=made.delta, unit=unit):
+            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
 def plan_users(given: Mapping[str, Any], num_steps: int) -> None:
@@ -165,26 +156,15 @@ def config_of(given: Mapping[str, Any]) -> PrivacyConfig:
     return PrivacyConfig(**asked)
 
 
-def _compare(
-    config: PrivacyConfig,
-    made: PrivacyPlan | None,
-    sizes: dict[str, Any],
-    *,
-    target: float | None = None,
-) -> list[ComparedNoise]:
-    """Compare all mechanisms at the budget of the config, or at another one."""
+def _compare(config: PrivacyConfig, made: PrivacyPlan, sizes: dict[str, Any]) -> list[ComparedNoise]:
+    """Compare all mechanisms at the budget of the config."""
     if config.target_epsilon is None:
         return []
-    if made is not None and made.compared:
+    if made.compared:
         return list(made.compared)
-    asked = dataclasses.replace(
-        config, noise_mechanism="auto", noise_kwargs={}, target_epsilon=target or config.target_epsilon
-    )
     try:
-        return compare_mechanisms(asked, **sizes)
+        return compare_mechanisms(dataclasses.replace(config, noise_mechanism="auto", noise_kwargs={}), **sizes)
     except DPConfigError as error:
-        if made is None:
-            return []  # a budget of the plot that nothing can keep
         warn(f"mechanisms are not compared: {error}")
         return []
 
@@ -198,6 +178,7 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
         across["query over all records before the first step"] = f"noise multiplier {noise:g}, in epsilon"
     return {
         "epsilon": f"{round_up(made.epsilon())} ({made.adjacency})",
+        **({"epsilon of each run": round_up(made.run_epsilon)} if made.config.tuned is not None else {}),
         "epsilon if one record is swapped": "no analysis is known" if replaced is None else round_up(replaced),
         "delta": f"{made.delta:g}",
         "noise multiplier": f"{made.noise_multiplier:.6g}",

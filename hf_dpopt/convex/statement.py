@@ -5,21 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hf_dpopt.accounting.meaning import no_protection
-from hf_dpopt.common.durable import read_whole, write_durably
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.json_text import parse_json
+from hf_dpopt.common.durable import write_durably
 from hf_dpopt.convex.plan import HeadPlan
 from hf_dpopt.convex.subspace import SubspaceHeadPlan
 from hf_dpopt.report.facts import collect_versions
 from hf_dpopt.report.report import FOLDER, STATEMENT
 from hf_dpopt.report.statement import fill, round_up
-from hf_dpopt.run.ledger import Ledger
 
 REPORT = "head.json"
 NOT_PRIVATE = "NOT PRIVATE, the noise is off"
@@ -68,48 +63,3 @@ def write_statement(
     }  # fmt: skip
     write_durably(folder / STATEMENT, text.encode(), mode=0o644)
     write_durably(folder / REPORT, (json.dumps(report, indent=1) + "\n").encode(), mode=0o644)
-
-
-def read_head_report(output_dir: Path) -> dict[str, Any] | None:
-    """The report of a head's run; None if the folder holds no head.
-
-    Raises:
-        DPConfigError: if it is damaged.
-    """
-    path = output_dir / FOLDER / REPORT
-    if not os.path.lexists(path):
-        return None
-    content = read_whole(path)
-    try:
-        report = parse_json(content)
-    except ValueError:
-        report = None
-    digests = ("statement_sha256", "ledger_digest")
-    if not isinstance(report, dict) or not all(isinstance(report.get(name), str) for name in digests):
-        raise DPConfigError(
-            f"{path} is no report of a head: it was damaged or edited. Put the file back; what the run cost is in the "
-            "ledger beside it."
-        )
-    return report
-
-
-def read_statement(output_dir: Path) -> str:
-    """Text of the statement of a head's run.
-
-    Raises:
-        DPConfigError: if it is missing.
-    """
-    return read_whole(output_dir / FOLDER / STATEMENT).decode(errors="replace")
-
-
-def disagreements(output_dir: Path, report: dict[str, Any]) -> list[str]:
-    """Contradictions between a head's folder and its report, one sentence each."""
-    folder, problems = output_dir / FOLDER, []
-    statement = folder / STATEMENT
-    content = statement.read_bytes() if statement.is_file() else b""
-    if hashlib.sha256(content).hexdigest() != report["statement_sha256"]:
-        problems.append(f"{statement} is missing or was edited.")
-    digest = Ledger.read(folder / "ledger.jsonl").digest()
-    if digest != report["ledger_digest"]:
-        problems.append(f"the ledger's digest is {digest}, the report names {report['ledger_digest']}.")
-    return problems

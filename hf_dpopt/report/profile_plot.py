@@ -10,11 +10,39 @@ import numpy as np
 
 from hf_dpopt.accounting.meaning import FALSE_POSITIVES, pair_alone
 from hf_dpopt.accounting.profile import Profile
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report.meaning import percent
-from hf_dpopt.report.noise_plots import pyplot, save_figure
 
+FORMATS = ("png", "svg")
 SHOWN_GROUPS = (2, 5)
 LEAST_DELTA = 1e-12  # of the axis
+
+
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure of `pyplot` in each of `FORMATS`, and close it; makes the folder if it does not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{name}.{extension}" for extension in FORMATS]
+    for path in paths:
+        figure.savefig(path, dpi=120)
+    pyplot().close(figure)
+    return paths
+
+
+def pyplot() -> Any:
+    """Matplotlib without a display.
+
+    Raises:
+        DPConfigError: if it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise DPConfigError("Plots need matplotlib: pip install 'hf_dpopt[docs]', or leave --plots out.") from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
+    return plt
 
 
 def plot_profile(

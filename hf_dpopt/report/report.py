@@ -17,7 +17,6 @@ from hf_dpopt.report.statement import render_statement
 FOLDER = "privacy"
 REPORT = "report.json"
 STATEMENT = "statement.md"
-LEDGER = "ledger.jsonl"
 
 
 def is_of_this_release(facts: RunFacts) -> bool:
@@ -48,7 +47,7 @@ def statement_in(folder: Path, facts: RunFacts) -> str:
     """The statement of a run with what the audits in its folder found; of a damaged file of audits, without it."""
     try:
         return render_statement(facts) + audits.section(folder, facts)
-    except DPConfigError:  # a run that writes its report does not end because of it: `hf-dpopt report` tells
+    except DPConfigError:  # a run that writes its report does not end because of it: `hf-dpopt verify` tells
         return render_statement(facts)
 
 

@@ -13,7 +13,6 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.audit import audit, law
 from hf_dpopt.audit.auditing import CLAIM, FALSE_ALARM, judge
 from hf_dpopt.audit.observe import observe
-from hf_dpopt.audit.plot import attack_curve, claimed_curve
 from hf_dpopt.audit.scores import log_likelihood_ratios
 from tests.audit import guard
 from tests.audit.guard import AUDITED, SETTINGS
@@ -79,15 +78,6 @@ def test_a_score_is_the_likelihood_ratio_of_all_that_may_have_been_drawn(tmp_pat
             density = stats.norm.pdf(whitened.canaries_TM[:, j] - moved) / stats.norm.pdf(whitened.canaries_TM[:, j])
             total += np.prod(np.where(b, rate, 1 - rate)) * np.prod(density)
         assert found[j] == pytest.approx(np.log(total), rel=1e-9, abs=1e-9)
-
-
-def test_curves_are_those_of_their_definitions():
-    false, true = attack_curve(np.array([3.0, 2.0, 1.0, 0.0]), np.array([True, False, True, False]))
-    assert false.tolist() == [0, 0, 0.5, 0.5, 1] and true.tolist() == [0, 0.5, 0.5, 1, 1]
-    grid = np.linspace(0, 1, 101)
-    curve = claimed_curve(np.log(3), 0.1, grid)
-    assert np.all(np.diff(curve) >= 0) and curve[0] == pytest.approx(0.1) and curve[-1] == 1
-    assert np.all(curve <= 3 * grid + 0.1 + 1e-12) and np.all(1 - grid <= 3 * (1 - curve) + 0.1 + 1e-12)
 
 
 @pytest.mark.parametrize(

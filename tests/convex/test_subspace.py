@@ -20,8 +20,8 @@ from hf_dpopt.convex import (
 )
 from hf_dpopt.convex.adagrad import SubspaceDescent
 from hf_dpopt.convex.gradients import gradient_sum
-from hf_dpopt.convex.statement import disagreements, read_head_report
 from hf_dpopt.randomness.cipher import make_noise_source
+from hf_dpopt.verify import verify
 from tests.convex.heads import K, M, N, begin, clipped, data, plain, run
 from tests.convex.heads import in_subspace as config
 
@@ -247,8 +247,8 @@ def test_ledger_report_and_statement_say_composition_and_no_last_iterate(tmp_pat
     assert {"horizon", "noise_share", "diameter"}.isdisjoint(plan)
     assert (plan["rank"], plan["refresh_every"], plan["eps"], plan["num_public_records"]) == (4, 5, 1e-3, M)
     assert lines[2]["note"] == f"convex head in a public subspace: {words}"
-    report = read_head_report(tmp_path / "out")
-    assert report["accounting"] == words and not disagreements(tmp_path / "out", report)
+    assert json.loads((tmp_path / "out/privacy/head.json").read_text())["accounting"] == words
+    assert not verify(tmp_path / "out").has_failed
     text = (tmp_path / "out/privacy/statement.md").read_text()
     assert text.startswith("# Composition of 12 releases, no last-iterate bound: epsilon ")
     assert "**Accounting.** No last-iterate bound" in text and "that of 12 Gaussian releases, composed" in text

@@ -65,8 +65,8 @@ def head_case() -> st.SearchStrategy[Case]:
 
 
 def folder_case() -> st.SearchStrategy[Case]:
-    """`hf-dpopt report`, `scan` and `doctor` of folders that are no runs, or damaged ones."""
-    commands = st.sampled_from(("report", "scan", "doctor"))
+    """`hf-dpopt verify`, `scan` and `doctor` of folders that are no runs, or damaged ones."""
+    commands = st.sampled_from(("verify", "scan", "doctor"))
     places = st.sampled_from(("missing", "", "empty", "file", "a\x00b", "ε" * 300, "link"))
 
     def odd(command: str, place: str) -> Case:
@@ -79,7 +79,7 @@ def folder_case() -> st.SearchStrategy[Case]:
 
     def damaged(command: str, damage: files.Damage) -> Case:
         return Case("files", f"{command}, {damage}", lambda folder: call(command, str(folder / "out"), *(
-            ("--private-state-dir", str(folder / "keys")) if command != "report" else ())), damage.apply)  # fmt: skip
+            ("--private-state-dir", str(folder / "keys")) if command != "verify" else ())), damage.apply)  # fmt: skip
 
     return st.one_of(st.builds(odd, commands, places), st.builds(damaged, commands, files.damages()))
 

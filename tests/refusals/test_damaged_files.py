@@ -15,6 +15,7 @@ from hf_dpopt.cli import app
 from hf_dpopt.cli.doctor import show_health
 from hf_dpopt.common.errors import DPBudgetExceeded
 from hf_dpopt.convex import HeadConfig, HeadRun, compute_features, make_head_plan, training
+from hf_dpopt.report import read_report
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.users import UserIndex
@@ -64,8 +65,8 @@ def _command(monkeypatch, capsys, *words):
 def test_a_damaged_report_is_named(name, way, finished, tmp_path, monkeypatch, capsys):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     spoil(tmp_path / name, way)
-    code, _, err = _command(monkeypatch, capsys, "report", tmp_path / name.partition("/")[0])
-    assert code in (1, 2) and err and name.rpartition("/")[2].partition(".")[0] in err
+    code, out, err = _command(monkeypatch, capsys, "verify", tmp_path / name.partition("/")[0])
+    assert (code == 1 and "FAILED" in out) or (code == 2 and "report" in err)
 
 
 FIELDS = {  # of a report, by what was done to it
@@ -81,14 +82,14 @@ FIELDS = {  # of a report, by what was done to it
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_a_report_with_an_edited_field_is_named(name, finished, tmp_path, monkeypatch, capsys):
+def test_a_report_with_an_edited_field_is_named(name, finished, tmp_path):
     shutil.copytree(finished / "out", tmp_path / "out")
     path = tmp_path / "out" / "privacy" / "report.json"
     report = json.loads(path.read_text())
     FIELDS[name](report)
     path.write_text(json.dumps(report))
-    code, _, err = _command(monkeypatch, capsys, "report", tmp_path / "out")
-    assert code == 2 and "was damaged or edited" in err and len(err.splitlines()) == 1
+    with pytest.raises(DPConfigError, match="was damaged or edited"):
+        read_report(tmp_path / "out")
 
 
 @pytest.mark.parametrize("way", ["emptied", "{", "a folder"])

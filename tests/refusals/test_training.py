@@ -97,4 +97,4 @@ def test_more_steps_than_the_budget_covers(arguments, tmp_path):
 
 def test_a_search_is_refused(tmp_path):
     with pytest.raises(DPConfigError, match="hf-dpopt tune"):
-        tiny.trainer(tmp_path).hyperparameter_search({"learning_rate": [0.1]}, n_trials=3)
+        tiny.trainer(tmp_path / "out").hyperparameter_search({"learning_rate": [0.1]}, n_trials=3)

@@ -261,7 +261,6 @@ def test_a_script_on_a_disk_that_is_really_full(repo: Path, tmp_path: Path) -> N
 
 OUTPUTS = [
     ["plan", "--num-examples", "1000", "--batch", "10", "--steps", "9", "--epsilon", "8", "--plots", "{}"],
-    ["audit", "--steps", "2", "--canaries", "20", "--plot", "{}.png"],
     ["tune", "--output-dir", "{}", "--epsilon", "8", "--space", "{{}}", "--metric", "loss", "--", "true"],
 ]  # fmt: skip
 
@@ -277,14 +276,3 @@ def test_a_command_whose_output_has_no_place_ends_in_one_line(
     out, err = capsys.readouterr()
     assert ended.value.code == 2 and not out
     assert err.count("\n") == 1 and err.startswith("hf-dpopt: ") and os.path.dirname(place) in err, err
-
-
-def test_an_image_on_a_full_disk_ends_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (audit,) = (words for words in OUTPUTS if words[0] == "audit")
-    monkeypatch.setattr("sys.argv", ["hf-dpopt", *(word.format(tmp_path / "plot") for word in audit)])
-    with broken(tmp_path, r"plot\.png", "full"), pytest.raises(SystemExit) as ended:
-        app.main()
-    err = capsys.readouterr().err
-    assert ended.value.code == 2 and re.search(r"^hf-dpopt: .*could not be .*No space left", err.splitlines()[-1])

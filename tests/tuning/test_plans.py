@@ -14,7 +14,7 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.release import EarlierRun
-from hf_dpopt.plan.tuning import plan_tunings, share_of_a_run
+from hf_dpopt.plan.tuning import share_of_a_run
 from hf_dpopt.report import RunFacts, render_statement
 from hf_dpopt.verify import epsilons
 from hf_dpopt.verify.accountants import gamma_of
@@ -69,13 +69,6 @@ def test_earlier_runs_are_refused():
     earlier = EarlierRun.from_json({"ledger_digest": "0" * 64, "charged": [40], **before.record.to_json()})
     with pytest.raises(DPConfigError, match="Leave earlier_runs out"):
         make_plan(config(tuned_runs=5.0, target_epsilon=20.0), **SIZES, earlier=[earlier])
-
-
-def test_a_table_says_what_tuning_leaves():
-    rows = list(plan_tunings(config(), **SIZES, means=(2.0, 20.0), shapes=(1.0,), kind="head"))
-    assert [row.count.mean for row in rows] == [2.0, 20.0]
-    assert 1 > rows[0].steps_kept > rows[1].steps_kept > 0 and 1 < rows[0].noise_ratio < rows[1].noise_ratio
-    assert rows[0].public_dict()["probability_of_one_run"] == pytest.approx(0.5)
 
 
 def test_advice_is_for_the_share_of_a_run():
