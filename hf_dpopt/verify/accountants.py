@@ -11,7 +11,7 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,13 @@ from dp_accounting import (
     PrivacyAccountant,
     TruncatedSubsampledGaussianDpEvent,
 )
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, stats
 from scipy.special import log_ndtr, ndtr, ndtri
 
-from hf_dpopt.verify.events import MOVES, Leaves, best_of, leaves_of_run, on_sample
+from hf_dpopt.verify.events import MOVES, Leaves, on_sample
 from hf_dpopt.verify.outcome import Inapplicable, Unknown
 
 TOLERANCE = 1e-3  # relative, by which a claim may lie below a recomputed value: grids differ
@@ -39,9 +39,6 @@ MOST_POINTS = 2 * 10**6  # of the privacy loss of one step
 LARGEST = 500.0  # epsilon beyond which privacy losses overflow
 POINTS = 400  # epsilons whose deltas bound an attacker
 SMALLEST_DELTA = 1e-10  # at which rounding in the convolutions is small beside delta
-STEPS = 64  # intervals of epsilon at which the profile of one run is looked at, for each unit
-LARGEST_CONDITION = 12
-SHARES = 100_000  # probabilities at which the condition is computed
 CAP_SHARE = 0.01  # of delta, that cut batches may cost in the simple bound
 RELATIONS = {
     "add_or_remove_one": NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -77,10 +74,6 @@ def uncut(leaves: Leaves, delta: float) -> tuple[Leaves, float]:
             cap, q = leaf.truncated_batch_size, leaf.sampling_probability
             cost += count * float(stats.binom.sf(cap - 1, leaf.dataset_size, q))
             leaf = PoissonSampledDpEvent(q, GaussianDpEvent(leaf.noise_multiplier))
-        elif isinstance(leaf, RepeatAndSelectDpEvent):
-            run, left = uncut(leaves_of_run(leaf), delta)
-            cost += count * leaf.mean * (delta - left)  # every run may fail
-            leaf = best_of(run, (leaf.mean, leaf.shape))
         found.append((leaf, count))
     return (found, delta - cost) if cost <= CAP_SHARE * delta else (leaves, delta)
 
@@ -206,14 +199,6 @@ def true_positives(leaves: Leaves, false_positives: float, epsilon: float, delta
     return float(min(1.0, bounds.min()))
 
 
-def _by_tight(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
-    """Return epsilon by the exact formula, or from privacy losses."""
-    try:
-        return by_gaussian(leaves, delta, adjacency)
-    except Inapplicable:
-        return by_pld(leaves, delta, adjacency)
-
-
 def _supports(accountant: PrivacyAccountant, leaves: Leaves) -> bool:
     return all(accountant.supports(leaf) for leaf, _ in leaves)
 
@@ -222,80 +207,6 @@ def _composed(accountant: PrivacyAccountant, leaves: Leaves) -> Any:
     for leaf, count in leaves:
         accountant.compose(leaf, count)
     return accountant
-
-
-def by_selection(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
-    """Epsilon of the best of a random number of runs, from the privacy profile of one (arXiv:2402.06701).
-
-    Raises:
-        Inapplicable: for anything else.
-    """
-    leaves, delta = uncut(leaves, delta)
-    if len(leaves) != 1 or not isinstance(leaves[0][0], RepeatAndSelectDpEvent):
-        raise Inapplicable("it was no tuning")
-    best = leaves[0][0]
-    run, law = leaves_of_run(best), (best.mean, best.shape)
-    one_run = _by_tight(run, delta / best.mean, adjacency)
-    accountant = _composed(PLDAccountant(RELATIONS[adjacency], max(1e-4, one_run.epsilon / 2000)), run)
-    epsilon = one_run.epsilon + condition(law, accountant.get_delta)
-    return Recomputed(epsilon)
-
-
-def gamma_of(mean: float, shape: float) -> float:
-    """Parameter of the truncated negative binomial law, from its mean, by the derivative of its generating function.
-
-    The mean is ``f'(1) / (f(1) - f(0))`` of ``f(x) = (1 - (1 - gamma) x)^-shape``, or of its logarithm for shape 0.
-    """
-
-    def excess(gamma: float) -> float:
-        if shape == 0:
-            return (1 - gamma) / gamma / -math.log(gamma) - mean
-        return shape * (1 - gamma) * gamma ** (-shape - 1) / (gamma**-shape - 1) - mean
-
-    low = 0.5
-    while excess(low) < 0:
-        low /= 2
-    return float(optimize.brentq(excess, low, 1 - 1e-9, xtol=1e-15))
-
-
-def condition(law: tuple[float, float], delta_of: Callable[[float], float]) -> float:
-    """Log of how much likelier a good output can be made by the other runs, under one data set than the other.
-
-    Args:
-        law: mean and shape of the number of runs.
-        delta_of: delta of one run at an epsilon >= 0.
-    """
-    mean, shape = law
-    if math.isinf(shape):
-        return mean * delta_of(0.0)
-    gamma = gamma_of(mean, shape)
-    epsilons = np.arange(0, LARGEST_CONDITION * STEPS + 1) / STEPS
-    deltas = np.array([delta_of(float(e)) for e in epsilons])
-    better = np.concatenate([[0.0], np.geomspace(1e-9, 1.0, SHARES)])  # share of outputs that are better, ours
-    most = np.ones_like(better)  # and the largest it can be under the other data set
-    for e, d in zip(epsilons, deltas, strict=True):
-        np.minimum(most, math.exp(e) * better + d, out=most)
-    # between two of the shares: the larger numerator over the smaller denominator
-    ratio = (gamma + (1 - gamma) * most[1:]) / (gamma + (1 - gamma) * better[:-1])
-    return (1 + shape) * float(np.log(max(1.0, ratio.max())))
-
-
-def by_sum(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
-    """Sum of the epsilons of each tuning and of all other mechanisms, at equal shares of delta.
-
-    Raises:
-        Inapplicable: for anything but a tuning with other mechanisms.
-    """
-    tunings = [(leaf, count) for leaf, count in leaves if isinstance(leaf, RepeatAndSelectDpEvent)]
-    rest = [(leaf, count) for leaf, count in leaves if not isinstance(leaf, RepeatAndSelectDpEvent)]
-    num_parts = sum(count for _, count in tunings) + (1 if rest else 0)
-    if not tunings or num_parts == 1:
-        raise Inapplicable("it was no tuning with other runs")
-    share = delta / num_parts
-    found = [(by_selection([(leaf, 1)], share, adjacency), count) for leaf, count in tunings]
-    if rest:
-        found.append((_by_tight(rest, share, adjacency), 1))
-    return Recomputed(sum(count * part.epsilon for part, count in found))
 
 
 def by_rdp(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:

@@ -12,7 +12,6 @@ from hf_dpopt.verify.chain import LedgerFile
 from hf_dpopt.verify.events import BINS, Mechanism
 from hf_dpopt.verify.outcome import Contradiction, Unknown
 from hf_dpopt.verify.reading import Fields
-from hf_dpopt.verify.sensitivity import brute_force
 
 FORMAT = 1
 UNITS = ("example", "block", "user")
@@ -277,18 +276,6 @@ def check_sampler(report: Report) -> str:
     events = " and ".join(f"{count} x {type(leaf).__name__.removesuffix('DpEvent')}" for leaf, count in leaves)
     also = f", after {len(report.earlier)} earlier runs" if report.earlier else ""
     return f"{name}, q = {mechanism.rate:.6g}, {mechanism.strategy.name} noise: {events}{also}"
-
-
-def check_brute_force(report: Report) -> str:
-    """The sensitivity formula against every pattern and sign at a small scale."""
-    found = []
-    for mechanism in [report.mechanism, *report.earlier]:
-        if mechanism.strategy.is_independent:
-            continue
-        steps = mechanism.made_for
-        n, by_force, says = brute_force(mechanism.strategy, mechanism.uses(steps), steps)
-        found.append(f"{n} steps: {by_force:.6g} by brute force, {says:.6g} by the formula")
-    return "; ".join(found) or "independent noise: 1"
 
 
 def check_sensitivity(report: Report) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from dp_accounting.dp_event import RepeatAndSelectDpEvent
-
 from hf_dpopt.verify import accountants, bins
 from hf_dpopt.verify.accountants import SLACK, TOLERANCE, Recomputed
 from hf_dpopt.verify.claims import Report
@@ -30,8 +28,6 @@ ACCOUNTANTS: dict[str, Callable[[Leaves, float, str], Recomputed]] = {
     "exact Gaussian": accountants.by_gaussian,
     "dp-accounting PLD": accountants.by_pld,
     "dp-accounting RDP": accountants.by_rdp,
-    "privacy profile of one run": accountants.by_selection,
-    "sum over the tunings and the rest": accountants.by_sum,
     PRV: accountants.by_prv,
 }
 RATE_TOLERANCE = 0.01  # relative, by which a claimed rate may lie below a recomputed one: grids differ
@@ -147,9 +143,7 @@ def _spelt(value: float) -> float | str:
 
 def _of_bins(report: Report, what: str, claimed: float, chains: tuple[int, ...], leaves: Leaves) -> list[Check]:
     """Balls in bins: the bound of a record whose bin is known, and a simulation."""
-    is_tuned = any(isinstance(leaf, RepeatAndSelectDpEvent) for leaf, _ in leaves)
-    by_known = accountants.by_sum if is_tuned else accountants.by_gaussian
-    known = by_known(leaves, report.delta, report.mechanism.adjacency).epsilon
+    known = accountants.by_gaussian(leaves, report.delta, report.mechanism.adjacency).epsilon
     status = NOT_CHECKED if _is_below(claimed, known) else OK
     said = f"{known:.6g} if the batches are known{_apart(claimed, known)}"
     title = f"{EPSILON} of {what}, {SIMULATION}"

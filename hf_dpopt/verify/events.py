@@ -11,15 +11,8 @@ import dataclasses
 import math
 
 import numpy as np
-from dp_accounting import (
-    ComposedDpEvent,
-    DpEvent,
-    GaussianDpEvent,
-    PoissonSampledDpEvent,
-    SelfComposedDpEvent,
-    TruncatedSubsampledGaussianDpEvent,
-)
-from dp_accounting.dp_event import MixtureOfGaussiansDpEvent, RepeatAndSelectDpEvent
+from dp_accounting import DpEvent, GaussianDpEvent, PoissonSampledDpEvent, TruncatedSubsampledGaussianDpEvent
+from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from scipy import stats
 
 from hf_dpopt.verify.matrices import ROUNDING, Strategy
@@ -165,6 +158,9 @@ class Mechanism:
         """Mechanisms that the steps of these chains are together, and how often each ran.
 
         Of balls in bins: one that reveals no less, a record whose bin is known.
+
+        Raises:
+            Unknown: for the best of several runs.
         """
         found: Leaves = []
         running = [t for t in chains if t > 0]
@@ -176,8 +172,9 @@ class Mechanism:
         counts: dict[DpEvent, int] = {}
         for leaf, count in found:
             counts[leaf] = counts.get(leaf, 0) + count
-        leaves, law = list(counts.items()), read_law(self.fields)
-        return leaves if law is None or not running else [(best_of(leaves, law), 1)]
+        if self.fields.has("tuned") and running:
+            raise Unknown("the best of several runs: what their number costs is not recomputed here")
+        return list(counts.items())
 
     def _of_chain(self, num_steps: int) -> Leaves:
         sampler, stddev, q = self.sampler, self.stddev, self.rate
@@ -235,29 +232,3 @@ def _users(q: float, stddev: float, places: int) -> DpEvent:
     return MixtureOfGaussiansDpEvent(
         stddev, tuple(map(float, drawn)), tuple(map(float, stats.binom.pmf(drawn, places, q)))
     )
-
-
-# --- the best of several runs ---
-
-
-def read_law(plan: Fields) -> tuple[float, float] | None:
-    """Mean and shape of the number of runs of which the best was released; None for a run by itself."""
-    if not plan.has("tuned"):
-        return None
-    law = plan.inner("tuned")
-    shape = math.inf if law.content.get("shape") == "poisson" else law.number("shape")
-    mean = law.positive("mean")
-    if mean <= 1 or shape < 0:
-        raise Contradiction(f"no number of runs has mean {mean:g} and shape {shape:g}")
-    return mean, shape
-
-
-def best_of(leaves: list, law: tuple[float, float]) -> RepeatAndSelectDpEvent:
-    """Event of the best of the runs."""
-    run = ComposedDpEvent(tuple(SelfComposedDpEvent(leaf, count) for leaf, count in leaves))  # type: ignore[arg-type]
-    return RepeatAndSelectDpEvent(run, *law)
-
-
-def leaves_of_run(event: RepeatAndSelectDpEvent) -> list:
-    """Mechanisms of one run, and how often each ran: what `best_of` was made of."""
-    return [(part.event, part.count) for part in event.event.events]  # type: ignore[attr-defined]

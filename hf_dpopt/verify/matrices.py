@@ -131,17 +131,6 @@ COEFFICIENTS = {
 # --- others ----------------------------------------------------------------------------------------------------------
 
 
-def _fft(strategy: Strategy, n: int) -> np.ndarray:
-    """A root of the inner products of the columns, arXiv:2211.06530, Section 4: any root has the same privacy."""
-    window = np.zeros(2 * n)
-    window[:n] = 1.0
-    prefixes = toeplitz(np.fft.ifft(np.abs(np.fft.fft(window))).real[:n])
-    if strategy.fields.text("decoder") == "optimal":
-        return np.linalg.cholesky(prefixes).T
-    sums = np.tril(np.ones((n, n)))
-    return np.linalg.solve(np.linalg.cholesky(prefixes), sums)
-
-
 def _tree(strategy: Strategy, n: int) -> np.ndarray:
     """A row of ones for every complete aligned block of ``2^h`` steps, arXiv:2103.00039."""
     blocks = [_nodes(size)[:, : end - first] for first, end, size in tree_blocks(strategy.fields, n)]
@@ -190,7 +179,6 @@ def _phased(strategy: Strategy, n: int) -> np.ndarray:
 
 
 MATRICES = {
-    "fft": _fft,
     "tree": _tree,
     "restarted": _copies,
     "phased": _phased,

@@ -1,16 +1,14 @@
-"""Sensitivity of a strategy over the steps that a record may take part in: by a formula, and by brute force."""
+"""Sensitivity of a strategy over the steps that a record may take part in."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 
 from hf_dpopt.verify.matrices import MOST_DENSE, ROUNDING, Strategy, tree_blocks
-from hf_dpopt.verify.outcome import Contradiction, Unknown
+from hf_dpopt.verify.outcome import Unknown
 
-SMALL = 8  # steps at which every pattern and every sign is tried
 MOST_WORK = 2 * 10**8  # numbers that are added up at full scale
 
 
@@ -83,25 +81,3 @@ def _of_tree(strategy: Strategy, n: int, uses: Uses) -> float:
                 total += int((hits[(nodes + 1) << height <= size] ** 2).sum())
         worst = max(worst, total)
     return float(np.sqrt(worst))
-
-
-def brute_force(strategy: Strategy, uses: Uses, num_steps: int) -> tuple[int, float, float]:
-    """Compare the formula with every pattern and every choice of signs, at a small scale.
-
-    Returns:
-        Number of steps, the largest ``||C u||`` that was found, and what the formula says.
-
-    Raises:
-        Contradiction: if a record can move the sums by more than the formula says.
-    """
-    n = min(num_steps, SMALL)
-    small = Uses(min(uses.most, n), min(uses.apart, 3) if uses.most > 1 else uses.apart)
-    matrix = strategy.matrix(n)
-    found = 0.0
-    for pattern in small.patterns(n):
-        for signs in itertools.product((1.0, -1.0), repeat=len(pattern)):
-            found = max(found, float(np.linalg.norm(matrix[:, pattern] @ np.array(signs))))
-    says = by_formula(strategy, n, small)
-    if found > says * (1 + ROUNDING):
-        raise Contradiction(f"{n} steps: a record moves the sums by {found:.9g}, and the formula says {says:.9g}")
-    return n, found, says

@@ -26,7 +26,6 @@ CLAIMS: dict[str, Callable[[Report], str]] = {
     "unit": claims.check_unit,
     "delta": claims.check_delta,
     "sampler": claims.check_sampler,
-    "sensitivity at small scale": claims.check_brute_force,
     "sensitivity": claims.check_sensitivity,
     "preconditioner": claims.check_preconditioner,
 }

@@ -173,16 +173,16 @@ def test_the_best_of_a_tuning_costs_what_the_tuning_cost(tuned: tuple[Any, Any])
     assert 3.9 < second.plan.epsilon() <= 4.0
 
 
-def test_verify_recomputes_it_and_refuses_less(tuned: tuple[Any, Any], tmp_path: Path) -> None:
+def test_verify_leaves_it_open_and_passes_no_forgery(tuned: tuple[Any, Any], tmp_path: Path) -> None:
     def verified(folder: Path) -> int:
         return CliRunner().invoke(app, ["verify", str(folder)]).exit_code
 
     source = Path(tuned[1].args.output_dir)
-    assert verified(source) == 0
+    assert verified(source) == 3
     for number, forge in enumerate(FORGERIES):
         folder = Folder(source, tmp_path / str(number))
         forge(folder)
-        assert verified(folder.path) != 0, f"forgery {number}"
+        assert verified(folder.path) in (1, 3), f"forgery {number}"
 
 
 def _without(name: str) -> Any:
