@@ -4,9 +4,8 @@
 
 Rates are those of the fastest of many interleaved trials of drawing and adding 2^17 normals, on one core and on all of them:
 other work on the machine makes trials slower and none faster. A step is that of `step_cost.py` (forward, backward,
-clipping, noise, AdamW) on 8 x 128 tokens at 768 x 6; within each repetition it is taken without noise, with
-ChaCha20 on all cores, and with ChaCha20 drawn ahead by the cores that torch does not use. Its time
-is the fastest repetition's, once by the clock and once in seconds of processors, which other work changes little; the
+clipping, noise, AdamW) on 8 x 128 tokens at 768 x 6; within each repetition it is taken without noise, and with
+ChaCha20 on all cores. Its time is the fastest repetition's, once by the clock and once in seconds of processors, which other work changes little; the
 clock is right on an idle machine alone. On a GPU: gpu.py --parts noise.
 """
 
@@ -26,7 +25,7 @@ import torch
 from step_cost import Case, seconds
 
 from hf_dpopt.noise import NoiseStream, independent_noise
-from hf_dpopt.randomness import ahead, blocks, cipher
+from hf_dpopt.randomness import blocks, cipher
 from hf_dpopt.randomness.cipher import NOISE_SOURCES
 from hf_dpopt.randomness.cores import usable_cores
 
@@ -38,7 +37,7 @@ KEY = bytes(range(32))
 @contextlib.contextmanager
 def cores(num: int) -> Iterator[None]:
     """Draw on that many cores."""
-    modules: tuple[Any, ...] = (ahead, blocks, cipher)
+    modules: tuple[Any, ...] = (blocks, cipher)
     try:
         for module in modules:
             module.usable_cores = lambda: num
@@ -70,29 +69,23 @@ def rates(repetitions: int) -> list[dict[str, Any]]:
 
 
 def step_costs(model: str, finetuning: str, torch_threads: int, repetitions: int) -> dict[str, Any]:
-    """What the noise adds to a step without any, as it is drawn, and as it is drawn ahead."""
+    """What the noise adds to a step without any, and as it is drawn."""
     torch.set_num_threads(torch_threads)
     case = Case(model, finetuning, "cpu", bf16=False)
     of_now = independent_noise(1.0).stream(NOISE_SOURCES["secure"](KEY), 0.1)
 
-    def step(stream: NoiseStream | None, num_cores: int, *, early: bool = False) -> tuple[float, float]:
-        def take() -> None:
-            if early:
-                of_now.draw_ahead(case.step + 1)
-            case.private(noise=stream is not None)
-
+    def step(stream: NoiseStream | None, num_cores: int) -> tuple[float, float]:
         if stream is not None:
             case.stream = stream
         with cores(num_cores):
             began = time.process_time()
-            took = seconds(case, take)
+            took = seconds(case, lambda: case.private(noise=stream is not None))
             return took, time.process_time() - began
 
     everything = usable_cores()
     kinds = {
         "none": lambda: step(None, everything),
         "chacha20, all cores": lambda: step(of_now, everything),
-        "chacha20, ahead": lambda: step(of_now, everything, early=True),
     }
     for take in kinds.values():
         take()

@@ -23,7 +23,6 @@ from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
 from hf_dpopt.noise.streams import NoiseStream, State
 from hf_dpopt.randomness.cipher import NoiseSource
 from hf_dpopt.randomness.source import AddressedSource
-from hf_dpopt.randomness.spans import Span
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,6 @@ class IndependentStream(NoiseStream):
         self.draw_stddev = draw_stddev
         self._source = source
         self._last_step = -1
-        self._spans: list[Span] = []  # of the step before
         self._device = torch.device("cpu")
         self._ranks: Ranks = Single()
         self._layout: Layout | None = None
@@ -93,13 +91,9 @@ class IndependentStream(NoiseStream):
         if self._layout is not None or self._is_shared(totals.values()):
             assert isinstance(self._source, AddressedSource)
             cut = Cut.of(totals, {name: tensor for tensor, name in enumerate(sorted(sums))}, self._layout)
-            self._spans = add_in_slices(
-                self._source, totals, stddev=self.draw_stddev, step=step, ranks=self._ranks, cut=cut
-            )
+            add_in_slices(self._source, totals, stddev=self.draw_stddev, step=step, ranks=self._ranks, cut=cut)
         else:
             self._source.add_to(totals, stddev=self.draw_stddev, step=step)
-            self._spans = [Span(tensor, 0, total.numel()) for tensor, total in totals.items()]
-        self.forget()
 
     def share_over(self, ranks: Ranks, layout: Layout | None = None) -> None:
         self._ranks, self._layout = ranks, layout
@@ -115,13 +109,6 @@ class IndependentStream(NoiseStream):
             return False
         assert isinstance(self._source, AddressedSource)
         return bool(self._ranks.largest(int(not self._source.is_drawn_at(self._device))))
-
-    def draw_ahead(self, step: int) -> None:
-        if self.draw_stddev > 0:
-            self._source.draw_ahead(self._spans, step=step, device=self._device)
-
-    def forget(self) -> None:
-        self._source.forget()
 
     def continue_at(self, num_steps: int, state: State | None) -> None:
         """Nothing to bring back: steps are told apart by their numbers."""

@@ -17,7 +17,7 @@ from hf_dpopt.common.collectives import BUCKET_ELEMENTS, Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout, piece_of
 from hf_dpopt.randomness.source import AddressedSource
-from hf_dpopt.randomness.spans import Part, Span
+from hf_dpopt.randomness.spans import Part
 
 
 def slice_of(num: int, rank: int, size: int) -> tuple[int, int]:
@@ -96,7 +96,7 @@ class Cut(NamedTuple):
 
 def add_in_slices(
     source: AddressedSource, totals: Mapping[int, torch.Tensor], *, stddev: float, step: int, ranks: Ranks, cut: Cut
-) -> list[Span]:
+) -> None:
     """Add ``stddev`` times the normals of a step to tensors, each rank to its slice, and give all of them to all.
 
     Formal guarantee: every rank leaves with the same bits, those of `NoiseSource.add_to` on one process where the
@@ -111,9 +111,6 @@ def add_in_slices(
         ranks: the processes of the run.
         cut: the slices, those of `totals`.
 
-    Returns:
-        What this rank drew.
-
     Raises:
         DPConfigError: if the slices of the ranks do not cover each element once: something would leave without noise,
             or two elements with the same.
@@ -126,7 +123,6 @@ def add_in_slices(
     noised, received = sum(part.total.numel() for part in mine), _exchange(cut, ranks)
     if noised + received != whole.num:
         raise DPConfigError(_uncovered(f"{noised} + {received} elements got noise, and there are {whole.num}"))
-    return [Span(part.tensor, part.first, part.total.numel()) for part in mine]
 
 
 def _check_cover(cut: Cut, noised: Sequence[int], ranks: Ranks) -> None:

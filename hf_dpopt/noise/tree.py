@@ -252,8 +252,6 @@ def _worst_pattern(n: int, participation: Participation) -> float | None:
 class TreeStream(CorrelatedStream):
     """Stream with the noise, per tensor, of the last prefix and of at most ``log2(steps) + 1`` complete subtrees."""
 
-    _draws_row_of_step = False
-
     def __init__(self, strategy: TreeAggregation, source: NoiseSource, **options: Any):
         super().__init__(source, **options)
         self._strategy = strategy

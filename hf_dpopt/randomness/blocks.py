@@ -16,7 +16,7 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 
 from hf_dpopt.randomness.cores import run_in_pieces, usable_cores
-from hf_dpopt.randomness.spans import Part, Span
+from hf_dpopt.randomness.spans import Part
 
 BLOCK_BYTES = 64
 NORMALS = 8  # of a block: 64 bits each
@@ -108,9 +108,6 @@ class NormalsOfBlocks:
         return self.draw(key, tensor, block, end - block)[skipped : skipped + num]
 
 
-Drawn = Callable[[Span], np.ndarray | None]
-
-
 class Range(NamedTuple):
     """Some elements of a part, all within one chunk."""
 
@@ -140,14 +137,13 @@ class _OfThread(threading.local):
 _OWN = _OfThread()
 
 
-def add_on_host(key: bytes, parts: Sequence[Part], stddev: float, drawn: Drawn | None = None) -> None:
+def add_on_host(key: bytes, parts: Sequence[Part], stddev: float) -> None:
     """Add ``stddev`` times their normals to parts in the host's memory, chunk by chunk on all cores.
 
     Args:
         key: key of the step; 32 bytes.
         parts: what is added to; none overlaps another.
         stddev: what a normal is multiplied by.
-        drawn: gives the normals of a range that were drawn before, or None.
     """
     totals = [part.total.numpy() for part in parts]
     ranges = [cut for i, part in enumerate(parts) for cut in ranges_of(i, part.first, part.total.numel())]
@@ -156,9 +152,7 @@ def add_on_host(key: bytes, parts: Sequence[Part], stddev: float, drawn: Drawn |
         normals, product = _OWN.normals, _OWN.product
 
         def add(cut: Range) -> None:
-            z = None if drawn is None else drawn(Span(parts[cut.part].tensor, cut.first, cut.num))
-            if z is None:
-                z = normals.draw_range(key, parts[cut.part].tensor, cut.first, cut.num)
+            z = normals.draw_range(key, parts[cut.part].tensor, cut.first, cut.num)
             scaled = np.multiply(z, stddev, out=product[: cut.num], dtype=np.float64)
             total = totals[cut.part][cut.place : cut.place + cut.num]
             np.add(total, scaled, out=total, casting="same_kind")  # in float64: that of its arguments
@@ -168,10 +162,10 @@ def add_on_host(key: bytes, parts: Sequence[Part], stddev: float, drawn: Drawn |
     run_in_pieces(ranges, adder, min(usable_cores(), sum(cut.num for cut in ranges) // LEAST))
 
 
-def add_from_host(key: bytes, part: Part, stddev: float, drawn: Drawn | None = None) -> None:
+def add_from_host(key: bytes, part: Part, stddev: float) -> None:
     """Add the normals of a part that lies on another device: drawn here, segment by segment, and copied."""
     for place in range(0, part.total.numel(), SEGMENT):
         total = part.total[place : place + SEGMENT]
         z = torch.zeros(total.shape)
-        add_on_host(key, [Part(part.tensor, part.first + place, z)], 1.0, drawn)
+        add_on_host(key, [Part(part.tensor, part.first + place, z)], 1.0)
         total.copy_(total.double().add_(z.to(total.device).double(), alpha=stddev))

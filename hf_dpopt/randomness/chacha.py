@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hf_dpopt.randomness import on_device
-from hf_dpopt.randomness.ahead import Ahead, spare_cores
-from hf_dpopt.randomness.blocks import LEAST, Drawn, add_from_host, add_on_host
+from hf_dpopt.randomness.blocks import add_from_host, add_on_host
 from hf_dpopt.randomness.source import AddressedSource
-from hf_dpopt.randomness.spans import Part, Span
+from hf_dpopt.randomness.spans import Part
 from hf_dpopt.randomness.subkeys import derive_key
 
 
@@ -47,7 +46,6 @@ class ChaCha20Gaussian(AddressedSource):
 
     def __init__(self, key: bytes):
         self._key = derive_key(key, "chacha20 gaussian")
-        self._ahead: tuple[int, Ahead] | None = None  # of a step
 
     def step_key(self, step: int) -> bytes:
         """Key of the words of a step; secret."""
@@ -102,28 +100,10 @@ class ChaCha20Gaussian(AddressedSource):
             elif place.type == "cpu":
                 on_host.append(part)
             else:
-                add_from_host(key, part, stddev, self._drawn(step))
-        add_on_host(key, on_host, stddev, self._drawn(step))
+                add_from_host(key, part, stddev)
+        add_on_host(key, on_host, stddev)
         for there in on_devices.values():
             on_device.add_parts(key, there, stddev)
 
     def is_drawn_at(self, device: torch.device) -> bool:
         return on_device.serves(device)
-
-    def draw_ahead(self, spans: Sequence[Span], *, step: int, device: torch.device) -> None:
-        self.forget()
-        threads = 0 if on_device.serves(device) else spare_cores(device)
-        if threads and sum(span.num for span in spans) >= LEAST:
-            self._ahead = step, Ahead(self.step_key(step), spans, threads)
-
-    def forget(self) -> None:
-        if self._ahead is not None:
-            self._ahead[1].stop()
-            self._ahead = None
-
-    def _drawn(self, step: int) -> Drawn | None:
-        """End the drawing ahead; give what it drew, if that is for the step."""
-        if self._ahead is None or self._ahead[0] != step:
-            return None
-        self._ahead[1].stop()
-        return self._ahead[1].find

@@ -11,7 +11,7 @@ from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import elements_of, is_sharded
 from hf_dpopt.randomness.source import AddressedSource, NoiseSource
-from hf_dpopt.randomness.spans import Part, Span
+from hf_dpopt.randomness.spans import Part
 
 FINGERPRINT_ROWS = 2**62  # rows from here on belong to no step: they tell keys apart, and are the same on every rank
 
@@ -90,14 +90,6 @@ class ShardedSource(NoiseSource):
             else:
                 total.add_(self.normal(total.shape, step=step, tensor=tensor, device=total.device), alpha=stddev)
         self.whole.add_parts([part for part in flat if part.total.numel()], stddev=stddev, step=step)
-
-    def draw_ahead(self, spans: Sequence[Span], *, step: int, device: torch.device) -> None:
-        if self._places is not None:
-            mine = [Span(s.tensor, s.first + self._places[s.tensor].first, s.num) for s in spans if s.num]
-            self.whole.draw_ahead(mine, step=step, device=device)
-
-    def forget(self) -> None:
-        self.whole.forget()
 
     def entry(self) -> dict[str, Any]:
         """Entry by which a kept state names its stream, and the shards that it is of."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hf_dpopt.randomness.spans import Part, Span
+from hf_dpopt.randomness.spans import Part
 
 
 class NoiseSource(abc.ABC):
@@ -38,20 +38,6 @@ class NoiseSource(abc.ABC):
         """
         for tensor, total in totals.items():
             total.add_(self.normal(total.shape, step=step, tensor=tensor, device=total.device), alpha=stddev)
-
-    def draw_ahead(self, spans: Sequence[Span], *, step: int, device: torch.device) -> None:  # noqa: B027
-        """Begin to draw the normals of a step in the background, where there are cores to spare; see `Ahead`.
-
-        It changes no value, and takes the place of what was begun before.
-
-        Args:
-            spans: what will be asked for, in that order.
-            step: the step; one that has been charged.
-            device: where the gradients are computed, and the noise is added.
-        """
-
-    def forget(self) -> None:  # noqa: B027  # most keep nothing
-        """Drop what was drawn ahead."""
 
     def entry(self) -> dict[str, Any]:
         """Entry by which a kept state names its stream."""

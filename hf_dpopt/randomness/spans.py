@@ -7,14 +7,6 @@ from typing import NamedTuple
 import torch
 
 
-class Span(NamedTuple):
-    """Consecutive elements of a flattened, unsharded tensor."""
-
-    tensor: int  #: number of the tensor within the step
-    first: int  #: number of the first element
-    num: int
-
-
 class Part(NamedTuple):
     """Consecutive elements of a flattened, unsharded tensor, which noise is added to."""
 

@@ -474,7 +474,6 @@ class PrivateRun:
         if not is_charged:
             self.charge(step)
         self._door, self._step = _Door.BEGUN, step
-        self.noise.draw_ahead(step)  # paid for: while the gradients are computed, spare cores draw
         return scales
 
     def reduction(self, engine: ClippingEngine, scales: Sequence[Scale | None]) -> Reduction:
@@ -661,7 +660,6 @@ class PrivateRun:
         Args:
             is_finished: False if an error ended the run, perhaps before its last weights were saved.
         """
-        self.noise.forget()
         last = self.first_step + self.charged[-1]
         is_over = is_finished and last >= self.plan.num_steps
         if is_over and (self._shard is not None or self.log is not None):

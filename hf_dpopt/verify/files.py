@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import re
 from pathlib import Path
 
@@ -63,9 +64,12 @@ def check_text(path: Path, report: Report, *, is_card: bool = False) -> str:
         is_card: whether it is a model card, which may have no section on privacy.
     """
     epsilon, delta = report.epsilon, report.delta
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise Unknown(f"there is no {path.name}")
-    text = read_regular(path).decode(errors="replace")
+    try:
+        text = read_regular(path).decode()
+    except UnicodeDecodeError:
+        raise Contradiction(f"{path.name} is not a text") from None
     if is_card and SECTION not in text:
         raise Unknown(f"{path.name} says nothing of this run")
     found = PROMISE.search(text)

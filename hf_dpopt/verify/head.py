@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def _check_oversized(fields: Fields, horizon: int, q: float) -> None:
 
 
 def _statement(fields: Fields, path: Path) -> str:
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise Unknown(f"there is no {path.name}")
     if hashlib.sha256(read_regular(path)).hexdigest() != fields.text("statement_sha256"):
         raise Contradiction(f"{path.name} is not the one that was written with the report")

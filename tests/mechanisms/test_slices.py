@@ -19,7 +19,6 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise import independent_noise, slices
 from hf_dpopt.noise.slices import Flattened, slice_of
-from hf_dpopt.randomness import ahead
 from hf_dpopt.randomness.blocks import CHUNK
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
 from hf_dpopt.randomness.cipher import FastGaussian
@@ -36,13 +35,11 @@ def _sums(shapes: dict[str, tuple[int, ...]], step: int) -> dict[str, torch.Tens
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def _released(shapes: Any, source: Any, ranks: Any = None, *, early: bool = False) -> list[dict[str, torch.Tensor]]:
+def _released(shapes: Any, source: Any, ranks: Any = None) -> list[dict[str, torch.Tensor]]:
     stream, found = independent_noise(0.8).stream(source, 1.3), []
     if ranks is not None:
         stream.share_over(ranks)
     for step in range(STEPS):
-        if early:
-            stream.draw_ahead(step)
         stream.add_(sums := _sums(shapes, step), step)
         found.append(sums)
     return found
@@ -94,8 +91,6 @@ def _work(size: int, folder: str) -> None:
     found["all"] = _released(SHAPES, Watched(KEY), ranks)
     found["drawn"] = list(drawn)
     found["few"] = _released(SMALL, ChaCha20Gaussian(KEY), ranks)
-    ahead.usable_cores = lambda: 2
-    found["ahead"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks, early=True)
     slices.BUCKET_ELEMENTS = 1000
     found["in buckets"] = _released(SHAPES, ChaCha20Gaussian(KEY), ranks)
     found["without addresses"] = _released(SHAPES, FastGaussian(KEY), ranks)
@@ -141,7 +136,7 @@ def found(request, tmp_path_factory) -> list[dict[str, Any]]:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("slices")
 class TestProcesses:
-    @pytest.mark.parametrize("case", ["all", "ahead", "in buckets", "without addresses", "unlike"])
+    @pytest.mark.parametrize("case", ["all", "in buckets", "without addresses", "unlike"])
     def test_the_ranks_release_what_one_process_does(self, found, case):
         alone = _released(SHAPES, (FastGaussian if case == "without addresses" else ChaCha20Gaussian)(KEY))
         for rank in found:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import copy
 import math
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.reduction import Layout
 from hf_dpopt.randomness.cipher import NoiseSource
-from hf_dpopt.randomness.spans import Span
 
 State = dict[str, Any]
 UNUSED_ROW = 2**62
@@ -44,9 +43,6 @@ class NoiseStream(abc.ABC):
     def continue_at(self, num_steps: int, state: State | None) -> None:
         """Go on after the first `num_steps` steps; `state` saves time and changes nothing."""
 
-    def draw_ahead(self, step: int) -> None:  # noqa: B027
-        """Begin to draw what a step needs while it computes; the step has been charged. Changes no value."""
-
     def share_over(self, ranks: Ranks, layout: Layout | None = None) -> None:  # noqa: B027
         """Share the drawing over ranks that have the same sums; streams that keep noise draw all of it on each.
 
@@ -58,9 +54,6 @@ class NoiseStream(abc.ABC):
     def takes_pieces(self, device: torch.device) -> bool:
         """Whether each rank needs the sum of its pieces alone, on that device; all ranks ask together."""
         return False
-
-    def forget(self) -> None:  # noqa: B027
-        """Drop what was drawn ahead."""
 
     def bytes_kept(self) -> int:
         """Memory of the tensors it keeps between steps."""
@@ -85,8 +78,6 @@ class CorrelatedStream(NoiseStream):
     Raises:
         DPConfigError: for a scale that is not a finite number > 0.
     """
-
-    _draws_row_of_step: ClassVar[bool] = True  # whether step t draws row t of Z, among others
 
     def __init__(
         self,
@@ -114,7 +105,6 @@ class CorrelatedStream(NoiseStream):
         self._behind = 0  # steps that were done after what is kept here, and are drawn again before the next one
         self._to_place = False  # a state that was read lies in the host's memory
         self._shapes: dict[str, torch.Size] | None = None
-        self._device: torch.device | None = None  # of the sums of the step before
 
     @property
     def num_steps(self) -> int:
@@ -164,17 +154,6 @@ class CorrelatedStream(NoiseStream):
                 sums[name].add_(total.to(sums[name].device, non_blocking=True))
         self._shapes, self._to_replay, self._behind = shapes, 0, 0
         self._num_done = t + 1
-        self._device = torch.device("cpu") if self._offload or not sums else next(iter(sums.values())).device
-        self.forget()
-
-    def draw_ahead(self, step: int) -> None:
-        if self._shapes is not None and self._device is not None and self._draws_row_of_step:
-            names = enumerate(sorted(self._shapes))
-            spans = [Span(tensor, 0, self._shapes[name].numel()) for tensor, name in names]
-            self._source.draw_ahead(spans, step=step - self._first_step, device=self._device)
-
-    def forget(self) -> None:
-        self._source.forget()
 
     @abc.abstractmethod
     def _add_to(self, total: torch.Tensor, name: str, tensor: int, t: int) -> None:
