@@ -187,12 +187,12 @@ def test_looking_at_a_run_makes_nothing_and_reads_its_journal_once(tmp_path, cap
     before = sorted(left.rglob("*"))
     contents = mock.Mock(side_effect=Journal.contents, autospec=Journal.contents)
     with mock.patch.object(Journal, "contents", lambda journal: contents(journal)):
-        show_health(left / "out", left / "keys", fix=False)
+        show_health(left / "out", left / "keys")
     assert contents.call_count == 1 and "steps 4 to 5, which a resume takes again" in capsys.readouterr().out
     assert sorted(left.rglob("*")) == before
     empty = tmp_path / "empty"
     empty.mkdir(mode=0o700)
-    show_health(left / "out", empty, fix=False)
+    show_health(left / "out", empty)
     assert not any(empty.iterdir())
     assert secrets_in(private_dir(tmp_path / "none", left, is_read=True)) == []
     assert not (tmp_path / "none").exists()

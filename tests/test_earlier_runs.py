@@ -242,7 +242,7 @@ def test_a_sampler_that_is_not_known_here_is_refused():
 
 def test_a_convex_head_refuses_them(tmp_path):
     args = HeadTrainingArguments(output_dir=str(tmp_path), target_epsilon=1.0, earlier_runs=["a"], use_cpu=True)
-    with pytest.raises(DPConfigError, match="not composed with those of other runs"):
+    with pytest.raises(DPConfigError, match="not composed with other runs"):
         check_convex_arguments(args)
 
 

@@ -13,7 +13,7 @@ from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArgume
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
-from hf_dpopt.postprocess import IndependentNoise
+from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Identity, Preclip, ScaleThenPrivatize
@@ -167,8 +167,10 @@ def test_a_preconditioner_of_ones_own(tmp_path):
         ).train(resume_from_checkpoint=True)
 
 
-class Halved:
+class Halved(Postprocess):
     """A map of one's own, with state."""
+
+    gain = None
 
     def __init__(self):
         self.calls = 0
@@ -187,7 +189,7 @@ class Halved:
 def test_a_map_of_ones_own_runs_last_and_is_kept(tmp_path):
     run = trainer(tmp_path, postprocess=[own := Halved()], filter="momentum", optim="sgd", max_steps=3)
     run.train()
-    assert own.calls == 3 and run._session.stages.chain[-1].own is own and len(run._session.stages.chain) == 2
+    assert own.calls == 3 and run._session.stages.chain[-1] is own and len(run._session.stages.chain) == 2
     more = trainer(tmp_path, postprocess=[again := Halved()], filter="momentum", optim="sgd", max_steps=4)
     more.train(resume_from_checkpoint=True)
     assert again.calls == 4

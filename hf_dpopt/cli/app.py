@@ -136,9 +136,6 @@ def verify(
     ],
     strict: Annotated[bool, typer.Option(help="Take what could not be checked for a failure.")] = False,
     as_json: AsJson = False,
-    mark_card: Annotated[
-        bool, typer.Option(help="If all is verified, say so in the metadata of the model card beside it.")
-    ] = False,
 ) -> None:
     """Check a run's claim by accountants of others. Needs no data, keys or torch.
 
@@ -147,7 +144,7 @@ def verify(
     """
     from hf_dpopt.cli.verification import show_verification
 
-    _end_with(show_verification(path, is_strict=strict, as_json=as_json, marks_card=mark_card))
+    _end_with(show_verification(path, is_strict=strict, as_json=as_json))
 
 
 @app.command()
@@ -207,14 +204,11 @@ def scan(output_dir: OutputDir, private_state_dir: PrivateStateDir = None) -> No
 def doctor(
     output_dir: OutputDir,
     private_state_dir: PrivateStateDir = None,
-    fix: Annotated[
-        bool, typer.Option(help="Move torn checkpoints aside, remove what killed runs left, and locks of nobody.")
-    ] = False,
 ) -> None:
     """Say what a folder holds of a run, and what it has cost. Exit code 1 if something is wrong."""
     from hf_dpopt.cli.doctor import show_health
 
-    _end_with(not show_health(output_dir, private_state_dir, fix=fix))
+    _end_with(not show_health(output_dir, private_state_dir))
 
 
 @app.command()

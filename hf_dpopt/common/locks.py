@@ -108,6 +108,6 @@ def open_plain(path: Path, flags: int, mode: int = 0o600) -> int:
 def _not_plain(path: Path) -> DPConfigError:
     what = "a link" if path.is_symlink() else "not a file of its own"
     return DPConfigError(
-        f"{path} is {what}, and a run would write to what it leads to. Remove it (`hf-dpopt doctor --fix` removes a "
-        "lock), or put the file itself there; somebody or something else made it."
+        f"{path} is {what}, and a run would write to what it leads to. Remove it, "
+        "or put the file itself there; somebody or something else made it."
     )

@@ -12,7 +12,7 @@ from hf_dpopt.clipping import ClippingEngine
 from hf_dpopt.huggingface.optimizers import optimizer_from_arguments
 from hf_dpopt.optim import NoiseAwareOptimizer
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.postprocess import IndependentNoise, Map
+from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.iterates import AfterStep, BallProjection, IterateAverage, decay_over
 from hf_dpopt.postprocess.low_pass import LowPassFilter
@@ -40,13 +40,13 @@ def make_stages(
     optimizer: torch.optim.Optimizer,
     run: PrivateRun,
     public: Public,
-    postprocess: Sequence[Map],
+    postprocess: Sequence[Postprocess],
 ) -> Stages:
     """The stages that are asked for; maps of the user's own come after those of the arguments.
 
     A filter is among the maps of the released gradient unless the optimizer has a place for it.
     """
-    low_pass, num_steps, chain, after = low_pass_of(args), run.plan.num_steps, list[Map](), list[AfterStep]()
+    low_pass, num_steps, chain, after = low_pass_of(args), run.plan.num_steps, list[Postprocess](), list[AfterStep]()
     if low_pass is not None and not isinstance(optimizer, NoiseAwareOptimizer):
         chain.append(low_pass)
     if args.public_mirror_descent is not None:

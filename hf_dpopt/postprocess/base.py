@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_dpopt.common.types import Gradients, Released
@@ -64,48 +63,3 @@ class Filter(Postprocess):
 
     def __call__(self, released: Released, /) -> Released:
         return Released(self.update(released))
-
-
-Map = Callable[[Released], Released]  # what a chain may hold: a `Postprocess`, or a plain callable
-
-
-def as_postprocess(stage: Map) -> Postprocess:
-    """The map itself if it is a `Postprocess`, else an adapter around it: the one place that looks for what it has.
-
-    Args:
-        stage: a callable; it may have state_dict with load_state_dict, parameters, and attributes gain and noise.
-    """
-    return stage if isinstance(stage, Postprocess) else _Adapter(stage)
-
-
-class _Adapter(Postprocess):
-    """A callable of the user's own as a `Postprocess`."""
-
-    def __init__(self, own: Any):
-        self.own = own
-
-    def __call__(self, released: Released, /) -> Released:
-        return self.own(released)
-
-    @property
-    def label(self) -> str:
-        return type(self.own).__name__
-
-    @property
-    def gain(self) -> float | None:
-        return getattr(self.own, "gain", None)
-
-    def parameters(self) -> dict[str, Any]:
-        parameters = getattr(self.own, "parameters", None)
-        return parameters() if callable(parameters) else {}
-
-    def set_noise(self, level: NoiseLevel) -> None:
-        if hasattr(self.own, "noise"):
-            self.own.noise = level
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.own.state_dict() if hasattr(self.own, "state_dict") else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if hasattr(self.own, "load_state_dict"):
-            self.own.load_state_dict(state)

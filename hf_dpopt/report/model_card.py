@@ -50,11 +50,6 @@ def add_privacy_section(card_text: str, facts: RunFacts) -> str:
     return f"{card.rstrip()}\n\n{section}\n".lstrip("\n")
 
 
-def mark_verified(card_text: str) -> str:
-    """The card whose metadata says that `hf-dpopt verify` succeeded; unchanged if it has none of ours."""
-    return re.sub(r"(?m)^(  verified: )false$", r"\1true", card_text, count=1)
-
-
 def _with_metadata(card: str, facts: RunFacts) -> str:
     """The card with `differential_privacy` in its front matter, which a hub can filter by."""
     is_private = not facts.not_private_reasons
@@ -64,7 +59,6 @@ def _with_metadata(card: str, facts: RunFacts) -> str:
         "unit": json.dumps(facts.plan["privacy_unit"]),
         "adjacency": facts.plan["adjacency"],
         "accountant": json.dumps(plain(str(facts.plan["accountant"]))),
-        "verified": "false",  # `hf-dpopt verify --mark_card` says true
     }
     block = "".join(["differential_privacy:\n", *(f"  {name}: {value}\n" for name, value in values.items())])
     found = _FRONT.match(card)

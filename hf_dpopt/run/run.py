@@ -27,7 +27,7 @@ from hf_dpopt.common.types import JointSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
-from hf_dpopt.postprocess import Map, Postprocess, as_postprocess
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preconditioning, PublicSource
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.sharded import ShardedSource
@@ -618,7 +618,7 @@ class PrivateRun:
             )
         return self._preclip
 
-    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Map] = ()) -> MechanismLevel:
+    def noise_level(self, preclip: Preconditioning | None = None, chain: Sequence[Postprocess] = ()) -> MechanismLevel:
         """Level of the noise in what `private_step` leaves in `p.grad`; for optimizers and filters that know it.
 
         Args:
@@ -627,7 +627,7 @@ class PrivateRun:
         """
         plan = self.plan
         stages: list[Preconditioning | Postprocess] = [] if preclip is None else [preclip]
-        stages += map(as_postprocess, chain)
+        stages += chain
 
         def gain() -> float | None:
             gains = [gain for stage in stages if (gain := stage.gain) is not None]

@@ -16,7 +16,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import any_sharded, gathered, has_shards, is_sharded, scattered
 from hf_dpopt.optim import NoiseAwareOptimizer
-from hf_dpopt.postprocess import Filter, Map, Postprocess, as_postprocess
+from hf_dpopt.postprocess import Filter, Postprocess
 from hf_dpopt.postprocess.iterates import AfterStep
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run.run import PrivateRun
@@ -50,14 +50,14 @@ class Stages:
         run: PrivateRun,
         engine: ClippingEngine,
         optimizer: torch.optim.Optimizer,
-        chain: Sequence[Map] = (),
+        chain: Sequence[Postprocess] = (),
         *,
         public: PublicSource | None = None,
         after: Sequence[AfterStep] = (),
     ):
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
-        self.chain, self.after = tuple(map(as_postprocess, chain)), tuple(after)
+        self.chain, self.after = tuple(chain), tuple(after)
         self._noise = _describe_noise(run)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         self._metrics = run.metrics

@@ -21,7 +21,7 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.reduction import Reduction
 from hf_dpopt.common.sharding import cut_like, whole_of
 from hf_dpopt.common.types import ClippedSums, Released
-from hf_dpopt.postprocess import Map
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import queries
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import add_batch
@@ -35,7 +35,7 @@ def private_step(
     *,
     run: PrivateRun,
     step: int,
-    chain: Sequence[Map] = (),
+    chain: Sequence[Postprocess] = (),
     everything: Callable[[], Iterable[Any]] | None = None,
     stand_in: Callable[[], Any] | None = None,
 ) -> UnprivatizedStatistics:
@@ -206,7 +206,7 @@ def ask(
 # --- taken again: post-processing of what was released; no record is read, nothing is charged, no noise is drawn ---
 
 
-def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Sequence[Map] = ()) -> bool:
+def replay_step(engine: ClippingEngine, *, run: PrivateRun, step: int, chain: Sequence[Postprocess] = ()) -> bool:
     """Leave in `p.grad` what a step left there before the run was killed, bit for bit.
 
     Call it in place of `private_step` for every step that `run.recovery` covers, in order, then `optimizer.step()`

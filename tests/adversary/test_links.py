@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.accounting.selection import RunCount
-from hf_dpopt.cli.app import app
 from tests import tiny
-from tests.adversary.test_forged_ledgers import RAN, made, scene
 from tests.tuning.in_process import tune
-
-__all__ = ["made", "scene"]  # fixtures
 
 
 def _victim(root: Path) -> Path:
@@ -40,17 +34,6 @@ def test_a_checkpoint_is_not_written_through_a_link(tmp_path):
     with pytest.raises(DPConfigError, match="_unfinished_checkpoints is a link"):
         tiny.trainer(tmp_path / "run", callbacks=[callback], **options).train()
     _check(victim)
-
-
-def test_a_torn_checkpoint_is_not_moved_through_a_link(scene):
-    shutil.rmtree(scene.victim)
-    victim = _victim(scene.root)
-    (scene.out / f"checkpoint-{RAN}/privacy_ledger.json").write_text("{}")
-    os.symlink(victim, scene.out / "_torn_checkpoints")
-    found = CliRunner().invoke(app, ["doctor", str(scene.out), "--private-state-dir", str(scene.keys), "--fix"])
-    assert isinstance(found.exception, DPConfigError) and "_torn_checkpoints is a link" in str(found.exception)
-    _check(victim)
-    assert (scene.out / f"checkpoint-{RAN}").is_dir()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "privacy"])

@@ -73,7 +73,6 @@ def resume(root: Path) -> None:
 
 READERS: dict[str, Callable[[Path], object]] = {
     "doctor": command("doctor", "{root}/out", "--private-state-dir", "{root}/keys"),
-    "doctor --fix": command("doctor", "{root}/out", "--private-state-dir", "{root}/keys", "--fix"),
     "verify": command("verify", "{root}/out"),
     "scan": command("scan", "{root}/out", "--private-state-dir", "{root}/keys"),
     "ledger": command("ledger", "{root}/people.jsonl"),

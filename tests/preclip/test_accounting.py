@@ -15,6 +15,7 @@ from hf_dpopt import DPConfigError, PrivacyConfig, PrivateRun, make_plan, privat
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.types import ClippedSums
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import PRECLIPS, DelayedPreconditioner, Identity, Preclip, ScaleThenPrivatize
 from hf_dpopt.preclip.base import _Nothing
 from hf_dpopt.run.ledger import LEDGER
@@ -269,11 +270,16 @@ def test_the_level_follows_the_gain_of_the_phase(tmp_path):
     assert seen == pytest.approx([1, 1, 225, 225, 1, 1])
 
 
-class Gained:
+class Gained(Postprocess):
     """A map of the chain that multiplies by another number in every step, and one that asks for the level."""
 
+    gain = 1.0
+
     def __init__(self):
-        self.gain, self.noise, self.told = 1.0, None, []
+        self.noise, self.told = None, []
+
+    def set_noise(self, level):
+        self.noise = level
 
     def __call__(self, released):
         self.told.append((self.noise.variance(), self.noise.covariance(1)))

@@ -116,7 +116,7 @@ def test_doctor_knows_what_a_head_has_cost_and_whether_it_can_go_on(noise, tmp_p
     for is_over in (False, True):
         if is_over:
             run.finish(2)
-        show_health(where[0], where[2], fix=False)
+        show_health(where[0], where[2])
         lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
         assert f"all 4 steps charged at once: epsilon {run.plan.epsilon():.4g} at delta" in lines["cost"]
         assert ("not possible" if is_over else "nothing more is charged") in lines["resume"]

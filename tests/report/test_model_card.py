@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard
 from transformers.modelcard import TrainingSummary, parse_log_history
 
 from hf_dpopt.report import add_privacy_section, strip_training_losses
-from hf_dpopt.report.model_card import END, NOT_RELEASED, START, mark_verified
+from hf_dpopt.report.model_card import END, NOT_RELEASED, START
 from tests.report.conftest import MakeFacts
 
 SECRET_LOSSES = (0.69314, 0.41421)
@@ -142,13 +142,10 @@ def test_the_metadata_can_be_filtered_by(make_facts: MakeFacts) -> None:
     found = loaded.data.to_dict()["differential_privacy"]
     assert found == {
         "epsilon": pytest.approx(facts.epsilon, rel=1e-4), "delta": 1e-5, "unit": "example",
-        "adjacency": "add_or_remove_one", "accountant": facts.plan["accountant"], "verified": False,
+        "adjacency": "add_or_remove_one", "accountant": facts.plan["accountant"],
     }  # fmt: skip
     assert found["epsilon"] >= facts.epsilon
     assert ModelCard(str(loaded)).data.to_dict()["differential_privacy"] == found
-    marked = mark_verified(text)
-    assert ModelCard(marked).data.to_dict()["differential_privacy"] == {**found, "verified": True}
-    assert mark_verified(stock_card(LOG)) == stock_card(LOG)
 
 
 def test_the_section_is_short_and_leads_to_the_statement(make_facts: MakeFacts) -> None:

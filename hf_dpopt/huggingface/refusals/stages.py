@@ -15,7 +15,7 @@ from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.huggingface.stage_options import low_pass_of, optimizer_of
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
 from hf_dpopt.plan.options import FILTER_DTYPES
-from hf_dpopt.postprocess import Filter, Postprocess, as_postprocess
+from hf_dpopt.postprocess import Filter, Postprocess
 from hf_dpopt.preclip import Preclip, make_preclip
 
 MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
@@ -67,9 +67,9 @@ def _on_kinds(args: Any, inputs: TrainerInputs, unknown: Sequence[str]) -> Itera
     )
     for stage in inputs.postprocess:
         yield (
-            not (callable(stage) and hasattr(stage, "state_dict") and hasattr(stage, "load_state_dict")),
-            f"postprocess={shown(stage)} is no map of gradients. Give objects with __call__, state_dict and "
-            "load_state_dict (see hf_dpopt.postprocess.Postprocess).",
+            not isinstance(stage, Postprocess),
+            f"postprocess={shown(stage)} is no map of gradients. Give objects of a class that extends "
+            "hf_dpopt.postprocess.Postprocess.",
         )
 
 
@@ -125,7 +125,7 @@ def _on_public_records(args: Any, inputs: TrainerInputs, preclip: Preclip) -> It
 
 
 def _on_noise_level(
-    args: Any, preclip: Preclip, optimizer: Any, maps: Sequence[Any], inner: Filter | None
+    args: Any, preclip: Preclip, optimizer: Any, maps: Sequence[Postprocess], inner: Filter | None
 ) -> Iterator[Refusal]:
     """Refusals of optimizers and filters that correct for the noise without knowing its level.
 
@@ -136,8 +136,7 @@ def _on_noise_level(
         maps: maps of the released gradient before the optimizer, in their order.
         inner: the filter inside of the optimizer.
     """
-    chain: list[Postprocess] = [as_postprocess(stage) for stage in maps]
-    stages, name = [*chain, *([] if inner is None else [inner])], type(optimizer).__name__
+    stages, name = [*maps, *([] if inner is None else [inner])], type(optimizer).__name__
     adaptive = [stage.label for stage in stages if _needs_level(stage)]
     corrects = isinstance(optimizer, NoiseAwareOptimizer) and optimizer.subtracts_noise
     yield (
@@ -146,7 +145,7 @@ def _on_noise_level(
         f"{(name if corrects else ', '.join(adaptive[:1]))} corrects for one level. Use --optim adamw_torch, "
         "dp_adamw or sgd, and a fixed filter.",
     )
-    silent = [stage.label for stage in chain if stage.gain is None]
+    silent = [stage.label for stage in maps if stage.gain is None]
     yield (
         corrects and bool(silent),
         f"{', '.join(silent)} changes the noisy gradient, and {name} has to know the noise level in it. Give a map "
