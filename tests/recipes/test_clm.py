@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "extension": ({"train_file": "train.docx"}, "neither of .csv, .tsv, .json, .jsonl, .txt, .parquet .* Convert"),
     "empty": ({"train_file": "empty.csv"}, "empty.csv holds no rows. Name a file"),
     "missing column": ({"prompt_column": "nope"}, "has no column 'nope'. It has: 'mr', 'ref'. Needed is a prompt"),
-    "other validation": ({"validation_file": "dev.txt"}, "dev.txt has no column 'mr'. It has: 'text'"),
+    "other validation": ({"validation_file": "dev.txt"}, "dev.txt has no column 'mr' or 'ref'. It has: 'text'"),
     "chunks of pairs": ({"chunk_documents": "true"}, "these are prompts and targets. Remove it"),
     "no privacy": ({"target_epsilon": None}, "Add --target_epsilon 8"),
     "lora layers": ({"lora_r": "2", "lora_target_modules": "nothing"}, "Name layers with --lora_target_modules"),
