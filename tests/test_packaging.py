@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import email
 import fnmatch
 import importlib
 import os
@@ -10,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +22,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+
+import hf_dpopt
 
 tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
 
@@ -129,18 +133,54 @@ def test_the_command_exists(project: dict[str, Any]) -> None:
     assert callable(getattr(importlib.import_module(module), function))
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(repo: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """The wheel that is built from the unpacked source distribution, as `pip install` of that one does."""
     pytest.importorskip("hatchling", reason="the build backend is in the extra `test`")
-    if not (repo / "README.md").exists():
-        pytest.skip("there is no README.md yet, and the metadata includes it")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=repo, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("hf_dpopt-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    sources = {file.relative_to(repo).as_posix() for file in (repo / "hf_dpopt").rglob("*.py")}
-    assert sources | {"hf_dpopt/py.typed"} <= set(names)
+    out = tmp_path_factory.mktemp("dist")
+    _build(repo, "sdist", out)
+    (archive,) = out.glob("hf_dpopt-*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(out, filter="data")
+    _build(out / archive.name.removesuffix(".tar.gz"), "wheel", out)
+    return zipfile.ZipFile(*out.glob("hf_dpopt-*.whl"))
+
+
+def _build(source: Path, target: str, out: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(repo: Path, wheel: zipfile.ZipFile) -> None:
+    """Templates and measured numbers, too."""
+    names = wheel.namelist()
+    files = {file for file in (repo / "hf_dpopt").rglob("*") if file.is_file() and "__pycache__" not in file.parts}
+    assert {file.suffix for file in files} == {".py", ".j2", ".json", ".typed"}
+    assert {file.relative_to(repo).as_posix() for file in files} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hf_dpopt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_metadata_is_found_by_those_who_search(wheel: zipfile.ZipFile) -> None:
+    (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_string(wheel.read(name).decode())
+    assert metadata["Version"] == hf_dpopt.__version__
+    assert metadata["Description-Content-Type"] == "text/markdown" and metadata.get_payload()
+    searched = f"{metadata['Summary']}, {metadata['Keywords']}".lower()
+    for words in (
+        "differential privacy",
+        "dp-sgd",
+        "fine-tuning",
+        "llm",
+        "lora",
+        "transformers",
+        "hugging face",
+        "trainer",
+    ):
+        assert words in searched
+    versions = re.findall(r"Python :: (3\.\d+)$", "\n".join(metadata.get_all("Classifier")), re.MULTILINE)
+    assert metadata["Requires-Python"] == f">={versions[0]}" and versions == ["3.11", "3.12", "3.13"]
 
 
 # --- make, .ci/run, pre-commit ---

@@ -5,7 +5,6 @@ Here are the commands and their flags. What a command does is imported when it r
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,6 +26,7 @@ from hf_dpopt.cli.flags import (
     takes,
 )
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
+from hf_dpopt.common.version import __version__
 from hf_dpopt.plan.options import RECORDS_PER_USER
 
 app = typer.Typer(
@@ -56,7 +56,7 @@ def _end(message: str) -> None:
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"hf-dpopt {importlib.metadata.version('hf_dpopt')}")
+        typer.echo(f"hf-dpopt {__version__}")
         raise typer.Exit
 
 

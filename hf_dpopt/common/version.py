@@ -1,3 +1,3 @@
-"""Release of this package."""
+"""Release of this package; pyproject.toml reads it here."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
