@@ -34,7 +34,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZE
 # Compiled files are kept, also where the environment says otherwise: they are a third of the start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help env demo check test audit nightly frozen lint format bench gpu clean
+.PHONY: help env demo check test audit nightly frozen package lint format bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -73,6 +73,9 @@ nightly: lint  ## all tests, those marked nightly too, and a kill storm of 200 k
 
 frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
 	$(OFFLINE) $(BIN)/python -m tests.frozen
+
+package:  ## build sdist and wheel, install the wheel in a bare environment of PYTHON, and run it there; needs a registry
+	$(PYTHON) -m tests.bare_install --python $(PYTHON) --torch '$(TORCH)' --folder build/bare
 
 lint: env  ## ruff, mypy, the order of imports (tests/test_house.py) and the words (tests/test_words.py)
 	$(BIN)/ruff check .
