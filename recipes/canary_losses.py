@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from recipes import glue_options, models
 from recipes.canary_texts import MARK, Row
 from recipes.clm_data import IGNORED, PaddingCollator, choose_block_size, find_kind, tokenize
@@ -84,9 +85,7 @@ def _table(rows: list[Row]) -> Table:
 def _adapted(model: PreTrainedModel, folder: str) -> Any:
     """The model with the adapters of a folder, if it has any; in evaluation mode."""
     if base_of(folder) is not None:
-        from peft import PeftModel
-
-        return PeftModel.from_pretrained(model, folder).eval()
+        return import_extra("peft", f"The adapter in {folder}").PeftModel.from_pretrained(model, folder).eval()
     return model.eval()
 
 

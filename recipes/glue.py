@@ -28,7 +28,7 @@ from typing import Any
 
 if __name__ == "__main__":  # run as a script: the repository root is not on the path then
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    import hf_dpopt  # noqa: F401  first of all: it keeps quiet what transformers imports
+    import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
 
 import numpy as np
 from transformers import (

@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.pytorch_utils import Conv1D
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from recipes import hub
 from recipes.options import ModelArguments
 
@@ -163,17 +164,16 @@ def add_lora(model: PreTrainedModel, model_args: ModelArguments, task: str) -> A
     Raises:
         DPConfigError: if the model has no such layers.
     """
-    from peft import LoraConfig, TaskType, get_peft_model
-
-    config = LoraConfig(
-        task_type=TaskType[task],
+    peft = import_extra("peft", "--lora_r")
+    config = peft.LoraConfig(
+        task_type=peft.TaskType[task],
         r=model_args.lora_r,
         lora_alpha=model_args.lora_alpha or 2 * model_args.lora_r,
         lora_dropout=model_args.lora_dropout,
         target_modules=model_args.lora_target_modules or linear_layers(model),
     )
     try:
-        adapted = get_peft_model(model, config)
+        adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         raise DPConfigError(
             f"LoRA does not fit this model: {str(error).splitlines()[0]} Name layers with --lora_target_modules, e.g. "

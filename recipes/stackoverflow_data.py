@@ -19,6 +19,7 @@ import torch
 from datasets import Dataset
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?|[^\w\s]")
@@ -78,11 +79,7 @@ def _table(path: str | Path, rows: Iterable[dict[str, Any]]) -> Table:
 
 
 def _h5_rows(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        import h5py
-    except ImportError:
-        raise DPConfigError(f"{path} is HDF5, and h5py is not installed. Run: pip install h5py") from None
-    with h5py.File(path) as file:
+    with import_extra("h5py", f"The HDF5 file {path}").File(path) as file:
         if "examples" not in file:
             raise DPConfigError(f"{path} has no group 'examples' of clients. Use the layout of TensorFlow Federated.")
         for user, client in file["examples"].items():

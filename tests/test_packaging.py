@@ -24,6 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import hf_dpopt
+from hf_dpopt.common.extras import EXTRAS
 
 tomllib = pytest.importorskip("tomllib", reason="reading pyproject.toml needs Python 3.11")
 
@@ -113,7 +114,7 @@ def imports(folder: Path) -> Iterator[tuple[Path, str, bool]]:
 
 def test_the_package_imports_only_what_it_declares(repo: Path, project: dict[str, Any]) -> None:
     core = {canonicalize_name(requirement.name) for requirement in requirements(project)}
-    optional = {canonicalize_name(requirement.name) for requirement in requirements(project, "recipes", "docs")}
+    optional = {canonicalize_name(requirement.name) for requirement in requirements(project, *EXTRAS.values())}
     for file, module, at_import in imports(repo / "hf_dpopt"):
         if module in sys.stdlib_module_names or module == "hf_dpopt":
             continue

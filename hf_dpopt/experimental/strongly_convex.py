@@ -3,7 +3,7 @@ r"""Bound on the excess loss of noisy gradient descent on smooth and strongly co
 ``theta_{t+1} = theta_t - eta (grad F(theta_t) + w_t)`` with the noise ``w`` of a Toeplitz strategy. A gain psi(omega)
 with ``E |theta|^2 <= (1 / 2 pi) int psi |B|^2`` holds for all mu-strongly convex, L-smooth F if some multiplier
 ``Lambda(omega) = sum_tau lambda_tau e^{i omega tau}`` makes a 2 x 2 matrix positive semidefinite at every frequency;
-the least such psi is a second-order cone program. Needs cvxpy: ``pip install 'hf_dpopt[convex]'``.
+the least such psi is a second-order cone program. Needs cvxpy: ``pip install 'hf-dpopt[convex]'``.
 
 The bound is one on a whole class of losses, and not tight: see `strongly_convex_bound`.
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.strategy import ToeplitzStrategy
@@ -100,7 +101,6 @@ def strongly_convex_bound(
 
     Raises:
         DPConfigError: for values outside these ranges, or noise whose sensitivity grows with the steps.
-        ImportError: without cvxpy.
 
     References:
         Choquette-Choo et al. (2023), arXiv:2310.06771, Section 3; Zames and Falb (1968) (multipliers: which signs
@@ -133,7 +133,7 @@ def optimize_strongly_convex(
         num_coefs: coefficients of B that are kept; a few times ``1 / (eta mu)`` lose nothing that shows.
 
     Raises:
-        DPConfigError, ImportError: as in `strongly_convex_bound`.
+        DPConfigError: as in `strongly_convex_bound`.
 
     References:
         Choquette-Choo et al. (2023), arXiv:2310.06771, Section 3; Oppenheim and Schafer (1989), Chapter 12 (cepstrum).
@@ -270,11 +270,7 @@ class _Program:
 
 
 def _cvxpy() -> Any:
-    try:
-        import cvxpy
-    except ImportError as error:
-        raise ImportError("The convex program needs cvxpy. Install it: pip install 'hf_dpopt[convex]'") from error
-    return cvxpy
+    return import_extra("cvxpy", "The bound for smooth, strongly convex losses")
 
 
 def _spectrum(noise: ToeplitzStrategy | np.ndarray, num: int) -> np.ndarray:

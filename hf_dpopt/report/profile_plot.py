@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from hf_dpopt.accounting.meaning import FALSE_POSITIVES, pair_alone
 from hf_dpopt.accounting.profile import Profile
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from hf_dpopt.report.meaning import percent
 
 FORMATS = ("png", "svg")
@@ -34,13 +35,8 @@ def pyplot() -> Any:
     Raises:
         DPConfigError: if it is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise DPConfigError("Plots need matplotlib: pip install 'hf_dpopt[docs]', or leave --plots out.") from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    import_extra("matplotlib", "A plot").use("Agg")
+    plt = importlib.import_module("matplotlib.pyplot")
     plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
     return plt
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import logging
 import math
 import warnings
@@ -29,6 +28,8 @@ from dp_accounting.rdp import RdpAccountant
 from scipy import optimize, stats
 from scipy.special import log_ndtr, ndtr, ndtri
 
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.extras import import_extra
 from hf_dpopt.verify.events import MOVES, Leaves, on_sample
 from hf_dpopt.verify.outcome import Inapplicable, Unknown
 
@@ -243,13 +244,13 @@ def by_prv(leaves: Leaves, delta: float, adjacency: str) -> Recomputed:
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         try:
-            accountants = importlib.import_module("opacus.accountants")
+            accountants = import_extra("opacus.accountants", "The PRV accountant")
             accountant = accountants.PRVAccountant()
             accountant.history = [(*_rate_and_noise(leaf)[::-1], count) for leaf, count in leaves]
             prv = accountant._get_dprv(eps_error=error, delta_error=delta / 1000)
             least, _, most = prv.compute_epsilon(delta, delta / 1000, error)
-        except ImportError:
-            raise Unknown("opacus is not installed; `pip install 'hf_dpopt[verify]'` installs it") from None
+        except DPConfigError as missing:
+            raise Unknown(str(missing)) from None
         except (AttributeError, ValueError, RuntimeError, ArithmeticError) as problem:
             raise Unknown(f"opacus gave no number ({type(problem).__name__})") from None
     if not (math.isfinite(least) and math.isfinite(most)):

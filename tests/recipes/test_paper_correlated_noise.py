@@ -218,7 +218,7 @@ def test_the_noise_of_a_run_is_that_of_the_stream(few_phrases):
 
 
 def test_training_runs_every_row_of_the_table(few_phrases, monkeypatch):
-    pytest.importorskip("matplotlib", reason="plots are in the extra `docs`")
+    pytest.importorskip("matplotlib", reason="it is in the extra `plots`")
     monkeypatch.setattr(sys, "argv", [
         "training", "--data", str(few_phrases), "--output_dir", str(few_phrases / "out"), "--num_steps", "12",
         "--epsilons", "8",

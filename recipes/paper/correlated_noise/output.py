@@ -11,6 +11,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from hf_dpopt.report.profile_plot import pyplot
+
 # one colour for a mechanism, in every plot
 COLORS = {"sgd": "#4c72b0", "nu": "#dd8452", "best": "#55a868", "other": "#8172b3", "paper": "#7f7f7f"}
 
@@ -46,13 +48,7 @@ def versions() -> dict[str, str]:
 
 def panels(num: int, width: float = 4.2, height: float = 3.6) -> tuple[Any, list[Any]]:
     """A figure and its axes, side by side, without a display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 9, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
-    figure, axes = plt.subplots(1, num, figsize=(width * num, height), squeeze=False)
+    figure, axes = pyplot().subplots(1, num, figsize=(width * num, height), squeeze=False)
     return figure, list(axes[0])
 
 

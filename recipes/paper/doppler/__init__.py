@@ -9,5 +9,5 @@ Zhang et al. (2024), arXiv:2408.13460, in kind: text in place of images, on one 
     python -m recipes.paper.doppler.finetuning   --data FOLDER --model FOLDER --output_dir runs/doppler
 
 Every finished run is a line of a JSONL file in the output folder; a command that was interrupted goes on behind the
-last line. Plots need the extra `docs`. The page docs/reproductions.md holds the results beside those of the paper.
+last line. Plots need the extra `plots`. The page docs/reproductions.md holds the results beside those of the paper.
 """

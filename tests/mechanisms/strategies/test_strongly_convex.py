@@ -210,5 +210,5 @@ def test_what_is_no_spectrum_is_refused(spectrum):
 
 def test_the_missing_solver_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cvxpy", None)
-    with pytest.raises(ImportError, match=r"pip install 'hf_dpopt\[convex\]'"):
+    with pytest.raises(DPConfigError, match=r"pip install 'hf-dpopt\[convex\]'"):
         strongly_convex_bound(IdentityStrategy(), mu=0.1, L=1.0, eta=ETA)
