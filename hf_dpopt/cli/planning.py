@@ -19,10 +19,10 @@ from hf_dpopt.cli.show import print_facts, print_json, print_table, warn
 from hf_dpopt.common import log
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.huggingface.workload import MAX_SCHEDULED_STEPS
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
 from hf_dpopt.noise.streams import measure_speed
+from hf_dpopt.noise.workloads import MAX_SCHEDULED_STEPS
 from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.choose import compare_mechanisms, make_plan
 from hf_dpopt.plan.compare import ComparedNoise

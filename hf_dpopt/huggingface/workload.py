@@ -11,8 +11,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.noise import Workload, momentum_workload
-
-MAX_SCHEDULED_STEPS = 4096  # a schedule makes the matrix of the workload dense; beyond, noise is tuned without it
+from hf_dpopt.noise.workloads import MAX_SCHEDULED_STEPS
 
 
 def workload_of(args: TrainingArguments, num_steps: int, inputs: TrainerInputs | None = None) -> Workload:

@@ -17,6 +17,8 @@ from scipy.linalg import toeplitz
 
 from hf_dpopt.common.errors import DPConfigError
 
+MAX_SCHEDULED_STEPS = 4096  # a schedule makes the matrix of the workload dense; beyond, noise is tuned without it
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
