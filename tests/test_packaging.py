@@ -256,6 +256,31 @@ def test_the_image_takes_its_base_by_argument_and_drops_root(repo: Path) -> None
     assert ("ENTRYPOINT", '["accelerate", "launch"]') in steps
 
 
+def test_the_image_has_the_python_that_the_pins_were_tested_on(repo: Path) -> None:
+    (tested,) = re.findall(r"on Python (3\.\d+)", (repo / "constraints.txt").read_text())
+    assert instructions(repo)[0] == ("ARG", f"BASE_IMAGE=python:{tested}-slim-bookworm")
+    assert f"Python is {tested}" in (repo / "docs" / "clusters.md").read_text()
+
+
+def test_what_a_container_keeps_is_on_volumes(repo: Path) -> None:
+    """Runs, keys and what was fetched from the hub: each folder is made, and mounted by the command at the head."""
+    head = (repo / "Dockerfile").read_text().partition("\nFROM")[0]
+    mounts = set(re.findall(r'-v "[^"]+:(/app/\w+)"', head))
+    (environment,) = (rest for keyword, rest in instructions(repo) if keyword == "ENV")
+    kept = {f"/app/{name}" for name in ("runs", "private", "cache")}
+    assert mounts == kept and {"HF_HOME=/app/cache", "HF_DPOPT_PRIVATE_DIR=/app/private"} <= set(environment.split())
+    made = next(rest for keyword, rest in instructions(repo) if keyword == "RUN" and "useradd" in rest)
+    assert kept <= set(made.split())
+
+
+def test_the_image_names_the_driver_that_it_needs(repo: Path, pins: dict[str, Version]) -> None:
+    """CUDA 13 needs a driver of 580 or newer; the container toolkit refuses an older one."""
+    steps, page = instructions(repo), (repo / "docs" / "clusters.md").read_text()
+    (environment,) = (rest for keyword, rest in steps if keyword == "ENV")
+    assert {("ARG", f'TORCH="torch=={pins["torch"]}"'), ("ARG", "CUDA=13.0")} <= set(steps)
+    assert 'NVIDIA_REQUIRE_CUDA="cuda>=${CUDA}"' in environment and "580 or newer" in page
+
+
 def test_the_image_is_built_from_the_same_constraints(repo: Path) -> None:
     commands = [rest for keyword, rest in instructions(repo) if keyword == "RUN"]
     assert any(re.search(r"\bmake env VENV=/opt/venv EXTRAS=recipes TORCH=", command) for command in commands)
