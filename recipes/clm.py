@@ -60,7 +60,7 @@ def main(argv: list[str]) -> None:
     running.set_up(training_args)
     running.check_evaluates_exactly(training_args)
     tables = load_tables(model_args, data_args, training_args)
-    kind = find_kind(tables, data_args)
+    kind = find_kind(tables, data_args, users_in(data_args, training_args))
     tokenizer, model = load_model(model_args)
     if data_args.generate:
         most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
@@ -182,13 +182,18 @@ def tokenize_splits(
     splits = {}
     for name, table in tables.items():
         with training_args.main_process_first(desc=f"tokenizing {name}"):
-            users = training_args.user_id_column if name == "train" and not data_args.non_private else None
+            users = users_in(data_args, training_args) if name == "train" else None
             splits[name] = tokenize(
                 table, kind, tokenizer, block_size=block_size, limit=limits[name], user_id_column=users
             )
         is_protected = name == "train" and not data_args.non_private and not training_args.log_unprivatized
         report(name, splits[name], block_size, counts=not is_protected)
     return splits
+
+
+def users_in(data_args: Any, training_args: DPTrainingArguments) -> str | None:
+    """The column of the training table that tells users apart, if they are protected."""
+    return None if data_args.non_private else training_args.user_id_column
 
 
 def train_and_evaluate(

@@ -297,8 +297,11 @@ def _answers(messages: list[dict], tokenizer: PreTrainedTokenizerBase) -> tuple[
 # --- which kind ------------------------------------------------------------------------------------------------------
 
 
-def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments) -> Kind:
+def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments, user_id_column: str | None = None) -> Kind:
     """The kind of data: what the named columns say, else what the columns' names say.
+
+    Args:
+        user_id_column: of the training table.
 
     Raises:
         DPConfigError: if columns are missing, if no kind or several fit, or if a row does not.
@@ -313,14 +316,17 @@ def find_kind(tables: Mapping[str, Table], args: DataTrainingArguments) -> Kind:
         )
     if args.generate and not isinstance(kind, Pairs):
         raise DPConfigError("generate needs prompts and targets. Name them with --prompt_column and --target_column.")
-    check_rows(kind, tables)
+    check_rows(kind, tables, user_id_column)
     return kind
 
 
-def check_rows(kind: Kind, tables: Mapping[str, Table]) -> None:
+def check_rows(kind: Kind, tables: Mapping[str, Table], user_id_column: str | None = None) -> None:
     """Whether every table has the columns, and every row what a record needs."""
-    for table in tables.values():
-        check_columns(table, dict.fromkeys(kind.columns, ""), f"Needed is {KINDS}.")
+    for split, table in tables.items():
+        wanted = dict.fromkeys(kind.columns, "")
+        if split == "train" and user_id_column is not None:
+            wanted[user_id_column] = "user_id_column"
+        check_columns(table, wanted, f"Needed is {KINDS}.")
         for row in range(len(table)):
             kind.check_row(table, row)
 
@@ -446,10 +452,8 @@ def tokenize(
     """Records of a table, in its order; only the first `limit`, with the user ids of their rows if those are named.
 
     Raises:
-        DPConfigError: if the tokenizer has no end token, or the table no such column.
+        DPConfigError: if the tokenizer has no end token.
     """
-    if user_id_column is not None:
-        check_columns(table, {user_id_column: "user_id_column"}, "Name the one that tells users apart.")
     if tokenizer.eos_token_id is None:
         raise DPConfigError(
             "The tokenizer has no end token (eos_token), so a text would have no end. Use the tokenizer of a causal "

@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         most_prompt_tokens(tokenizer, model, data_args.max_new_tokens)
     for name in ("max_source_length", "max_target_length"):
         setattr(data_args, name, choose_block_size(getattr(data_args, name), tokenizer, model, name))
-    kind = find_pairs(tables, data_args)
+    kind = find_pairs(tables, data_args, clm.users_in(data_args, training_args))
     clm.declare_unit(kind, data_args.max_target_length, training_args)
     splits = clm.tokenize_splits(tables, kind, tokenizer, data_args, training_args, data_args.max_target_length)
     model = models.choose_trained(model, model_args, "SEQ_2_SEQ_LM")

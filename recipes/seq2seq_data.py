@@ -71,8 +71,13 @@ def _cut(row: list[int], most: int) -> list[int]:
     return row if len(row) <= most else [*row[: most - 1], row[-1]]
 
 
-def find_pairs(tables: Mapping[str, Table], args: DataTrainingArguments) -> SourceTarget:
+def find_pairs(
+    tables: Mapping[str, Table], args: DataTrainingArguments, user_id_column: str | None = None
+) -> SourceTarget:
     """Sources and targets: the named columns, else those whose names say it.
+
+    Args:
+        user_id_column: of the training table.
 
     Raises:
         DPConfigError: if columns are missing, if none or several fit, or if a row does not.
@@ -87,5 +92,5 @@ def find_pairs(tables: Mapping[str, Table], args: DataTrainingArguments) -> Sour
         )
     (template, target), *_ = pairs
     kind = SourceTarget(template, target, separator="", max_source_length=args.max_source_length)
-    check_rows(kind, tables)
+    check_rows(kind, tables, user_id_column)
     return kind

@@ -26,6 +26,8 @@ from recipes.clm_data import (
 from recipes.clm_generate import group_references, pad
 from recipes.clm_options import DataTrainingArguments
 from recipes.embedded.build import END, make_gpt2_tokenizer
+from recipes.seq2seq_data import find_pairs
+from recipes.seq2seq_options import DataTrainingArguments as Seq2SeqArguments
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 CHATML = (
@@ -291,6 +293,19 @@ def test_columns_that_do_not_fit(case: str) -> None:
     args, columns, mend = WRONG[case]
     with pytest.raises(DPConfigError, match=mend):
         find_kind({"train": table(**columns)}, DataTrainingArguments(**args))
+
+
+def test_the_column_of_users_is_named_with_the_other_missing_ones() -> None:
+    """It is looked for in the training table alone."""
+    tables = {"train": table(question=["x"]), "validation": table(prompt=["x"], target=["y"])}
+    args = DataTrainingArguments(prompt_column="prompt", target_column="target")
+    missing = r"no column 'prompt' or 'target' or 'who' \(--user_id_column\)"
+    with pytest.raises(DPConfigError, match=missing):
+        find_kind(tables, args, "who")
+    with pytest.raises(DPConfigError, match=missing):
+        find_pairs(tables, Seq2SeqArguments(prompt_column="prompt", target_column="target"), "who")
+    tables["train"] = table(prompt=["x"], target=["y"], who=["a"])
+    assert find_kind(tables, args, "who").columns == ("prompt", "target")
 
 
 def test_all_splits_are_checked() -> None:

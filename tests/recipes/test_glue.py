@@ -84,6 +84,15 @@ def test_only_what_is_asked_for_is_done(model_dir: str) -> None:
     assert only_eval.do_eval and not only_eval.do_train
 
 
+def test_a_json_file_with_names_that_are_no_flags_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "flags.json"
+    path.write_text(json.dumps({"target_epsilom": 2.0, "task_name": "mrpc", "zzzz": 1}))
+    with pytest.raises(
+        DPConfigError, match=r"^target_epsilom is not a flag. Did you mean target_epsilon\? zzzz is not a flag. --help"
+    ):
+        parse([str(path)])
+
+
 def test_a_json_file_may_hold_the_flags(tmp_path: Path, model_dir: str) -> None:
     path = tmp_path / "flags.json"
     path.write_text(
