@@ -32,7 +32,7 @@ LoRA on quantised base weights (bitsandbytes: nf4, with or without double quanti
 `llm_int8_threshold=0.0`) is exact to 1e-5 too: `tests/grads/test_quantised.py`. LLM.int8() with its default threshold is
 refused: one record's outliers change how the others are computed. So are other quantisations, which were not checked.
 
-Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), trainable experts and routers of
+Refused, by name: AdaLoRA and initialisations that look at the data (un-noised gradients), VeRA, aLoRA, trainable experts and routers of
 mixtures (which tokens an expert sees depends on the other records), trainable token indices, DoRA on embeddings,
 BatchNorm, fp16.
 

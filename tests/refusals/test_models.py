@@ -130,6 +130,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "AdaLoRA.*Use LoRA",
     ),
+    "vera": (
+        _adapted(peft.VeraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")),
+        r"^Adapter 'default' is VeRA, whose vectors have no clipping rule. Use LoRA or \(IA\)\^3.$",
+    ),
+    "alora": (
+        _adapted(peft.LoraConfig(r=2, target_modules=["query"], alora_invocation_tokens=[3])),
+        "^Adapter 'default' is aLoRA, which mixes the tokens of all records. Set alora_invocation_tokens=None.$",
+    ),
     "eva": (_initialised_as("eva"), "initialised from data.*'eva'.*Use init_lora_weights=True"),
     "corda": (_initialised_as("corda"), "initialised from data.*'corda'.*Use init_lora_weights=True"),
     "lora_ga": (_initialised_as("lora_ga"), "initialised from data.*'lora_ga'.*Use init_lora_weights=True"),
