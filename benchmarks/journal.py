@@ -95,7 +95,7 @@ def measure(model: nn.Module, batch: int, steps: int, folder: str) -> dict[str, 
             output_dir=os.path.join(output, "out"), private_state_dir=os.path.join(output, "keys"), target_epsilon=8.0,
             max_steps=steps, use_cpu=not torch.cuda.is_available(), expected_batch_size=batch, report_to="none",
             per_device_train_batch_size=16, save_strategy="no", disable_tqdm=True, skip_self_check=True,
-            logging_strategy="no", recipe="none", journal_limit=100.0,
+            logging_strategy="no", advisor="none", journal_limit=100.0,
         )  # fmt: skip
         clock = Alternating()
         with clock.switching():

@@ -121,7 +121,7 @@ def run(args: argparse.Namespace, share: float, logging_steps: int, folder: Path
         output_dir=str(folder / f"out_{name}"), private_state_dir=str(folder / f"keys_{name}"), use_cpu=True,
         target_epsilon=args.epsilon, target_delta=1e-5, expected_batch_size=BATCH, max_steps=STEPS, learning_rate=2e-2,
         per_device_train_batch_size=BATCH, logging_steps=logging_steps, save_strategy="no", report_to="none",
-        disable_tqdm=True, recipe="none", log_private_metrics=share, remove_unused_columns=False, journal_limit=0.0,
+        disable_tqdm=True, advisor="none", log_private_metrics=share, remove_unused_columns=False, journal_limit=0.0,
         private_metrics_kwargs={"loss_bound": args.loss_bound},
     )  # fmt: skip
     with (

@@ -35,7 +35,7 @@ OWN = {
     "train_file",
     "validation_file",
 }
-SETTINGS = {  # batch, learning rate, warm-up, pooling and clip are chosen by the recipe
+SETTINGS = {  # batch, learning rate, warm-up, pooling and clip are chosen by the advisor
     "start": "pooled",
     "lora_r": "8",
     "num_train_epochs": "9",

@@ -14,7 +14,7 @@ DEFAULT_BLOCK_SIZE = 1024
 MAX_NEW_TOKENS = 64
 FILES = "csv, tsv, json, jsonl or txt, each optionally .gz, or parquet."
 
-# Batch and learning rate of the embedded job are those of the recipe.
+# Batch and learning rate of the embedded job are those of the advisor.
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-5,
@@ -30,7 +30,7 @@ EMBEDDED: dict[str, Any] = {
     "data_dependent_preprocessing": "none: tokenizer and first weights come from public text",
 }
 
-CHOSEN = {"expected_batch_size": 512, "learning_rate": 2e-3}  # for the same job without privacy, which has no recipe
+CHOSEN = {"expected_batch_size": 512, "learning_rate": 2e-3}  # for the same job without privacy, which has no advisor
 
 
 @dataclass

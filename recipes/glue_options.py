@@ -14,7 +14,7 @@ from recipes.prompts import make_prompt
 SOURCES = ("model_name_or_path", "task_name", "dataset_name", "train_file", "validation_file", "test_file")
 
 # The embedded job: some twenty seconds of reading, building and evaluating, the rest is training. Batch and learning
-# rate are those of the recipe; the clip fits records whose gradients are larger than those of pretrained models.
+# rate are those of the advisor; the clip fits records whose gradients are larger than those of pretrained models.
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-5,
@@ -31,7 +31,7 @@ EMBEDDED: dict[str, Any] = {
     "data_dependent_preprocessing": "none: the labels are declared, and the tokenizer comes from public text",
 }
 
-CHOSEN = {"expected_batch_size": 1334, "learning_rate": 2.7e-3}  # by the recipe, for the same job without privacy
+CHOSEN = {"expected_batch_size": 1334, "learning_rate": 2.7e-3}  # by the advisor, for the same job without privacy
 
 
 @dataclass

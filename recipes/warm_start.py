@@ -188,7 +188,7 @@ def _arguments(
         private_state_dir=args.private_state_dir and f"{args.private_state_dir.rstrip('/')}-{FOLDER}",
         target_epsilon=epsilon,
         earlier_runs=None,  # the run that follows counts them, and this one
-        recipe="none",
+        advisor="none",
         trained_head=False,
         num_train_epochs=float(PASSES),
         max_steps=-1,

@@ -33,7 +33,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "records_per_user": ("4", 4),
     "user_weighting": ("mean", "mean"),
     "local_training": ('{"learning_rate": 0.5}', {"learning_rate": 0.5}),
-    "recipe": ("none", "none"),
+    "advisor": ("none", "none"),
     "noise_mechanism": ("blt", "blt"),
     "noise_kwargs": ('{"num_buffers": 2}', {"num_buffers": 2}),
     "noise_restart_every": ("100", 100),

@@ -121,7 +121,7 @@ def test_runs_whose_cost_is_not_known_are_refused():
 
 # --- with the trainer ------------------------------------------------------------------------------------------------
 
-BOTH = dict(noise_multiplier=None, expected_batch_size=8, target_delta=1e-3, recipe="none")
+BOTH = dict(noise_multiplier=None, expected_batch_size=8, target_delta=1e-3, advisor="none")
 
 
 def test_a_run_that_builds_on_another_pays_for_both(tmp_path):

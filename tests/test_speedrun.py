@@ -51,7 +51,7 @@ def test_flags_replace_the_settings_of_the_same_name():
     assert flags[flags.index("--start") + 1] == "pooled" and flags[-1] == "--bf16"
 
 
-def test_the_settings_leave_the_choice_to_the_recipe():
+def test_the_settings_leave_the_choice_to_the_advisor():
     """They are flags of the recipe, and none of them is a batch, a rate or a clip."""
     model_args, _, training_args = parse(["--model_name_or_path", "m/m", "--task_name", "sst2", "--target_epsilon", "8",
                                           "--use_cpu", "true", *speedrun.flags_of([])])  # fmt: skip

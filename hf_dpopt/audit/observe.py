@@ -38,7 +38,7 @@ OWN = {
     "report_to": "none",
     "disable_tqdm": True,
     "remove_unused_columns": False,
-    "recipe": "none",
+    "advisor": "none",
     "log_level": "error",
 }
 

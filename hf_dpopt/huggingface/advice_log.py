@@ -13,9 +13,9 @@ from typing import Any
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
+from hf_dpopt.huggingface.advisor import TRAINED_HEAD, Advised, Trained
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.recipe import TRAINED_HEAD, Recipe, Trained
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
 from hf_dpopt.plan.advice import TrainingJob, advise
 from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of, with_independent_noise
@@ -24,30 +24,30 @@ from hf_dpopt.plan.plan import PrivacyPlan
 MUCH = 1.5  # times the noise of a step under independent noise: nu_dpftrl, nu 0.1, loses nothing at 2, banded all at 3
 
 
-def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, recipe: Recipe) -> None:
+def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised) -> None:
     """Say what was chosen, what the noise leaves, and what would be better; warn of a run that cannot learn.
 
     Args:
         plan: plan of the run.
         args: its arguments, with what was chosen.
         inputs: what the trainer was given, with the model that is trained.
-        recipe: what was chosen, and the advice it is from.
+        advised: what was chosen, and the advice it is from.
     """
     if current_ranks().rank != 0:
         return
-    if recipe.chosen:
+    if advised.chosen:
         logger.info(
-            f"Recipe: {_flags(recipe.chosen)} (chosen from public numbers, because they were left at their defaults; "
-            "--recipe none leaves them there)."
+            f"Advisor: {_flags(advised.chosen)} (chosen from public numbers, because they were left at their "
+            "defaults; --advisor none leaves them there)."
         )
     is_long = plan.num_steps > MAX_CORRELATED_STEPS and not plan.strategy.is_independent
     if not plan.is_private or is_long:
         return
     try:
         trained = Trained.of(args, inputs)
-        outlook = _outlook(plan, args, inputs, recipe)
+        outlook = _outlook(plan, args, inputs, advised)
         logger.info(f"Outlook: {outlook.describe()}.")
-        better = _better(outlook, recipe, plan, args, trained)
+        better = _better(outlook, advised, plan, args, trained)
         head = _of_the_head(outlook)
         if outlook.verdict == "poor":
             logger.warning(f"This run is expected to learn little: {_why(outlook)} {head}{better}")
@@ -58,23 +58,23 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs
         logger.info(f"No advice: {error}")
 
 
-def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, recipe: Recipe) -> Outlook:
+def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised) -> Outlook:
     trained = Trained.of(args, inputs)
-    reach = advised = None
-    if recipe.job is not None and trained.is_tuned and trained.size is not None:
+    reach = usual = None
+    if advised.job is not None and trained.is_tuned and trained.size is not None:
         reach = args.learning_rate * plan.num_steps * mean_step_size(args, plan.num_steps)
         batch = plan.sampler.expected_batch_size
-        rate = recipe.job.learning_rate(recipe.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
-        advised = rate * plan.num_steps / 2
+        rate = advised.job.learning_rate(advised.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
+        usual = rate * plan.num_steps / 2
     adaptive = is_adaptive(args, inputs)
     return outlook_of(
         plan,
         trained.kind,
         size=trained.size,
         is_adaptive=adaptive,
-        has_trained_head=plan.recipe.get(TRAINED_HEAD, False),
+        has_trained_head=plan.advised.get(TRAINED_HEAD, False),
         reach=reach,
-        advised_reach=advised,
+        advised_reach=usual,
     )
 
 
@@ -104,9 +104,9 @@ def _why(outlook: Outlook) -> str:
     )
 
 
-def _better(outlook: Outlook, recipe: Recipe, plan: PrivacyPlan, args: DPTrainingArguments, trained: Trained) -> str:
+def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrainingArguments, trained: Trained) -> str:
     """Say what the advisor would change, and what that is worth; empty if it would gain little."""
-    advice = recipe.advice
+    advice = advised.advice
     if advice is None:
         units, epsilon = plan.num_users or plan.num_examples, plan.epsilon()
         asked = f"hf-dpopt plan --num-examples {units} --epsilon {epsilon:.3g}"

@@ -20,6 +20,7 @@ from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.options import (
     RECORDS_PER_USER,
+    AdvisorOptions,
     AfterNoiseOptions,
     EngineOptions,
     EvaluationOptions,
@@ -27,7 +28,6 @@ from hf_dpopt.plan.options import (
     NoiseOptions,
     PreconditionerOptions,
     PrivacyOptions,
-    RecipeOptions,
     TuningOptions,
     UserOptions,
 )
@@ -45,7 +45,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
     AfterNoiseOptions,
     PreconditionerOptions,
     NoiseOptions,
-    RecipeOptions,
+    AdvisorOptions,
     EvaluationOptions,
     LedgerOptions,
     TuningOptions,

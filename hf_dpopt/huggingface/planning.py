@@ -12,11 +12,11 @@ from torch import nn
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface import refusals
+from hf_dpopt.huggingface.advisor import Advised, ask_advisor, ask_again, typed_batch
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import check_same_everywhere
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.private_metrics import complete_metrics
-from hf_dpopt.huggingface.recipe import Recipe, choose_recipe, complete_recipe, typed_batch
 from hf_dpopt.huggingface.self_check.conditions import free_bytes
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
@@ -41,22 +41,22 @@ class PlannedRun:
 
     Attributes:
         plan: its plan.
-        recipe: what the advisor chose for it.
+        advised: what the advisor chose for it.
         users: the users whose rows the records are; None where records are protected.
         unit_declared: evidence that rows are no records, where the user declared that they are; None for none.
     """
 
     plan: PrivacyPlan
-    recipe: Recipe
+    advised: Advised
     users: UserData | None
     unit_declared: str | None
 
     def completed(self, inputs: TrainerInputs, args: DPTrainingArguments) -> PlannedRun:
         """The same with a learning rate for a model that the trainer loaded by itself."""
-        recipe = complete_recipe(self.recipe, args, inputs, self.plan)
-        recipe.apply(args)
-        plan = dataclasses.replace(self.plan, recipe=recipe.recorded)
-        return dataclasses.replace(self, plan=plan, recipe=recipe)
+        advised = ask_again(self.advised, args, inputs, self.plan)
+        advised.apply(args)
+        plan = dataclasses.replace(self.plan, advised=advised.recorded)
+        return dataclasses.replace(self, plan=plan, advised=advised)
 
     def after_check(self, inputs: TrainerInputs, args: DPTrainingArguments, trainer_class: type) -> PlannedRun:
         """The same after a look at the records to train on: some trainers prepare those that they are given.
@@ -145,17 +145,17 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
         num_examples = users.num_sampled
     check_same_everywhere(inputs.train_dataset)
 
-    def chosen() -> tuple[PlanRecord | None, Recipe]:
+    def chosen() -> tuple[PlanRecord | None, Advised]:
         recorded = recorded_plan(
             output_dir, args.private_state_dir, keeps_budget=config.target_epsilon is not None,
             num_examples=num_examples,
         )  # fmt: skip
         with reading_plan(recorded, output_dir):
-            before = None if recorded is None else recorded.recipe or {}
-            return recorded, choose_recipe(args, inputs, num_units=num_examples, batch=expected, recorded=before)
+            before = None if recorded is None else recorded.advised or {}
+            return recorded, ask_advisor(args, inputs, num_units=num_examples, batch=expected, recorded=before)
 
-    recorded, recipe = ranks.same(chosen)
-    settled = recipe.applied_to(args)  # args themselves change once there is a plan
+    recorded, advised = ranks.same(chosen)
+    settled = advised.applied_to(args)  # args themselves change once there is a plan
     refusals.check_batch(settled, expected, num_examples)
     expected = settled.expected_batch_size or expected
     config = settled.privacy_config(expected)
@@ -175,7 +175,7 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
             workload=workload,
             recorded=recorded,
             preclip=inputs.preclip,
-            recipe=recipe.recorded,
+            advised=advised.recorded,
             earlier=earlier_runs_for(args.earlier_runs, output_dir, recorded, args.private_state_dir),
         )
         if not is_open:
@@ -188,8 +188,8 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
         plan = ranks.same(planned)
     # the cost of a run that continues is known when its ledger and keys are open
     ranks.same(lambda: check_run(args.dataset_budget(), plan, recorded))
-    recipe.apply(args)
-    return PlannedRun(plan, recipe, users, declared)
+    advised.apply(args)
+    return PlannedRun(plan, advised, users, declared)
 
 
 def room_for_noise(model: nn.Module, device: torch.device) -> tuple[int, int]:

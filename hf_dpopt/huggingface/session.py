@@ -228,7 +228,7 @@ class TrainingSession:
             f"{sum(run.charged)} already charged. Protected: each {'record' if plan.unit == 'example' else plan.unit} "
             f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"
         )
-        announce(plan, args, self._inputs, self._planned.recipe)
+        announce(plan, args, self._inputs, self._planned.advised)
         announce_metrics(run, steps_of_a_line)
         if not plan.strategy.is_independent:
             logger.debug(

@@ -50,7 +50,7 @@ def make_plan(
     workload: Workload | None = None,
     recorded: PlanRecord | None = None,
     preclip: Preclip | None = None,
-    recipe: Mapping[str, Any] | None = None,
+    advised: Mapping[str, Any] | None = None,
     earlier: Sequence[EarlierRun] = (),
 ) -> PrivacyPlan:
     """Build the plan of a run, calibrating the noise where a budget was given.
@@ -66,7 +66,7 @@ def make_plan(
         recorded: `PrivacyPlan.record` of the run that this one continues; it keeps that noise, and that delta
             unless another is asked for.
         preclip: a preconditioner of one's own; None for the one that ``config`` names.
-        recipe: options that were chosen for the user, which the plan notes down; see `hf_dpopt.plan.advice`.
+        advised: options that were chosen for the user, which the plan notes down; see `hf_dpopt.plan.advice`.
         earlier: runs on the same records that were charged before: ``target_epsilon`` is for them and this run.
 
     Raises:
@@ -87,7 +87,7 @@ def make_plan(
     if recorded is not None:
         config = _as_recorded(config, recorded)
     choice = _Choice(config, recorded=recorded, **run)
-    made = choice.plan(noise_multiplier, compared=tuple(rows), recipe=dict(recipe or {}))
+    made = choice.plan(noise_multiplier, compared=tuple(rows), advised=dict(advised or {}))
     if recorded is None and noise_multiplier is None and config.target_epsilon is not None and made.is_private:
         _warn_of_unspent(made.epsilon(), config.target_epsilon)
     return made

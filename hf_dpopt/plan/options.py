@@ -208,10 +208,10 @@ class EvaluationOptions:
 
 
 @dataclass
-class RecipeOptions:
+class AdvisorOptions:
     """Advisor: chooses settings that were left at their defaults."""
 
-    recipe: str = option(
+    advisor: str = option(
         "auto",
         "auto chooses batch, learning rate and warm-up for target_epsilon from public numbers, where they have their "
         "default values; none leaves them: docs/choosing.md.",
@@ -372,7 +372,7 @@ GROUPS = (
     TuningOptions,
     LedgerOptions,
     EvaluationOptions,
-    RecipeOptions,
+    AdvisorOptions,
     NoiseOptions,
     PreconditionerOptions,
     AfterNoiseOptions,

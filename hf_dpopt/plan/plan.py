@@ -50,7 +50,7 @@ class PrivacyPlan:
         clipper, preclip: stages of the step, beside the sampler and the noise of `release`.
         compared: what ``noise_mechanism="auto"`` was decided from; empty otherwise.
         certificate: proof by samples of an epsilon below the computed one, made before the first step; None without.
-        recipe: options that were chosen for the user, from public numbers; empty otherwise.
+        advised: options that were chosen for the user, from public numbers; empty otherwise.
     """
 
     config: PrivacyConfig
@@ -62,7 +62,7 @@ class PrivacyPlan:
     preclip: Preclip = Identity()
     compared: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
     certificate: Certificate | None = dataclasses.field(default=None, compare=False)
-    recipe: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    advised: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     # --- the stages --------------------------------------------------------------------------------------------------
 
@@ -342,7 +342,7 @@ class PrivacyPlan:
             accountant=self.spent.accountant,
             dp_accounting=events.dp_accounting_version(),
             certificate=None if self.certificate is None else self.certificate.parameters(),
-            recipe=self.recipe or None,
+            advised=self.advised or None,
             tuned=None if release.tuned is None else release.tuned.public_dict(),
             run_epsilon=None if release.tuned is None else self.run_epsilon,
             earlier_runs=self.earlier,

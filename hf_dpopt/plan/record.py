@@ -38,7 +38,7 @@ class PlanRecord(ReleaseRecord):
         epsilon: that of the planned steps and the earlier runs; may be infinite.
         accountant, dp_accounting: accountant that gave it, and the version of the library.
         certificate: `Certificate.parameters` of a proof by samples; None without.
-        recipe: options that were chosen for the user.
+        advised: options that were chosen for the user.
         run_epsilon: epsilon of the run by itself, where it is the best of several.
         earlier_runs: runs that the budget includes.
         training: options of the training that a resume compares; None where a loop does not name them.
@@ -65,7 +65,7 @@ class PlanRecord(ReleaseRecord):
     accountant: str = _note()
     dp_accounting: str = _note()
     certificate: Mapping[str, Any] | None = _note(None)
-    recipe: Mapping[str, Any] | None = _note(None)
+    advised: Mapping[str, Any] | None = _note(None)
     run_epsilon: float | None = _note(None)
     training: Mapping[str, Any] | None = _note(None)
     privacy_ledger: Mapping[str, Any] | None = _note(None)

@@ -47,7 +47,7 @@ def render_statement(facts: RunFacts) -> str:
         number_of_runs=RunCount.read(plan["tuned"]).describe() if "tuned" in plan else "",
         known_preclips={spec.name for spec, _ in PRECLIPS.values()},
         preclip_options=", ".join(f"{n} {v}" for n, v in preclip.items() if n != "name" and v is not None),
-        recipe={n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("recipe", {}).items()},
+        advised={n: f"{v:g}" if isinstance(v, float) else str(v) for n, v in plan.get("advised", {}).items()},
         attacker_sentence=attacker_sentence,
         shown_groups=SHOWN_GROUPS,
         sampling=SAMPLERS[law.pop("name")](**law).describe(unit_of(plan)),

@@ -26,7 +26,7 @@ NOT_MECHANISM = (
     "accountant",
     "dp_accounting",
     "certificate",
-    "recipe",
+    "advised",
     "allow_large_delta",
     "privacy_ledger",
 )

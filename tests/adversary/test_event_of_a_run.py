@@ -84,7 +84,7 @@ def made(folder: Path, **options: Any) -> Any:
     rows = [row | {"author": f"user {i % 11}"} for i, row in enumerate(tiny.records())]
     return tiny.trainer(
         folder, model=tiny.model(dropout=0.0, **SHAPE), train_dataset=rows,
-        **{"max_steps": 4, "recipe": "none", "optim": "sgd", "private_state_dir": f"{folder}-keys", **options},
+        **{"max_steps": 4, "advisor": "none", "optim": "sgd", "private_state_dir": f"{folder}-keys", **options},
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def test_a_stock_script_runs_after_the_two_name_change(tmp_path, script):
         "--save_steps", "3", "--report_to", "none", "--disable_tqdm", "true", "--remove_unused_columns", "false",
     ]  # fmt: skip
     stock = _run(script, [*common, "--output_dir", str(tmp_path / "stock")], private=False)
-    budget = ["--target_epsilon", "8", "--recipe", "none"]  # the same learning rates
+    budget = ["--target_epsilon", "8", "--advisor", "none"]  # the same learning rates
     private = _run(script, [*common, "--output_dir", str(tmp_path / "out"), *budget], private=True)
     assert type(private.model) is type(stock.model)
     assert private.state.global_step == stock.state.global_step == 6

@@ -62,7 +62,7 @@ def test_no_arguments_are_the_embedded_job(files: Path) -> None:
     assert not (files / "runs").exists()
 
 
-def test_the_embedded_job_leaves_batch_and_rate_to_the_recipe(files: Path) -> None:
+def test_the_embedded_job_leaves_batch_and_rate_to_the_advisor(files: Path) -> None:
     private, plain = parse([])[2], parse(["--non_private"])[2]
     assert (private.expected_batch_size, private.learning_rate, private.max_steps) == (None, 5e-5, -1)
     assert (plain.expected_batch_size, plain.learning_rate) == (512, 2e-3)

@@ -19,7 +19,7 @@ from tests.recipes.test_glue import arguments
 pytestmark = pytest.mark.slow
 
 model_dir, write_files = test_glue.model_dir, test_glue.write_files
-HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "recipe": "none", "seed": "3"}
+HEAD = {"freeze": "encoder", "pooling": "mean", "learning_rate": "0.1", "advisor": "none", "seed": "3"}
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -35,7 +35,7 @@ def test_the_head_is_that_of_a_run_over_the_inputs(model_dir: str, monkeypatch: 
     """Without noise, so that both runs draw the same batches and nothing hides a difference."""
     fixed = {} if "non_private" in flags else {"unsafe_fixed_noise_key": "ab" * 32}
     if "non_private" in flags:
-        flags = {**flags, "target_epsilon": None, "target_delta": None, "expected_batch_size": None, "recipe": None}
+        flags = {**flags, "target_epsilon": None, "target_delta": None, "expected_batch_size": None, "advisor": None}
     once = arguments(model_dir, **{**HEAD, **fixed, **flags}, output_dir="once")
     assert glue.run(once) == 0
     monkeypatch.setattr(glue, "feature_splits", lambda model, splits, *args, **options: splits)

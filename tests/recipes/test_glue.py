@@ -176,9 +176,9 @@ def test_a_head_that_was_trained_first_is_known_to_the_run(
     caplog.set_level(logging.INFO)
     assert glue.run(arguments(model_dir, start="pooled", lora_r=lora_r, skip_self_check="true")) == 0
     plan = json.loads((files / "out/privacy/report.json").read_text())["plan"]
-    assert plan["recipe"]["trained_head"] is True and len(plan["earlier_runs"]) == 1
+    assert plan["advised"]["trained_head"] is True and len(plan["earlier_runs"]) == 1
     head = json.loads((files / "out/warm_start/privacy/report.json").read_text())["plan"]
-    assert "recipe" not in head and plan["epsilon"] <= 8
+    assert "advised" not in head and plan["epsilon"] <= 8
     assert "trained first with epsilon 2 of the budget" in caplog.text and "would train" not in caplog.text
 
 
@@ -380,7 +380,7 @@ def test_public_records_are_learnt_first_and_the_statement_says_so(model_dir: st
 
 @pytest.mark.slow
 def test_a_warm_start_is_paid_for_by_the_same_budget(model_dir: str, files: Path) -> None:
-    flags = {"warm_start_epsilon": "1", "recipe": "none", "dropout": "0", "report_to": "none"}
+    flags = {"warm_start_epsilon": "1", "advisor": "none", "dropout": "0", "report_to": "none"}
     assert glue.run(arguments(model_dir, **flags)) == 0
     statement = (files / "out" / "privacy" / "statement.md").read_text()
     assert "1 earlier run on these records had released" in statement and "**epsilon = 7.9" in statement

@@ -90,7 +90,7 @@ def test_the_model_answers_what_the_head_was_trained_to(tmp_path, monkeypatch, k
 
 
 def test_the_run_that_follows_pays_for_both(tmp_path):
-    model, args = classifier(), arguments(tmp_path / "run", recipe="none")
+    model, args = classifier(), arguments(tmp_path / "run", advisor="none")
     folder = warm_start(model, records(), collate, args, 2.0)
     args.earlier_runs = [folder]
     trainer = DPTrainer(model, args, train_dataset=records(), data_collator=collate)
@@ -101,7 +101,7 @@ def test_the_run_that_follows_pays_for_both(tmp_path):
     own = json.loads((tmp_path / "run" / "warm_start" / "privacy" / "report.json").read_text())
     assert own["plan"]["epsilon"] <= 2.0 and own["ledger_digest"] == run["ledger_digest"]
     alone = DPTrainer(
-        classifier(), arguments(tmp_path / "other", recipe="none"), train_dataset=records(), data_collator=collate
+        classifier(), arguments(tmp_path / "other", advisor="none"), train_dataset=records(), data_collator=collate
     )
     assert trainer.plan.noise_multiplier > alone.plan.noise_multiplier
 

@@ -14,7 +14,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.cli.app import app
 from tests import tiny
 
-BUDGET = {"noise_multiplier": None, "recipe": "none", "target_delta": None}
+BUDGET = {"noise_multiplier": None, "advisor": "none", "target_delta": None}
 
 
 def read(folder: Path, name: str = "statement.md") -> str:

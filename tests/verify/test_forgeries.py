@@ -200,7 +200,7 @@ def test_every_entry_of_the_plan_is_compared_with_the_ledger(name: str, forge: F
     folder = forge(name)
     ledger, whole = read_ledger(folder.ledger_path), folder.report
     claims.check_plan(claims.Report(Fields(whole, "the report"), ledger))
-    free = {"epsilon", "accountant", "dp_accounting", "certificate", "recipe", "allow_large_delta"}
+    free = {"epsilon", "accountant", "dp_accounting", "certificate", "advised", "allow_large_delta"}
     for entry in set(whole["plan"]) - free:
         changed = whole | {"plan": whole["plan"] | {entry: "other"}}
         with pytest.raises(Contradiction, match=f"{entry} is .other. in the report"):
@@ -291,7 +291,7 @@ def test_no_garbage_raises(name: str, forge: Forge, monkeypatch: pytest.MonkeyPa
     folder = forge(name)
     whole = folder.report
     inner = whole.get("plan", whole)
-    free = {"recipe", "certificate", "accountant", "epsilon", "allow_large_delta", "dp_accounting"}
+    free = {"advised", "certificate", "accountant", "epsilon", "allow_large_delta", "dp_accounting"}
     not_compared = {"eval_data_privacy", "data_dependent_preprocessing"}
     for entry, garbage in itertools.product(set(inner) - free - not_compared, ("x" * 50, -3, 1e300)):
         folder.edit_report(functools.partial(_put, entry, garbage))

@@ -11,8 +11,8 @@ import transformers
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface import advice_log as module
+from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.recipe import Trained, read_recipe
 from hf_dpopt.plan import advice
 from tests.tiny import arguments, collate, model, records, trainer
 
@@ -51,13 +51,13 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
     assert made.plan.num_steps == advised.outlook.num_steps
     made.train()
     ledger = [json.loads(line) for line in (tmp_path / "privacy" / "ledger.jsonl").read_text().splitlines()]
-    recipe = next(r["plan"]["recipe"] for r in ledger if "plan" in r)
-    assert recipe == {
+    noted = next(r["plan"]["advised"] for r in ledger if "plan" in r)
+    assert noted == {
         "expected_batch_size": advised.batch, "learning_rate": advised.learning_rate, "warmup_steps": 0,
     }  # fmt: skip
     statement = (tmp_path / "privacy" / "statement.md").read_text()
-    assert f"`learning_rate` {advised.learning_rate:g}" in statement and "chosen by `recipe`" in statement
-    assert any(line.startswith("Recipe: --expected_batch_size") and "--recipe none" in line for line in log())
+    assert f"`learning_rate` {advised.learning_rate:g}" in statement and "chosen by `advisor`" in statement
+    assert any(line.startswith("Advisor: --expected_batch_size") and "--advisor none" in line for line in log())
     assert any(line.startswith("Outlook: noise over signal") for line in log())
 
 
@@ -78,7 +78,10 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
         ({"preconditioner": "quantile", "expected_batch_size": 100}, {"learning_rate": 5e-5}),
         ({"noise_mechanism": "banded", "noise_kwargs": {"num_bands": 16}}, {"expected_batch_size": 4}),
         ({"sampling": "fixed_order"}, {"expected_batch_size": 4}),
-        ({"recipe": "none"}, {"expected_batch_size": 4, "learning_rate": 5e-5, "clipping": "flat", "warmup_steps": 0}),
+        (
+            {"advisor": "none"},
+            {"expected_batch_size": 4, "learning_rate": 5e-5, "clipping": "flat", "warmup_steps": 0},
+        ),
         ({"noise_multiplier": 1.0, "target_epsilon": None}, {"expected_batch_size": 4, "learning_rate": 5e-5}),
     ],
     ids=str,
@@ -86,7 +89,7 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
 def test_what_was_set_by_hand_stays(tmp_path, by_hand, left):
     made = trainer(tmp_path, **big(**by_hand))
     assert {name: getattr(made.args, name) for name in left} == left
-    assert not set(left) & set(made.plan.recipe)
+    assert not set(left) & set(made.plan.advised)
     assert made.plan.config.clipping == made.args.clipping
 
 
@@ -94,7 +97,7 @@ def test_an_optimizer_of_ones_own_keeps_its_rate(tmp_path):
     net = model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     made = trainer(tmp_path, model=net, optimizers=(optimizer, None), **big())
-    assert "learning_rate" not in made.plan.recipe and "expected_batch_size" in made.plan.recipe
+    assert "learning_rate" not in made.plan.advised and "expected_batch_size" in made.plan.advised
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1.0, 3.0, 7.3])
@@ -106,26 +109,26 @@ def test_it_processes_no_more_records_than_the_epochs_say(tmp_path, num, epochs)
 
 
 @pytest.mark.parametrize("given", [{}, {"model_init": lambda: model()}], ids=["model", "model_init"])
-def test_a_resumed_run_keeps_its_recipe_whatever_later_rules_say(tmp_path, monkeypatch, given):
+def test_a_resumed_run_keeps_what_was_advised_whatever_later_rules_say(tmp_path, monkeypatch, given):
     options = big(save_strategy="steps", save_steps=2, **given)
     first = trainer(tmp_path, **options)
     first.train()
-    chosen = dict(first.plan.recipe)
+    chosen = dict(first.plan.advised)
     monkeypatch.setattr(advice, "RATES", {key: 10 * rate for key, rate in advice.RATES.items()})
     monkeypatch.setattr(advice, "SHORTEST", 2)
     advice.advise.cache_clear()
     again = trainer(tmp_path, **options)
-    assert again.plan.recipe == chosen and again.args.learning_rate == chosen["learning_rate"]
+    assert again.plan.advised == chosen and again.args.learning_rate == chosen["learning_rate"]
     assert again.plan.num_steps == first.plan.num_steps
     checkpoint = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.partition("-")[2]))
     again.train(resume_from_checkpoint=str(checkpoint))
     advice.advise.cache_clear()
 
 
-def test_a_run_that_began_without_a_recipe_goes_on_without(tmp_path):
-    trainer(tmp_path, **big(recipe="none", expected_batch_size=50)).train()
+def test_a_run_that_began_without_advice_goes_on_without(tmp_path):
+    trainer(tmp_path, **big(advisor="none", expected_batch_size=50)).train()
     again = trainer(tmp_path, **big(expected_batch_size=50))
-    assert not again.plan.recipe and again.args.learning_rate == 5e-5 and again.args.clipping == "flat"
+    assert not again.plan.advised and again.args.learning_rate == 5e-5 and again.args.clipping == "flat"
 
 
 def test_users_are_counted_not_their_records(tmp_path):
@@ -133,7 +136,7 @@ def test_users_are_counted_not_their_records(tmp_path):
     made = trainer(
         tmp_path, **big(train_dataset=rows, privacy_unit="user", user_id_column="who", target_delta=1e-3)
     )  # fmt: skip
-    assert made.plan.recipe["expected_batch_size"] <= 100
+    assert made.plan.advised["expected_batch_size"] <= 100
 
 
 def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
@@ -141,9 +144,9 @@ def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
     first = trainer(tmp_path, **big())
     first.train()
     batch, steps = first.plan.sampler.expected_batch_size, first.plan.num_steps
-    for flags in ({"max_steps": steps}, {"recipe": "none"}, {"learning_rate": 1e-3}):
+    for flags in ({"max_steps": steps}, {"advisor": "none"}, {"learning_rate": 1e-3}):
         again = trainer(tmp_path, **big(**flags))
-        assert again.plan.sampler.expected_batch_size == batch and again.plan.recipe == first.plan.recipe
+        assert again.plan.sampler.expected_batch_size == batch and again.plan.advised == first.plan.advised
     assert trainer(tmp_path, **big(learning_rate=1e-3)).args.learning_rate == 1e-3
 
 
@@ -153,9 +156,9 @@ def test_a_resume_with_other_flags_keeps_the_batch(tmp_path):
      {"warmup_steps": None}, {"trained_head": "yes"}, {"trained_head": False}, {"expected_batch_size": 0}, {"expected_batch_size": True}, {"optim": "sgd"}],
     ids=str,
 )  # fmt: skip
-def test_a_recipe_that_no_run_wrote_is_refused(written):
-    with pytest.raises(DPConfigError, match="recipe that no run wrote"):
-        read_recipe(written)
+def test_advised_options_that_no_run_wrote_are_refused(written):
+    with pytest.raises(DPConfigError, match="advised options that no run wrote"):
+        read_advised(written)
 
 
 def test_the_same_arguments_are_advised_anew(tmp_path):
@@ -165,7 +168,7 @@ def test_the_same_arguments_are_advised_anew(tmp_path):
     made = [DPTrainer(model(), args, train_dataset=rows, data_collator=collate)]
     args.output_dir, args.target_epsilon = str(tmp_path / "b"), 1.0
     made.append(DPTrainer(model(), args, train_dataset=rows[:100], data_collator=collate))
-    first, second = (dict(one.plan.recipe) for one in made)
+    first, second = (dict(one.plan.advised) for one in made)
     assert set(first) == set(second) and first != second
     assert made[1].plan.sampler.expected_batch_size == second["expected_batch_size"] <= 100
 
@@ -182,25 +185,25 @@ def test_a_model_that_the_trainer_loads_gets_its_learning_rate_too(tmp_path):
     given = trainer(
         tmp_path / "b", **big(expected_batch_size=100)
     )  # without a size, a batch is advised as for a large one
-    assert made.plan.recipe == given.plan.recipe and "learning_rate" in made.plan.recipe
+    assert made.plan.advised == given.plan.advised and "learning_rate" in made.plan.advised
     assert made.args.learning_rate == given.args.learning_rate
     assert made.plan.epsilon() == given.plan.epsilon()
 
 
-@pytest.mark.parametrize("recipe", ["auto", "none"])
-def test_a_trained_head_is_written_down_and_changes_nothing_else(tmp_path, recipe):
-    made = trainer(tmp_path / "a", **big(recipe=recipe, trained_head=True))
-    beside = trainer(tmp_path / "b", **big(recipe=recipe))
-    assert made.plan.recipe == {**beside.plan.recipe, "trained_head": True}
+@pytest.mark.parametrize("advisor", ["auto", "none"])
+def test_a_trained_head_is_written_down_and_changes_nothing_else(tmp_path, advisor):
+    made = trainer(tmp_path / "a", **big(advisor=advisor, trained_head=True))
+    beside = trainer(tmp_path / "b", **big(advisor=advisor))
+    assert made.plan.advised == {**beside.plan.advised, "trained_head": True}
     assert made.plan == beside.plan
     assert made.args.learning_rate == beside.args.learning_rate
     made.train()
     assert "declared by `trained_head`" in (tmp_path / "a" / "privacy" / "statement.md").read_text()
     beside.train()
     assert "trained_head" not in (tmp_path / "b" / "privacy" / "statement.md").read_text()
-    again = trainer(tmp_path / "a", **big(recipe=recipe))  # a run that goes on keeps it
-    assert again.plan.recipe == made.plan.recipe
-    assert trainer(tmp_path / "b", **big(recipe=recipe, trained_head=True)).plan.recipe == beside.plan.recipe
+    again = trainer(tmp_path / "a", **big(advisor=advisor))  # a run that goes on keeps it
+    assert again.plan.advised == made.plan.advised
+    assert trainer(tmp_path / "b", **big(advisor=advisor, trained_head=True)).plan.advised == beside.plan.advised
 
 
 def test_the_first_step_of_a_short_run_moves(tmp_path):
@@ -230,13 +233,13 @@ def test_advice_is_no_reason_to_refuse_a_run(tmp_path, flags):
 
 def test_a_poor_run_is_told_so_with_what_would_be_better(tmp_path, log):
     """All by hand: a batch in which the noise is a thousand times the signal."""
-    trainer(tmp_path, **big(recipe="none", expected_batch_size=4, learning_rate=1e-3)).train()
+    trainer(tmp_path, **big(advisor="none", expected_batch_size=4, learning_rate=1e-3)).train()
     (line,) = [line for line in log() if "expected to learn little" in line]
     assert "the signal" in line and "--expected_batch_size" in line and "--learning_rate" in line
 
 
 def test_a_poor_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
-    trainer(tmp_path, **big(recipe="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)).train()
+    trainer(tmp_path, **big(advisor="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)).train()
     (line,) = [line for line in log() if "expected to learn little" in line]
     assert "it takes more records" in line and "--expected_batch_size" not in line
 
@@ -261,7 +264,7 @@ def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verd
 
 
 def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
-    """The README's first command before there were recipes: everything as it comes, 5e-5 included."""
+    """The README's first command before there was an advisor: everything as it comes, 5e-5 included."""
     monkeypatch.setattr(
         module, "outlook_of",
         lambda plan, kind, **kwargs: advice.Outlook(
@@ -269,7 +272,7 @@ def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
             **{name: value for name, value in kwargs.items() if name != "size"},
         ),
     )  # fmt: skip
-    trainer(tmp_path, **big(recipe="none", expected_batch_size=200)).train()
+    trainer(tmp_path, **big(advisor="none", expected_batch_size=200)).train()
     (line,) = [line for line in log() if "expected to learn little" in line]
     assert "the learning rate is too small" in line
 
@@ -305,9 +308,9 @@ def test_no_such_warning_for_sgd_that_gains(tmp_path, log):
     assert not any("fills" in line for line in log())
 
 
-def test_unknown_recipes_are_refused(tmp_path):
-    with pytest.raises((DPConfigError, ValueError), match="recipe"):
-        trainer(tmp_path, **big(recipe="best"))
+def test_an_unknown_advisor_is_refused(tmp_path):
+    with pytest.raises((DPConfigError, ValueError), match="advisor"):
+        trainer(tmp_path, **big(advisor="best"))
 
 
 @pytest.mark.parametrize(("model_class", "config_class", "kind"), [

@@ -1,7 +1,8 @@
-"""The recipe of a run: what was left at its default is chosen by the advisor before the plan is made.
+"""The advisor of a run: options that were left at their defaults are chosen before the plan is made.
 
 A value that was typed and equals the default cannot be told from one that was not, so it counts as not set; the log
-says so. What was set by hand stays, and so do optimizer and model. A run that goes on keeps the recipe it began with.
+says so. What was set by hand stays, and so do optimizer and model. A run that
+goes on keeps the options that it began with.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from hf_dpopt.plan.tuning import share_of_a_run
 TUNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "dp_adamw")  # that the advised learning rates are for
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
 POISSON = ("auto", "truncated_poisson", "poisson")  # samplers that the advised batches are for
-TRAINED_HEAD = "trained_head"  # the option, and its entry in the recipe of a plan
-KEPT = "_chosen_by_recipe"  # attribute of arguments: option -> value that a recipe set
+TRAINED_HEAD = "trained_head"  # the option, and its entry in `PrivacyPlan.advised`
+KEPT = "_chosen_by_advisor"  # attribute of arguments: option -> value that the advisor set
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Trained:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Advised:
     """Advice for a run, and what of it was taken.
 
     Attributes:
@@ -105,7 +106,7 @@ class Recipe:
         setattr(args, KEPT, dict(self.chosen))
 
 
-def choose_recipe(
+def ask_advisor(
     args: DPTrainingArguments,
     inputs: TrainerInputs,
     *,
@@ -113,7 +114,7 @@ def choose_recipe(
     batch: int,
     recorded: Mapping[str, Any] | None,
     batch_stays: bool = False,
-) -> Recipe:
+) -> Advised:
     """Choose values for what was left open. Nothing is changed yet.
 
     Args:
@@ -125,48 +126,48 @@ def choose_recipe(
         batch_stays: whether `batch` is that of a plan that was made already.
 
     Raises:
-        DPConfigError: for a recorded recipe that no run wrote.
+        DPConfigError: for recorded options that no run wrote.
     """
     trained = Trained.of(args, inputs)
     if recorded is not None:
-        before, open_ = read_recipe(recorded), _open_options(args, trained)
+        before, open_ = read_advised(recorded), _open_options(args, trained)
         if typed_batch(args) is None and args.gradient_accumulation_steps == 1:
             open_ = (*open_, "expected_batch_size")  # whatever is asked for now, the run has this batch
-        return Recipe({name: before[name] for name in open_ if name in before}, before)
+        return Advised({name: before[name] for name in open_ if name in before}, before)
     if args.target_epsilon is None:
-        return Recipe(recorded=_declared(args))
+        return Advised(recorded=_declared(args))
     try:
         return _advised(args, trained, num_units=num_units, batch=batch, batch_stays=batch_stays)
     except DPConfigError:  # of values out of range the plan knows more to say, and a budget may be beyond advice
-        return Recipe(recorded=_declared(args))
+        return Advised(recorded=_declared(args))
 
 
-def complete_recipe(recipe: Recipe, args: DPTrainingArguments, inputs: TrainerInputs, plan: PrivacyPlan) -> Recipe:
+def ask_again(advised: Advised, args: DPTrainingArguments, inputs: TrainerInputs, plan: PrivacyPlan) -> Advised:
     """Choose what depends on the size of the model, for trainers that load it themselves; the batch is the plan's.
 
     Args:
-        recipe: what was chosen without the model.
+        advised: what was chosen without the model.
         args: arguments of the run.
         inputs: what the trainer was given, with the model that it loaded.
         plan: plan of the run.
     """
-    later = choose_recipe(
+    later = ask_advisor(
         args, inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
-        recorded=recipe.recorded if recipe.job is None else None,  # a run that goes on chooses nothing
+        recorded=advised.recorded if advised.job is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip
     more = {name: value for name, value in later.chosen.items() if name != "expected_batch_size"}
-    return dataclasses.replace(later, chosen={**recipe.chosen, **more}, recorded={**recipe.recorded, **more})
+    return dataclasses.replace(later, chosen={**advised.chosen, **more}, recorded={**advised.recorded, **more})
 
 
 def typed_batch(args: DPTrainingArguments) -> int | None:
-    """Logical batch that was asked for; None where none was, or where an earlier recipe chose it."""
+    """Logical batch that was asked for; None where none was, or where the advisor of an earlier trainer chose it."""
     chosen = getattr(args, KEPT, {}).get("expected_batch_size")
     return None if args.expected_batch_size == chosen else args.expected_batch_size
 
 
-def read_recipe(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Check the recipe of a recorded plan; empty if it had none.
+def read_advised(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the advised options of a recorded plan; empty if it had none.
 
     Raises:
         DPConfigError: for values that no run wrote.
@@ -181,15 +182,15 @@ def read_recipe(recorded: Mapping[str, Any]) -> dict[str, Any]:
         name not in is_right or not is_right[name](value) for name, value in recorded.items()
     ):
         raise DPConfigError(
-            f"The ledger holds a recipe that no run wrote: {recorded!r}. Put the ledger back as it was, or start over "
-            "in another output_dir."
+            f"The ledger holds advised options that no run wrote: {recorded!r}. Put the ledger back as it was, or "
+            "start over in another output_dir."
         )
     return dict(recorded)
 
 
-def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Recipe:
+def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Advised:
     job = _job(args, trained, num_units=num_units, batch=batch)
-    open_ = _open_options(args, trained) if args.recipe == "auto" else ()
+    open_ = _open_options(args, trained) if args.advisor == "auto" else ()
     if batch_stays or job.passes * num_units < batch:
         open_ = tuple(name for name in open_ if name != "expected_batch_size")
     advice = advise(job)
@@ -203,7 +204,7 @@ def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, bat
         rate = float(f"{linear / share * rate:.1e}")
     values["learning_rate"] = rate
     chosen = {name: values[name] for name in open_}
-    return Recipe(chosen, {**chosen, **_declared(args)}, job, advice)
+    return Advised(chosen, {**chosen, **_declared(args)}, job, advice)
 
 
 def _declared(args: DPTrainingArguments) -> dict[str, Any]:
