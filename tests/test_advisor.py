@@ -14,6 +14,8 @@ from hf_dpopt.huggingface import advice_log as module
 from hf_dpopt.huggingface.advisor import Trained, read_advised
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan import advice
+from hf_dpopt.plan.outlook import SIGNAL, signal_of
+from recipes.warm_start import HeadForSequenceClassification
 from tests.tiny import arguments, collate, model, records, trainer
 
 pytestmark = pytest.mark.slow
@@ -327,3 +329,12 @@ def test_only_one_linear_layer_gets_the_rate_of_a_head(tmp_path, model_class, co
         parameter.requires_grad_(False)
     args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
     assert Trained.of(args, TrainerInputs(model=model)).kind == kind
+
+
+def test_the_head_of_a_warm_start_has_the_signal_of_a_head(tmp_path):
+    """A model that is one linear layer and nothing else: `glue.py --start pooled` trains it first."""
+    head = HeadForSequenceClassification(transformers.BertConfig(num_labels=3), torch.nn.Linear(8, 3))
+    args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
+    found = Trained.of(args, TrainerInputs(model=head))
+    assert (found.kind, found.objective) == ("head", "classification")
+    assert signal_of(found.kind, found.size) == SIGNAL["head"] == 2e-3

@@ -72,7 +72,8 @@ class Trained:
         body = getattr(base, "base_model", base)
         layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
         # the rate of a head is that of one linear layer; RoBERTa's has a hidden one, which would not bear it
-        is_head = body is not base and len(layers) == 1 and not any(p.requires_grad for p in body.parameters())
+        is_alone = trained == size if body is base else not any(p.requires_grad for p in body.parameters())
+        is_head = is_alone and [type(model.get_submodule(name)) for name in layers] == [nn.Linear]
         return cls("head" if is_head else kind_of(trained, size), objective, size, is_plain, is_tuned)
 
 
