@@ -24,6 +24,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer, DPTrainingArguments, TrainingJob, advise
 from hf_dpopt.huggingface.features import compute_features
 from hf_dpopt.huggingface.head import find_head
+from hf_dpopt.plan.advice import HEAD_PASSES
 from hf_dpopt.run.keys import private_dir, private_folder
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from recipes.frozen import FeatureRows
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "warm_start"
 MARK = "belongs_to.json"
-PASSES = 24  # over features that were computed once
 NORM = FEATURE_NORM  # of the features in training; those of a layer after a tanh are up to sqrt(H) long
 
 
@@ -178,7 +178,7 @@ def _arguments(
     if args.privacy_unit == "user":
         raise DPConfigError("A warm start is for records, and privacy_unit is 'user'. Leave warm_start_epsilon out.")
     job = TrainingJob(
-        num_units=num_records, target_epsilon=epsilon, target_delta=args.target_delta, passes=PASSES, kind="head",
+        num_units=num_records, target_epsilon=epsilon, target_delta=args.target_delta, passes=HEAD_PASSES, kind="head",
         model_size=head.weight.numel(),
     )  # fmt: skip
     advice = advise(job)
@@ -190,7 +190,7 @@ def _arguments(
         earlier_runs=None,  # the run that follows counts them, and this one
         advisor="none",
         trained_head=False,
-        num_train_epochs=float(PASSES),
+        num_train_epochs=HEAD_PASSES,
         max_steps=-1,
         per_device_train_batch_size=min(advice.batch, 4096),
         expected_batch_size=advice.batch,

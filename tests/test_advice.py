@@ -13,7 +13,15 @@ import pytest
 
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.accounting.rough import rough_epsilon, rough_noise_multiplier
-from hf_dpopt.plan.advice import LARGEST_BATCH, LONGEST, SHORTEST, TrainingJob, advise
+from hf_dpopt.plan.advice import (
+    HEAD_PASSES,
+    LARGEST_BATCH,
+    LONGEST,
+    SHORTEST,
+    TrainingJob,
+    advise,
+    head_instead,
+)
 from hf_dpopt.plan.outlook import SIGNAL, Outlook, outlook_of, with_independent_noise
 from tests.advice_table import PATH, facts, jobs, row
 
@@ -97,6 +105,21 @@ def test_advice_is_quick():
 def test_bad_input(changes, mend):
     with pytest.raises(DPConfigError, match=mend):
         TrainingJob(**{"num_units": 100, "target_epsilon": 8.0, **changes})
+
+
+@pytest.mark.parametrize(
+    "num, epsilon, is_head", [(5_000, 3.0, True), (10_000, 8.0, True), (67_349, 8.0, False), (67_349, 3.0, False)]
+)
+def test_few_records_are_advised_a_linear_head(num, epsilon, is_head):
+    """LoRA makes nine steps of 5,000 records; a head sees more signal, and passes over its features cost nothing."""
+    job = TrainingJob(num_units=num, target_epsilon=epsilon)
+    head = head_instead(job)
+    assert (head is not None) == is_head
+    if head is not None:
+        assert advise(job).outlook.verdict in ("weak", "poor") and head.outlook.verdict == "good"
+        assert (head.job.kind, head.job.passes) == ("head", HEAD_PASSES)
+        assert head_instead(head.job) is None
+    assert head_instead(dataclasses.replace(job, objective="generation")) is None
 
 
 # --- rough noise ---

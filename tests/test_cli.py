@@ -21,6 +21,7 @@ from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.report import RunFacts, write_report
 from hf_dpopt.run.keys import default_private_dir, new_chain, private_dir, secrets_in
 from hf_dpopt.run.log import RunLog
+from recipes.glue_options import parse
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -148,6 +149,28 @@ def test_advice_is_printed_as_flags_of_a_training_script(run: Run, flags: list[s
     (args,) = HfArgumentParser(DPTrainingArguments).parse_args_into_dataclasses(words)
     assert all(getattr(args, name) == value for name, value in options.items())
     assert args.target_epsilon == 8 and args.num_train_epochs == 10
+
+
+@pytest.mark.parametrize(
+    "flags, part",
+    [
+        (["-n", "5000", "--epsilon", "3"], "--freeze encoder --pooling cls mean --target_epsilon 3 --num_train_epochs 24"),
+        (["-n", "67349", "--epsilon", "8"], "--lora_r 8 --start pooled --target_epsilon 8 --num_train_epochs 3"),
+        (["-n", "67349", "--epsilon", "8", "--finetuning", "full", "--delta", "1e-6"], "--target_delta 1e-06"),
+        (["-n", "5000", "--epsilon", "3", "--objective", "generation"], None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_texts_with_labels_get_the_command_of_a_recipe(run: Run, flags: list[str], part: str | None) -> None:
+    command = json.loads(run("plan", *flags, "--json")[1])["command"]
+    lines = [line for line in run("plan", *flags)[1].splitlines() if line.startswith("python recipes/")]
+    if part is None:
+        assert command is None and not lines
+        return
+    assert lines == [command] and part in command
+    model_args, data_args, args = parse(shlex.split(command)[2:])  # its flags are those of the recipe
+    assert data_args.label_list == "label1,label2" and args.learning_rate == 5e-5 and not args.expected_batch_size
+    assert (model_args.freeze == "encoder") == ("--freeze encoder" in part)
 
 
 def test_larger_models_are_advised_smaller_rates(run: Run) -> None:

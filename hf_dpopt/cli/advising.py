@@ -12,16 +12,33 @@ import typer
 from hf_dpopt.cli.show import print_json, print_table, warn
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.advice import REFERENCE_SIZE, Advice, TrainingJob, advise, kind_of
+from hf_dpopt.plan.advice import (
+    HEAD_PASSES,
+    REFERENCE_SIZE,
+    Advice,
+    TrainingJob,
+    advise,
+    head_instead,
+    kind_of,
+)
 from hf_dpopt.plan.measured import beside_advice
-from hf_dpopt.plan.outlook import Outlook, outlook_of
+from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
 MORE = (1, 3, 10)  # times the passes that were asked for
 POOLED_FIRST = (
-    "First a linear head on pooled states, for a quarter of epsilon (recipes/glue.py --start pooled): on SST-2 "
-    "(MiniLM, epsilon 8, one run each) 84.6 % in 0.75 passes and 86.1 % in 9; 84.1 % in 3 without it."
+    "First a linear head on pooled states, for a quarter of epsilon (--start pooled): on SST-2 (MiniLM, epsilon 8, "
+    "one run each) 84.6 % in 0.75 passes and 86.1 % in 9; 84.1 % in 3 without it."
 )
+DATA = (  # names for the user to replace: docs/start.md
+    "--model_name_or_path sentence-transformers/all-MiniLM-L6-v2 --train_file train.csv --validation_file "
+    "validation.csv --label_list label1,label2"
+)
+PARTS: dict[Kind, str] = {
+    "head": "--freeze encoder --pooling cls mean",
+    "lora": "--lora_r 8 --start pooled",
+    "full": "",
+}
 ADVISED = {  # flags of `plan` that advice reads, or that change none of it
     "num_examples", "target_epsilon", "target_delta", "epochs", "num_parameters", "weights", "finetuning", "objective",
     "as_json", "allow_large_delta", "amplification_samples", "records_per_user",
@@ -47,15 +64,28 @@ def job_of(given: Mapping[str, Any]) -> TrainingJob:
         raise DPConfigError("A budget is needed for advice. Add --epsilon 8, or a smaller number.")
     if weights is None and finetuning == "full":
         weights = trained
-    return TrainingJob(
+    usual = HEAD_PASSES if finetuning == "head" else 3.0
+    job = TrainingJob(
         num_units=given["num_examples"],
         target_epsilon=given["target_epsilon"],
         target_delta=given["target_delta"],
-        passes=3.0 if given["epochs"] is None else given["epochs"],
+        passes=usual if given["epochs"] is None else given["epochs"],
         kind=finetuning or kind_of(trained, weights),
         objective=objective,
         model_size=weights or max(REFERENCE_SIZE, trained or 0),
     )
+    is_open = finetuning is None and trained is None and given.get("expected_batch_size") is None
+    head = head_instead(job) if is_open else None
+    return job if head is None else head.job
+
+
+def command_of(job: TrainingJob) -> str | None:
+    """Command that trains a classifier of texts so; the run chooses batch and learning rate by the same rules."""
+    if job.objective != "classification":
+        return None
+    delta = "" if job.target_delta is None else f" --target_delta {job.target_delta:g}"
+    budget = f"--target_epsilon {job.target_epsilon:g}{delta} --num_train_epochs {job.passes:g}"
+    return " ".join(f"python recipes/glue.py {DATA} {PARTS[job.kind]} {budget} --output_dir out".split())
 
 
 def parse_count(text: str | None) -> int | None:
@@ -102,7 +132,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     if advice.outlook.verdict == "poor":
         warn(
             "at this budget and with these passes the model is expected to learn little. More passes (as in the "
-            "table), more records, a larger epsilon or a linear head (recipes/linear_probe.py) would help."
+            "table), more records or a larger epsilon would help."
         )
     flags = " ".join(f"--{name} {value}" for name, value in advice.values.items())
     records = advice.batch * advice.outlook.num_steps
@@ -112,6 +142,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
                 "options": advice.values,
                 "reasons": dict(advice.reasons),
                 "flags": flags,
+                "command": command_of(job),
                 "num_steps": advice.outlook.num_steps,
                 "records": records,
                 **_outlook_facts(advice.outlook),
@@ -132,7 +163,10 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     typer.echo(f"Cost: {records:,} records in forward and backward passes.")
     columns = ("passes", "batch", "steps", "noise / signal in a step", "steps' worth without noise", "")
     print_table("With more passes over the records", columns, (_row(row).values() for row in rows), width=110)
-    if (job.kind, job.objective) == ("lora", "classification"):
+    if (head := head_instead(job)) is not None:
+        worth = f"{head.outlook.useful_steps:.3g} steps in {head.job.passes:g} passes over features computed once"
+        typer.echo(f"A linear head on the frozen model would be worth {worth}:\n{command_of(head.job)}")
+    elif (job.kind, job.objective) == ("lora", "classification"):
         typer.echo(POOLED_FIRST)
     if measured:
         typer.echo(
@@ -141,7 +175,10 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
         )
     for one in measured:
         typer.echo(f"  {one}")
-    typer.echo(f"\n--num_train_epochs {job.passes:g} --target_epsilon {job.target_epsilon:g} {flags}")
+    if (command := command_of(job)) is not None:
+        typer.echo(f"\nWith your files, labels and model:\n{command}")
+    typer.echo("\nIn your own script:")
+    typer.echo(f"--num_train_epochs {job.passes:g} --target_epsilon {job.target_epsilon:g} {flags}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,6 +59,7 @@ MOST_PASSES = 1e5
 RATIO = 1.3  # of the numbers of steps that are tried
 
 
+HEAD_PASSES = 24.0  # of a linear head, over features that are computed once
 FULL_SHARE = 0.1  # of the weights: who trains more of them, and no adapters, trains the model
 LEAST_FULL = 4_000_000  # likewise, where it is not known how many weights there are
 
@@ -203,6 +204,26 @@ def advise(job: TrainingJob) -> Advice:
     batch = max(tried, key=lambda size: (tried[size].useful_steps, size))
     rate = job.learning_rate(tried[batch])
     return Advice(job, batch, rate, tried[batch], _reasons(job, batch, rate, tried[batch]))
+
+
+def head_instead(job: TrainingJob) -> Advice | None:
+    """Advice for a linear head on the frozen model, where training the model is expected to learn little.
+
+    Args:
+        job: what would be trained; the head makes at least `HEAD_PASSES` passes, over features computed once.
+
+    Returns:
+        None where training the model is expected to go well, where a head would not do better, and for language
+        models, whose head is their embeddings.
+    """
+    if job.objective != "classification" or job.kind == "head":
+        return None
+    outlook = advise(job).outlook
+    if outlook.verdict not in ("weak", "poor"):
+        return None
+    passes = max(job.passes, HEAD_PASSES)
+    head = advise(dataclasses.replace(job, kind="head", passes=passes, has_trained_head=False))
+    return head if head.outlook.useful_steps > outlook.useful_steps else None
 
 
 def _unpickled(job: TrainingJob, batch: int, rate: float, outlook: Outlook, reasons: dict[str, str]) -> Advice:
