@@ -59,8 +59,9 @@ def test_what_was_left_open_is_chosen_and_written_down(tmp_path, log):
     }  # fmt: skip
     statement = (tmp_path / "privacy" / "statement.md").read_text()
     assert f"`learning_rate` {advised.learning_rate:g}" in statement and "chosen by `advisor`" in statement
-    assert any(line.startswith("Advisor: --expected_batch_size") and "--advisor none" in line for line in log())
-    assert any(line.startswith("Outlook: noise over signal") for line in log())
+    (line,) = [line for line in log() if line.startswith("Advisor: ")]
+    assert line.startswith("Advisor: expected_batch_size=") and 'advisor="none"' in line
+    assert "Outlook: noise over signal" in line
 
 
 @pytest.mark.parametrize(
@@ -237,13 +238,77 @@ def test_a_poor_run_is_told_so_with_what_would_be_better(tmp_path, log):
     """All by hand: a batch in which the noise is a thousand times the signal."""
     trainer(tmp_path, **big(advisor="none", expected_batch_size=4, learning_rate=1e-3)).train()
     (line,) = [line for line in log() if "expected to learn little" in line]
-    assert "the signal" in line and "--expected_batch_size" in line and "--learning_rate" in line
+    assert "the signal" in line and "expected_batch_size=" in line and "learning_rate=" in line
 
 
 def test_a_poor_run_that_no_batch_mends_is_told_what_would(tmp_path, log):
     trainer(tmp_path, **big(advisor="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3)).train()
     (line,) = [line for line in log() if "expected to learn little" in line]
-    assert "it takes more records" in line and "--expected_batch_size" not in line
+    assert "A linear head on the frozen model would be worth" in line and "expected_batch_size=" not in line
+    assert "recipes/glue.py --freeze encoder --pooling cls mean --num_train_epochs 24" in line
+
+
+def test_a_language_model_is_never_told_of_a_linear_head(tmp_path, log):
+    """Its head is its embeddings."""
+    torch.manual_seed(0)
+    net = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+    )
+    rows = [{"input_ids": [3, 4, 5, i % 30], "labels": [3, 4, 5, i % 30]} for i in range(400)]
+    hand = dict(advisor="none", expected_batch_size=4, max_steps=3, learning_rate=1e-3, eval_strategy="no")
+    made = trainer(tmp_path, **big(**hand, model=net, train_dataset=rows, data_collator=None))
+    made.train()
+    (line,) = [line for line in log() if "expected to learn little" in line]
+    assert "num_train_epochs=" in line and "linear head" not in line and "--freeze" not in line
+
+
+@pytest.mark.parametrize("typed, word", [(1e-5, "small"), (5.0, "large")])
+@pytest.mark.parametrize("argv", [[], ["--learning_rate", "1e-5"], ["--output-dir=out"]], ids=str)
+def test_a_rate_given_for_another_batch_is_judged_in_the_first_line(tmp_path, log, monkeypatch, typed, word, argv):
+    """It is kept, and the batch that it was for is not: the worst of both."""
+    monkeypatch.setattr("sys.argv", ["script.py", *argv])
+    made = trainer(tmp_path, **big(learning_rate=typed))
+    made.train()
+    assert (
+        made.args.learning_rate == typed and made.args.expected_batch_size == made.plan.advised["expected_batch_size"]
+    )
+    advised = trainer(tmp_path / "b", **big()).args.learning_rate
+    (warning,) = [line for line in log() if "that was chosen" in line]
+    use = f"--learning_rate {advised:g}, or --advisor all" if argv else f'learning_rate={advised:g}, or advisor="all"'
+    said = f"--learning_rate {typed:g}" if argv else f"learning_rate={typed:g}"
+    assert warning.startswith(
+        f"{said}: too {word} for the batch of {made.args.expected_batch_size:,} that was chosen. Use {use}"
+    )
+
+
+def test_a_rate_near_the_advised_one_is_not_warned_of(tmp_path, log):
+    advised = trainer(tmp_path / "a", **big()).args.learning_rate
+    trainer(tmp_path / "b", **big(learning_rate=advised / 2)).train()
+    assert not any("that was chosen" in line for line in log())
+
+
+@pytest.mark.parametrize(
+    "typed", [{"expected_batch_size": 16}, {"gradient_accumulation_steps": 4}, {"learning_rate": 1e-5},
+              {"expected_batch_size": 16, "learning_rate": 1e-5}],
+    ids=str,
+)  # fmt: skip
+def test_all_replaces_both_batch_and_rate(tmp_path, log, typed):
+    open_ = trainer(tmp_path / "a", **big()).plan.advised
+    made = trainer(tmp_path / "b", **big(advisor="all", **typed))
+    assert made.plan.advised == open_ and made.args.learning_rate == open_["learning_rate"]
+    assert made.plan.sampler.expected_batch_size == open_["expected_batch_size"]
+    made.train()
+    assert not any("that was chosen" in line for line in log())
+    again = trainer(tmp_path / "b", **big(advisor="all", **typed))  # a resumed run keeps them
+    assert again.plan.advised == made.plan.advised and again.plan.num_steps == made.plan.num_steps
+
+
+def test_the_advisor_takes_two_lines_of_the_log(tmp_path, log):
+    """What was chosen and its outlook, and all that is to be warned of."""
+    both = dict(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=4, learning_rate=1e-9)
+    trainer(tmp_path, **big(**both)).train()
+    words = ("Advisor", "Outlook", "Advice", "expected to learn little", "fills", "better in both")
+    assert len([line for line in log() if any(word in line for word in words)]) == 2
 
 
 @pytest.mark.parametrize(
@@ -260,7 +325,7 @@ def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verd
         ),
     )  # fmt: skip
     trainer(tmp_path, **big(trained_head=True)).train()
-    assert any(line.startswith("Outlook:") and f"({verdict})" in line for line in log())
+    assert any("Outlook: " in line and f"({verdict})" in line for line in log())
     (line,) = [line for line in log() if "The head was trained before" in line]
     assert words in line and "linear head" not in line and ("expected to learn little" in line) == (verdict == "poor")
 
@@ -300,7 +365,7 @@ def test_long_correlated_noise_is_announced_without_its_error(tmp_path, log, mon
 
 def test_correlated_noise_with_adamw_is_warned_of(tmp_path, log):
     trainer(tmp_path, **big(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=40)).train()
-    assert any("--noise_mechanism gaussian" in line for line in log())
+    assert any('noise_mechanism="gaussian"' in line for line in log())
 
 
 def test_no_such_warning_for_sgd_that_gains(tmp_path, log):

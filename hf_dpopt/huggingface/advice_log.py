@@ -1,4 +1,4 @@
-"""Lines of the log about what a run can learn: what was chosen, what its noise leaves, what would be better.
+"""Two lines of the log: what the advisor chose with what the noise leaves of it, and what would be better.
 
 Nothing here has a part in the run: what cannot be told, or would take long to compute, is left out.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,11 +18,14 @@ from hf_dpopt.huggingface.advisor import TRAINED_HEAD, Advised, Trained
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
-from hf_dpopt.plan.advice import TrainingJob, advise
+from hf_dpopt.plan.advice import TrainingJob, advise, head_instead
 from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of, with_independent_noise
 from hf_dpopt.plan.plan import PrivacyPlan
 
 MUCH = 1.5  # times the noise of a step under independent noise: nu_dpftrl, nu 0.1, loses nothing at 2, banded all at 3
+# Times the advised learning rate, or that part of it: beyond, a given one is warned of. Declared; a simulated head on
+# the notes of benchmarks/patient_notes.py lost 3 points at a quarter, 8 at a sixteenth, none at 4 times, 3 at 16.
+APART = 4.0
 
 
 def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised) -> None:
@@ -35,46 +39,77 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs
     """
     if current_ranks().rank != 0:
         return
+    chosen, warnings, advice = "", [], ""
     if advised.chosen:
-        logger.info(
-            f"Advisor: {_flags(advised.chosen)} (chosen from public numbers, because they were left at their "
-            "defaults; --advisor none leaves them there)."
-        )
+        none = spelled({"advisor": "none"})
+        chosen = f"{spelled(advised.chosen)} from public numbers ({none} leaves the options as they are). "
     is_long = plan.num_steps > MAX_CORRELATED_STEPS and not plan.strategy.is_independent
-    if not plan.is_private or is_long:
-        return
     try:
-        trained = Trained.of(args, inputs)
-        outlook = _outlook(plan, args, inputs, advised)
-        logger.info(f"Outlook: {outlook.describe()}.")
-        better = _better(outlook, advised, plan, args, trained)
-        head = _of_the_head(outlook)
-        if outlook.verdict == "poor":
-            logger.warning(f"This run is expected to learn little: {_why(outlook)} {head}{better}")
-        elif outlook.verdict in ("weak", "on a trained head") or better:
-            logger.info(f"Advice: {head}{better or 'no setting is better with so few records and passes.'}")
-        _warn_of_correlated_noise(plan, outlook, trained)
+        if plan.is_private and not is_long:
+            trained = Trained.of(args, inputs)
+            outlook = _outlook(plan, args, inputs, advised, trained)
+            chosen += f"Outlook: {outlook.describe()}."
+            rate = _given_rate(outlook, advised, args)
+            head, better = _of_the_head(outlook), _better(outlook, advised, plan, args, trained)
+            is_poor = outlook.verdict == "poor" and not (rate and outlook.is_too_short)
+            poor = f"This run is expected to learn little: {_why(outlook)} {head}{better}" if is_poor else ""
+            warnings = [text for text in (rate, poor, _correlated_noise(plan, outlook, trained)) if text]
+            if outlook.verdict in ("weak", "on a trained head") or better:
+                advice = f"Advice: {head}{better or 'no setting is better with so few records and passes.'}"
     except DPConfigError as error:  # of a run that is not made, for a comparison
-        logger.info(f"No advice: {error}")
+        advice = f"No advice: {error}"
+    if chosen:
+        logger.info(f"Advisor: {chosen.strip()}")
+    if warnings:
+        logger.warning(" ".join(warnings))
+    elif advice:
+        logger.info(advice)
 
 
-def _outlook(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised) -> Outlook:
-    trained = Trained.of(args, inputs)
+def spelled(values: Mapping[str, Any]) -> str:
+    """Options as they are typed where this run was started: flags on a command line, keywords in a script."""
+    words = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    flags = {word[2:].partition("=")[0].replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
+    if flags & {field.name for field in dataclasses.fields(DPTrainingArguments)}:
+        return " ".join(f"--{name} {word}" for name, word in words.items())
+    return ", ".join(
+        f'{name}="{word}"' if isinstance(values[name], str) else f"{name}={word}" for name, word in words.items()
+    )
+
+
+def _outlook(
+    plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised, trained: Trained
+) -> Outlook:
     reach = usual = None
     if advised.job is not None and trained.is_tuned and trained.size is not None:
         reach = args.learning_rate * plan.num_steps * mean_step_size(args, plan.num_steps)
         batch = plan.sampler.expected_batch_size
         rate = advised.job.learning_rate(advised.job.outlook(batch, noise_multiplier=plan.noise_multiplier))
         usual = rate * plan.num_steps / 2
-    adaptive = is_adaptive(args, inputs)
     return outlook_of(
         plan,
         trained.kind,
         size=trained.size,
-        is_adaptive=adaptive,
+        is_adaptive=is_adaptive(args, inputs),
         has_trained_head=plan.advised.get(TRAINED_HEAD, False),
         reach=reach,
         advised_reach=usual,
+    )
+
+
+def _given_rate(outlook: Outlook, advised: Advised, args: DPTrainingArguments) -> str:
+    """Judge a learning rate that was given for another batch than the chosen one; empty if it is near the advised."""
+    if "expected_batch_size" not in advised.chosen or "learning_rate" in advised.chosen or not outlook.reach:
+        return ""
+    assert outlook.advised_reach is not None
+    far = outlook.reach / outlook.advised_reach
+    if 1 / APART <= far <= APART:
+        return ""
+    wrong = "small" if far < 1 else "large"
+    better = {"learning_rate": float(f"{args.learning_rate / far:.1e}")}
+    return (
+        f"{spelled({'learning_rate': args.learning_rate})}: too {wrong} for the batch of {args.expected_batch_size:,} "
+        f"that was chosen. Use {spelled(better)}, or {spelled({'advisor': 'all'})}, which replaces both."
     )
 
 
@@ -112,60 +147,58 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
         asked = f"hf-dpopt plan --num-examples {units} --epsilon {epsilon:.3g}"
         return f"`{asked}` advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
     if advice.outlook.useful_steps <= 1.2 * outlook.useful_steps and not outlook.is_too_short:
-        return "" if outlook.verdict == "good" else more_passes(advice.job)
+        return "" if outlook.verdict == "good" else more_passes(advice.job, trained)
     values: dict[str, Any] = {"expected_batch_size": advice.batch}
     if args.max_steps > 0:
         values["max_steps"] = advice.outlook.num_steps
     if trained.is_tuned:
         values |= {name: advice.values[name] for name in ("learning_rate", "warmup_steps")}
     worth = f"its {advice.outlook.num_steps} steps are worth {advice.outlook.useful_steps:.3g}"
-    text = f"For the same records and budget use {_flags(values)}: {worth}."
-    return text if advice.outlook.verdict == "good" else f"{text} {more_passes(advice.job)}"
+    text = f"For the same records and budget use {spelled(values)}: {worth}."
+    return text if advice.outlook.verdict == "good" else f"{text} {more_passes(advice.job, trained)}"
 
 
-def more_passes(job: TrainingJob) -> str:
-    """Say how many passes over the records would do, or how far they would help."""
-    known = advise(job).outlook.useful_steps
-    most = known
+def more_passes(job: TrainingJob, trained: Trained) -> str:
+    """Say what would do: a linear head, more passes over the records, or more of them."""
+    rest = "it takes more records or a larger epsilon."
+    if trained.is_glue and (head := head_instead(job)) is not None:
+        text = (
+            f"A linear head on the frozen model would be worth {head.outlook.useful_steps:.3g}: recipes/glue.py "
+            f"--freeze encoder --pooling cls mean --num_train_epochs {head.job.passes:g}."
+        )
+        return text if head.outlook.verdict != "poor" else f"{text} For more {rest}"
+    known = most = advise(job).outlook.useful_steps
     for passes in (10, 30, 100):
         if passes <= job.passes:
             continue
         more = advise(dataclasses.replace(job, passes=float(passes)))
         most = more.outlook.useful_steps
         if more.outlook.verdict == "good":
-            return (
-                f"With --num_train_epochs {passes}, batches of {more.batch} and --learning_rate "
-                f"{more.learning_rate:g} it would be {most:.3g}."
-            )
-    rest = "it takes more records, a larger epsilon, or a linear head (recipes/linear_probe.py)."
-    if job.has_trained_head:
-        rest = "it takes more records or a larger epsilon."
+            values = {"num_train_epochs": passes, "learning_rate": more.learning_rate}
+            return f"With batches of {more.batch} and {spelled(values)} it would be {most:.3g}."
     if most > 1.2 * known:
         return f"100 passes would be worth {most:.3g}; for more {rest}"
     return f"More passes do not help: {rest}"
 
 
-def _flags(values: Mapping[str, Any]) -> str:
-    words = {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in values.items()}
-    return " ".join(f"--{name} {word}" for name, word in words.items())
-
-
-def _warn_of_correlated_noise(plan: PrivacyPlan, outlook: Outlook, trained: Trained) -> None:
+def _correlated_noise(plan: PrivacyPlan, outlook: Outlook, trained: Trained) -> str:
     """Warn of correlated noise that leaves more error than independent noise, or that the optimizer cannot use."""
     has_places = plan.unit == "user" and not plan.sums_users
     if plan.strategy.is_independent or has_places or not 0 < plan.epsilon() < math.inf:
-        return
+        return ""
     beside = with_independent_noise(plan, trained.kind)
     noise, alone = outlook.run_noise, beside.run_noise
+    independent = spelled({"noise_mechanism": "gaussian"})
     facts = (
         f"{plan.config.noise_mechanism} noise leaves {noise:.3g} clips of error in the mean over the run, independent "
         f"noise at the same budget {alone:.3g}; in a single step {outlook.noise:.3g} and {beside.noise:.3g}."
     )
     if noise > alone:
-        logger.warning(f"{facts} Use --noise_mechanism gaussian, which is better in both.")
-    elif outlook.is_adaptive and outlook.noise > MUCH * beside.noise:
-        logger.warning(
+        return f"{facts} Use {independent}, which is better in both."
+    if outlook.is_adaptive and outlook.noise > MUCH * beside.noise:
+        sgd = spelled({"optim": "sgd", "optim_args": "momentum=0.9"})
+        return (
             f"{facts} AdamW divides by a second moment that the noise of single steps fills, and lost 2 to 9 points "
-            "with such noise (docs/mechanisms.md). Use --optim sgd --optim_args momentum=0.9, or --noise_mechanism "
-            "gaussian."
+            f"with such noise (docs/mechanisms.md). Use {sgd}, or {independent}."
         )
+    return ""

@@ -1,8 +1,7 @@
 """The advisor of a run: options that were left at their defaults are chosen before the plan is made.
 
-A value that was typed and equals the default cannot be told from one that was not, so it counts as not set; the log
-says so. What was set by hand stays, and so do optimizer and model. A run that
-goes on keeps the options that it began with.
+A typed value that equals the default counts as not set. Other values stay (with ``advisor="all"``, only optimizer and
+model do). A resumed run keeps the options that it began with.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ TUNED_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "dp_adamw")  # that the 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForMultipleChoice", "ForQuestionAnswering")
 POISSON = ("auto", "truncated_poisson", "poisson")  # samplers that the advised batches are for
 TRAINED_HEAD = "trained_head"  # the option, and its entry in `PrivacyPlan.advised`
+REPLACED = ("expected_batch_size", "learning_rate")  # by `advisor="all"`, whatever they are
 KEPT = "_chosen_by_advisor"  # attribute of arguments: option -> value that the advisor set
 
 
@@ -44,6 +44,7 @@ class Trained:
         size: weights of the model, frozen ones included; None for one that is not loaded yet.
         is_plain: whether the gradients reach the optimizer in the coordinates that the advice is for.
         is_tuned: whether the optimizer is the one that the advised learning rates are for.
+        is_glue: whether the model gives a text one label, so that recipes/glue.py trains such a job, too.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class Trained:
     size: int | None
     is_plain: bool
     is_tuned: bool
+    is_glue: bool = False
 
     @classmethod
     def of(cls, args: DPTrainingArguments, inputs: TrainerInputs) -> Trained:
@@ -65,16 +67,17 @@ class Trained:
             return cls("full" if adapters is None else "lora", "generation", None, is_plain, is_tuned)
         base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
         objective: Objective = "classification" if type(base).__name__.endswith(CLASSIFIERS) else "generation"
+        is_glue = type(base).__name__.endswith(CLASSIFIERS[0])
         size = sum(p.numel() for p in model.parameters())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         if adapters is not None or hasattr(model, "peft_config"):
-            return cls("lora", objective, size, is_plain, is_tuned)
+            return cls("lora", objective, size, is_plain, is_tuned, is_glue)
         body = getattr(base, "base_model", base)
         layers = {name.rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad}
         # the rate of a head is that of one linear layer; RoBERTa's has a hidden one, which would not bear it
         is_alone = trained == size if body is base else not any(p.requires_grad for p in body.parameters())
         is_head = is_alone and [type(model.get_submodule(name)) for name in layers] == [nn.Linear]
-        return cls("head" if is_head else kind_of(trained, size), objective, size, is_plain, is_tuned)
+        return cls("head" if is_head else kind_of(trained, size), objective, size, is_plain, is_tuned, is_glue)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +194,7 @@ def read_advised(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 def _advised(args: DPTrainingArguments, trained: Trained, *, num_units: int, batch: int, batch_stays: bool) -> Advised:
     job = _job(args, trained, num_units=num_units, batch=batch)
-    open_ = _open_options(args, trained) if args.advisor == "auto" else ()
+    open_ = _open_options(args, trained) if args.advisor != "none" else ()
     if batch_stays or job.passes * num_units < batch:
         open_ = tuple(name for name in open_ if name != "expected_batch_size")
     advice = advise(job)
@@ -213,17 +216,19 @@ def _declared(args: DPTrainingArguments) -> dict[str, Any]:
 
 
 def _open_options(args: DPTrainingArguments, trained: Trained) -> tuple[str, ...]:
-    """Options that were not typed and that the advisor knows values for."""
+    """Options that were not typed, or may be replaced, and that the advisor knows values for."""
+    replaced = REPLACED if args.advisor == "all" else ()
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     earlier = getattr(args, KEPT, {})
 
     def is_open(name: str) -> bool:
-        return getattr(args, name) == defaults[name] or (name in earlier and getattr(args, name) == earlier[name])
+        value = getattr(args, name)
+        return name in replaced or value == defaults[name] or (name in earlier and value == earlier[name])
 
     open_ = []
     # options of noise and preconditioner are in steps, and made for as many as there were
     counts_steps = not is_independent(args.noise_mechanism) or not trained.is_plain or args.sampling not in POISSON
-    is_counted = args.gradient_accumulation_steps != 1 or args.max_steps > 0
+    is_counted = args.max_steps > 0 or (args.gradient_accumulation_steps != 1 and not replaced)
     if is_open("expected_batch_size") and not is_counted and not counts_steps:
         open_.append("expected_batch_size")
     if trained.is_tuned and trained.size is not None and is_open("learning_rate"):

@@ -214,8 +214,8 @@ class AdvisorOptions:
     advisor: str = option(
         "auto",
         "auto chooses batch, learning rate and warm-up for target_epsilon from public numbers, where they have their "
-        "default values; none leaves them: docs/choosing.md.",
-        choices=("auto", "none"),
+        "default values; all replaces batch and learning rate whatever they are; none leaves them: docs/choosing.md.",
+        choices=("auto", "all", "none"),
     )
     trained_head: bool = option(
         False,
