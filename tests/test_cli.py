@@ -173,6 +173,12 @@ def test_texts_with_labels_get_the_command_of_a_recipe(run: Run, flags: list[str
     assert (model_args.freeze == "encoder") == ("--freeze encoder" in part)
 
 
+def test_adapters_for_few_records_are_told_of_a_head(run: Run) -> None:
+    out = run("plan", "-n", "5000", "--epsilon", "3", "--finetuning", "lora")[1]
+    assert "A linear head on the frozen model would be worth 35 steps in 24 passes" in out
+    assert "--lora_r 8 --start pooled" in out and "--finetuning head." in out
+
+
 def test_larger_models_are_advised_smaller_rates(run: Run) -> None:
     small, large = (
         json.loads(run("plan", "-n", "67349", "--epsilon", "8", "--json", "--weights", size)[1])["options"]

@@ -165,7 +165,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     print_table("With more passes over the records", columns, (_row(row).values() for row in rows), width=110)
     if (head := head_instead(job)) is not None:
         worth = f"{head.outlook.useful_steps:.3g} steps in {head.job.passes:g} passes over features computed once"
-        typer.echo(f"A linear head on the frozen model would be worth {worth}:\n{command_of(head.job)}")
+        typer.echo(f"A linear head on the frozen model would be worth {worth}: --finetuning head.")
     elif (job.kind, job.objective) == ("lora", "classification"):
         typer.echo(POOLED_FIRST)
     if measured:
