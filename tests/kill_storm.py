@@ -41,7 +41,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import hf_dpopt.noise.cache as cache_module
 import hf_dpopt.run.run as run_module
 import hf_dpopt.run.step as step_module
 from hf_dpopt.common.chained import ChainedFile
@@ -109,7 +108,6 @@ def _telling(pipe: int) -> Iterator[None]:
             (step_module, "clip_and_sum", "r"),
             (DPTrainerMixin, "_save_checkpoint", "s"),
             (Journal, "_append", "j"),
-            (cache_module, "_write", "c"),
             (EvaluationGuard, "evaluate", "e"),
             (run_module, "charge_run", "d"),
         ):
@@ -191,7 +189,6 @@ class Processes:
             log = os.open(folder / f"log-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            os.environ["HF_DPOPT_CACHE_DIR"] = str(folder / "cache")
             if world > 1:
                 os.environ |= {
                     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),

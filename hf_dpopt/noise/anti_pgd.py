@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.nu_dpftrl import check_nu
 from hf_dpopt.noise.objective import best_damping
 from hf_dpopt.noise.participation import Participation
@@ -47,7 +46,6 @@ def AntiPGD() -> DampedAntiPGD:
     return DampedAntiPGD(0.0)
 
 
-@cached
 def optimize_damped(n: int, participation: Participation, workload: Workload | None = None) -> DampedAntiPGD:
     """The damping of anti-PGD with the least mean error: the best lambda = 1 - nu of DP-lambda-CGD.
 

@@ -11,7 +11,6 @@ from scipy.signal import correlate, lfilter
 
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.objective import descend, squared_error, squared_sensitivity
 from hf_dpopt.noise.participation import Participation
@@ -65,7 +64,6 @@ class BandedToeplitz(ToeplitzStrategy):
 # --- tuning ----------------------------------------------------------------------------------------------------------
 
 
-@cached
 def optimize_banded(
     n: int, num_bands: int, participation: Participation | None = None, workload: Workload | None = None
 ) -> BandedToeplitz:

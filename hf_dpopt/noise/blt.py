@@ -17,7 +17,6 @@ from scipy.special import expit
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.objective import Error, ErrorAndSlope, descend, squared_error, squared_sensitivity
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
@@ -166,7 +165,6 @@ def check_num_buffers(num_buffers: Any) -> None:
     )  # fmt: skip
 
 
-@cached
 def optimize_blt(
     n: int,
     participation: Participation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from scipy.linalg import solve_triangular
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import sensitivity
-from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.nu_dpftrl import NuDPFTRL
 from hf_dpopt.noise.objective import descend
 from hf_dpopt.noise.participation import Participation
@@ -92,18 +91,10 @@ class DenseStrategy(NoiseStrategy):
         entries = hashlib.sha256(self._matrix.tobytes()).hexdigest()
         return {"name": self.name, "num_steps": self.num_steps, "sha256": entries}
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {"matrix": self._matrix}
-
-    @classmethod
-    def read(cls, values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NoiseStrategy:
-        return cls(arrays["matrix"])
-
 
 # --- tuning ----------------------------------------------------------------------------------------------------------
 
 
-@cached
 def optimize_dense(n: int, participation: Participation, workload: Workload | None = None) -> DenseStrategy:
     """The matrix with the least mean error.
 

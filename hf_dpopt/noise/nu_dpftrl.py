@@ -9,7 +9,6 @@ import numpy as np
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.blt import fit_blt
-from hf_dpopt.noise.cache import cached
 from hf_dpopt.noise.objective import best_damping
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import Setting, register
@@ -54,7 +53,6 @@ class NuDPFTRL(ToeplitzStrategy):
         return np.cumprod(np.concatenate([[1.0], (1 - self.nu) * (2 * t - 3) / (2 * t)]))
 
 
-@cached
 def optimize_nu(n: int, participation: Participation, workload: Workload | None = None) -> NuDPFTRL:
     """The damping of nu-DP-FTRL with the least mean error.
 

@@ -257,13 +257,9 @@ class NoiseStrategy(abc.ABC):
         """Name and every number that fixes the strategy; JSON-able."""
         return {"name": self.name, **dataclasses.asdict(self)}  # type: ignore[call-overload]
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Arrays that a file keeps besides `parameters`; none for most strategies."""
-        return {}
-
     @classmethod
-    def read(cls, values: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> NoiseStrategy:
-        """Make the strategy from its `parameters` without the name, and its `arrays`."""
+    def read(cls, values: dict[str, Any]) -> NoiseStrategy:
+        """Make the strategy from its `parameters` without the name."""
         if "base" in values:
             values["base"] = from_parameters(values["base"])
         return cls(**values)
@@ -353,14 +349,13 @@ def strategies() -> dict[str, type[NoiseStrategy]]:
     return dict(_BY_NAME)
 
 
-def from_parameters(parameters: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> NoiseStrategy:
-    """The strategy with these parameters; of one that is not whole in JSON, with its arrays.
+def from_parameters(parameters: Mapping[str, Any]) -> NoiseStrategy:
+    """The strategy with these parameters.
 
     Formal guarantee: the parameters of what is returned are those that were given; the digest is then the same, too.
 
     Args:
         parameters: what `NoiseStrategy.parameters` gave, also after a way through JSON.
-        arrays: what `NoiseStrategy.arrays` gave.
 
     Raises:
         DPConfigError: for a name that no strategy has, and for parameters that no strategy wrote.
@@ -369,10 +364,10 @@ def from_parameters(parameters: Mapping[str, Any], arrays: Mapping[str, np.ndarr
     if not isinstance(name, str) or name not in _BY_NAME:
         raise DPConfigError(f"No strategy has the name {name!r}. Use one of {', '.join(sorted(_BY_NAME))}.")
     cls = _BY_NAME[name]
-    if not cls.is_whole_in_json and not arrays:
-        raise DPConfigError(f"The parameters of {name} do not contain its matrix. Tune it again, or load it.")
+    if not cls.is_whole_in_json:
+        raise DPConfigError(f"The parameters of {name} do not contain its matrix. Tune it again.")
     try:
-        strategy = cls.read({key: value for key, value in parameters.items() if key != "name"}, arrays or {})
+        strategy = cls.read({key: value for key, value in parameters.items() if key != "name"})
         as_written = _canonical(strategy.parameters()) == _canonical(parameters)
     except DPConfigError:
         raise
