@@ -233,7 +233,7 @@ def _score(argv: list[str]) -> None:
     print(f"{len(scores)} canaries, {sum(secret.included)} of them in the training file; losses of {args.trained}")
     if epsilon is not None:
         _write_down(args, len(scores), found, epsilon=epsilon, delta=delta)
-    if show_bounds(found, delta=delta, epsilon=epsilon, significance=1 - args.confidence, as_json=False):
+    if show_bounds(found, epsilon=epsilon, significance=1 - args.confidence):
         sys.exit(1)
 
 

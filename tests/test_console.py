@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, DPStorageError, PrivacyWarning
-from hf_dpopt.huggingface import duration
 from tests import tiny
 
 SCRIPT = """
@@ -114,18 +113,3 @@ def test_the_rest_of_the_log_is_there_on_demand(tmp_path: Path, caplog: pytest.L
     with caplog.at_level(logging.DEBUG):
         tiny.trainer(tmp_path, log_level="debug", max_steps=1).train()
     assert "Clipping engine: book_keeping" in caplog.text
-
-
-@pytest.mark.parametrize("seconds, said", [(1.0, ""), (20.0, "about 33 min for all 100 steps, 32 min from now")])
-def test_how_long_a_run_takes_is_said_once(
-    seconds: float, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the clock alone, from the second step on: the first one took an hour."""
-    clock = iter([3600 + seconds * step for step in range(8)])
-    monkeypatch.setattr(duration.time, "monotonic", lambda: next(clock))
-    with caplog.at_level(logging.INFO):
-        taken = duration.Duration(100)
-        for step in range(1, 9):
-            taken.step_taken(step)
-    lines = [r.getMessage() for r in caplog.records]
-    assert len(lines) == bool(said) and all(said in line for line in lines)

@@ -162,7 +162,7 @@ def gaussian_deltas(mu: float, epsilons: np.ndarray) -> np.ndarray:
 
 
 def privacy_profile(
-    event: DpEvent, delta: float, adjacency: str, *, proven: tuple[tuple[float, float], ...] = (), slack: float = 0.0
+    event: DpEvent, delta: float, adjacency: str, *, proven: tuple[tuple[float, float], ...] = ()
 ) -> Profile:
     """Profile of an event, from every accountant that is valid for it.
 
@@ -174,17 +174,16 @@ def privacy_profile(
         delta: delta of the guarantee; it decides whether a cap on batches is paid for or analysed, as for epsilon.
         adjacency: a key of `events.RELATIONS`.
         proven: pairs (epsilon, delta) that are known besides, by samples for example.
-        slack: delta that the event leaves out, at every epsilon.
     """
-    return _profile(events.flatten(event), delta, adjacency, proven, slack)
+    return _profile(events.flatten(event), delta, adjacency, proven)
 
 
 @functools.lru_cache(maxsize=64)
 def _profile(
-    composition: Composition, delta: float, adjacency: str, proven: tuple[tuple[float, float], ...], slack: float
+    composition: Composition, delta: float, adjacency: str, proven: tuple[tuple[float, float], ...]
 ) -> Profile:
     if not composition:
-        return Profile(1.0, np.full(2, slack), ("none",)).at_most(proven)
+        return Profile(1.0, np.zeros(2), ("none",)).at_most(proven)
     if any(events.noise_of(leaf) == 0 for leaf, _ in composition):
         return Profile(1.0, np.ones(2), ("none",))
     simple, cost = events.split_truncation(composition)
@@ -200,7 +199,7 @@ def _profile(
     found = {name: values for name, values in known.items() if values is not None}
     deltas = np.ones_like(t)
     for values in found.values():
-        deltas = np.minimum(deltas, np.nan_to_num(values, nan=1.0) + cost + slack)
+        deltas = np.minimum(deltas, np.nan_to_num(values, nan=1.0) + cost)
     made = Profile(t[-1] / (len(t) - 1), np.minimum.accumulate(deltas), (*found, *(["pair"] if proven else [])))
     return made.at_most(proven)
 

@@ -162,13 +162,6 @@ def audit(
             callback=check_path,
         ),
     ] = None,
-    scores: Annotated[
-        Path | None,
-        typer.Option(
-            help="Bound epsilon from canaries of one's own: CSV with the columns score and included.",
-            callback=check_path,
-        ),
-    ] = None,
     confidence: Annotated[float, typer.Option(help="Of the lower bounds.")] = 0.95,
     as_json: AsJson = False,
     **options: Any,
@@ -181,14 +174,9 @@ def audit(
     from hf_dpopt.cli import auditing
 
     significance = auditing.significance_of(confidence)
-    if scores is not None:
-        delta, epsilon = options["target_delta"], options["target_epsilon"]
-        code = auditing.show_scores(scores, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
-    else:
-        code = auditing.show_audit(
-            options, num_canaries=canaries, num_steps=steps, significance=significance, as_json=as_json,
-            like=like,
-        )  # fmt: skip
+    code = auditing.show_audit(
+        options, num_canaries=canaries, num_steps=steps, significance=significance, as_json=as_json, like=like
+    )
     _end_with(code)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import typer
 
 from hf_dpopt.audit.auditing import Audit, audit
-from hf_dpopt.audit.black_box import bound_scores
 from hf_dpopt.cli.show import print_json
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
@@ -98,27 +96,11 @@ def _print_bounds(bounds: Any, significance: float) -> None:
         typer.echo(f"        epsilon >= {bound:.2f} by {method}, with confidence {1 - significance:.0%}")
 
 
-def show_scores(path: Path, *, delta: float | None, epsilon: float | None, significance: float, as_json: bool) -> int:
-    """Bound epsilon from scores of one's own canaries; return 1 if the claim is refuted."""
-    if delta is None:
-        raise DPConfigError("A bound is one at a delta. Give that of the claim: --delta 1e-5.")
-    if epsilon is not None and not (math.isfinite(epsilon) and epsilon > 0):
-        raise DPConfigError(f"--epsilon={epsilon:g} is no claim to compare with. Use a finite number > 0, such as 8.")
-    found = bound_scores(path, delta=delta, significance=significance)
-    return show_bounds(found, delta=delta, epsilon=epsilon, significance=significance, as_json=as_json)
-
-
-def show_bounds(
-    found: Mapping[str, float], *, delta: float, epsilon: float | None, significance: float, as_json: bool
-) -> int:
-    """Print bounds beside a claim; return 1 if `one_run`, which assumes nothing, refutes it."""
-    refuted = epsilon is not None and found["one_run"] > epsilon
-    if as_json:
-        print_json({"lower_bounds": dict(found), "claimed_epsilon": epsilon, "delta": delta, "refuted": refuted})
-    else:
-        _print_bounds(found, significance)
-        if epsilon is not None:
-            typer.echo(
-                f"FAILED: epsilon {epsilon:g} is refuted." if refuted else f"epsilon {epsilon:g} is not refuted."
-            )
-    return int(refuted)
+def show_bounds(found: Mapping[str, float], *, epsilon: float | None, significance: float) -> bool:
+    """Print bounds, with a claim if there is one; return whether `one_run`, which assumes nothing, refutes it."""
+    _print_bounds(found, significance)
+    if epsilon is None:
+        return False
+    refuted = found["one_run"] > epsilon
+    typer.echo(f"FAILED: epsilon {epsilon:g} is refuted." if refuted else f"epsilon {epsilon:g} is not refuted.")
+    return refuted

@@ -7,11 +7,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dpopt.accounting.meaning import FALSE_POSITIVES
 from hf_dpopt.cli.show import print_facts, print_json
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.convex.plan import MAX_NOISE_RADII, HeadConfig, HeadPlan, make_head_plan
-from hf_dpopt.report.meaning import percent
 from hf_dpopt.report.statement import round_up
 
 
@@ -51,7 +49,6 @@ def _facts(plan: HeadPlan) -> dict[str, str]:
             if by_last
             else "plain composition: no iterate has to be hidden"
         ),
-        **_attackers(plan),
         "noise multiplier": f"{plan.sgd.noise_multiplier:.6g}",
         "step size": f"{config.step_size:.6g} (at most {2 / (config.smoothness + 2 * config.l2):.6g})",
         "free steps": (
@@ -60,11 +57,3 @@ def _facts(plan: HeadPlan) -> dict[str, str]:
             else f"with this noise, all beyond {free:,} ({free * plan.sgd.sample_rate:,.0f} epochs)"
         ),
     }
-
-
-def _attackers(plan: HeadPlan) -> dict[str, str]:
-    if not plan.is_private:
-        return {}
-    wrong = " / ".join(percent(rate) for rate in FALSE_POSITIVES)
-    right = " / ".join(percent(float(plan.profile.true_positives(rate))) for rate in FALSE_POSITIVES)
-    return {f"attacker is right about, at most, when wrong about {wrong}": right}

@@ -63,11 +63,11 @@ def run_tuning(
         return False
     found = release(best, output_dir, metric=metric)
     tuning.finish()
-    options = " ".join(f"--{name} {value}" for name, value in found.options.items())
-    typer.echo(f"Released:    {output_dir}, {metric} {found.score:.4f}, with {options}")
+    options = " ".join(f"--{name} {value}" for name, value in found["options"].items())
+    typer.echo(f"Released:    {output_dir}, {metric} {found['score']:.4f}, with {options}")
     typer.echo(
-        f"Privacy:     epsilon {round_up(found.epsilon)} at delta {found.delta:g} for the whole tuning; the run alone "
-        f"would have had {round_up(found.run_epsilon, 4)}"
+        f"Privacy:     epsilon {round_up(found['epsilon'])} at delta {found['delta']:g} for the whole tuning; the run "
+        f"alone would have had {round_up(found['run_epsilon'], 4)}"
     )
     typer.echo(f"Statement:   {output_dir / 'privacy' / 'statement.md'}")
     return True

@@ -22,7 +22,6 @@ from hf_dpopt.accounting.last_iterate import (
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.accounting.profile import Profile, privacy_profile
 from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.bounds import check_budget, check_sizes
@@ -177,13 +176,6 @@ class HeadPlan:
     def event(self) -> DpEvent:
         """Bound on what the final weights of one run reveal, as an event of dp_accounting."""
         return event_of(self.sgd, self.spent)
-
-    @functools.cached_property
-    def profile(self) -> Profile:
-        """Privacy profile of the final weights of one run: delta at every epsilon."""
-        proven = ((self.spent.epsilon, self.delta),)
-        slack = OVERSIZED_SHARE * self.delta  # for batches that are too large to contract
-        return privacy_profile(self.event, self.delta, ADJACENCY, proven=proven, slack=slack)
 
     def epsilon(self, num_runs: int = 1) -> float:
         """Epsilon of the final weights of `num_runs` runs on the same records."""

@@ -20,7 +20,6 @@ from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
-from hf_dpopt.huggingface.duration import Duration
 from hf_dpopt.huggingface.gradient_options import gradient_options
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import KeptState
@@ -88,7 +87,7 @@ class TrainingSession:
         self._inputs, self._args, self._planned, self._records = inputs, args, planned, records
         self.plan, self.model, self.is_open = planned.plan, model, True
         self._optimizer = optimizer
-        self._unprivatized, self._duration = UnprivatizedStatistics(), Duration(self.plan.num_steps)
+        self._unprivatized = UnprivatizedStatistics()
         with contextlib.ExitStack() as undone:
             # Only now do parameters have their final identity.
             refusals.check_model(model)
@@ -289,7 +288,6 @@ class TrainingSession:
                     everything=self._everything,
                     stand_in=self._stand_in,
                 )
-                self._duration.step_taken(step)
         if step % STEPS_BETWEEN_REPLICA_CHECKS == 1:
             collectives.check_replicas_agree(self.model)
         return has_update

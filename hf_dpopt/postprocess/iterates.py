@@ -150,12 +150,8 @@ class IterateAverage(AfterStep):
         finally:
             self._set(kept)
 
-    def move(self) -> None:
-        """Give the model the averaged weights for good: after the last step."""
-        self._set(self.average())
-
     def finish(self) -> None:
-        self.move()
+        self._set(self.average())
 
     @torch.no_grad()
     def _set(self, weights: Weights) -> None:

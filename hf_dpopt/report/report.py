@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.common import version
 from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.report import audits
@@ -17,11 +16,6 @@ from hf_dpopt.report.statement import render_statement
 FOLDER = "privacy"
 REPORT = "report.json"
 STATEMENT = "statement.md"
-
-
-def is_of_this_release(facts: RunFacts) -> bool:
-    """Whether a report was written by this release: another one says the same facts in other words."""
-    return facts.versions.get("hf_dpopt", version.__version__) == version.__version__
 
 
 def write_report(output_dir: str | os.PathLike[str], facts: RunFacts) -> Path:
@@ -67,8 +61,7 @@ def add_audit(output_dir: str | os.PathLike[str], kind: str, found: Mapping[str,
     """
     folder, facts = Path(output_dir) / FOLDER, read_report(output_dir)
     audits.write_audit(folder, kind, dict(found) | {"ledger_digest": facts.ledger_digest})
-    if is_of_this_release(facts):  # the statement of another release is in its words
-        write_durably(folder / STATEMENT, statement_in(folder, facts).encode(), mode=0o644)
+    write_durably(folder / STATEMENT, statement_in(folder, facts).encode(), mode=0o644)
     return folder / audits.AUDIT
 
 

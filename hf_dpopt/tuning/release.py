@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -19,46 +18,33 @@ LEFT_ENDS = (".lock", ".log", ".tmp")
 LEFT_BEGINNINGS = ("checkpoint-", "_unfinished", "_torn", "events.out")
 
 
-@dataclasses.dataclass(frozen=True)
-class Winner:
-    """Outcome of a tuning.
-
-    Attributes:
-        options: those of the best run.
-        score: its score.
-        epsilon, delta: guarantee of the whole tuning.
-        run_epsilon: epsilon of the run, had it been the only one.
-    """
-
-    options: dict[str, Any]
-    score: float
-    epsilon: float
-    delta: float
-    run_epsilon: float
-
-
-def release(best: Best, output_dir: Path, *, metric: str) -> Winner:
-    """Copy the best run to `output_dir`, with times of now, and say which options it had.
+def release(best: Best, output_dir: Path, *, metric: str) -> dict[str, Any]:
+    """Copy the best run to `output_dir`, with times of now, and write which options it had.
 
     Args:
         best: the run.
         output_dir: folder to release it in.
         metric: name of its score.
+
+    Returns:
+        What is written: options and score of the run, epsilon and delta of the whole tuning, and
+        `run_epsilon`, that of the run had it been the only one.
     """
     facts = read_report(best.candidate.folder)
     output_dir.mkdir(parents=True, exist_ok=True)
     _copy(best.candidate.folder, output_dir)
-    found = Winner(
-        options=dict(best.candidate.options),
-        score=best.score,
-        epsilon=facts.epsilon,
-        delta=facts.delta,
-        run_epsilon=float(facts.plan["run_epsilon"]),
-    )
-    said = dataclasses.asdict(found) | {"metric": metric, "tuned": facts.plan["tuned"]}
+    said = {
+        "options": dict(best.candidate.options),
+        "score": best.score,
+        "epsilon": facts.epsilon,
+        "delta": facts.delta,
+        "run_epsilon": float(facts.plan["run_epsilon"]),
+        "metric": metric,
+        "tuned": facts.plan["tuned"],
+    }
     write_durably(output_dir / TUNING, (json.dumps(said, indent=2, sort_keys=True) + "\n").encode(), mode=0o644)
     fsync_tree(output_dir)
-    return found
+    return said
 
 
 def _copy(source: Path, target: Path) -> None:

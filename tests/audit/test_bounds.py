@@ -12,7 +12,6 @@ from scipy import stats
 
 from hf_dpopt import DPConfigError
 from hf_dpopt.audit.auditing import Audit
-from hf_dpopt.audit.black_box import bound_scores
 from hf_dpopt.audit.bounds import (
     Guesses,
     _is_refuted_as_curve,
@@ -145,23 +144,3 @@ def test_the_curve_is_refuted_where_the_published_recursion_says_so():
 def test_what_makes_no_bound_is_refused(scores, coins, options, match):
     with pytest.raises(DPConfigError, match=match):
         lower_bounds(np.array(scores), np.array(coins), **{"delta": DELTA, **options})
-
-
-def test_scores_of_a_file_give_the_same_bounds(tmp_path):
-    scores, coins = _one_release(2.0, 300, 0)
-    file = tmp_path / "scores.csv"
-    file.write_text(
-        "id,score,included\n"
-        + "".join(f"{i},{s},{int(c)}\n" for i, (s, c) in enumerate(zip(scores, coins, strict=True)))
-    )
-    assert bound_scores(file, delta=DELTA) == lower_bounds(scores, coins, delta=DELTA)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "score,included\n", "a,b\n1,2\n", "score,included\n1,x\n", "score,included\n1\n"]
-)
-def test_a_file_without_scores_is_refused(tmp_path, text):
-    file = tmp_path / "scores.csv"
-    file.write_text(text)
-    with pytest.raises(DPConfigError, match="score"):
-        bound_scores(file, delta=DELTA)

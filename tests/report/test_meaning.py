@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hf_dpopt.accounting.profile import privacy_profile
-from hf_dpopt.convex.plan import HeadConfig, make_head_plan
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
@@ -95,20 +93,6 @@ def test_stages_of_others_are_named(make_facts: MakeFacts) -> None:
     assert unvetted_stages(theirs) == ("sampler mine",)
     text = render_statement(make_facts(unvetted=unvetted_stages(theirs)))
     assert "**Not vetted**: `sampler mine`." in text and "Not vetted" not in render_statement(make_facts())
-
-
-@pytest.mark.slow
-def test_a_head_has_a_profile() -> None:
-    """Through the event that bounds its last iterate."""
-    config = HeadConfig(
-        head_radius=1.0, feature_norm=1.0, noise_multiplier=2.0, target_delta=1e-5, num_steps=100,
-        expected_batch_size=100,
-    )  # fmt: skip
-    plan = make_head_plan(config, num_examples=5000)
-    profile = plan.profile
-    assert profile.epsilon(plan.delta) == pytest.approx(plan.spent.epsilon, rel=1e-6)
-    more = privacy_profile(plan.event, plan.delta, "add_or_remove_one")
-    assert profile.true_positives(0.01) <= more.true_positives(0.01) * (1 + 1e-3) < 0.2
 
 
 def test_the_numbers_of_the_page(repo: Path) -> None:

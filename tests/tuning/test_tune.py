@@ -23,7 +23,6 @@ from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.log import RunLog
 from hf_dpopt.tuning import search
 from hf_dpopt.tuning.command import Command, check_space
-from hf_dpopt.tuning.release import Winner
 from hf_dpopt.tuning.search import Candidate, RunFailed, Tuning
 from hf_dpopt.tuning.space import Space
 
@@ -320,7 +319,8 @@ def test_two_tunings_have_two_entries_in_the_ledger_of_the_people(tmp_path: Path
     for name in ("has_begun", "has_charged"):
         monkeypatch.setattr(Candidate, name, property(lambda self: self.folder.exists()))
     monkeypatch.setattr(Tuning, "_check_same_mechanism", lambda self, candidates: None)  # it reads their ledgers
-    monkeypatch.setattr(tune, "release", lambda *a, **k: Winner({}, 1.0, 8.0, 1e-5, 4.0))
+    won = {"options": {}, "score": 1.0, "epsilon": 8.0, "delta": 1e-5, "run_epsilon": 4.0}
+    monkeypatch.setattr(tune, "release", lambda *a, **k: won)
     for private in ("first", "second"):
         assert run_tuning(**asked(tmp_path, command=words, private_state_dir=tmp_path / private / "private"))
     first, again, second, last = said.read_text().split()
