@@ -16,12 +16,10 @@ from typer.testing import CliRunner
 
 from hf_dpopt.cli.app import app
 from hf_dpopt.huggingface.checkpoints import surplus
-from hf_dpopt.run.checkpoint import clean
-from hf_dpopt.run.keys import private_dir
-from hf_dpopt.run.log import RunLog
 from tests import tiny
 from tests.reliability import faults
 from tests.reliability.faults import Folders
+from tests.run.one_run import settle
 from tests.run_files import UNFINISHED
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and reads /proc")
@@ -61,8 +59,7 @@ def test_a_save_that_is_killed_before_any_operation_leaves_whole_checkpoints(fol
         last = get_last_checkpoint(str(one.out))  # what a stock script would be handed
         before = _doctor(one)
         assert last is None or f"{Path(last).name}    whole" in before, before
-        with RunLog.open(one.out, private_dir(one.keys, one.out)) as log:
-            clean(one.out, log.state)  # as the next run does
+        settle(one.out, one.keys)
         after = _doctor(one)
         assert " ! " not in after and "checkpoint-4    whole" in after, after
         assert {path.name for path in one.out.iterdir()} <= {"privacy", "checkpoint-2", "checkpoint-4", "_journal"}

@@ -74,3 +74,9 @@ class Run:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def settle(out: Path, private: Path) -> None:
+    """Do what the next run does first: remove what killed runs left, and finish whole saves."""
+    with RunLog.open(out, private_dir(private, out)) as log:
+        clean(out, log.state)
