@@ -19,7 +19,7 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.common.extras import EXTRAS
 from hf_dpopt.experimental.strongly_convex import strongly_convex_bound
 from hf_dpopt.noise import IdentityStrategy
-from hf_dpopt.report.profile_plot import pyplot
+from hf_dpopt.report.figures import pyplot
 from recipes.canary_losses import _adapted
 from recipes.models import add_lora
 from recipes.options import ModelArguments
@@ -36,7 +36,7 @@ def _adapter(folder: Path) -> None:
 
 _TINY = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, vocab_size=9)
 USES: dict[str, tuple[str, Callable[[Path], object]]] = {
-    "--plots": ("matplotlib", lambda folder: pyplot()),
+    "figures": ("matplotlib", lambda folder: pyplot()),
     "convex": ("cvxpy", lambda folder: strongly_convex_bound(IdentityStrategy(), mu=0.1, L=1.0, eta=0.1)),
     "h5": ("h5py", lambda folder: list(_h5_rows(folder / "a.h5"))),
     "--lora_r": ("peft", lambda folder: add_lora(BertModel(_TINY), ModelArguments(lora_r=2), "FEATURE_EXTRACTION")),

@@ -17,7 +17,6 @@ from hf_dpopt.cli.flags import (
     Finetuning,
     NumExamples,
     OutputDir,
-    Plots,
     PrivateStateDir,
     Steps,
     check_folder,
@@ -110,7 +109,6 @@ def plan(
     compare: Annotated[
         bool | None, typer.Option(help="Also compare all mechanisms. Default: if epsilon is given, without --json.")
     ] = None,
-    plots: Plots = None,
     as_json: AsJson = False,
     **options: Any,
 ) -> None:
@@ -142,9 +140,16 @@ def verify(
     Exit code 0: verified. 1: a check failed, or was not made with --strict. 2: no report. 3: no check failed, and no
     independent computation supports epsilon.
     """
-    from hf_dpopt.cli.verification import show_verification
+    from hf_dpopt.cli.show import print_json
+    from hf_dpopt.verify.verifying import verify as verified
 
-    _end_with(show_verification(path, is_strict=strict, as_json=as_json))
+    outcome = verified(path)
+    code = outcome.exit_code(is_strict=strict)
+    if as_json:
+        print_json({"path": str(path), "exit_code": code, **outcome.public_dict()})
+    else:
+        typer.echo("\n".join([*map(str, outcome.checks), outcome.verdict]))
+    _end_with(code)
 
 
 @app.command()

@@ -87,20 +87,6 @@ def _print(done: Audit, significance: float) -> None:
     )
     for finding in done.findings:
         typer.echo(f"{'ok' if finding.has_passed else 'FAILED':<7} {finding.name}: {finding.seen}")
-    _print_bounds(done.bounds, significance)
-    typer.echo(done.verdict)
-
-
-def _print_bounds(bounds: Any, significance: float) -> None:
-    for method, bound in bounds.items():
+    for method, bound in done.bounds.items():
         typer.echo(f"        epsilon >= {bound:.2f} by {method}, with confidence {1 - significance:.0%}")
-
-
-def show_bounds(found: Mapping[str, float], *, epsilon: float | None, significance: float) -> bool:
-    """Print bounds, with a claim if there is one; return whether `one_run`, which assumes nothing, refutes it."""
-    _print_bounds(found, significance)
-    if epsilon is None:
-        return False
-    refuted = found["one_run"] > epsilon
-    typer.echo(f"FAILED: epsilon {epsilon:g} is refuted." if refuted else f"epsilon {epsilon:g} is not refuted.")
-    return refuted
+    typer.echo(done.verdict)

@@ -111,7 +111,6 @@ Epochs = Annotated[
 ]
 Finetuning = Annotated[str | None, typer.Option(help="full, lora or head. Default: by the trained weights.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plots = Annotated[Path | None, typer.Option(help="Folder for a plot of the claim (PNG, SVG).", callback=check_folder)]
 OutputDir = Annotated[Path, typer.Argument(help="The output_dir of a private run.", callback=check_path)]
 PrivateStateDir = Annotated[
     Path | None, typer.Option(help="Where the run keeps its keys, if not in the default folder.", callback=check_path)

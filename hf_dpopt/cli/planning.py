@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,12 +26,11 @@ from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.choose import compare_mechanisms, make_plan
 from hf_dpopt.plan.compare import ComparedNoise
 from hf_dpopt.plan.config import PrivacyConfig
-from hf_dpopt.plan.meaning import meaning_of_plan, profile_of_plan
+from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.users import plan_for_users
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
-from hf_dpopt.report.profile_plot import plot_profile, pyplot
 from hf_dpopt.report.statement import round_up
 
 BYTES = 4  # of a float32
@@ -84,10 +82,8 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
         num_steps: optimizer steps.
     """
     log.show(True)
-    num_examples, num_parameters, plots = given["num_examples"], given["num_parameters"] or 10**6, given["plots"]
+    num_examples, num_parameters = given["num_examples"], given["num_parameters"] or 10**6
     check_count("num_parameters", num_parameters)
-    if plots is not None:
-        pyplot()  # what cannot be drawn is found before anything is computed
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         config = config_of(given)
@@ -111,10 +107,6 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
             print_mechanisms(rows, num_parameters)
         for line in [] if beside is None else beside.lines():
             typer.echo(line)
-    if plots is not None and meaning:
-        profile, unit = profile_of_plan(made), _unit(made)
-        for path in plot_profile(profile, plots, epsilon=made.epsilon(), delta=made.delta, unit=unit):
-            sys.stderr.write(f"hf-dpopt: wrote {path}\n")
 
 
 def plan_users(given: Mapping[str, Any], num_steps: int) -> None:

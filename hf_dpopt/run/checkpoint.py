@@ -39,8 +39,7 @@ NEEDED = ("optimizer.pt", "scheduler.pt", STATE)  # for the Trainer to go on as 
 # In output_dir, while a checkpoint is written or deleted. The Trainer does not take what is in there for a checkpoint,
 # and does not push a folder of this name.
 UNFINISHED = "_unfinished_checkpoints"
-TORN = "_torn_checkpoints"  # beside it: where `hf-dpopt doctor` moves what cannot be resumed
-UNPUBLISHED = (JOURNAL, UNFINISHED, TORN)  # folders in output_dir that no push takes
+UNPUBLISHED = (JOURNAL, UNFINISHED)  # folders in output_dir that no push takes
 _REMOVED = re.compile(r"removed-checkpoint-.+\.[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.(ledger\.jsonl|report\.json|statement\.md)\.[0-9a-f]{8}\.tmp")  # see `write_durably`
 _FOREIGN = "it was not written"
@@ -230,7 +229,8 @@ def last_whole(
 def clean(output_dir: Path, ledger: Ledger) -> None:
     """Remove what killed runs left in a folder, under the locks of a run, and say so; finish whole saves.
 
-    What a person may have to decide on (a torn checkpoint, a lock that leads elsewhere) is left to `hf-dpopt doctor`.
+    What a person may have to decide on (a torn checkpoint, a lock that leads elsewhere) is left, and
+    `hf-dpopt doctor` names it.
 
     Args:
         output_dir: folder of the run.

@@ -15,7 +15,7 @@ TUNING = "tuning.json"  # in output_dir
 # Names that carry times, or paths in the private folder; and what only a run that goes on needs.
 LEFT = ("training_args.bin", "trainer_state.json", "train_results.json", "all_results.json", "runs", "_journal")
 LEFT_ENDS = (".lock", ".log", ".tmp")
-LEFT_BEGINNINGS = ("checkpoint-", "_unfinished", "_torn", "events.out")
+LEFT_BEGINNINGS = ("checkpoint-", "_unfinished", "events.out")
 
 
 def release(best: Best, output_dir: Path, *, metric: str) -> dict[str, Any]:

@@ -260,7 +260,6 @@ def test_a_script_on_a_disk_that_is_really_full(repo: Path, tmp_path: Path) -> N
 
 
 OUTPUTS = [
-    ["plan", "--num-examples", "1000", "--batch", "10", "--steps", "9", "--epsilon", "8", "--plots", "{}"],
     ["tune", "--output-dir", "{}", "--epsilon", "8", "--space", "{{}}", "--metric", "loss", "--", "true"],
 ]  # fmt: skip
 

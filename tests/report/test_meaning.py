@@ -15,7 +15,6 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.vetting import unvetted_stages
 from hf_dpopt.report import read_report, render_statement, write_report
 from hf_dpopt.report.meaning import percent, plan_rows
-from hf_dpopt.report.profile_plot import plot_profile
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.verify.claims import Report
 from hf_dpopt.verify.epsilons import check_attackers
@@ -53,13 +52,6 @@ def test_rows_of_the_plan(plan: PrivacyPlan) -> None:
     assert [float(rate.strip(" %")) for rate in rates.split("/")] == sorted(
         float(rate.strip(" %")) for rate in rates.split("/")
     )
-
-
-def test_the_plot(plan: PrivacyPlan, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    paths = plot_profile(profile_of_plan(plan), tmp_path, epsilon=plan.epsilon(), delta=plan.delta)
-    assert [path.name for path in paths] == ["profile.png", "profile.svg"]
-    assert all(path.stat().st_size > 10_000 for path in paths)
 
 
 @pytest.mark.parametrize("name", ["sampled", "fixed_order"])

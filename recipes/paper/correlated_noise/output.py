@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from hf_dpopt.report.profile_plot import pyplot
+from hf_dpopt.report.figures import pyplot
 
 # one colour for a mechanism, in every plot
 COLORS = {"sgd": "#4c72b0", "nu": "#dd8452", "best": "#55a868", "other": "#8172b3", "paper": "#7f7f7f"}

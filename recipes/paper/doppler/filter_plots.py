@@ -10,7 +10,7 @@ import numpy as np
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
-from hf_dpopt.report.profile_plot import pyplot, save_figure
+from hf_dpopt.report.figures import pyplot, save_figure
 from recipes.paper.doppler.spectrum import frequency_response
 
 LOWEST_GAIN = -60.0  # decibels
