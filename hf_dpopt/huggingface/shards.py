@@ -2,9 +2,8 @@
 
 The stock Trainer would write the shards of rank 0 as the optimizer's state of a model that transformers sharded, and
 torch's own format for one that accelerate did, which knows nothing of filters and of what a noise-aware optimizer
-keeps. Here weights are gathered, one tensor after the other, and rank 0 writes them whole, for `from_pretrained`. The
-state of the optimizer and of the stages is written by every rank through torch's distributed checkpoints if
-accelerate's SHARDED_STATE_DICT asks for that, and is gathered like the weights if not.
+keeps. Here weights, and the state of the optimizer and of the stages, are gathered, one tensor after the other, and
+rank 0 writes them whole: weights for `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from transformers.utils import (
 )
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import (
     any_sharded,
     cut_like,
@@ -38,8 +36,6 @@ from hf_dpopt.common.sharding import (
     scattered,
     whole_of,
 )
-from hf_dpopt.run.shards import read_shards, write_shards
-from hf_dpopt.run.stages import OPTIMIZER_STATE
 
 FULL = "FULL_STATE_DICT"
 
@@ -49,25 +45,11 @@ def is_in_shards(model: nn.Module) -> bool:
     return any_sharded(model.parameters())
 
 
-def write_whole_models(accelerator: Any, *, saves_on_each_node: bool) -> bool:
-    """Have accelerate gather the model where it is saved: its other format cannot be loaded by `from_pretrained`.
-
-    Args:
-        accelerator: the trainer's.
-        saves_on_each_node: whether every machine has checkpoints of its own, which a shard of another one would lack.
-
-    Returns:
-        Whether every rank writes its shards of the rest of a checkpoint.
-    """
+def write_whole_models(accelerator: Any) -> None:
+    """Have accelerate gather the model where it is saved: its other format cannot be loaded by `from_pretrained`."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is None or FULL in str(plugin.state_dict_type):
-        return False
-    plugin.set_state_dict_type(FULL)
-    logger.info(
-        "Checkpoints hold whole weights, and "
-        + ("all else whole, too: --save_on_each_node." if saves_on_each_node else "the optimizer's state in shards.")
-    )
-    return not saves_on_each_node
+    if plugin is not None:
+        plugin.set_state_dict_type(FULL)
 
 
 def whole_state(state_dict: dict[str, Any] | None, *, keeps: bool) -> dict[str, Any] | None:
@@ -88,57 +70,43 @@ def whole_state(state_dict: dict[str, Any] | None, *, keeps: bool) -> dict[str, 
 
 
 class _WholeState:
-    """An optimizer whose state in a file has no shards; on every rank of the run, at the same time.
+    """An optimizer of parameters in shards, whose state in a file has none; on every rank of the run together."""
 
-    Args:
-        optimizer: optimizer of parameters in shards.
-        file: the file.
-    """
-
-    def __init__(self, optimizer: Any, file: Path):
+    def __init__(self, optimizer: Any):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._optimizer, self._like = optimizer, next(filter(is_sharded, parameters), None)
-        self._file, self._state = file, cast(Any, None)
+        self._state: Any = None
 
-    def prepare(self, *, in_shards: bool, keeps: bool) -> None:
-        """Write the shards, or gather them, all ranks together, before one of them asks for the state.
-
-        Args:
-            in_shards: whether every rank writes its shards beside the file.
-            keeps: whether this rank writes the file.
-        """
-        state = self._optimizer.state_dict()
-        self._state = write_shards(state, self._file) if in_shards else gathered(state, keeps=keeps)
+    def gather(self, *, keeps: bool) -> None:
+        """Make the state whole, all ranks together, before the one that `keeps` it asks for it."""
+        self._state = gathered(self._optimizer.state_dict(), keeps=keeps)
 
     def state_dict(self) -> Any:
         return self._state
 
     def load_state_dict(self, state: Any) -> None:
         if self._like is not None:
-            state = scattered(read_shards(state, self._file, self._like), self._like)
+            state = scattered(state, self._like)
         self._optimizer.load_state_dict(state)
 
 
 @contextlib.contextmanager
-def optimizer_in_files(
-    trainer: Trainer, folder: str | None, *, saves: bool, in_shards: bool = False
-) -> Iterator[None]:
+def optimizer_in_files(trainer: Trainer, folder: str | None, *, saves: bool) -> Iterator[None]:
     """Let the stock save or load of the optimizer meet a state without shards, where the model is in shards.
 
     Args:
         trainer: whose optimizer is another one inside the context.
         folder: folder of the checkpoint; None where there is none to read.
         saves: whether its state is written, in which all ranks take part; else it is read.
-        in_shards: whether every rank writes its shards.
     """
     model, optimizer = trainer.model, trainer.optimizer
     if model is None or not is_in_shards(model) or folder is None:
         yield
         return
     is_accelerates = trainer.is_fsdp_enabled
-    stand_in = _WholeState(optimizer, Path(folder) / OPTIMIZER_STATE)
+    stand_in = _WholeState(optimizer)
     if saves:
-        stand_in.prepare(in_shards=in_shards, keeps=trainer.args.should_save)
+        stand_in.gather(keeps=trainer.args.should_save)
     trainer.optimizer, trainer.is_fsdp_enabled = cast(Any, stand_in), False
     try:
         yield

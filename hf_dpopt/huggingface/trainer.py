@@ -205,7 +205,7 @@ class DPTrainerMixin(_Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         refusals.check_accelerator(self.accelerator)
-        self._saves_shards = write_whole_models(self.accelerator, saves_on_each_node=self.args.save_on_each_node)
+        write_whole_models(self.accelerator)
         average_no_gradients(self.accelerator)
 
     @explains_storage_faults
@@ -349,11 +349,10 @@ class DPTrainerMixin(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         give_back(self.model)
-        in_shards = self._saves_shards and is_in_shards(self.model)
-        with optimizer_in_files(self, output_dir, saves=True, in_shards=in_shards):
+        with optimizer_in_files(self, output_dir, saves=True):
             super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save or is_in_shards(self.model):
-            self._training.stages.save(output_dir, writes=self.args.should_save, in_shards=in_shards)
+            self._training.stages.save(output_dir, writes=self.args.should_save)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(checkpoint), optimizer_in_files(self, checkpoint, saves=False):

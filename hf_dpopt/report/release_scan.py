@@ -29,7 +29,7 @@ ALLOWED_NAMES = (
     "privacy/ledger.jsonl", "privacy/ledger.jsonl.lock", "privacy/report.json",
     "privacy/head.json", "privacy/audit.json", "privacy/statement.md", "privacy/*.png", "privacy/*.svg", "tuning.json",
     "runs/*events.out.tfevents.*", "privacy_ledger.json", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt",
-    "released_state*", "*_shards/*", "pytorch_model_fsdp_*/*",
+    "released_state*", "pytorch_model_fsdp_*/*",
 )  # fmt: skip
 RESULTS = ("trainer_state.json", "*_results.json")  # where the stock Trainer writes un-noised values
 IN_CHECKPOINT = re.compile(r"(?:checkpoint-\d+|last-checkpoint)/")

@@ -20,7 +20,6 @@ from hf_dpopt.postprocess import Filter, Postprocess
 from hf_dpopt.postprocess.iterates import AfterStep
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run.run import PrivateRun
-from hf_dpopt.run.shards import has_marks, read_shards, write_shards
 
 RELEASED_STATE = "released_state.pt"
 OPTIMIZER_STATE = "optimizer.pt"
@@ -101,20 +100,18 @@ class Stages:
         kept = (self.preclip.state_dict(), self.chain, self.after, self._metrics.state_dict())
         return any(kept) or isinstance(self._optimizer, NoiseAwareOptimizer)
 
-    def save(self, folder: str | Path, *, writes: bool = True, in_shards: bool = False) -> None:
+    def save(self, folder: str | Path, *, writes: bool = True) -> None:
         """Write the state of all; nothing if there is none. All ranks call it where weights lie in shards.
 
         Args:
             folder: folder of the checkpoint.
-            writes: whether this rank writes what is whole; the others take part.
-            in_shards: whether every rank writes its shards, see `hf_dpopt.run.shards`; else they become whole.
+            writes: whether this rank writes it; the others take part.
         """
         if not self._has_state:
             return
-        path, state = Path(folder) / RELEASED_STATE, self._state()
-        state = write_shards(state, path) if in_shards else gathered(state, keeps=writes)
+        state = gathered(self._state(), keeps=writes)
         if writes:
-            torch.save(state, path)
+            torch.save(state, Path(folder) / RELEASED_STATE)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint, bit for bit.
@@ -139,8 +136,8 @@ class Stages:
         state = torch.load(path, map_location="cpu", weights_only=True)
         if any_sharded(self.engine.parameters.values()):
             like = next(filter(is_sharded, self.engine.parameters.values()))
-            state = scattered(read_shards(state, path, like), like)
-        elif has_shards(state) or has_marks(state):
+            state = scattered(state, like)
+        elif has_shards(state):
             raise DPConfigError(
                 f"{path} was written by a run whose weights lay in shards (FSDP2), and these do not. Resume it the "
                 "way it was started, with any number of processes."

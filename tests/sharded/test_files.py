@@ -1,4 +1,4 @@
-"""Files of states in shards: what is written is read again, marks tell the way, and a lost folder is refused."""
+"""Files of models in shards hold whole tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.sharding import gathered, is_sharded, scattered, sharded_like, whole_of
+from hf_dpopt.common.sharding import gathered, scattered, sharded_like, whole_of
 from hf_dpopt.huggingface.shards import write_whole_models
-from hf_dpopt.run.shards import folder_of, has_marks, read_shards, write_shards
 
 
 @pytest.fixture
@@ -33,32 +31,6 @@ def state(weight: torch.Tensor) -> dict[str, Any]:
     return {"state": {0: {"step": torch.tensor(3.0), "exp_avg": moment}}, "filters": [(row, 0.5)], "name": "adamw"}
 
 
-def test_a_state_in_shards_is_read_again(weight, tmp_path):
-    file, before = tmp_path / "optimizer.pt", state(weight)
-    torch.save(write_shards(before, file), file)
-    rest = torch.load(file, weights_only=True)
-    assert has_marks(rest) and folder_of(file) == tmp_path / "optimizer_shards"
-    after = read_shards(rest, file, weight)
-    assert after["name"] == "adamw" and after["state"][0]["step"] == 3 and after["filters"][0][1] == 0.5
-    for one, two in (
-        (before["state"][0]["exp_avg"], after["state"][0]["exp_avg"]),
-        (before["filters"][0][0], after["filters"][0][0]),
-    ):
-        assert is_sharded(two) and two.placements == one.placements and two.dtype == one.dtype
-        assert torch.equal(whole_of(one), whole_of(two))
-
-
-def test_shards_that_are_not_there_are_refused(weight, tmp_path):
-    rest = write_shards(state(weight), tmp_path / "optimizer.pt")
-    with pytest.raises(DPConfigError, match="released_state_shards is not there.*a disk that all machines see"):
-        read_shards(rest, tmp_path / "released_state.pt", weight)
-
-
-def test_a_state_without_shards_has_no_folder(tmp_path):
-    assert write_shards({"step": 1}, tmp_path / "optimizer.pt") == {"step": 1}
-    assert not has_marks({"step": 1}) and not list(tmp_path.iterdir())
-
-
 def test_ranks_that_write_nothing_keep_nothing(weight):
     """Gathered tensors of the others are dropped one after the other; what was kept is cut again."""
     before = state(weight)
@@ -68,15 +40,9 @@ def test_ranks_that_write_nothing_keep_nothing(weight):
     assert torch.equal(whole_of(again), whole_of(before["state"][0]["exp_avg"]))
 
 
-@pytest.mark.parametrize(
-    "kind, on_each_node, in_shards",
-    [("FULL_STATE_DICT", False, False), ("SHARDED_STATE_DICT", False, True), ("SHARDED_STATE_DICT", True, False)],
-)
-def test_what_accelerate_is_asked_for_decides(kind, on_each_node, in_shards):
-    """Weights are whole in any case; a machine with checkpoints of its own would lack the shards of others."""
+def test_accelerate_gathers_the_weights_whatever_it_is_asked_for():
     asked: list[str] = []
-    plugin = SimpleNamespace(state_dict_type=kind, set_state_dict_type=asked.append)
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    assert write_whole_models(accelerator, saves_on_each_node=on_each_node) == in_shards
-    assert asked == ([] if kind == "FULL_STATE_DICT" else ["FULL_STATE_DICT"])
-    assert write_whole_models(SimpleNamespace(state=SimpleNamespace()), saves_on_each_node=False) is False
+    plugin = SimpleNamespace(state_dict_type="SHARDED_STATE_DICT", set_state_dict_type=asked.append)
+    write_whole_models(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)))
+    assert asked == ["FULL_STATE_DICT"]
+    write_whole_models(SimpleNamespace(state=SimpleNamespace()))

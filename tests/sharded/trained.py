@@ -39,7 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "eval": dict(eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4, eval_data_privacy="public"),
     "average": dict(average_iterate="exponential"),
 }
-IN_SHARDS = ("blt_dp2", "filtered")  # cases whose checkpoints hold shards, through torch's distributed checkpoints
 
 
 def allow_fsdp_on_cpus() -> None:
@@ -83,8 +82,12 @@ def train(out: Path, source: Path, how: str, case: str, part: str) -> dict[str, 
     if case == "eval":
         options["eval_dataset"] = [{**row, "input_ids": row["input_ids"][::-1]} for row in tiny.records(100)[64:]]
     if how == "accelerate":
-        kind = "SHARDED_STATE_DICT" if case in IN_SHARDS else "FULL_STATE_DICT"
-        wrapped = {"transformer_layer_cls_to_wrap": ["BertLayer"], "version": 2, "state_dict_type": kind}
+        # accelerate's default, in whose place whole files are written
+        wrapped = {
+            "transformer_layer_cls_to_wrap": ["BertLayer"],
+            "version": 2,
+            "state_dict_type": "SHARDED_STATE_DICT",
+        }
         options |= dict(fsdp=True, fsdp_config=wrapped)
     if part != "whole":
         options |= dict(save_strategy="steps", save_steps=2)
