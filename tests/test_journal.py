@@ -41,11 +41,6 @@ def left(killed, tmp_path):
     return tmp_path / "left"
 
 
-def _file(folder):
-    (path,) = (folder / "out" / JOURNAL).iterdir()
-    return path
-
-
 def _own(folder):
     """The chain and the journal of a folder."""
     found = find_run(folder / "out", folder / "keys")
@@ -53,9 +48,9 @@ def _own(folder):
     return chain, Journal(folder / "out", chain.chain_id, limit=1e9)
 
 
-def _entry(folder, step):
-    *_, journal = _own(folder)
-    return next(entry for entry in journal.contents().entries if (entry.kind, entry.step) == (STEP, step))
+def _entry(folder, step, kind="step"):
+    (path,) = (folder / "out" / JOURNAL).glob(f"*-{step:09d}-{kind}.release")
+    return path
 
 
 def _resume(folder, **changes):
@@ -71,27 +66,23 @@ def _flip(path, position):
 
 
 def _flipped_value(folder):
-    _flip(_file(folder), _entry(folder, 4).start - 40)
+    _flip(_entry(folder, 3), 400)
 
 
-def _flipped_header(folder):
-    _flip(_file(folder), _entry(folder, 3).start + 30)
+def _flipped_first_byte(folder):
+    _flip(_entry(folder, 3), 0)
+
+
+def _flipped_base(folder):
+    _flip(_entry(folder, 0, "base"), 40)
 
 
 def _missing_entry(folder):
-    path, first, last = _file(folder), _entry(folder, 3).start, _entry(folder, 4).start
-    content = path.read_bytes()
-    path.write_bytes(content[:first] + content[last:])
+    _entry(folder, 3).unlink()
 
 
-def _entry_twice(folder):
-    path, first, last = _file(folder), _entry(folder, 3).start, _entry(folder, 4).start
-    content = path.read_bytes()
-    path.write_bytes(content[:last] + content[first:])
-
-
-def _first_byte(folder):
-    _flip(_file(folder), 0)
+def _of_another_step(folder):
+    shutil.copy(_entry(folder, 4), _entry(folder, 3))
 
 
 def _of_another_run(folder, other):
@@ -100,9 +91,10 @@ def _of_another_run(folder, other):
 
 
 def _of_another_run_renamed(folder, other):
+    (chain, _), names = _own(folder), sorted(path.name for path in (folder / "out" / JOURNAL).iterdir())
     _of_another_run(folder, other)
-    path, (chain, _) = _file(folder), _own(folder)
-    path.rename(path.with_name(path.name.replace(path.name.partition("-")[0], chain.chain_id)))
+    for path, name in zip(sorted((folder / "out" / JOURNAL).iterdir()), names, strict=True):
+        path.rename(path.with_name(name))
 
 
 def _not_charged(folder):
@@ -117,20 +109,18 @@ def _noted_as_lost(folder):
 
 def _of_other_tensors(folder):
     """As the run would write it, of a step that is charged, and of another model."""
-    path, start = _file(folder), _entry(folder, 5).start
-    path.write_bytes(path.read_bytes()[:start])
     *_, journal = _own(folder)
     journal.write(STEP, 5, {"w": torch.zeros(3)})
 
 
 def _a_folder(folder):
-    path = _file(folder)
+    path = _entry(folder, 3)
     path.unlink()
     path.mkdir()
 
 
 def _a_link_to_itself(folder):
-    path = _file(folder)
+    path = _entry(folder, 3)
     path.unlink()
     path.symlink_to(path.name)
 
@@ -138,15 +128,15 @@ def _a_link_to_itself(folder):
 FORGERIES = {
     _a_folder: "is not a regular file",
     _a_link_to_itself: "is not a regular file",
-    _flipped_value: "step 3 is missing or was edited",
-    _flipped_header: "step 3 is missing or was edited",
-    _missing_entry: "step 3 is missing or was edited",
-    _entry_twice: "step 3 is there twice",
-    _first_byte: "nothing in it is as it was written",
+    _flipped_value: "step 3 is not what was written",
+    _flipped_first_byte: "step 3 is not what was written",
+    _flipped_base: "step 0 is not what was written",
+    _missing_entry: "step 3 is missing, and later ones are there",
+    _of_another_step: "step 3 is not what was written",
     _of_another_run: "it is that of another run",
-    _of_another_run_renamed: "nothing in it is as it was written",
-    _not_charged: "step 6 is not charged in",
-    _noted_as_lost: "the ledger says that it was lost",
+    _of_another_run_renamed: "step 0 is not what was written",
+    _not_charged: "knows of no release of step 6",
+    _noted_as_lost: "knows of no release of step 5",
     _of_other_tensors: "step 5 does not fit the model",
 }
 
@@ -161,7 +151,7 @@ def test_a_journal_that_is_not_the_runs_own_is_refused(left, killed, forge):
 
 
 def test_a_torn_last_entry_counts_as_not_written(left):
-    path = _file(left)
+    path = _entry(left, 5)
     path.write_bytes(path.read_bytes()[:-1])
     trainer = _resume(left)
     assert trainer.privacy_spent().epsilon == trainer.plan.epsilon()
@@ -171,8 +161,8 @@ def test_a_torn_last_entry_counts_as_not_written(left):
 
 def test_entries_that_are_cut_off_make_no_loss_of_several_steps(left):
     """Removed whole, the last two look like a journal that was not kept: the run is one without."""
-    path = _file(left)
-    path.write_bytes(path.read_bytes()[: _entry(left, 4).start])
+    _entry(left, 4).unlink()
+    _entry(left, 5).unlink()
     before = (left / "out/privacy/ledger.jsonl").read_bytes()
     with pytest.raises(DPConfigError, match="no journal that leads from the initial weights to step 5"):
         _resume(left)
@@ -200,7 +190,7 @@ def test_the_journal_is_emptied_by_checkpoints_and_has_one_when_it_is_full(tmp_p
         sizes.append(sum(path.stat().st_size for path in files) // entry)
         kept.append(sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")))
 
-    limit = 10.5 * entry / 1e9  # ten entries and what stands beside them
+    limit = 10.5 * entry / 1e9
     options = {
         "save_strategy": "no",
         "max_steps": 25,
@@ -208,25 +198,26 @@ def test_the_journal_is_emptied_by_checkpoints_and_has_one_when_it_is_full(tmp_p
         "target_epsilon": 12.0,
     }
     preempted.make(tmp_path, "gaussian", journal_limit=limit, **options).train()
-    assert max(sizes) <= 10 and sizes[0] == 1 and min(sizes[10:]) >= 1
+    assert max(sizes) <= 10 and sizes[0] >= 1 and min(sizes[10:]) >= 1
     assert any(kept) and all(len(names) <= 1 for names in kept), (
         "a checkpoint of the journal takes the place of another"
     )
 
 
 def test_every_entry_is_on_the_disk_before_the_optimizer_steps(tmp_path, monkeypatch):
-    synced, seen = {}, []
+    synced, seen, fsync = set(), [], os.fsync
 
-    def fdatasync(descriptor):
-        synced[os.readlink(f"/proc/self/fd/{descriptor}")] = os.fstat(descriptor).st_size
+    def noting(descriptor):
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
 
     def look(state, model):
-        files = sorted((tmp_path / "out" / JOURNAL).iterdir())
-        assert [synced[str(path)] for path in files] == [path.stat().st_size for path in files]
+        folder = tmp_path / "out" / JOURNAL
+        assert {folder.stat().st_ino, *(path.stat().st_ino for path in folder.iterdir())} <= synced
         *_, journal = _own(tmp_path)
-        seen.append((journal.contents().entries[-1].step, state.global_step + 1))
+        seen.append((max(journal.contents().steps), state.global_step + 1))
 
-    monkeypatch.setattr("hf_dpopt.run.journal._fdatasync", fdatasync)
+    monkeypatch.setattr(os, "fsync", noting)
     preempted.make(tmp_path, "gaussian", callbacks=[tiny.At("pre_optimizer_step", look)]).train()
     assert seen == [(step, step) for step in range(1, preempted.NUM_STEPS + 1)]
 
@@ -288,12 +279,9 @@ def test_names_keep_their_order_and_chains_tell_journals_apart(tmp_path):
     journal = Journal(tmp_path, "chain", limit=1e9)
     journal.begin(0, "base")
     journal.write(STEP, 1, values)
-    journal.close()
-    read = Journal(tmp_path, "chain")
-    (_, entry) = read.contents().entries
-    again = read.read(entry)
+    again = journal.read(Journal(tmp_path, "chain").contents().steps[1])
     assert list(again) == list(values) and all(torch.equal(again[name], values[name]) for name in values)
-    (path,) = (tmp_path / JOURNAL).iterdir()
-    path.rename(path.with_name(path.name.replace("chain", "other")))
+    for path in (tmp_path / JOURNAL).iterdir():
+        path.rename(path.with_name(path.name.replace("chain", "other")))
     other = Journal(tmp_path, "other").contents()
-    assert not other.entries and other.torn
+    assert not other.steps and other.damaged == {0, 1}

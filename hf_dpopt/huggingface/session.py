@@ -236,8 +236,6 @@ class TrainingSession:
             )
         if self._planned.users is not None and args.log_unprivatized:
             logger.warning(self._planned.users.describe_unprivatized())
-        if journal := run.describe_journal(sum(p.numel() for p in self.engine.parameters.values())):
-            logger.info(journal)
         self.stages.announce()
         if plan.compared:
             logger.debug(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")

@@ -3,95 +3,61 @@
 Released values are public, so a run that was killed takes them again after its last checkpoint: no record is read,
 nothing is charged, and the weights are those of the undisturbed run, bit for bit (`hf_dpopt.run.resume`).
 
-Entries are appended to files in ``output_dir/_journal`` (transformers uploads nothing that begins with an underscore),
-a new file after every checkpoint, so that what a checkpoint holds is dropped by removing files. A file that a chain or
-a checkpoint begins says first what it continues. An entry is::
-
-    b"DPJ1" | length of the header, 4 bytes | header, JSON | values, float32, little-endian | SHA-256, 32 bytes
-
-The checksum finds what a kill or a disk tore. Whoever can write to ``output_dir`` can write other entries, too: he may
-spoil the model, which is then a function of what he wrote and of releases. Ranks hold the same sums, so rank 0 writes
-all of them.
+Each entry is a file in ``output_dir/_journal`` (transformers uploads nothing that begins with an underscore), which
+appears there whole, with a checksum for what a disk may do to it later. A chain or a checkpoint begins with an entry
+that says what is continued. Whoever can write to ``output_dir`` can write other entries, too: he may spoil the model,
+which is then a function of what he wrote and of releases. Ranks hold the same sums, so rank 0 writes all of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import itertools
-import json
-import math
 import os
+import re
 import shutil
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from hf_dpopt.common.durable import fsync_directory, is_open_at, make_folder, open_regular
+from hf_dpopt.common.durable import fsync_directory, make_folder
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
-from hf_dpopt.common.storage import naming
 from hf_dpopt.common.types import Released
+from hf_dpopt.run.keys import read_state, write_state
 
 JOURNAL = "_journal"  # in output_dir
-SUFFIX = ".releases"
-MAGIC = b"DPJ1"
-CHECKSUM_BYTES = 32
-LONGEST_HEADER = 2**26  # bytes; names and shapes of the tensors
+SUFFIX = ".release"
 LEAST_STEPS = 10  # that have to fit into the limit, else checkpoints would be all that a run does
 GIGABYTE = 10**9
-_PREFIX = struct.Struct("<4sI")
-_fdatasync = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
-STEP, OPENING, BASE = "step", "opening", "base"
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """Place of an entry whose checksum is right, and its header.
-
-    Attributes:
-        path: file that holds it.
-        start: position of its first byte.
-        header: ``chain``, ``step``, ``kind``, ``tensors`` ([name, shape] each); ``base`` for what is continued.
-    """
-
-    path: Path
-    start: int
-    header: Mapping[str, Any]
-
-    @property
-    def step(self) -> int:
-        """The step, 1-based."""
-        return int(self.header["step"])
-
-    @property
-    def kind(self) -> str:
-        """``step``, ``opening`` (the query before the first step) or ``base`` (what is continued)."""
-        return str(self.header["kind"])
+BASE, OPENING, STEP = "base", "opening", "step"
+_NAME = re.compile(rf"([0-9a-z]+)-(\d{{9,}})-({BASE}|{OPENING}|{STEP}){re.escape(SUFFIX)}", re.ASCII)
 
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """Contents of the files of a chain.
+    """Entries of a chain.
 
     Attributes:
-        entries: those with a right checksum, in the order in which they were written.
-        torn: files in which something else follows the last of them -> where that one ends.
+        bases: step -> what was continued after it.
+        openings: step -> entry with the answer to the query before it.
+        steps: step -> entry with its release.
+        damaged: steps with an entry that is not as it was written.
     """
 
-    entries: tuple[Entry, ...]
-    torn: Mapping[Path, int]
+    bases: dict[int, str] = dataclasses.field(default_factory=dict)
+    openings: dict[int, Path] = dataclasses.field(default_factory=dict)
+    steps: dict[int, Path] = dataclasses.field(default_factory=dict)
+    damaged: set[int] = dataclasses.field(default_factory=set)
 
 
 class Journal:
     """The journal of one chain of steps.
 
-    Formal guarantee: when `write` returns, the entry is on the disk. `read` and `contents` return no torn one.
+    Formal guarantee: when `write` returns, the entry is on the disk. `read` and `contents` return no damaged one.
 
     Args:
         output_dir: folder of the run.
@@ -100,13 +66,13 @@ class Journal:
     """
 
     def __init__(self, output_dir: Path, chain_id: str, *, limit: float = 0.0):
-        self.folder, self.chain_id = output_dir / JOURNAL, chain_id
-        self._limit = limit
-        self._file: BinaryIO | None = None
-        self._last_steps: dict[Path, int] = {}  # of every file
-        self._largest = 0  # bytes of one entry
-        self._is_off = limit <= 0
-        self._is_broken = False  # whether files were deleted that a resume would need
+        self.folder, self.chain_id, self._limit = output_dir / JOURNAL, chain_id, limit
+        self._sizes = {path: path.lstat().st_size for path in self._entries()}  # bytes
+
+    def _entries(self) -> dict[Path, tuple[int, str]]:
+        """Path of each entry of the chain -> its step and kind, in the order of steps."""
+        named = ((path, _NAME.fullmatch(path.name)) for path in sorted(self.folder.glob(f"{self.chain_id}-*{SUFFIX}")))
+        return {path: (int(match[2]), match[3]) for path, match in named if match and match[1] == self.chain_id}
 
     # --- writing ---
 
@@ -117,18 +83,12 @@ class Journal:
             step: steps done so far.
             base: digest of the initial weights, or the origin of the checkpoint.
         """
-        self.close()
-        self._is_broken = False
-        before = dict(self._last_steps)
-        if not self._is_off:
-            self._append({"kind": BASE, "step": step, "base": base}, {})
-        for path, last in before.items():
-            if last <= step:
+        made = self._append(BASE, step, base=base) if self._limit > 0 else None
+        kept = {path for path, (of_step, _) in self._entries().items() if of_step > step}
+        for path in sorted(self.folder.glob(f"*{SUFFIX}*")):  # the oldest first: a kill leaves no gap
+            if path != made and path not in kept:
                 path.unlink(missing_ok=True)
-                del self._last_steps[path]
-        for path in self.folder.glob(f"*{SUFFIX}"):
-            if not path.name.startswith(f"{self.chain_id}-"):
-                path.unlink(missing_ok=True)
+                self._sizes.pop(path, None)
         with contextlib.suppress(OSError):  # it is not there, or something is left in it
             self.folder.rmdir()
 
@@ -140,205 +100,100 @@ class Journal:
             step: the step, 1-based.
             values: name -> released tensor, float32.
         """
-        if self._is_off:
+        if self._limit <= 0:
             return
-        size = _size_of(values)
-        if not self.takes(values):
-            self._is_off = True
-            self.remove()
-            logger.warning(
-                f"No journal is kept: a step has {size / GIGABYTE:.3g} GB, and journal_limit of "
-                f"{self._limit / GIGABYTE:g} GB holds fewer than {LEAST_STEPS} of them. If the run is killed it goes "
-                "on from its last checkpoint, and pays for the steps since again. Raise --journal_limit, or save more "
-                "often (--save_steps)."
-            )
+        if self.takes(values):
+            self._append(kind, step, values=values)
             return
-        self._largest = max(self._largest, size)
-        self._append({"kind": kind, "step": step}, values)
+        logger.warning(
+            f"No journal is kept: a step has {_size_of(values) / GIGABYTE:.3g} GB, and journal_limit of "
+            f"{self._limit / GIGABYTE:g} GB holds fewer than {LEAST_STEPS} of them. If the run is killed it goes "
+            "on from its last checkpoint, and pays for the steps since again. Raise --journal_limit, or save more "
+            "often (--save_steps)."
+        )
+        self._limit = 0.0
+        self.remove()
 
     def takes(self, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether a step of these values would be written, and not be too large for the limit."""
-        return not self._is_off and _size_of(values) * LEAST_STEPS <= self._limit
+        return _size_of(values) * LEAST_STEPS <= self._limit
 
-    def _append(self, header: dict[str, Any], values: Mapping[str, torch.Tensor]) -> None:
-        """Append an entry and its checksum to the file in use, and wait for the disk."""
-        names = list(values)  # their order tells the queries of a step apart
-        tensors = [[name, list(values[name].shape)] for name in names]
-        public: dict[str, Any] = {"chain": self.chain_id, "tensors": tensors, **header}
-        body = json.dumps(public, sort_keys=True).encode()
-        assert len(body) <= LONGEST_HEADER, len(body)
-        with naming(self.folder):
-            file, checksum = self._in_use(int(header["step"])), hashlib.sha256()
-            for part in (_PREFIX.pack(MAGIC, len(body)), body, *map(_bytes_of, values.values())):
-                checksum.update(part)
-                file.write(part)
-            file.write(checksum.digest())
-            file.flush()
-            _fdatasync(file.fileno())
-        self._last_steps[Path(file.name)] = int(header["step"])
-
-    def _in_use(self, step: int) -> BinaryIO:
-        """The file that is written to; a new one after a checkpoint, or where it was taken away."""
-        if self._file is not None and not is_open_at(self._file.fileno(), Path(self._file.name)):
-            logger.warning(
-                f"{self._file.name} was deleted or replaced while the run was going on. Its steps are lost to a "
-                "resume until a checkpoint is saved, which is asked for now."
-            )
-            self._last_steps.pop(Path(self._file.name), None)
-            self.close()
-            self._is_broken = True
-        if self._file is None:
-            self._file = self._open(step)
-        return self._file
-
-    def _open(self, step: int) -> BinaryIO:
+    def _append(
+        self, kind: str, step: int, *, values: Mapping[str, torch.Tensor] | None = None, base: str = ""
+    ) -> Path:
+        """Write an entry, and wait for the disk."""
         if not self.folder.is_dir() or self.folder.is_symlink():
             make_folder(self.folder)
             fsync_directory(self.folder.parent)
-        names = (f"{self.chain_id}-{step:09d}-{number:03d}{SUFFIX}" for number in itertools.count())
-        # a kill, or a checkpoint that was written again, may have left some
-        file = open(next(path for name in names if not os.path.lexists(path := self.folder / name)), "xb")
-        fsync_directory(self.folder)
-        return file
+        path = self.folder / f"{self.chain_id}-{step:09d}-{kind}{SUFFIX}"
+        # the order of names tells the queries of a step apart
+        copies = {name: value.detach().to("cpu", copy=True) for name, value in (values or {}).items()}
+        write_state(path, {"entry": path.name, "base": base, "values": copies})
+        self._sizes[path] = path.stat().st_size
+        return path
 
     @property
     def is_full(self) -> bool:
         """Whether the next entry would not fit into the limit."""
-        if self._is_off or self._is_broken:
-            return self._is_broken
-        return sum(path.stat().st_size for path in self._last_steps if path.exists()) + self._largest > self._limit
-
-    def describe(self, num_values: int) -> str:
-        """Say what a step of so many coordinates adds to it; an empty text where none is kept."""
-        size = 4 * num_values
-        if self._is_off or size * LEAST_STEPS > self._limit:
-            return ""
-        return (
-            f"Journal of releases: {size / 1e6:.3g} MB a step in {self.folder}, until a checkpoint is saved, which is "
-            f"done at {self._limit / GIGABYTE:g} GB (journal_limit). A killed run goes on from it."
-        )
+        return self._limit > 0 and sum(self._sizes.values()) + max(self._sizes.values(), default=0) > self._limit
 
     def remove(self) -> None:
         """Delete the journals of all chains in the folder of the run."""
-        self.close()
-        self._last_steps.clear()
+        self._sizes.clear()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def close(self) -> None:
-        """Close the file in use."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
 
     # --- reading ---
 
     def contents(self) -> Contents:
-        """Look through the files of the chain, checking every entry.
+        """Look through the entries of the chain, checking every one.
 
         Raises:
             DPConfigError: for something else than a file, or a file that cannot be read.
         """
-        entries, torn = list[Entry](), dict[Path, int]()
-        for path in sorted(self.folder.glob(f"{self.chain_id}-*{SUFFIX}")):
-            end = 0
-            _check_readable(path)
-            for entry, after in self._entries(path):
-                end = after
-                entries.append(entry)
-                self._largest = max(self._largest, 4 * _num_values(entry.header))
-                self._last_steps[path] = entry.step
-            self._last_steps.setdefault(path, -1)
-            if end < path.stat().st_size:
-                torn[path] = end
-        return Contents(tuple(entries), torn)
+        found = Contents()
+        for path, (step, kind) in self._entries().items():
+            entry = self._read(path)
+            if entry is None:
+                found.damaged.add(step)
+            elif kind == BASE:
+                found.bases[step] = entry["base"]
+            else:
+                (found.steps if kind == STEP else found.openings)[step] = path
+        return found
 
-    def cut_torn(self) -> None:
-        """Cut off what follows the last whole entry of a file, which a kill left half-written.
-
-        Call it when the ledger has noted the step as lost: else a later resume, of a run that wrote no further
-        entries, would take the rest for an edited one.
-        """
-        for path, end in self.contents().torn.items():
-            with open(path, "r+b") as file:
-                file.truncate(end)
-                os.fsync(file.fileno())
-
-    def _entries(self, path: Path) -> Iterator[tuple[Entry, int]]:
-        """Entries of a file up to the first that is not whole, and where each ends."""
-        with open_regular(path) as file:
-            start = 0
-            while (header := self._read(file, start, None)) is not None:
-                yield Entry(path, start, header), file.tell()
-                start = file.tell()
-
-    def read(self, entry: Entry) -> Released:
+    def read(self, path: Path) -> Released:
         """Read what was released, on the CPU.
 
         Raises:
             DPConfigError: if the file has changed since it was looked through.
         """
-        values: dict[str, torch.Tensor] = {}
-        with open_regular(entry.path) as file:
-            if self._read(file, entry.start, values) != entry.header:
-                raise DPConfigError(
-                    f"{entry.path} was changed while it was read: step {entry.step} is not what was written. Put the "
-                    "file back, or remove the folder: the run then goes on as one that kept no journal."
-                )
-        return Released(values)
+        entry = self._read(path)
+        if entry is None:
+            raise DPConfigError(
+                f"{path} was changed while it was read. Put the file back, or remove the folder: the run then goes on "
+                "as one that kept no journal."
+            )
+        return Released(entry["values"])
 
-    def _read(self, file: BinaryIO, start: int, values: dict[str, torch.Tensor] | None) -> dict[str, Any] | None:
-        """Header of the entry that begins there, if it is whole; its tensors are put into `values`."""
-        file.seek(start)
-        prefix = file.read(_PREFIX.size)
-        if len(prefix) < _PREFIX.size:
-            return None
-        magic, length = _PREFIX.unpack(prefix)
-        body = file.read(length) if magic == MAGIC and length <= LONGEST_HEADER else b""
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """An entry, or None if it is not as it was written."""
+        if path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
+            raise DPConfigError(
+                f"{path} is not a regular file that can be read, and the journal of releases of this run was there. "
+                "Put the file back (its owner can allow it: chmod u+r), or remove it: what it held was paid for and "
+                "is lost."
+            )
         try:
-            header = json.loads(body)
-            shapes = [(str(name), tuple(shape)) for name, shape in header["tensors"]]
-            is_entry = type(header["step"]) is int and header["kind"] in (STEP, OPENING, BASE)
-        except (ValueError, TypeError, KeyError, RecursionError):
+            entry = read_state(path)
+            is_own = entry is not None and entry["entry"] == path.name and isinstance(entry["base"], str)
+            is_own = is_own and all(isinstance(name, str) and _is_plain(v) for name, v in entry["values"].items())
+        except Exception:  # of torch, for a file with a right checksum that no run wrote
             return None
-        if not is_entry or not all(map(_is_shape, (shape for _, shape in shapes))):
-            return None
-        remaining = os.fstat(file.fileno()).st_size - file.tell()
-        if 4 * _num_values(header) + CHECKSUM_BYTES > remaining:
-            return None
-        checksum = hashlib.sha256(prefix + body)
-        for name, shape in shapes:
-            content = bytearray(4 * math.prod(shape))
-            file.readinto(content)  # type: ignore[attr-defined]
-            checksum.update(content)
-            if values is not None:
-                flat = torch.frombuffer(content, dtype=torch.float32) if content else torch.empty(0)
-                values[name] = flat.view(shape)
-        is_whole = checksum.digest() == file.read(CHECKSUM_BYTES)
-        return header if is_whole and header.get("chain") == self.chain_id else None
+        return entry if is_own else None
 
 
-def _check_readable(path: Path) -> None:
-    """Refuse what is not a file of this user: whether it held a release cannot be told, and a link leads elsewhere."""
-    if path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
-        raise DPConfigError(
-            f"{path} is not a regular file that can be read, and the journal of releases of this run was there. Put "
-            "the file back (its owner can allow it: chmod u+r), or remove it: what it held was paid for and is lost."
-        )
-
-
-def _is_shape(sizes: tuple[Any, ...]) -> bool:
-    """Whether torch makes a tensor of it."""
-    return all(type(size) is int and size >= 0 for size in sizes) and math.prod(max(1, size) for size in sizes) < 2**63
-
-
-def _num_values(header: Mapping[str, Any]) -> int:
-    return sum(math.prod(shape) for _, shape in header["tensors"])
-
-
-def _bytes_of(value: torch.Tensor) -> Any:
-    """The values as a buffer of bytes, little-endian; no copy of what lies on the CPU."""
-    assert value.dtype == torch.float32, value.dtype
-    return value.detach().contiguous().cpu().numpy().reshape(-1).astype("<f4", copy=False).data.cast("B")
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
 
 
 def _size_of(values: Mapping[str, torch.Tensor]) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.checkpoint import Manifest
-from hf_dpopt.run.journal import BASE, JOURNAL, OPENING, STEP, SUFFIX, Contents, Entry, Journal
+from hf_dpopt.run.journal import JOURNAL, SUFFIX, Contents, Journal
 from hf_dpopt.run.keys import Keys
 from hf_dpopt.run.ledger import ChainRecord, Ledger
 
@@ -43,8 +43,8 @@ class Recovery:
     last: int
     lost: frozenset[int]
     is_new: bool = False
-    entries: Mapping[int, Entry] = dataclasses.field(default_factory=dict, repr=False)
-    opening: Entry | None = None
+    entries: Mapping[int, Path] = dataclasses.field(default_factory=dict, repr=False)
+    opening: Path | None = None
 
     def covers(self, step: int) -> bool:
         """Whether a step is taken again."""
@@ -211,9 +211,9 @@ def _find_journal(
 ) -> Contents | None:
     """The journal that leads on from a checkpoint; None if there is none."""
     found = Journal(output_dir, chain.chain_id).contents()
-    if found.torn and not found.entries:
-        raise _refusal(output_dir, "nothing in it is as it was written")
-    bases = [str(entry.header.get("base")) for entry in found.entries if entry.kind == BASE and entry.step <= step]
+    if damaged := found.damaged - chain.lost - {chain.reached}:  # of the last step, a release may be lost
+        raise _refusal(output_dir, f"the entry of step {min(damaged)} is not what was written")
+    bases = [base for of_step, base in found.bases.items() if of_step <= step]
     # without a base, a later checkpoint took the place of what is asked for
     if not bases or (manifest is not None and not _leads_on(chain, step, manifest, bases[-1])):
         return None
@@ -233,23 +233,13 @@ def _leads_on(chain: ChainRecord, step: int, manifest: Manifest, base: str) -> b
 
 def _steps_of(chain: ChainRecord, step: int, found: Contents, output_dir: Path, has_opening: bool) -> Recovery | None:
     """The steps after the checkpoint; None if the journal ends more than one step before what was charged."""
-    lost, reached = chain.lost, chain.reached
-    of_kind: dict[str, dict[int, Entry]] = {STEP: {}, OPENING: {}}
-    for entry in found.entries:
-        if entry.kind == BASE:
-            continue
-        if entry.step not in chain.steps:
-            raise _refusal(output_dir, f"step {entry.step} is not charged in the log of the run")
-        if entry.step in of_kind[entry.kind] or (entry.kind == STEP and entry.step in lost):
-            raise _refusal(output_dir, f"step {entry.step} is there twice, or the ledger says that it was lost")
-        of_kind[entry.kind][entry.step] = entry
-    steps, openings = of_kind[STEP], of_kind[OPENING]
+    lost, reached, steps = chain.lost, chain.reached, found.steps
     needed = [one for one in range(step + 1, reached + 1) if one not in lost]
     missing = [one for one in needed if one not in steps]
-    if missing and (missing != list(range(missing[0], reached + 1)) or (found.torn and missing[0] < reached)):
-        raise _refusal(
-            output_dir, f"the entry of step {missing[0]} is missing or was edited, and later ones are there"
-        )
+    if strange := (steps.keys() | found.openings.keys()) - chain.steps.keys() | (steps.keys() & lost):
+        raise _refusal(output_dir, f"the log of the run knows of no release of step {min(strange)}")
+    if missing and missing != list(range(missing[0], reached + 1)):
+        raise _refusal(output_dir, f"the entry of step {missing[0]} is missing, and later ones are there")
     if len(missing) > 1:
         logger.warning(
             f"The journal of {output_dir} ends before step {missing[0]}, and {reached} steps are charged: the run "
@@ -257,7 +247,7 @@ def _steps_of(chain: ChainRecord, step: int, found: Contents, output_dir: Path, 
         )
         return None
     first = chain.start_step + 1
-    opening = openings.get(first) if step == chain.start_step else None
+    opening = found.openings.get(first) if step == chain.start_step else None
     if has_opening and opening is None and first in steps and step == chain.start_step == 0:
         raise _refusal(output_dir, "the answer to the query before the first step is missing")
     again = frozenset(one for one in (*lost, *missing) if one > step)

@@ -276,12 +276,10 @@ class PrivateRun:
         if resume.recovery is not None:
             if resume.recovery.is_new:
                 self.log.lose(chain.chain_id, resume.recovery.last)
-            journal.cut_torn()
             resume.recovery.announce()
         elif not is_kept or not self._journal_limit:
             journal.remove()
         else:
-            journal.contents()
             weights = "" if initial_weights is None or resume.reached else initial_weights()
             journal.begin(resume.reached, resume.base or weights)
         return journal
@@ -294,8 +292,6 @@ class PrivateRun:
     def _let_go(self) -> None:
         if self.log is not None:
             self.log.close()
-        if self._journal is not None:
-            self._journal.close()
 
     def stand(self) -> tuple[str, str, int]:
         """Keep the noise's state, and say on every rank what the checkpoints of now stand at; all ranks together.
@@ -338,10 +334,6 @@ class PrivateRun:
         """Drop what the journal holds up to a step: a whole checkpoint that training can continue from has it."""
         if self._journal is not None:
             self._journal.begin(step, f"{self.chain.chain_id}:{step}")
-
-    def describe_journal(self, num_values: int) -> str:
-        """Say what the journal takes for so many coordinates; empty where none is kept, and on other ranks."""
-        return self._journal.describe(num_values) if self._journal is not None else ""
 
     @property
     def wants_checkpoint(self) -> bool:

@@ -2,50 +2,56 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_dpopt import DPConfigError
+from hf_dpopt.run.keys import write_state
+from tests import tiny
 from tests.adversary.test_forged_ledgers import NUM_STEPS, RAN, SAVED_AT, Scene, made, scene, train
 
 __all__ = ["made", "scene"]  # fixtures
 
 
-def _entry(chain: str, kind: str, step: int, tensors: Any = (), values: bytes = b"", **other: Any) -> bytes:
-    """An entry with the right checksum."""
-    header = {"chain": chain, "kind": kind, "step": step, "tensors": tensors, **other}
-    body = json.dumps(header).encode()
-    content = struct.pack("<4sI", b"DPJ1", len(body)) + body + values
-    return content + hashlib.sha256(content).digest()
-
-
-def _journal(scene: Scene) -> Path:
-    (journal,) = (scene.out / "_journal").iterdir()
-    return journal
+def _forge(scene: Scene, step: int, kind: str, **content: Any) -> Path:
+    """Write an entry with the right checksum."""
+    path: Path = scene.out / "_journal" / f"{scene.chain['chain_id']}-{step:09d}-{kind}.release"
+    write_state(path, {"entry": path.name, "base": "", "values": {}} | content)
+    return path
 
 
 @pytest.mark.parametrize(
-    "shape", [["2", 3], "23", {"1": 2}, [1.5], [True], [10**30, 0], [2**62, 2**62, 0], [-1, -1], [[1]]]
-)
-def test_shapes_that_no_tensor_has_are_refused(scene, shape):
-    chain, path = scene.chain["chain_id"], _journal(scene)
-    base = _entry(chain, "base", SAVED_AT, base=f"{chain}:{SAVED_AT}")
+    "values",
+    [
+        [1.0], {1: torch.zeros(2)}, {"weight": 1.0}, {"weight": torch.zeros(2, dtype=torch.float64)},
+        {"weight": torch.zeros(2, 2).to_sparse()}, {"weight": torch.zeros(3)}, {},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_entries_that_no_step_writes_are_refused(scene, values):
+    base = f"{scene.chain['chain_id']}:{SAVED_AT}"
     (scene.out / f"checkpoint-{RAN}" / "privacy_ledger.json").unlink()
-    path.unlink()
-    first, last = _entry(chain, "step", 3, [["weight", shape]], b"\0" * 24), _entry(chain, "step", 4)
-    path.with_name(f"{chain}-{SAVED_AT:09d}-000.releases").write_bytes(base + first + last)
+    _forge(scene, SAVED_AT, "base", base=base)
+    _forge(scene, SAVED_AT + 1, "step", values=values)
+    _forge(scene, RAN, "step")
     with pytest.raises(DPConfigError, match="journal"):
         train(scene.out, scene.keys, stop=NUM_STEPS, resume=True)
 
 
-def test_a_file_with_the_name_of_the_next_one_hinders_no_run(scene):
-    journal = _journal(scene).parent
-    for number in ("1x", "0", "000", "1²"):
-        (journal / f"{scene.chain['chain_id']}-{RAN:09d}-{number}.releases").touch()
+def test_nothing_in_an_entry_is_run(scene, tmp_path):
+    (scene.out / f"checkpoint-{RAN}" / "privacy_ledger.json").unlink()
+    _forge(scene, SAVED_AT, "base", base=f"{scene.chain['chain_id']}:{SAVED_AT}")
+    _forge(scene, SAVED_AT + 1, "step", values=tiny.Bomb(tmp_path / "ran"))
+    with pytest.raises(DPConfigError, match="journal"):
+        train(scene.out, scene.keys, stop=NUM_STEPS, resume=True)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_files_with_names_like_those_of_entries_hinder_no_run(scene):
+    for name in ("1x", "0", "step", "step-000", "step²"):
+        (scene.out / "_journal" / f"{scene.chain['chain_id']}-{RAN}-{name}.release").touch()
     made, again = train(scene.out, scene.keys, stop=NUM_STEPS, resume=True)
     assert sorted(again) == [RAN + 1, RAN + 2] and made.privacy_spent().num_steps == NUM_STEPS
