@@ -1,7 +1,8 @@
-"""SIGTERM, SIGUSR1 and SIGINT end a run after a step, with a checkpoint and an exit code of their own."""
+"""SIGTERM and SIGUSR1 end a run after a step, with a checkpoint and exit code 75; Ctrl-C in it, and costs nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -37,7 +38,7 @@ def test_a_signal_ends_at_a_step_and_costs_nothing(tmp_path, handlers, number, s
     trainer = preempted.make(tmp_path, "nu_dpftrl", callbacks=[send(number, 4)], **options)
     with preempted.known_keys(), pytest.raises(SystemExit) as ended:
         trainer.train()
-    assert ended.type is Preempted and ended.value.code == (130 if number == signal.SIGINT else 75)
+    assert ended.type is Preempted and ended.value.code == 75
     assert trainer.state.global_step == 4
     assert (tmp_path / "out/checkpoint-4/trainer_state.json").exists()
     assert Ledger.read(tmp_path / "out/privacy/ledger.jsonl").num_charged == 4
@@ -128,3 +129,31 @@ def test_outside_of_the_main_thread_no_handler_is_installed(tmp_path, handlers):
     thread.start()
     thread.join()
     assert seen and all(found == handlers for found in seen)
+
+
+def _interrupt(state, model):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_what_is_interrupted_is_closed_and_goes_on_for_nothing(tmp_path, is_main):
+    """Ctrl-C in the middle of a step that was released, in a script, a notebook or a thread."""
+
+    def train() -> None:
+        interrupting = tiny.At("pre_optimizer_step", _interrupt, 4)
+        with preempted.known_keys(), contextlib.suppress(KeyboardInterrupt):
+            preempted.make(tmp_path, "nu_dpftrl", callbacks=[interrupting]).train()
+
+    if is_main:
+        train()
+    else:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+    assert (tmp_path / "out/privacy/statement.md").exists()
+    want, spent = preempted.reference(tmp_path / "reference", "nu_dpftrl")
+    again = preempted.make(tmp_path, "nu_dpftrl")
+    with preempted.known_keys():
+        again.train(resume_from_checkpoint=True)
+    assert all(torch.equal(p, want[name]) for name, p in tiny.weights(again.model).items())
+    assert again.privacy_spent() == spent and spent.num_steps == NUM_STEPS

@@ -1,38 +1,31 @@
 """Requests between two steps: a checkpoint where the journal is full, and an end where a signal asks for it.
 
-A process that was asked to stop ends with the exit code for "try again"; after Ctrl-C, with that for an interrupt.
+A process that was asked to stop ends with the exit code for "try again". Ctrl-C is Python's own: it ends a run in the
+middle of a step, as a kill does, and a resume goes on from the journal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import os
 import signal
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-from torch.utils.data import get_worker_info
 from transformers import TrainingArguments
 
 from hf_dpopt.common.log import logger
 from hf_dpopt.run.run import PrivateRun
 
-INTERRUPT, STOP, SAVE, GO_ON = 3, 2, 1, 0  # what the ranks agree on; the largest request wins
+STOP, SAVE, GO_ON = 2, 1, 0  # what the ranks agree on; the largest request wins
 TRY_AGAIN = os.EX_TEMPFAIL  # 75
-INTERRUPTED = 128 + signal.SIGINT  # 130
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
-SECONDS_OF_ONE = 1.0  # a terminal and a launcher each send SIGINT for one Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preempted(SystemExit):
-    """End of a process whose run was asked to stop; the exit code is 75, or 130 after Ctrl-C."""
+    """End of a process whose run was asked to stop; the exit code is 75."""
 
 
 class Preemption:
@@ -53,24 +46,21 @@ class Preemption:
         self.received: str | None = None
         self.is_stopping = False
         self.wants_save, self.is_extra = False, False
-        self._process, self._exit_code, self._interrupted_s = os.getpid(), TRY_AGAIN, math.inf
+        self._process = os.getpid()
         self._before: dict[int, Any] = {}  # handlers that were there, by signal
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Record SIGTERM, SIGUSR1 and SIGINT inside the context, and restore their handlers after it.
+        """Record SIGTERM and SIGUSR1 inside the context, and restore their handlers after it.
 
-        Outside of the main thread no handler is installed; at a prompt or in a notebook, none for SIGINT. A handler
-        that the script has installed stays, unless it is to be replaced; the default ones would end the process in
-        mid-step. A signal that came too late to stop the training is sent once more when the handlers are back.
+        Outside of the main thread no handler is installed. A handler that the script has installed stays, unless it is
+        to be replaced; the default ones would end the process in mid-step. A signal that came too late to stop the
+        training is sent once more when the handlers are back.
         """
-        self.received, self.is_stopping, self._process = None, False, os.getpid()
-        self._exit_code, self._interrupted_s, self._before = TRY_AGAIN, math.inf, {}
+        self.received, self.is_stopping, self._process, self._before = None, False, os.getpid(), {}
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                is_default = signal.getsignal(number) in DEFAULT_HANDLERS
-                is_at_prompt = number == signal.SIGINT and hasattr(sys, "ps1")  # IPython sets it, so notebooks have it
-                if (self._replaces_handlers or is_default) and not is_at_prompt:
+                if self._replaces_handlers or signal.getsignal(number) == signal.SIG_DFL:
                     self._before[number] = signal.signal(number, self._receive)
         try:
             yield
@@ -115,16 +105,14 @@ class Preemption:
         self.wants_save = self.is_extra = False
         if self.is_stopping:
             return
-        stop = INTERRUPT if self._interrupted_s < math.inf else STOP
-        wish = stop if self.received is not None else SAVE if run.wants_checkpoint else GO_ON
+        wish = STOP if self.received is not None else SAVE if run.wants_checkpoint else GO_ON
         agreed = run.ranks.largest(wish)
         if agreed == GO_ON or (agreed == SAVE and state.global_step >= state.max_steps):
             return
         self.is_extra = agreed == SAVE and not control.should_save
         control.should_save = self.wants_save = True
-        if agreed >= STOP:
+        if agreed == STOP:
             self.is_stopping = control.should_training_stop = True
-            self._exit_code = INTERRUPTED if agreed == INTERRUPT else TRY_AGAIN
 
     def stop(self, state: Any) -> None:
         """End the process if that was agreed on.
@@ -138,24 +126,12 @@ class Preemption:
                 f"({self.received or 'another process received it'}). The checkpoint is saved: start again with "
                 "resume_from_checkpoint=True."
             )
-            raise Preempted(self._exit_code)
+            raise Preempted(TRY_AGAIN)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # a child that was forked inside of the context
-            if number == signal.SIGINT and get_worker_info() is not None:
-                return  # a terminal sends it to all processes; the step needs the worker to its end
             self._restore(number)
             signal.raise_signal(number)
             return
         # launchers pass a signal on that the processes have got already, so a second one changes nothing
         self.received = self.received or signal.Signals(number).name
-        if number != signal.SIGINT:
-            return
-        now_s = time.monotonic()
-        if now_s > self._interrupted_s + SECONDS_OF_ONE:
-            raise Preempted(INTERRUPTED)
-        if self._interrupted_s == math.inf:
-            self._interrupted_s = now_s
-            text = "Stopping after this step, with a checkpoint. Press Ctrl-C once more to stop at once."
-            if logger.isEnabledFor(logging.WARNING):  # on one rank
-                os.write(2, f"\n{text}\n".encode())  # a handler may be in the middle of a line
