@@ -50,24 +50,19 @@ def show_ledger(path: Path, *, as_json: bool) -> None:
                 "digest": ledger.digest,
                 "spent": ledger.spent,
                 "share_left": ledger.left,
-                "runs": [
-                    {"entry": one.name, "what": one.what, "num_units": one.num_units, "share": share}
-                    for one, share in shares
-                ],
+                "runs": [{"entry": one.name, "what": one.what, "share": share} for one, share in shares],
             }
         )
         return
     print_table(
         f"Ledger {ledger.name} of a dataset",
-        ("run", "what", f"{ledger.header['unit']}s", "alone", "share of the budget"),
-        (
-            (one.name, one.what, f"{one.num_units:,}", round_up(rule.spent([one.charge]), 4), f"{share:.1%}")
-            for one, share in shares
-        ),
+        ("run", "what", "alone", "share of the budget"),
+        ((one.name, one.what, round_up(rule.spent([one.charge]), 4), f"{share:.1%}") for one, share in shares),
         width=100,
     )
     typer.echo(
-        f"Spent: epsilon {round_up(ledger.spent)} of {rule.epsilon:g} at delta {rule.delta:g} "
-        f"({ledger.header['adjacency']}), {ledger.left:.1%} left; Renyi filter of order {rule.order:g}."
+        f"Protected: each {ledger.header['unit']} ({ledger.header['adjacency']}). Spent: epsilon "
+        f"{round_up(ledger.spent)} of {rule.epsilon:g} at delta {rule.delta:g}, {ledger.left:.1%} left; Renyi filter "
+        f"of order {rule.order:g}."
     )
     typer.echo(f"Digest: {ledger.digest}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,12 @@ from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
-from hf_dpopt.run.ledger import LEDGER, Ledger
+from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.resume import Resume
 
 VERSION = 1
 ENTRY = "privacy_ledger"  # of a recorded plan: where the run is charged for the people in its data
-LEAST_SHARE = 0.001  # of the budget; with less left, the ledger is closed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,6 @@ class Reservation:
         event: everything that it releases.
         adjacency: relation that it protects.
         unit: unit that it protects as a whole, with the column that tells users apart.
-        num_units: how many of them there are.
         delta: delta of the run's own statement; that of a ledger that begins with it.
         what: kind of the run, such as "training".
     """
@@ -51,7 +49,6 @@ class Reservation:
     event: DpEvent
     adjacency: str
     unit: str
-    num_units: int
     delta: float
     what: str = "training"
 
@@ -62,7 +59,6 @@ class Entry:
 
     name: str
     what: str
-    num_units: int
     charge: Charge
 
 
@@ -72,7 +68,6 @@ class DatasetLedger:
     def __init__(self, path: Path, file: ChainedFile):
         """Use `DatasetLedger.read`."""
         self.path, self.digest = path, file.digest
-        self._file = file
         header, *records = file.records
         if header.get("kind") != "dataset" or header.get("version") != VERSION:
             raise DPConfigError(f"{path} is no ledger of a dataset of format {VERSION}. Name another file.")
@@ -81,7 +76,7 @@ class DatasetLedger:
         self.entries: dict[str, Entry] = {}
         for one in records:
             charge = Charge(one["divergence"], one["exposure"])
-            self.entries[one["entry"]] = Entry(one["entry"], one["what"], one["num_units"], charge)
+            self.entries[one["entry"]] = Entry(one["entry"], one["what"], charge)
 
     @classmethod
     def read(cls, path: str | Path) -> DatasetLedger:
@@ -95,10 +90,6 @@ class DatasetLedger:
         if file is None or not file.records:
             raise DPConfigError(f"There is no ledger of a dataset at {path}. Give the path that the runs were given.")
         return cls(path, file)
-
-    def contains(self, digest: str) -> bool:
-        """Whether the ledger had that digest at some moment."""
-        return self._file.contains(digest)
 
     @property
     def name(self) -> str:
@@ -169,7 +160,7 @@ def reserve(
     *,
     budget: float | None,
     entry: str,
-    since: Mapping[str, str] | None = None,
+    since: Collection[str] = (),
 ) -> DatasetLedger:
     """Charge a run to a ledger of its dataset, durably, before it begins; return the ledger as it is now.
 
@@ -179,7 +170,7 @@ def reserve(
         budget: epsilon of a ledger that is begun; one that is there has its own, with which this has to agree.
         entry: id of the run, or a name that the runs of a tuning share; a run that was charged under it already pays
             what it costs more.
-        since: name of the ledger that the run was charged to before -> its digest then.
+        since: digests that the ledger had when the run was charged there before.
 
     Raises:
         DPBudgetExceeded: if it costs more than what is left.
@@ -188,34 +179,20 @@ def reserve(
     """
     path = Path(path)
     with ChainedFile.writing(path) as file:
+        if not all(map(file.contains, since)):
+            raise DPConfigError(
+                f"privacy_ledger={path} lacks a charge of this run: it is another ledger, or was put back to an "
+                "earlier state, and what others spent since may be missing, too. Give the path of the newest copy of "
+                "the ledger that the run began with."
+            )
         if not file.records:
-            _check_since(path, None, since)
             file.append(_header(path, reservation, budget))
         ledger = DatasetLedger(path, file)
-        _check_since(path, ledger, since)
         charge = ledger.check(reservation, entry, budget)
         if entry not in ledger.entries or ledger.entries[entry].charge != charge:
-            file.append(
-                {"kind": "charge", "entry": entry, "what": reservation.what, "num_units": reservation.num_units}
-                | dataclasses.asdict(charge)
-            )
+            record = {"kind": "charge", "entry": entry, "what": reservation.what}
+            file.append(record | dataclasses.asdict(charge))
         return DatasetLedger(path, file)
-
-
-def _check_since(path: Path, ledger: DatasetLedger | None, since: Mapping[str, str] | None) -> None:
-    """Refuse a ledger that lacks what a run noted when it was charged there."""
-    for name, digest in (since or {}).items():
-        if ledger is None or ledger.name != name:
-            found = "not there" if ledger is None else ledger.name
-            raise DPConfigError(
-                f"privacy_ledger={path}: this run is charged to the ledger {name}, and the one there is {found}. Give "
-                "the path of the former, or put it back."
-            )
-        if not ledger.contains(digest):
-            raise DPConfigError(
-                f"privacy_ledger={path}: it lacks a charge of this run, so it was put back to an earlier state, and "
-                "what others spent since may be missing, too. Put the newest copy back."
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +226,9 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: RunLog, re
     if dataset is None:
         return {}
     reservation, entry = reservation_of(plan, resume.in_the_end(plan.num_steps)), dataset.entry or log.state.run
-    charged = reserve(dataset.path, reservation, budget=dataset.epsilon, entry=entry, since=log.state.datasets)
+    charged = reserve(
+        dataset.path, reservation, budget=dataset.epsilon, entry=entry, since=log.state.datasets.values()
+    )
     log.note_dataset(charged.name, charged.digest)
     return {ENTRY: {"name": charged.name, "entry": entry}}
 
@@ -268,27 +247,6 @@ def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: PlanRe
         DatasetLedger.read(path).check(reservation, dataset.entry, dataset.epsilon)
     else:
         _header(path, reservation, dataset.epsilon)
-
-
-def check_is_open(dataset: DatasetBudget | None, output_dir: str | Path) -> None:
-    """Refuse any further run where nothing is left of a ledger, before anything else is looked at.
-
-    Args:
-        dataset: the ledger that was named; None for none.
-        output_dir: folder of the run; one that has a ledger of its own may have been charged already.
-
-    Raises:
-        DPBudgetExceeded: if less than `LEAST_SHARE` of the budget is left.
-    """
-    if dataset is None or not Path(dataset.path).exists() or (Path(output_dir) / LEDGER).exists():
-        return
-    ledger = DatasetLedger.read(dataset.path)
-    if ledger.left < LEAST_SHARE:
-        raise DPBudgetExceeded(
-            f"Nothing is left of the budget of {dataset.path}: {len(ledger.entries)} runs spent epsilon "
-            f"{ledger.spent:.4g} of {ledger.filter.epsilon:g}. No record was read. These people have given what was "
-            "promised; the models that were trained may be used as long as you like."
-        )
 
 
 def charged_to(ledger: Ledger | None, dataset: DatasetBudget | None) -> dict[str, Any]:
@@ -318,7 +276,6 @@ def reservation_of(plan: PrivacyPlan, chains: Sequence[int]) -> Reservation:
         event=plan.release.alone.event(plan.secret_noise_multiplier, tuple(chains)),
         adjacency=plan.adjacency,
         unit=plan.unit + (f" by {column}" if column else ""),
-        num_units=plan.config.num_units(plan.num_examples),
         delta=plan.delta,
         what="tuning" if plan.config.tuned is not None else "training",
     )

@@ -18,7 +18,6 @@ from hf_dpopt.huggingface.refusals.shards import check_shards
 from hf_dpopt.huggingface.refusals.stages import check_stages
 from hf_dpopt.huggingface.refusals.trainer import check_arguments_given, check_loss, check_order, check_overrides
 from hf_dpopt.records.overlap import TrainingRows
-from hf_dpopt.run.dataset_ledger import check_is_open
 
 __all__ = [
     "check_accelerator",
@@ -53,7 +52,6 @@ def check_inputs(
     """
     check_loss(trainer_class, inputs, args)
     check_arguments(args)
-    check_is_open(args.dataset_budget(), str(args.output_dir))
     check_model_given(inputs, trainer_class)
     check_datasets(inputs)
     check_private_evaluation(args, inputs)
