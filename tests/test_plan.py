@@ -17,7 +17,6 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import NoiseMechanism
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig, PrivacyWarning
-from hf_dpopt.plan.plan import MAX_STEPS
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.sampling import SAMPLERS
 
@@ -156,24 +155,6 @@ def test_chains_of_a_fixed_order_add_up():
     assert plan.epsilon((65, 133)) > plan.epsilon()
 
 
-@pytest.mark.slow_but(1)
-@pytest.mark.parametrize("arguments", [{}, {"sampling": "fixed_order", "adjacency": "replace_one"}])
-def test_max_steps_within(arguments):
-    plan = plan_for(target_epsilon=8.0, **arguments)
-    assert plan.max_steps_within(8.0) >= NUM_STEPS
-    for budget in (2.0, 8.0, 11.0):
-        steps = plan.max_steps_within(budget)
-        assert plan.epsilon(steps) <= budget < plan.epsilon(steps + 1)
-    further = plan.max_steps_within(8.0, after=(60, 30))
-    assert plan.epsilon((60, 30, further)) <= 8.0 < plan.epsilon((60, 30, further + 1))
-    assert plan.max_steps_within(8.0, after=(10_000,)) == 0
-
-
-def test_max_steps_has_an_end():
-    plan = plan_for(num_examples=10**6, expected_batch_size=1, noise_multiplier=50.0, num_steps=10, target_delta=1e-6)
-    assert plan.max_steps_within(10.0) == MAX_STEPS
-
-
 # --- no privacy ---
 
 
@@ -183,7 +164,6 @@ def test_without_privacy_epsilon_is_infinite(changes):
     assert isinstance(plan.event, NonPrivateDpEvent)
     assert plan.epsilon() == plan.epsilon(1) == plan.epsilon(1000) == plan.epsilon_replace_one() == math.inf
     assert plan.epsilon(0) == 0.0
-    assert plan.max_steps_within(8.0) == 0
     assert plan.record.to_json()["epsilon"] == "inf" and plan.record.to_json()["is_private"] is False
     assert "ab" * 32 not in json.dumps(plan.record.to_json())
 
@@ -216,7 +196,6 @@ def test_noise_of_a_resumed_run_is_kept():
     assert plan.noise_multiplier == 0.7 and plan.mechanism.noise_multiplier == 0.7
     assert plan.config.target_epsilon == 3.0
     assert round(plan.epsilon(), 3) == 3.877  # above the budget: the run will stop before it
-    assert plan.max_steps_within(3.0) < NUM_STEPS
     with pytest.raises(DPConfigError, match="Use a finite number > 0"):
         plan_for(target_epsilon=3.0, noise_of_record=-1.0)
     assert plan_for(target_epsilon=3.0, noise_of_record=0.0).record.to_json()["is_private"] is False

@@ -102,7 +102,7 @@ def test_a_ledger_that_does_not_say_how_the_noise_was_correlated_is_not_continue
     out, kept = tmp_path / "out", tmp_path / "keys"
     with RunLog.open(out, private_dir(kept, out)) as log:
         log.record_plan({"noise_multiplier": 1.0}, must_match=())
-    with pytest.raises(DPConfigError, match="of another kind.*Choose another output_dir"):
+    with pytest.raises(DPConfigError, match="of another kind.*choose another output_dir"):
         recorded_plan(out, kept, keeps_budget=keeps_budget)
 
 

@@ -18,7 +18,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from hf_dpopt.common import collectives
 from hf_dpopt.common.durable import check_renames, make_folder, move_into_place, remove, remove_folder
-from hf_dpopt.common.errors import DPConfigError, shown
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.storage import found_by, open_log
@@ -28,7 +28,6 @@ from hf_dpopt.run.checkpoint import (
     UNFINISHED,
     Checkpoint,
     Manifest,
-    checkpoints,
     clean,
     examine,
     last_whole,
@@ -36,8 +35,8 @@ from hf_dpopt.run.checkpoint import (
     step_of,
     write_manifest,
 )
+from hf_dpopt.run.journal import JOURNAL
 from hf_dpopt.run.log import Found
-from hf_dpopt.run.resume import decide
 from hf_dpopt.run.run import PrivateRun
 
 
@@ -154,7 +153,6 @@ class Checkpoints:
         """
         if isinstance(asked, str):  # as a command line gives it
             asked = {"true": True, "false": False}.get(asked.lower(), asked)
-        _check_asked(asked)
         ranks, without, said = collectives.current_ranks(), frozenset[int](), ""
         while True:
             folder, goes_on, wanted = ranks.same(lambda: self._choose(asked, without))  # noqa: B023
@@ -246,8 +244,7 @@ class Checkpoints:
         else:
             found = examine(Path(str(asked)), known.known, needed=NEEDED)
             if not found.is_whole:
-                last, _ = last_whole(output_dir, known.known, needed=NEEDED)
-                raise refuse(found, _instead(last, output_dir))
+                raise refuse(found)
         with loading(str(found.folder)):
             TrainerState.load_from_json(str(found.folder / STATE))
         return str(found.folder), False, found.manifest
@@ -257,7 +254,7 @@ class Checkpoints:
         last, skipped = last_whole(output_dir, known.known, needed=NEEDED, without=without)
         if last is None:
             torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
-            if skipped and not _has_recovery(known, output_dir):
+            if skipped and not (output_dir / JOURNAL).is_dir():  # which may lead on from the initial weights
                 raise DPConfigError(
                     f"There is no whole checkpoint in {output_dir} to resume from.{torn} Leave resume_from_checkpoint "
                     "out to start over; steps that were charged there stay charged."
@@ -267,16 +264,6 @@ class Checkpoints:
         for one in skipped:
             logger.warning(f"{one.folder.name} is skipped: {'; '.join(one.reasons)}. Resuming from {last.folder}.")
         return last
-
-
-def _check_asked(asked: Any) -> None:
-    """Refuse what is neither a path nor a yes or no, and an empty name."""
-    is_path = isinstance(asked, str | os.PathLike) and bool(os.fspath(asked))
-    if asked is not None and not isinstance(asked, bool) and not is_path:
-        raise DPConfigError(
-            f"resume_from_checkpoint={shown(asked)} is no folder. Use True for the last checkpoint of output_dir, or "
-            "the folder of one."
-        )
 
 
 @contextlib.contextmanager
@@ -293,16 +280,6 @@ def loading(folder: str | None) -> Iterator[None]:
             f"{folder} cannot be loaded ({type(error).__name__}: {error}). Its files were edited, or are those of "
             "another model or optimizer. Resume with the options of the run, or from another checkpoint."
         ) from error
-
-
-def _has_recovery(known: Found, output_dir: Path) -> bool:
-    """Whether a journal leads on from the initial weights."""
-    if known.log is None:
-        return False
-    try:
-        return decide(known.log, known.keys, output_dir, step=0).recovery is not None
-    except DPConfigError:
-        return False
 
 
 def _delete(folders: Iterable[Path | None], by_way_of: Path) -> None:
@@ -348,10 +325,3 @@ def written_on_this_machine(model: Any, args: Any) -> Iterator[None]:
         yield
     finally:
         del model.should_save_on_this_rank
-
-
-def _instead(last: Checkpoint | None, output_dir: Path) -> str:
-    if last is not None:
-        return f"The last whole one is {last.folder} (resume_from_checkpoint=True takes it)."
-    some = "" if not checkpoints(output_dir) else ", of all that are there"
-    return f"There is no whole one in {output_dir}{some}; a whole one needs save_only_model=False."

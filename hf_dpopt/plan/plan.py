@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import dp_accounting
@@ -29,7 +29,6 @@ from hf_dpopt.sampling import Sampler
 from hf_dpopt.sampling.base import Steps, as_chains
 
 LOG_RELATIVE_ERROR = 1e-2  # of the epsilon shown while the run is under way; always on the pessimistic side
-MAX_STEPS = 10**6  # end of the search of `max_steps_within`; beyond 1e7 dp_accounting computes huge integers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,26 +285,6 @@ class PrivacyPlan:
     def noise_generators(self) -> tuple[str, ...]:
         """Random streams of the noise of this run and of the earlier ones, as ledgers name them."""
         return (self.noise_stream, *(run.noise_rng for run in self.earlier))
-
-    def max_steps_within(self, epsilon: float, *, after: Sequence[int] = ()) -> int:
-        """Largest number t of further steps, in one chain, with ``self.epsilon((*after, t)) <= epsilon``.
-
-        Args:
-            epsilon: the budget.
-            after: steps of the chains that are already charged.
-
-        Returns:
-            At most `MAX_STEPS`; 0 if not even one step more is within the budget.
-        """
-        low, high = 0, max(1, self.num_steps - sum(after))
-        while self.epsilon((*after, high)) <= epsilon:
-            low, high = high, 2 * high
-            if low >= MAX_STEPS:
-                return MAX_STEPS
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self.epsilon((*after, middle)) <= epsilon else (low, middle)
-        return low
 
     @functools.cached_property
     def record(self) -> PlanRecord:

@@ -176,15 +176,11 @@ def _is_as_listed(path: Path, entry: Mapping[str, Any]) -> bool:
         return False
 
 
-def refuse(found: Checkpoint, instead: str = "") -> DPConfigError:
-    """Error for a checkpoint that a run cannot go on from.
-
-    Args:
-        instead: sentence that says from where it can.
-    """
+def refuse(found: Checkpoint) -> DPConfigError:
+    """Error for a checkpoint that a run cannot go on from."""
     message = (
         f"{found.folder} is no checkpoint to resume from: {'; '.join(found.reasons)}. "
-        f"{instead or 'Resume from a whole checkpoint of this output_dir (save_only_model=False).'}"
+        "resume_from_checkpoint=True takes the last whole one of output_dir, which needs save_only_model=False."
     )
     if any(reason.startswith(_FOREIGN) for reason in found.reasons):
         message += (

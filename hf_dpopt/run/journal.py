@@ -185,11 +185,12 @@ class Journal:
             )
         try:
             entry = read_state(path)
-            is_own = entry is not None and entry["entry"] == path.name and isinstance(entry["base"], str)
-            is_own = is_own and all(isinstance(name, str) and _is_plain(v) for name, v in entry["values"].items())
+            if entry is None or entry["entry"] != path.name or not isinstance(entry["base"], str):
+                return None
+            is_plain = all(isinstance(name, str) and _is_plain(value) for name, value in entry["values"].items())
         except Exception:  # of torch, for a file with a right checksum that no run wrote
             return None
-        return entry if is_own else None
+        return entry if is_plain else None
 
 
 def _is_plain(value: Any) -> bool:

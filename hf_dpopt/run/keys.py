@@ -128,11 +128,6 @@ def private_dir(
     """
     folder = Path(given).expanduser() if given else default_private_dir()
     _refuse_overlap(folder, output_dir)
-    if folder.is_symlink() and folder.lstat().st_uid != os.geteuid():
-        raise DPConfigError(
-            f"The private folder {folder} is a link owned by user {folder.lstat().st_uid}, who could point it "
-            "somewhere else. Remove the link, or choose another private_state_dir."
-        )
     for one in (folder, folder / RUNS):
         if not is_read:
             one.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -33,8 +33,7 @@ class Recovery:
     Attributes:
         first: the first of them; 1 more than that of the checkpoint.
         last: the last step that was charged.
-        lost: those of them without a release.
-        is_new: whether the last one is lost, and the log does not say so yet.
+        lost: those of them without a release; the log may not say so yet.
         entries: step -> entry, on the rank that has the files.
         opening: answer to the query before the first step, if that is among them and was not lost.
     """
@@ -42,7 +41,6 @@ class Recovery:
     first: int
     last: int
     lost: frozenset[int]
-    is_new: bool = False
     entries: Mapping[int, Path] = dataclasses.field(default_factory=dict, repr=False)
     opening: Path | None = None
 
@@ -102,7 +100,6 @@ def decide(
     *,
     step: int | None,
     manifest: Manifest | None = None,
-    num_steps: int | None = None,
     initial_weights: Callable[[], str] | None = None,
     has_opening: bool = False,
     is_private: bool = True,
@@ -115,7 +112,6 @@ def decide(
         output_dir: folder of the run, with its journal.
         step: step of the checkpoint, 0 for the initial weights; None for training that begins anew.
         manifest: that of the checkpoint; None if there is none, or the caller answers for its origin.
-        num_steps: steps that are planned; None if that is not known.
         initial_weights: digest of the model, for a run that goes on from its initial weights; None to leave that open.
         has_opening: whether a query comes before the first step, so that its answer has to be there.
         is_private: whether the run has a journal: what is released without noise is not kept.
@@ -135,14 +131,11 @@ def decide(
         return resume(None, "training started over" if ledger.chains else "first run")
     _check_charged(ledger, step)
     journals = {path.name.partition("-")[0] for path in (output_dir / JOURNAL).glob(f"*{SUFFIX}")}
-    strangers = journals - {chain.chain_id for chain in ledger.chains}
     own = [chain for chain in reversed(ledger.chains) if chain.is_own]
     named = journals | ({manifest.chain} if manifest is not None else set())
     notes = []
     for chain in (*own[:1], *(chain for chain in own[1:] if chain.chain_id in named)):
         if is_private and _has_key(keys, chain) and chain.start_step <= step < chain.reached:
-            if strangers:
-                raise _refusal(output_dir, f"it is that of another run ({', '.join(sorted(strangers))})")
             found = _find_journal(chain, output_dir, step, manifest, initial_weights)
             recovery = None if found is None else _steps_of(chain, step, found, output_dir, has_opening)
             if recovery is not None:
@@ -151,7 +144,7 @@ def decide(
         if not notes[-1]:
             return resume(chain)
     if step == 0 and own:
-        _check_begins(ledger, own[0], output_dir, num_steps)
+        _check_begins(ledger, own[0], output_dir)
     notes.append(f"resumed at step {step}; no chain began here" if ledger.chains else "first run")
     return resume(None, notes[0])
 
@@ -171,19 +164,13 @@ def _check_charged(ledger: Ledger, step: int) -> None:
         )
 
 
-def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path, num_steps: int | None) -> None:
+def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path) -> None:
     """Refuse to resume a run from its initial weights where steps were charged that nothing leads to."""
-    if num_steps is not None and last.reached >= num_steps:
-        raise DPConfigError(
-            f"The run of {ledger.path} is finished: all {last.reached} steps are charged, and no checkpoint was kept "
-            "(save_strategy='no'). Load the model that it saved; or start over without resume_from_checkpoint (its "
-            "cost comes on top), or in another output_dir."
-        )
     if last.reached:
         raise DPConfigError(
             f"There is no checkpoint in {output_dir}, and no journal that leads from the initial weights to step "
-            f"{last.reached}, which {ledger.path} has charged. Start over without resume_from_checkpoint (its cost "
-            "comes on top), or in another output_dir."
+            f"{last.reached}, which {ledger.path} has charged. If the run is finished, load the model that it saved; "
+            "else start over without resume_from_checkpoint (its cost comes on top), or in another output_dir."
         )
 
 
@@ -251,9 +238,7 @@ def _steps_of(chain: ChainRecord, step: int, found: Contents, output_dir: Path, 
     if has_opening and opening is None and first in steps and step == chain.start_step == 0:
         raise _refusal(output_dir, "the answer to the query before the first step is missing")
     again = frozenset(one for one in (*lost, *missing) if one > step)
-    return Recovery(
-        step + 1, reached, again, bool(missing), {one: steps[one] for one in needed if one in steps}, opening
-    )
+    return Recovery(step + 1, reached, again, {one: steps[one] for one in needed if one in steps}, opening)
 
 
 def _refusal(output_dir: Path, what: str) -> DPConfigError:

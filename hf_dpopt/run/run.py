@@ -218,7 +218,6 @@ class PrivateRun:
             self.output_dir,
             step=resume_step,
             manifest=manifest,
-            num_steps=self.plan.num_steps,
             initial_weights=initial_weights,
             has_opening=self.plan.preclip.opening is not None,
             is_private=self.plan.is_private,
@@ -273,9 +272,9 @@ class PrivateRun:
         assert self.log is not None
         is_kept = not chain.unsafe and self.log.state.chain(chain.chain_id) is not None
         journal = Journal(self.output_dir, chain.chain_id, limit=self._journal_limit if is_kept else 0.0)
-        if resume.recovery is not None:
-            if resume.recovery.is_new:
-                self.log.lose(chain.chain_id, resume.recovery.last)
+        if resume.recovery is not None and resume.chain is not None:
+            for step in sorted(resume.recovery.lost - resume.chain.lost):
+                self.log.lose(chain.chain_id, step)
             resume.recovery.announce()
         elif not is_kept or not self._journal_limit:
             journal.remove()
@@ -346,16 +345,9 @@ class PrivateRun:
         needed = num_steps - resume.reached
         if target is None or needed <= 0 or not self.plan.is_private:  # a fixed key in a test has no budget to keep
             return
-        *before, in_all = resume.in_the_end(num_steps)
-        spent = self.plan.epsilon((*before, in_all))
+        spent = self.plan.epsilon(resume.in_the_end(num_steps))
         if spent <= target:
             return
-        affordable = self.plan.max_steps_within(target, after=before) - (in_all - needed)
-        after = (
-            f"The next {affordable} are affordable: --max_steps {resume.reached + affordable} ends there. "
-            if affordable > 0
-            else ""
-        )
         continues = (
             "To continue that run, add --resume_from_checkpoint True: steps that were charged are not charged again "
             f"(`hf-dpopt doctor {self.output_dir}` shows where it continues). "
@@ -366,8 +358,8 @@ class PrivateRun:
         raise DPBudgetExceeded(
             f"{sum(resume.charged)} steps of this run are already charged in {self.output_dir / LEDGER}; the {needed} "
             f"steps still to run would bring epsilon to {spent:.4g}, above target_epsilon={target:g}. "
-            f"{continues}{after}Raise --target_epsilon to accept the higher value (the noise stays as it is), or "
-            "start over in another output_dir (what was spent here stays spent)."
+            f"{continues}Raise --target_epsilon to accept the higher value (the noise stays as it is), lower "
+            "--max_steps, or start over in another output_dir (what was spent here stays spent)."
         )
 
     def charge(self, step: int) -> None:
@@ -705,8 +697,8 @@ def reading_plan(recorded: PlanRecord | None, output_dir: str | Path) -> Iterato
 
 def _unreadable(output_dir: str | Path, error: Exception) -> DPConfigError:
     return DPConfigError(
-        f"output_dir={output_dir}: the plan in its ledger is none that a run writes ({type(error).__name__}: "
-        f"{error}). Put the original ledger back, or choose another output_dir."
+        f"output_dir={output_dir}: the plan in its ledger is that of a run of another kind, or was edited "
+        f"({type(error).__name__}). Put the original ledger back, or choose another output_dir."
     )
 
 
@@ -731,11 +723,6 @@ def recorded_plan(
     known = found.known
     if known is None or known.plan is None or (found.log is None and not known.num_charged):
         return None
-    if "noise_strategy" not in known.plan:
-        raise DPConfigError(
-            f"output_dir={output_dir}: {known.path} records a run of another kind, without a noise strategy. Choose "
-            "another output_dir."
-        )
     try:
         plan = PlanRecord.from_json(known.plan)
     except (AttributeError, LookupError, TypeError, ValueError) as error:

@@ -120,7 +120,7 @@ def test_a_number_of_no_dimension(tmp_path):
 
 @pytest.mark.parametrize("where", [5, ["x"], ""])
 def test_a_checkpoint_that_is_none(where, tmp_path):
-    with pytest.raises(DPConfigError, match="resume_from_checkpoint=.* is no folder"):
+    with pytest.raises(DPConfigError, match="is no checkpoint to resume from.*resume_from_checkpoint=True takes"):
         tiny.trainer(tmp_path / "out").train(resume_from_checkpoint=where)
 
 
