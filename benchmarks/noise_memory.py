@@ -61,7 +61,7 @@ def measure(coordinates: int, bands: int, options: argparse.Namespace) -> list[d
         first = options.steps // 2 // block * block if way == "all again" else min(bands, options.steps - 1)
         num = block if way == "all again" else options.repetitions
         if first:
-            stream.continue_at(first, None)
+            stream.continue_at(first)
             stream.add_(sums, first)  # draws what was kept until then; not timed
             first += 1
         if way == "all again":  # the rest of that block was prepared: go to the begin of the next one

@@ -374,7 +374,7 @@ def _check_ended(folder: Path, ledger: Ledger) -> None:
         public = ledger.chain(chain.chain_id)
         assert (chain.steps, chain.lost) == (public.steps, public.lost), "the ledger is not what the log says"
     files = [path for path in folder.rglob("*") if not path.is_relative_to(folder / "cache")]
-    left = [path for path in files if path.suffix in (".key", ".noise", ".tmp") or path.name in (JOURNAL, UNFINISHED)]
+    left = [path for path in files if path.suffix in (".key", ".tmp") or path.name in (JOURNAL, UNFINISHED)]
     assert not left, f"{left[0].relative_to(folder)} is left"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import pytest
@@ -13,10 +12,8 @@ from torch import nn
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.types import ClippedSums, JointSums
-from hf_dpopt.noise.streams import CorrelatedStream
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.chacha import ChaCha20Gaussian
-from hf_dpopt.randomness.cipher import FastGaussian
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.run import PrivateRun
 
@@ -57,7 +54,6 @@ def _steps(plan: PrivacyPlan, source: Any) -> list[torch.Tensor]:
 def test_a_run_goes_on_with_the_stream_it_began_with(plan, tmp_path):
     begun = _start(plan, tmp_path)
     got = [_release(begun, step) for step in (1, 2, 3)]
-    begun.stand()  # as a checkpoint does, which keeps the state of the noise
     begun.close()
     resumed = _start(plan, tmp_path, resume_step=3)
     assert resumed.chain.chain_id == begun.chain.chain_id
@@ -75,19 +71,3 @@ def test_a_run_does_not_go_on_with_another_stream(plan, tmp_path, monkeypatch):
     monkeypatch.setattr(ChaCha20Gaussian, "stream", "chacha20/2")
     with pytest.raises(DPConfigError, match="noise_rng: 'chacha20/1' in the ledger, 'chacha20/2' now"):
         _start(dataclasses.replace(plan), tmp_path, resume_step=1)  # a plan writes itself down once
-
-
-def test_a_kept_state_names_its_stream(plan):
-    key = os.urandom(32)
-    new, old = (plan.mechanism.stream(kind(key), 1.0, first_step=1) for kind in (ChaCha20Gaussian, FastGaussian))
-    if not isinstance(new, CorrelatedStream):
-        assert new.state() == old.state() == {}
-        return
-    for stream in (new, old):
-        stream.add_({"weight": torch.zeros(SIZE)}, 1)
-    assert (
-        new.state()["bound_to"]["noise_stream"] == "chacha20/1" and old.state()["bound_to"]["noise_stream"] == "fast"
-    )
-    again = plan.mechanism.stream(ChaCha20Gaussian(key), 1.0, first_step=1)
-    with pytest.raises(DPConfigError, match="key, noise_stream differ"):
-        again.continue_at(1, old.state())

@@ -221,8 +221,7 @@ def _resume(found: Examination) -> Iterator[Entry]:
     try:
         resume = decide(
             ledger, found.found.keys, found.output_dir, step=0 if last is None else last.step,
-            manifest=None if last is None else last.manifest, num_steps=planned,
-            is_private=plan.get("is_private", True),
+            manifest=None if last is None else last.manifest, is_private=plan.get("is_private", True),
         )  # fmt: skip
     except DPConfigError:
         if last is not None or reached < planned:

@@ -148,9 +148,6 @@ class BufferedStream(CorrelatedStream):
     def _own_state(self) -> State:
         return {"buffers": self._buffers}
 
-    def _restore(self, state: State) -> None:
-        self._buffers = state["buffers"]
-
 
 # --- tuning ----------------------------------------------------------------------------------------------------------
 

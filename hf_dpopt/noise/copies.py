@@ -22,7 +22,6 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, State, StreamCost
-from hf_dpopt.noise.streams.base import UNUSED_ROW
 from hf_dpopt.noise.workloads import Workload
 from hf_dpopt.randomness.cipher import NoiseSource
 
@@ -384,7 +383,7 @@ class _RowsOfCopy(NoiseSource):
         self._source.add_to(totals, stddev=stddev, step=self._row(step))
 
     def _row(self, step: int) -> int:
-        return step if step == UNUSED_ROW else self._copies.step(self._copy, step)
+        return self._copies.step(self._copy, step)
 
 
 class CopiesStream(CorrelatedStream):
@@ -423,8 +422,3 @@ class CopiesStream(CorrelatedStream):
     def _own_state(self) -> State:
         kept = self._streams.items()
         return {"copies": {name: {i: one._own_state() for i, one in streams.items()} for name, streams in kept}}
-
-    def _restore(self, state: State) -> None:
-        for name, copies in state["copies"].items():
-            for copy, kept in copies.items():
-                self._of(name, copy)._restore(kept)

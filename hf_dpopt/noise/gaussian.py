@@ -20,7 +20,7 @@ from hf_dpopt.common.reduction import Layout
 from hf_dpopt.noise.registry import INDEPENDENT, Setting, register
 from hf_dpopt.noise.slices import Cut, add_in_slices
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy
-from hf_dpopt.noise.streams import NoiseStream, State
+from hf_dpopt.noise.streams import NoiseStream
 from hf_dpopt.randomness.cipher import NoiseSource
 from hf_dpopt.randomness.source import AddressedSource
 
@@ -110,7 +110,7 @@ class IndependentStream(NoiseStream):
         assert isinstance(self._source, AddressedSource)
         return bool(self._ranks.largest(int(not self._source.is_drawn_at(self._device))))
 
-    def continue_at(self, num_steps: int, state: State | None) -> None:
+    def continue_at(self, num_steps: int) -> None:
         """Nothing to bring back: steps are told apart by their numbers."""
 
 

@@ -169,7 +169,6 @@ class NoiseStrategy(abc.ABC):
         self.check_row_norms(num_steps)
         common = {
             "scale": scale, "num_steps": num_steps, "first_step": first_step, "offload": bool(offload),
-            "bound_to": {"strategy": self.digest(), "block": block},
         }  # fmt: skip
         return self._make_stream(source, backend, block, common)
 

@@ -301,9 +301,6 @@ class TreeStream(CorrelatedStream):
     def _own_state(self) -> State:
         return {"carried": self._carried, "last": self._last, "open": self._open}
 
-    def _restore(self, state: State) -> None:
-        self._carried, self._last, self._open = state["carried"], state["last"], state["open"]
-
 
 HEIGHTS = 64
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -90,10 +90,6 @@ class ShardedSource(NoiseSource):
             else:
                 total.add_(self.normal(total.shape, step=step, tensor=tensor, device=total.device), alpha=stddev)
         self.whole.add_parts([part for part in flat if part.total.numel()], stddev=stddev, step=step)
-
-    def entry(self) -> dict[str, Any]:
-        """Entry by which a kept state names its stream, and the shards that it is of."""
-        return {**self.whole.entry(), "shard": [self._ranks.rank, self._ranks.size]}
 
     def _place_of(self, tensor: int, num: int) -> Place:
         place = None if self._places is None else self._places[tensor]

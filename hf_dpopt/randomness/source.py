@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -38,10 +38,6 @@ class NoiseSource(abc.ABC):
         """
         for tensor, total in totals.items():
             total.add_(self.normal(total.shape, step=step, tensor=tensor, device=total.device), alpha=stddev)
-
-    def entry(self) -> dict[str, Any]:
-        """Entry by which a kept state names its stream."""
-        return {"noise_stream": self.stream}
 
 
 class AddressedSource(NoiseSource):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -177,17 +176,13 @@ class Journal:
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         """An entry, or None if it is not as it was written."""
-        if path.is_symlink() or not path.is_file() or not os.access(path, os.R_OK):
-            raise DPConfigError(
-                f"{path} is not a regular file that can be read, and the journal of releases of this run was there. "
-                "Put the file back (its owner can allow it: chmod u+r), or remove it: what it held was paid for and "
-                "is lost."
-            )
         try:
             entry = read_state(path)
             if entry is None or entry["entry"] != path.name or not isinstance(entry["base"], str):
                 return None
             is_plain = all(isinstance(name, str) and _is_plain(value) for name, value in entry["values"].items())
+        except DPConfigError:
+            raise
         except Exception:  # of torch, for a file with a right checksum that no run wrote
             return None
         return entry if is_plain else None

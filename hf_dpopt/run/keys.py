@@ -1,9 +1,8 @@
 """The secrets of a run: one key per chain of steps, from the operating system, outside everything that is published.
 
-Whoever has a key, or the buffers of correlated noise, can recompute the noise and subtract it. So both live in a
-private folder (mode 0700, never inside ``output_dir``), one for all runs of a user, and only for as long as a run may
-have to be continued. ``runs/<id>/`` there holds the log of a run (`hf_dpopt.run.log`), ``<chain_id>.key`` for each of
-its chains, and ``<chain_id>.noise``, the state of its noise.
+Whoever has a key can recompute the noise and subtract it. So keys live in a private folder (mode 0700, never inside
+``output_dir``), one for all runs of a user, and only for as long as a run may have to be continued. ``runs/<id>/``
+there holds the log of a run (`hf_dpopt.run.log`), and ``<chain_id>.key`` for each of its chains.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import dataclasses
 import functools
 import hashlib
 import io
-import mmap
 import os
 import secrets
 import stat
@@ -24,11 +22,10 @@ import torch
 from hf_dpopt.common.checks import check_noise_key
 from hf_dpopt.common.durable import fsync_directory, has_directory_fsync, read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.log import logger
 from hf_dpopt.randomness.cipher import KEY_BYTES, derive_key
 
 RUNS = "runs"  # in the private folder
-CHECKSUM_BYTES = 32  # at the end of a kept state; torch reads over them
+CHECKSUM_BYTES = 32  # at the end of a state in a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,11 +179,9 @@ def refuse_shared(path: Path) -> None:
 
 # --- the keys of one run ---
 
-Shard = tuple[int, int]  # number of the rank, 0-based, and how many there are
-
 
 class Keys:
-    """The keys of one run, and the state of its noise.
+    """The keys of one run.
 
     Args:
         folder: ``runs/<id>`` in the private folder.
@@ -195,9 +190,6 @@ class Keys:
     def __init__(self, folder: Path):
         self.folder = folder
         self._used: dict[str, Chain] = {}
-
-    def __repr__(self) -> str:
-        return f"Keys({str(self.folder)!r})"
 
     def add(self, chain: Chain) -> None:
         """Write the key of a new chain; it is on the disk when this returns."""
@@ -228,11 +220,11 @@ class Keys:
         return chain if key_id in (None, chain.key_id) else None
 
     def destroy(self, chain_id: str | None = None) -> None:
-        """Delete the key and the noise of a chain, or of all; `secrets` still knows those used by this object."""
+        """Delete the key of a chain, or of all; `secrets` still knows those used by this object."""
         if not self.folder.is_dir():
             return
         for path in self.folder.iterdir():  # also what a crash left half-written: .ID.key.XXXX.tmp
-            is_secret = path.suffix in (".key", ".noise", ".tmp")
+            is_secret = path.suffix in (".key", ".tmp")
             if is_secret and chain_id in (None, path.name.lstrip(".").partition(".")[0]):
                 path.unlink(missing_ok=True)  # another rank may be at it
         fsync_directory(self.folder)
@@ -247,42 +239,8 @@ class Keys:
             self.load(path.stem)
         return [key for chain in self._used.values() for key in chain.secrets()]
 
-    def save_noise(self, chain: Chain, state: dict[str, Any], shard: Shard | None = None) -> None:
-        """Keep the state of a chain's noise stream, in place of an older one; secret.
-
-        Args:
-            chain: the chain.
-            state: what `NoiseStream.state` gave.
-            shard: which part of how many it is, where each rank keeps the noise of its own shards; None for all.
-        """
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_state(self._noise_file(chain.chain_id, shard), state)
-
-    def load_noise(self, chain: Chain, num_steps: int, shard: Shard | None = None) -> dict[str, Any] | None:
-        """The state that was kept last, or None: it can always be drawn again from the key.
-
-        Args:
-            chain: the chain.
-            num_steps: steps of the chain; a state that was kept after more of them is of no use.
-            shard: see `save_noise`.
-        """
-        path = self._noise_file(chain.chain_id, shard)
-        if not path.is_file():
-            return None
-        refuse_shared(path)
-        state = read_state(path)
-        if state is None:
-            logger.warning(
-                f"{path} is damaged: the noise that it kept is drawn again from the key, which takes time and changes "
-                "nothing."
-            )
-        return None if state is None or state.get("num_done", 0) > num_steps else state
-
     def _key_file(self, chain_id: str) -> Path:
         return self.folder / f"{chain_id}.key"
-
-    def _noise_file(self, chain_id: str, shard: Shard | None) -> Path:
-        return self.folder / f"{chain_id}{'' if shard is None else f'.{shard[0]}of{shard[1]}'}.noise"
 
 
 def secrets_in(directory: Path) -> list[bytes]:
@@ -290,7 +248,7 @@ def secrets_in(directory: Path) -> list[bytes]:
     return [key for folder in sorted((directory / RUNS).glob("*")) for key in Keys(folder).secrets()]
 
 
-# --- state of noise and heads: torch's own format, with a checksum behind it ---
+# --- states in files: torch's own format, with a checksum behind it ---
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -305,19 +263,13 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """The state that was written, or None if one bit of it is another: it would be noise of another law.
+    """The state that was written, or None if one bit of it is another.
 
-    Its tensors are mapped from the file: they are read once, for the checksum, and take no memory of their own.
+    Raises:
+        DPConfigError: if it is not a regular file, or cannot be read.
     """
-    left = path.stat().st_size - CHECKSUM_BYTES
-    if left < 0:
+    content = read_whole(path)
+    written, checksum = content[:-CHECKSUM_BYTES], content[-CHECKSUM_BYTES:]
+    if hashlib.sha256(written).digest() != checksum:
         return None
-    with (
-        path.open("rb") as file,
-        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
-        memoryview(content) as view,
-        view[:left] as written,
-    ):
-        if hashlib.sha256(written).digest() != content[left:]:
-            return None
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=True)  # a rank's device is its own affair
+    return torch.load(io.BytesIO(written), weights_only=True, map_location="cpu")  # a rank's device is its own affair

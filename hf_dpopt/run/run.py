@@ -76,7 +76,6 @@ class _Opened:
     chain: Chain
     charged: tuple[int, ...]  # the chain in progress comes last
     start: int  # steps that were done before it began
-    noise: dict[str, Any] | None
     recovery: Recovery | None
     keys: Path  # their folder
 
@@ -144,14 +143,13 @@ class PrivateRun:
         self.plan, self.output_dir, self.ranks = plan, Path(output_dir), current_ranks()
         self._dataset = dataset
         is_sharded = any_sharded((parameters or {}).values())
-        self._shard = (self.ranks.rank, self.ranks.size) if is_sharded else None  # of the noise that this rank keeps
         self._journal_limit = journal_limit if plan.is_private else 0.0
         self.log: RunLog | None = None
         self._journal: Journal | None = None
         self._is_closed = False
         self._door, self._step = _Door.IDLE, 0
         with contextlib.ExitStack() as undo:
-            undo.callback(self._let_go)
+            undo.callback(lambda: self.log and self.log.close())
             opened = self.ranks.same(
                 lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
             )
@@ -168,11 +166,8 @@ class PrivateRun:
             self.noise = plan.mechanism.stream(
                 source, plan.sensitivity, first_step=self.first_step + 1, num_steps=num_steps
             )
-            kept = opened.noise
-            if self._shard is not None:
-                kept = self.keys.load_noise(self.chain, self.charged[-1], self._shard)
-            self.noise.continue_at(self.charged[-1], kept)
-            if self._shard is None:  # else each rank has its own sums
+            self.noise.continue_at(self.charged[-1])
+            if not is_sharded:  # else each rank has its own sums
                 self.noise.share_over(self.ranks)
             undo.pop_all()
         self._participations = (
@@ -231,11 +226,10 @@ class PrivateRun:
         if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
             self.log.check_data(chain.chain_id, data_mark)
         self._journal = self._take_up(chain, resume, initial_weights)
-        charged, start, noise = (*resume.charged, 0), resume.reached, None
+        charged, start = (*resume.charged, 0), resume.reached
         if resume.chain is not None:
             charged, start = resume.charged, resume.chain.start_step
-            noise = self.log.keys.load_noise(chain, charged[-1]) if self._shard is None else None
-        return _Opened(chain, charged, start, noise, resume.recovery, self.log.keys.folder)
+        return _Opened(chain, charged, start, resume.recovery, self.log.keys.folder)
 
     def _check_plan(
         self, training: Mapping[str, Any] | None, resume: Resume, manifest: Manifest | None
@@ -288,15 +282,8 @@ class PrivateRun:
         """Record of the run, on rank 0; None on others, and when the run is closed."""
         return None if self.log is None else self.log.state
 
-    def _let_go(self) -> None:
-        if self.log is not None:
-            self.log.close()
-
     def stand(self) -> tuple[str, str, int]:
-        """Keep the noise's state, and say on every rank what the checkpoints of now stand at; all ranks together.
-
-        The noise's state stays in the private folder. Only the last one is kept: a run that goes on from an older
-        checkpoint needs noise of its own.
+        """Say on every rank what the checkpoints of now stand at; all ranks together.
 
         Returns:
             Run, chain and step, as `hf_dpopt.run.checkpoint.write_manifest` takes them.
@@ -304,13 +291,7 @@ class PrivateRun:
         Raises:
             DPConfigError: if log or ledger were taken from under the run.
         """
-        self.ranks.every(self._keep_noise)
         return self.ranks.same(self._stand)
-
-    def _keep_noise(self) -> None:
-        is_kept = not self.chain.unsafe and (self._shard is not None or self.ranks.rank == 0)
-        if is_kept and (noise := self.noise.state()):
-            self.keys.save_noise(self.chain, noise, self._shard)
 
     def _stand(self) -> tuple[str, str, int]:
         assert self.log is not None
@@ -426,7 +407,7 @@ class PrivateRun:
                 "a step and are charged by how many there were, so a step left out would show records more often than "
                 "was paid for. Take every step of a run once, in order; one without a batch, too."
             )
-        if any_sharded(engine.parameters.values()) and self._shard is None:
+        if any_sharded(engine.parameters.values()) and self._shards is None:
             raise DPConfigError(
                 "The model's parameters lie in shards, and the run was not told: every rank would add the noise of "
                 "other elements. Pass them: PrivateRun(.., parameters=engine.parameters)."
@@ -522,7 +503,7 @@ class PrivateRun:
     def _write_down(self, kind: str, released: Released, step: int) -> Released:
         """Make what was released durable, where a journal is kept: the optimizer sees it after that."""
         written = released
-        if self._shard is not None and self.ranks.same(
+        if self._shards is not None and self.ranks.same(
             lambda: self._journal is not None and self._journal.takes(released)
         ):
             # rank 0 writes all of it, one file for any number of ranks; the others only take part
@@ -646,11 +627,11 @@ class PrivateRun:
         """
         last = self.first_step + self.charged[-1]
         is_over = is_finished and last >= self.plan.num_steps
-        if is_over and (self._shard is not None or self.log is not None):
+        if is_over and self.log is not None:
             self.keys.secrets()  # still known to the scan of what is released
             self.keys.destroy()
         if self.log is not None:
-            self._let_go()
+            self.log.close()
             if is_over and self._journal is not None:
                 self._journal.remove()
             elif is_finished and last > self.first_step:

@@ -531,7 +531,7 @@ FAULTS: tuple[Fault, ...] = (
         "        for tensor, name in enumerate(sorted(sums)):\n            total = sums[name] if not",
         "        if t == 8:\n"
         "            for name, value in vars(self).items():\n"
-        "                if isinstance(value, dict) and name not in ('_bound_to', '_shapes'):\n"
+        "                if isinstance(value, dict) and name != '_shapes':\n"
         "                    setattr(self, name, type(value)())\n"
         "        for tensor, name in enumerate(sorted(sums)):\n            total = sums[name] if not",
         finding=TIME,

@@ -132,7 +132,6 @@ def _save_not_renamed(folders: Folders) -> None:
 def _temporary_files(folders: Folders) -> None:
     kill_at_new_key(folders)
     (folders.ledger.parent / ".report.json.0123abcd.tmp").write_text("half")
-    (folders.key("log.jsonl").parent / ".0123456789abcdef.noise.0123abcd.tmp").write_text("half")
 
 
 OPERATIONS = ("open", "mkdir", "rename", "replace", "unlink", "rmdir", "write", "fsync")
@@ -281,12 +280,9 @@ FAULTS = (
     Fault("half a save", "killed in the middle of a save", _half_saved, "same", "removed checkpoint-6"),
     Fault("save not renamed", "killed before the last step of a save, the renaming",
           _save_not_renamed, "same", "finished checkpoint-4"),
-    Fault("temporary files", "killed while it wrote the report, kept noise, and a key that was never used",
+    Fault("temporary files", "killed while it wrote the report, and a key that was never used",
           _temporary_files, "same", "removed .report.json.*"),
     # --- private folder ---
-    Fault("flipped noise", "one bit of the kept state of correlated noise flipped",
-          lambda f: flip(f.key(".noise")), "same", "drawn again from the key"),
-    Fault("noise gone", "the kept state of correlated noise deleted", lambda f: f.key(".noise").unlink(), "same"),
     Fault("other order", "the records in another order", lambda f: None, "refused", "training records are not those",
           True, False, {"train_dataset": tiny.records()[::-1]}),
     Fault("edited log", "the number of a step edited in the log", _edit_log, "refused", "log.jsonl, line 6: it was ed"),

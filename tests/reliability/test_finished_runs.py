@@ -12,5 +12,5 @@ def test_a_finished_run_leaves_no_key(tmp_path):
             logging_strategy="no",
         ).train(resume_from_checkpoint=resume)  # fmt: skip
         runs = tmp_path / "keys/runs"
-        kept = [*runs.glob("*/*.key"), *runs.glob("*/*.noise"), *(tmp_path / "out/_journal").glob("*")]
+        kept = [*runs.glob("*/*.key"), *(tmp_path / "out/_journal").glob("*")]
         assert not kept and len(list(runs.glob("*/log.jsonl"))) == 1

@@ -125,7 +125,7 @@ ON_THE_WAY = {
     "arguments": r"checkpoint-6/training_args\.bin", "configuration": r"checkpoint-6/config\.json",
     "state": r"checkpoint-6/trainer_state\.json", "list of files": r"checkpoint-6/\.?privacy_ledger\.json",
     "folder of the save": r"_unfinished_checkpoints", "place of the checkpoint": r"out/checkpoint-6$",
-    "noise": r"keys/runs/.*\.noise", "report": r"out/privacy/\.?report\.json",
+    "report": r"out/privacy/\.?report\.json",
     "statement": r"out/privacy/\.?statement\.md",
 }  # fmt: skip
 

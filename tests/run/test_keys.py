@@ -24,7 +24,9 @@ from hf_dpopt.run.keys import (
     opening_key,
     private_dir,
     private_folder,
+    read_state,
     secrets_in,
+    write_state,
 )
 from tests import tiny
 
@@ -220,46 +222,25 @@ def test_what_is_private_and_no_key_has_a_folder_for_each_output(tmp_path, outpu
     assert mine != private_folder(tmp_path / "p", "out2") and mine.is_dir()
 
 
-# --- the state of noise ---
+# --- states in files ---
 
 
-def test_a_state_of_noise_runs_no_code(keys, tmp_path):
-    chain = _added(keys)
-    keys.save_noise(chain, {"num_done": 3})
-    assert keys.load_noise(chain, 3) == {"num_done": 3} and keys.load_noise(chain, 2) is None
-    (file,) = keys.folder.glob("*.noise")
-    torch.save({"num_done": tiny.Bomb(tmp_path / "touched")}, file)
-    assert keys.load_noise(chain, 3) is None and not (tmp_path / "touched").exists()
+def test_a_state_runs_no_code(tmp_path):
+    path = tmp_path / "state"
+    write_state(path, {"step": 3})
+    assert read_state(path) == {"step": 3}
+    torch.save({"step": tiny.Bomb(tmp_path / "touched")}, path)
+    assert read_state(path) is None and not (tmp_path / "touched").exists()
 
 
-def test_a_damaged_state_of_noise_is_no_error_and_no_state(keys):
+def test_a_damaged_state_is_no_error_and_no_state(tmp_path):
     """Bytes changed anywhere, the pickle and the directory of the archive among them; what is kept must not be used."""
-    chain, rng = _added(keys), random.Random(0)
-    keys.save_noise(chain, {"num_done": 3, "shapes": {"w": (4,)}, "bound_to": {"a": 1}, "ahead": torch.ones(4)})
-    (path,) = keys.folder.glob("*.noise")
+    path, rng = tmp_path / "state", random.Random(0)
+    write_state(path, {"step": 3, "shapes": {"w": (4,)}, "weights": torch.ones(4)})
     whole = path.read_bytes()
     for _ in range(400):
         content = bytearray(whole)
         for _ in range(rng.randint(1, 4)):
             content[rng.randrange(len(content))] ^= rng.randint(1, 255)
         path.write_bytes(content[: rng.choice([len(content), rng.randrange(len(content))])])
-        assert keys.load_noise(chain, 3) is None
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="Linux counts what a process reads")
-def test_a_kept_state_is_mapped_and_not_copied(keys):
-    """A resume of a model of billions of parameters needs no memory for it beside the noise itself."""
-    chain = _added(keys)
-    noise = {"num_done": 5, "draws": {name: [torch.randn(2**23)] for name in "ab"}}
-    keys.save_noise(chain, noise)
-    size = (keys.folder / f"{chain.chain_id}.noise").stat().st_size
-
-    def held() -> int:
-        status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
-        return 1024 * int(status["RssAnon"].split()[0])
-
-    keys.load_noise(chain, 5)  # what is imported and allocated the first time
-    before = held()
-    kept = keys.load_noise(chain, 5)
-    assert held() - before < size / 2
-    assert kept["num_done"] == 5 and torch.equal(kept["draws"]["b"][0], noise["draws"]["b"][0])
+        assert read_state(path) is None

@@ -39,6 +39,3 @@ class RecurrentStream(CorrelatedStream):
 
     def _own_state(self) -> State:
         return {"outputs": self._outputs}
-
-    def _restore(self, state: State) -> None:
-        self._outputs = state["outputs"]

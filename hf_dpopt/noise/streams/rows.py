@@ -40,11 +40,12 @@ class HistoryStream(CorrelatedStream):
         if self._window is not None and len(draws) >= self._window:
             del draws[0]
 
+    def _replay(self, like: torch.Tensor, name: str, tensor: int, num_steps: int) -> None:
+        first = 0 if self._window is None else max(0, num_steps - self._window + 1)
+        self._draws[name] = [self._normal(like, tensor, row) for row in range(first, num_steps)]
+
     def _own_state(self) -> State:
         return {"draws": self._draws}
-
-    def _restore(self, state: State) -> None:
-        self._draws = state["draws"]
 
 
 class RegeneratedStream(CorrelatedStream):
@@ -96,6 +97,3 @@ class RegeneratedStream(CorrelatedStream):
 
     def _own_state(self) -> State:
         return {"ahead": self._ahead}
-
-    def _restore(self, state: State) -> None:
-        self._ahead = state["ahead"]
