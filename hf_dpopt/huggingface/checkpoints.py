@@ -259,7 +259,8 @@ class Checkpoints:
                     f"There is no whole checkpoint in {output_dir} to resume from.{torn} Leave resume_from_checkpoint "
                     "out to start over; steps that were charged there stay charged."
                 )
-            logger.info(f"No whole checkpoint is in {output_dir}.{torn} The run goes on from its initial weights.")
+            say = logger.warning if skipped else logger.info
+            say(f"No whole checkpoint is in {output_dir}.{torn} The run goes on from its initial weights.")
             return None
         for one in skipped:
             logger.warning(f"{one.folder.name} is skipped: {'; '.join(one.reasons)}. Resuming from {last.folder}.")

@@ -168,9 +168,9 @@ def _check_begins(ledger: Ledger, last: ChainRecord, output_dir: Path) -> None:
     """Refuse to resume a run from its initial weights where steps were charged that nothing leads to."""
     if last.reached:
         raise DPConfigError(
-            f"There is no checkpoint in {output_dir}, and no journal that leads from the initial weights to step "
-            f"{last.reached}, which {ledger.path} has charged. If the run is finished, load the model that it saved; "
-            "else start over without resume_from_checkpoint (its cost comes on top), or in another output_dir."
+            f"There is no whole checkpoint in {output_dir}, and no journal that leads from the initial weights to "
+            f"step {last.reached}, which {ledger.path} has charged. If the run is finished, load the model that it "
+            "saved; else start over without resume_from_checkpoint (its cost comes on top), or in another output_dir."
         )
 
 

@@ -149,7 +149,7 @@ class PrivateRun:
         self._is_closed = False
         self._door, self._step = _Door.IDLE, 0
         with contextlib.ExitStack() as undo:
-            undo.callback(lambda: self.log and self.log.close())
+            undo.callback(self._let_go)
             opened = self.ranks.same(
                 lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
             )
@@ -281,6 +281,10 @@ class PrivateRun:
     def ledger(self) -> Ledger | None:
         """Record of the run, on rank 0; None on others, and when the run is closed."""
         return None if self.log is None else self.log.state
+
+    def _let_go(self) -> None:
+        if self.log is not None:
+            self.log.close()
 
     def stand(self) -> tuple[str, str, int]:
         """Say on every rank what the checkpoints of now stand at; all ranks together.
@@ -631,7 +635,7 @@ class PrivateRun:
             self.keys.secrets()  # still known to the scan of what is released
             self.keys.destroy()
         if self.log is not None:
-            self.log.close()
+            self._let_go()
             if is_over and self._journal is not None:
                 self._journal.remove()
             elif is_finished and last > self.first_step:
