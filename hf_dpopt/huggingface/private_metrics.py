@@ -13,7 +13,6 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.records.losses import RecordLosses, base_model, problem_type
-from hf_dpopt.run.metrics import MetricsAtWork
 from hf_dpopt.run.run import PrivateRun
 
 TOKENS = ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration")
@@ -56,15 +55,11 @@ def usual_bound(model: nn.Module, per_example_loss_func: Any = None) -> float | 
     return round(math.log(size), 3) if size > 1 else None
 
 
-def announce_metrics(run: PrivateRun, steps_of_a_line: int) -> None:
-    """Say in the log what the numbers take, and how exact they are; nothing without them."""
-    metrics, spec = run.metrics, run.plan.private_metrics
-    if spec is None or not isinstance(metrics, MetricsAtWork):
-        return
-    logger.info(
-        f"Private metrics take {spec.share:.3g} of each step's budget: the noise of the gradients is "
-        f"{1 / math.sqrt(1 - spec.share) - 1:.2%} larger, epsilon the same. A line of the log is over "
-        f"{steps_of_a_line} steps; the noise of its private_loss has a stddev of about "
-        f"{metrics.noise_of_loss(run.noise.draw_stddev / run.plan.config.expected_batch_size, steps_of_a_line):.2g} "
-        f"(losses are cut to {spec.loss_bound:g})."
-    )
+def announce_metrics(run: PrivateRun) -> None:
+    """Say in the log what the numbers take; nothing without them."""
+    spec = run.plan.private_metrics
+    if spec is not None:
+        logger.info(
+            f"Private metrics take {spec.share:.3g} of each step's budget: the noise of the gradients is "
+            f"{1 / math.sqrt(1 - spec.share) - 1:.2%} larger, epsilon the same. Losses are cut to {spec.loss_bound:g}."
+        )

@@ -211,12 +211,8 @@ class TrainingSession:
             seed=seed,
         )
 
-    def announce(self, steps_of_a_line: int) -> None:
-        """Say in the log what begins.
-
-        Args:
-            steps_of_a_line: optimizer steps between two lines of the log.
-        """
+    def announce(self) -> None:
+        """Say in the log what begins."""
         plan, run, args = self.plan, self.run, self._args
         if said := no_protection(plan.epsilon(), "record" if plan.unit == "example" else plan.unit):
             logger.warning(f"NO PROTECTION: {said}")
@@ -228,7 +224,7 @@ class TrainingSession:
             f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"
         )
         announce(plan, args, self._inputs, self._planned.advised)
-        announce_metrics(run, steps_of_a_line)
+        announce_metrics(run)
         if not plan.strategy.is_independent:
             logger.debug(
                 f"Noise: {plan.config.noise_mechanism}, correlated over the steps ({plan.strategy.name}); draws of "

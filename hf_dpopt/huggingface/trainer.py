@@ -246,7 +246,7 @@ class DPTrainerMixin(_Trainer):
         )
         self._evaluation.run = self._session.run
         self._release.write_report()
-        self._session.announce(max(1, int(self.state.logging_steps or 1)))
+        self._session.announce()
         return model, loader
 
     @staticmethod

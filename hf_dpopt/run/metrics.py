@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -85,16 +84,6 @@ class MetricsAtWork(NoMetrics):
             found |= {name: quantile_of(counts, ends, share) for name, share in QUANTILES.items()}
         self._num_steps, self._loss_sum, self._counts = 0, 0.0, [0.0] * len(counts)
         return {PREFIX + name: value for name, value in found.items()}
-
-    def noise_of_loss(self, noise_stddev: float, num_steps: int) -> float:
-        """Stddev of the noise in the loss of a line of the log, as it is at the start; independent noise.
-
-        Args:
-            noise_stddev: noise of a coordinate of the released mean, gradient units.
-            num_steps: steps of the line.
-        """
-        measures = self.measures()
-        return noise_stddev / measures.loss_weight * measures.farthest / math.sqrt(num_steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {
