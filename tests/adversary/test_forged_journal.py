@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import pytest
 import torch
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.run.keys import write_state
 from tests import tiny
 from tests.adversary.test_forged_ledgers import NUM_STEPS, RAN, SAVED_AT, Scene, made, scene, train
 
@@ -19,7 +20,9 @@ __all__ = ["made", "scene"]  # fixtures
 def _forge(scene: Scene, step: int, kind: str, **content: Any) -> Path:
     """Write an entry with the right checksum."""
     path: Path = scene.out / "_journal" / f"{scene.chain['chain_id']}-{step:09d}-{kind}.release"
-    write_state(path, {"entry": path.name, "base": "", "values": {}} | content)
+    made = io.BytesIO()
+    torch.save({"entry": path.name, "base": "", "values": {}} | content, made)
+    path.write_bytes(made.getvalue() + hashlib.sha256(made.getvalue()).digest())
     return path
 
 

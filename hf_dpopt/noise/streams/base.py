@@ -156,7 +156,7 @@ class CorrelatedStream(NoiseStream):
         self.num_steps = self._to_replay = num_steps
 
     def _own_state(self) -> State:
-        """What is kept between steps; secret."""
+        """Tensors that are kept between steps; secret."""
         return {}
 
     def bytes_kept(self) -> int:
