@@ -108,23 +108,6 @@ def test_they_lie_between_grids_that_bracket_the_walks(change, num_steps):
         assert np.max(high - low) < 0.5 and (num_steps > 3 or np.max(high - low) < 0.05), "it says something"
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"noise": 4.0}, {"noise": 0.3, "diameter": 0.1}, {"num_examples": 100, "noise": 10.0}, {"l2": 0.1}],
-)
-def test_finer_panels_change_less_than_the_error(change, monkeypatch):
-    """A hundredth of what is allowed for."""
-    setting = run(**change)
-    found = {t: laws(setting, t) for t in (1, 30, 3000, 100_000)}
-    for name, value in (("NODES", 18), ("GROWTH", 0.3), ("NARROWEST", 1.2), ("RESOLVED", 1.5)):
-        monkeypatch.setattr(module, name, value)
-    for num_steps, (_, y, *coarse) in found.items():
-        walk, fine_y, *fine = laws(setting, num_steps)
-        between = module._interpolation(y, module._edges(walk), len(fine_y))
-        for one, other in zip(coarse, fine, strict=True):
-            assert np.abs(between @ other - one).max() < ERROR / 100
-
-
 # --- epsilon ---------------------------------------------------------------------------------------------------------
 
 
@@ -192,15 +175,6 @@ def test_grows_with_the_steps_up_to_the_plateau_of_the_paper():
         early, at, late, end = last_iterate_lower_epsilons(setting, [mark // 10, mark, 10 * mark, 1000 * mark], DELTA)
         assert early < 0.6 * at and 0.5 * end < at < 0.95 * end and late > 0.999 * end
         assert plateau(setting, DELTA) == pytest.approx(4 * mark, rel=0.75)
-
-
-def test_several_numbers_of_steps_are_the_single_ones():
-    setting = run(diameter=0.3)
-    many = last_iterate_lower_epsilons(setting, [500, 1, 33], DELTA)
-    assert many == pytest.approx(
-        [last_iterate_lower_epsilon(dataclasses.replace(setting, num_steps=t), DELTA) for t in (500, 1, 33)], abs=1e-3
-    )
-    assert last_iterate_lower_epsilons(setting, [], DELTA) == []
 
 
 def test_never_claims_more_than_the_error_lets_it_see():

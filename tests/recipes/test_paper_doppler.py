@@ -1,9 +1,7 @@
-"""The experiments on arXiv:2408.13460: harness, numbers and commands, on small data made here."""
+"""The experiments on arXiv:2408.13460: runs, rates and what filters do, on small data made here."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ import pytest
 import torch
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from recipes import glue_options
 from recipes.paper import runs
-from recipes.paper.doppler import filters, finetuning, spectra, task, training
+from recipes.paper.doppler import filters, spectra, task, training
 
 pytestmark = pytest.mark.slow
 
@@ -43,20 +40,6 @@ def short_run(**changes: Any) -> training.Run:
         optimizer="dp_sgd", filter=training.PLAIN, epsilon=8.0, rate=0.5, seed=0, num_steps=12, batch=16, size=SMALL
     )
     return training.Run(**{**values, **changes})
-
-
-# --- data ---
-
-
-def test_records_are_the_hashed_words_of_the_text(data: task.Data) -> None:
-    assert len(data.train) == 81 and len(data.validation) == 27 and len(data.test) == 54
-    words_BT = data.train.words_BT
-    assert words_BT.shape == (81, 4) and words_BT.max() < SMALL.buckets
-    first, filler = words_BT[:80, 0], words_BT[:80, 1]
-    assert len(set(first.tolist())) == 4 and len(set(filler.tolist())) == 1 and filler[0] != task.PADDING
-    assert (words_BT[:80, 2:] == task.PADDING).all() and (words_BT[80] == task.PADDING).all()
-    assert data.train.labels_B[:5].tolist() == [0, 1, 2, 3, 0]
-    assert data.train.trimmed().words_BT.shape == (81, 2)
 
 
 # --- one run ---
@@ -142,34 +125,6 @@ def test_climbing_ends_at_the_maximum(peak: int) -> None:
     assert len(training.climb(lambda rate: rate, 1.0)) == runs.MAX_RATES
 
 
-def test_runs_are_done_once_and_cells_do_not_report_the_tuning_seed(
-    tmp_path: Path, data: task.Data, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done: list[training.Run] = []
-
-    def fake(run: training.Run, given: task.Data) -> dict[str, Any]:
-        assert given is data
-        done.append(run)
-        best = run.rate == 1.0
-        accuracy = 0.5 + 0.1 * best + 0.01 * run.seed * (run.seed != training.TUNING_SEED)
-        return {
-            "accuracy": accuracy, "loss": 1.0, "validation_accuracy": 0.9 * best, "noise_multiplier": 0.7,
-            "curve": [[1, accuracy]], "clipped": 0.5, "seconds": 1.0, "taps": None,
-        }  # fmt: skip
-
-    monkeypatch.setattr(training, "train", fake)
-    path = tmp_path / "runs.jsonl"
-    cell = training.Runs(path, data).cell(short_run(rate=0.0), num_seeds=3, start=0.5)
-    assert cell["rate"] == 1.0 and set(cell["tried"]) == {"0.5", "1", "2"}
-    assert cell["accuracies"] == [0.6, 0.61, 0.62] and cell["seeds"] == [0, 1, 2]
-    assert [run.rate for run in done if run.seed != training.TUNING_SEED] == [1.0, 1.0, 1.0]
-    assert len(done) == len(path.read_text().splitlines()) == 6
-    again = training.Runs(path, data)
-    assert again.cell(short_run(rate=0.0), num_seeds=3, start=0.5) == cell and len(done) == 6
-    again.result(dataclasses.replace(short_run(), size=task.Size()))
-    assert len(done) == 7, "another model is another run"
-
-
 # --- what filters do ---
 
 
@@ -220,26 +175,3 @@ def test_spectra_tell_a_slow_signal_from_white_noise() -> None:
     gains = found["gains"]
     assert gains["none"] == pytest.approx({"normalised_snr": 1, "normalised_snr_of_displacement": 1})
     assert gains["momentum"]["normalised_snr"] > 8, "1.9 / 0.1 less what the filter takes of the signal"
-
-
-# --- commands ---
-
-
-def test_a_job_is_what_the_recipe_reads(tmp_path: Path, folder: Path) -> None:
-    job = finetuning.Job(
-        optimizer="dp_adam_bc", filter="second_order", rate=0.004, seed=3, epsilon=8.0, num_steps=5, batch=12,
-        clipping_norm=0.1,
-    )  # fmt: skip
-    path = tmp_path / "settings.json"
-
-    def parsed(job: finetuning.Job) -> Any:
-        rest = {"train_file": str(folder / "train.tsv"), "model_name_or_path": "none", "output_dir": str(tmp_path)}
-        path.write_text(json.dumps({**job.settings(), **rest}), encoding="utf-8")
-        return glue_options.parse([str(path)])
-
-    model_args, data_args, training_args = parsed(job)
-    assert training_args.optimizer_name() == "dp_adam_bc" and training_args.filter == "second_order"
-    assert (training_args.learning_rate, training_args.max_steps, training_args.seed) == (0.004, 5, 3)
-    assert model_args.lora_r == 8 and data_args.max_seq_length == 32
-    plain = parsed(dataclasses.replace(job, optimizer="dp_adamw", filter=finetuning.PLAIN))[2]
-    assert plain.optimizer_name() == "dp_adamw" and plain.filter is None

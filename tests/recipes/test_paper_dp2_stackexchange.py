@@ -1,4 +1,4 @@
-"""DP^2 on posts of Stack Exchange: records, plans, methods, the climb and the table."""
+"""DP^2 on posts of Stack Exchange: records, plans and methods."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import gzip
 import json
 import random
 
-import numpy as np
 import pytest
 
 from recipes.paper.dp2 import stackexchange as task
-from recipes.paper.runs import KeptRuns
 
 pytestmark = pytest.mark.slow
 
@@ -60,14 +58,6 @@ def test_records_do_not_overlap_and_hold_no_titles(folder, small, monkeypatch):
     assert len(rows) == NUM  # each post, which has a word of its own, is in one part
 
 
-@pytest.mark.parametrize("name", task.FEATURES)
-def test_features(name, folder, small):
-    """Frequencies add up to 1 in each record; the bias is the last feature."""
-    x_NW, bias = task.make_task(folder, name).train.x_NW.toarray(), task.FEATURES[name].bias
-    assert x_NW.shape[1] == 64 + (bias > 0) and (x_NW[:, 64:] == bias).all()
-    np.testing.assert_allclose(x_NW[:, :64].sum(axis=1), 1.0, rtol=1e-6)
-
-
 def test_a_plan_keeps_its_budget_and_the_query_is_paid_for(small):
     plain, asked = task.plan_of(200, 3.0, None), task.plan_of(200, 3.0, 2.0)
     for plan in (plain, asked):
@@ -99,37 +89,3 @@ def test_rows_of_one_seed_see_the_same_batches_and_other_noise(tasks, monkeypatc
         task.train(tasks, task.Run(task.PAPERS, method, 500.0, *task.METHODS[method].start, seed=3))
     (batches, noise), (same, other) = drawn
     assert batches == same and noise != other
-
-
-def test_the_table_compares_pairs(tmp_path, monkeypatch):
-    """Accuracies that are known: DP2 is 2 points above DP-SGD on each seed, whatever the seed adds."""
-
-    def train(run):
-        lead = {"DP-SGD": 0.0, "DP2-RMSProp": 0.02}.get(run.method, 0.01) + 0.1 * ("small" in run.task)
-        peak = -abs(np.log2(run.rate)) / 100 - abs(np.log(run.clip)) / 100
-        return {"tuning": 0.5 + lead + peak, "test": 0.5 + lead + 0.03 * run.seed}
-
-    rows, cells = task.table(KeptRuns(tmp_path / "runs.jsonl", train, lambda run, line: ""))
-    assert len(rows) == sum(len(kind.epsilons) * len(kind.methods or task.METHODS) for kind in task.FEATURES.values())
-    for row in rows:
-        lead, half = row["over DP-SGD"]
-        assert lead == pytest.approx({"DP-SGD": 0.0, "DP2-RMSProp": 2.0}.get(row["method"], 1.0)) and half < 1e-6
-        assert row["stddev"] == pytest.approx(3.0 * np.std(range(5), ddof=1))
-    best = task.with_best_features(rows, cells)
-    assert len(best) == len(task.EPSILONS) * len(task.METHODS)
-    for row in best:
-        assert row["features"] == ("frequencies, small bias" if row["method"] in task.SOME else task.PAPERS)
-
-
-def test_the_explanation_measures_what_it_says(tasks):
-    sparse = task.sparsity(tasks("frequencies, no bias"))
-    assert sparse["share of the bias in the squared norm"] == 0.0
-    with_bias = task.sparsity(tasks("frequencies, bias"))
-    squares_N = np.square(tasks("frequencies, no bias").train.x_NW.toarray()).sum(axis=1)
-    assert with_bias["share of the bias in the squared norm"] == pytest.approx((1 / (1 + squares_N)).mean())
-    posts = tasks(task.PAPERS)
-    assert task.without_privacy(posts, posts.train, num_steps=60) > 90.0
-    run = task.Run(task.PAPERS, "DP2-RMSProp", 500.0, 8.0, 0.3, 1.0, 300.0, 1.0, 0)
-    refreshes = task.hidden_moments(tasks, run)
-    assert [row["step"] for row in refreshes] == [3, 9]
-    assert all(0 <= row["above the noise"] <= row["coordinates"] == 64 * len(task.CLASSES) for row in refreshes)
