@@ -202,16 +202,6 @@ def test_resuming_with_other_noise_is_refused(tmp_path, changes, field):
     assert (tmp_path / "out/privacy/ledger.jsonl").read_bytes() == before
 
 
-def test_a_restarted_dense_run_is_tuned_again_and_continued(tmp_path):
-    options = {"noise_mechanism": "dense", "noise_restart_every": 4}
-    whole = run_and_die_everywhere(tmp_path, **options)
-    folder = tmp_path / "died/5"
-    resumed = trainer(folder, **options)
-    resumed.train(resume_from_checkpoint=str(folder / "out/checkpoint-5"))
-    want = tiny.weights(whole.model)
-    assert all(torch.equal(p, want[n]) for n, p in tiny.weights(resumed.model).items())
-
-
 def test_bands_are_charged_for_columns_that_a_longer_run_fills():
     """A plan shorter than the bands has smaller columns; more steps are charged at theirs, by dp_accounting itself."""
     coefs = [1.0, 0.8, 0.6, 0.5]
@@ -251,11 +241,6 @@ def test_explicit_wishes_beside_auto_are_not_overruled_by_the_ledger(tmp_path):
             trainer(tmp_path, **CASES["auto"] | wish).train(resume_from_checkpoint=True)
     with pytest.raises(DPConfigError, match="chooses the options, too"):
         trainer(tmp_path, **CASES["auto"] | {"noise_kwargs": {"nu": 0.1}})
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_run_that_has_not_begun_has_spent_nothing(tmp_path, name):
-    assert trainer(tmp_path, **CASES[name]).privacy_spent().epsilon == 0.0
 
 
 @pytest.mark.slow

@@ -193,24 +193,6 @@ def _opt(rate):
     return tf.OPTForCausalLM(tf.OPTConfig(**DECODER, max_position_embeddings=80, dropout=0.0, layerdrop=rate))
 
 
-def _whisper(rate):
-    config = tf.WhisperConfig(
-        vocab_size=VOCABULARY, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, num_mel_bins=8, max_source_positions=10,
-        max_target_positions=40, decoder_layerdrop=rate, dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1,
-    )  # fmt: skip
-    model = tf.WhisperForConditionalGeneration(config)
-    for name, p in model.named_parameters():
-        p.requires_grad_("layers" in name)
-    return model
-
-
-def _speech() -> dict[str, torch.Tensor]:
-    tokens = torch.randint(3, VOCABULARY, (2, 6))
-    return {"input_features": torch.randn(2, 8, 20), "labels": tokens, "decoder_input_ids": tokens}
-
-
 def _wav2vec2(rate, **changes):
     config = tf.Wav2Vec2Config(
         hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, conv_dim=(8, 8),
@@ -370,7 +352,6 @@ def _regression() -> nn.Module:
 LAYERDROP = {
     "bart": (_bart, None, r"model\.(en|de)coder.*config\.(en|de)coder_layerdrop = 0\.0"),
     "opt": (_opt, None, r"model\.decoder.*config\.layerdrop = 0\.0"),
-    "whisper": (_whisper, _speech, r"model\.decoder.*config\.decoder_layerdrop = 0\.0"),
     "wav2vec2": (_wav2vec2, _sound, r"wav2vec2\.encoder.*config\.layerdrop = 0\.0"),
 }
 DTYPES = (torch.float32, torch.bfloat16)

@@ -73,15 +73,3 @@ def test_values_are_typed_and_make_an_optimizer(name, optim_args, cls, kwargs):
 def test_what_it_cannot_read_is_refused_by_name(name, optim_args, match):
     with pytest.raises(ValueError, match=match):
         optimizer_from_arguments(name, fields(optim_args))
-
-
-def test_the_fields_are_those_of_training_arguments(tmp_path):
-    from transformers import TrainingArguments
-
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim_args="rank=4", learning_rate=0.25)
-    assert optimizer_from_arguments("dp_galore", args)[1] == {
-        "lr": 0.25,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "rank": 4,
-    }

@@ -95,29 +95,6 @@ def test_it_resumes_bit_for_bit_at_every_step(case, stored, dtype):
             assert {average.dtype for average in resumed.filter.averages.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("case, stored", COMBINATIONS)
-def test_it_passes_through_accelerate(case, stored):
-    """Which sends the state through `load_state_dict` before the first step."""
-    accelerate = pytest.importorskip("accelerate")
-    gradients = [[torch.randn(shape) for _ in range(NUM_STEPS)] for shape in SHAPES]
-    weights, optimizer = fresh(case, stored)
-    again, wrapped = fresh(case, stored)
-    try:
-        prepared = accelerate.Accelerator(cpu=True).prepare_optimizer(wrapped)
-        for t in range(NUM_STEPS):
-            step(optimizer, weights, gradients, t)
-            wrapped.noise.step = t
-            for group in prepared.param_groups:
-                group["lr"] = LRS[t]
-            for w, of_w in zip(again, gradients, strict=True):
-                w.grad = of_w[t].clone()
-            prepared.step()
-        assert all(torch.equal(a, b) for a, b in zip(again, weights, strict=True))
-        assert prepared.state_dict().keys() == optimizer.state_dict().keys()
-    finally:
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
 @pytest.mark.parametrize("case, stored", COMBINATIONS)
 def test_a_copy_goes_on_alone_and_without_the_noise_level(case, stored, copied):

@@ -15,17 +15,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
-    GPT2Config,
-    GPT2LMHeadModel,
-    RobertaConfig,
     RobertaForSequenceClassification,
 )
 
 from recipes import canaries, clm, glue, running
 from recipes.canary_texts import mix
-from recipes.embedded.build import make_gpt2_tokenizer, make_tokenizer
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
-from tests.recipes.texts import DOCUMENTS, PAIRS, POSITIONS
+from tests.recipes.conftest import save_gpt2, save_roberta
+from tests.recipes.texts import DOCUMENTS, PAIRS
 
 TEXTS = [text for pair in PAIRS for text in pair] + DOCUMENTS
 TRAINING = {"--use_cpu": "true", "--disable_tqdm": "true", "--report_to": "none", "--save_strategy": "no",
@@ -36,25 +33,13 @@ BOUND = re.compile(r"epsilon >= ([\d.]+) by one_run,")
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("gpt2")
-    tokenizer = make_gpt2_tokenizer(TEXTS)
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=POSITIONS, n_embd=64, n_layer=1, n_head=2,
-                        bos_token_id=0, eos_token_id=0)  # fmt: skip
-    GPT2LMHeadModel(config).save_pretrained(folder)
-    return str(folder)
+    return save_gpt2(tmp_path_factory.mktemp("gpt2"), n_embd=64, n_layer=1)
 
 
 @pytest.fixture(scope="module")
 def roberta(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("roberta")
-    make_tokenizer(TEXTS).save_pretrained(folder)
-    torch.manual_seed(0)
-    config = RobertaConfig(vocab_size=1024, hidden_size=64, num_hidden_layers=1, num_attention_heads=2,
-                           intermediate_size=64, max_position_embeddings=42)  # fmt: skip
-    RobertaForSequenceClassification(config).save_pretrained(folder)
-    return str(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 64}
+    return save_roberta(tmp_path_factory.mktemp("roberta"), RobertaForSequenceClassification, TEXTS, **sizes)
 
 
 @pytest.fixture

@@ -211,16 +211,6 @@ def test_non_private_says_so(gpt2_dir: str, files: Path, capsys: pytest.CaptureF
     assert AutoModelForCausalLM.from_pretrained(files / "out").dtype == torch.float32  # not the file's half precision
 
 
-def test_public_texts_are_learnt_first(gpt2_dir: str, files: Path) -> None:
-    (files / "public.csv").write_text((files / "train.csv").read_text().replace("open", "public"))
-    assert clm.run(arguments(gpt2_dir, public_file="public.csv", learning_rate="1e-12", dropout="0")) == 0
-    before = AutoModelForCausalLM.from_pretrained(gpt2_dir, dtype=torch.float32).state_dict()
-    after = AutoModelForCausalLM.from_pretrained(files / "out").state_dict()
-    assert max(float((after[name] - before[name]).abs().max()) for name in before) > 1e-5, "the private rate is 1e-12"
-    statement = (files / "out" / "privacy" / "statement.md").read_text()
-    assert "records of a file that was declared public" in statement
-
-
 def test_from_the_hub(gpt2_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for the download; a split that is not used need not fit."""
     splits = DatasetDict(

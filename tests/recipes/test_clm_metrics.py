@@ -13,15 +13,12 @@ from transformers import EvalPrediction
 from recipes import clm_metrics
 from recipes.clm_metrics import (
     corpus_bleu,
-    generation_metrics,
     loss_of_records,
     nist,
     perplexity_metrics,
     rouge_l,
     tokens_13a,
 )
-
-CAT = ["the cat is on the mat", "there is a cat on the mat"]
 
 
 def test_nist_by_hand() -> None:
@@ -62,23 +59,6 @@ def test_nist_of_one_reference_is_that_of_nltk(corpus: tuple[list[str], list[lis
         [[tokens_13a(r) for r in g] for g in references], list(map(tokens_13a, texts)), n=5
     )
     assert nist(texts, references) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_log_says_who_computed_it(
-    installed: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    if installed:
-        pytest.importorskip("sacrebleu")
-        pytest.importorskip("rouge_score")
-    else:
-        monkeypatch.setattr(clm_metrics.importlib.util, "find_spec", lambda name: None)
-    with caplog.at_level("INFO", logger="recipes"):
-        found = generation_metrics(["the cat sat on the mat"], [CAT])
-    assert found["bleu"] == pytest.approx(corpus_bleu(["the cat sat on the mat"], [CAT]))
-    assert set(found) == {"bleu", "rouge_l", "nist"}
-    assert ("BLEU: sacrebleu; ROUGE-L: rouge_score" in caplog.text) is installed
-    assert ("BLEU: recipes/clm_metrics.py" in caplog.text) is not installed
 
 
 def test_perplexity_of_records_and_of_tokens() -> None:

@@ -12,73 +12,15 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_dpopt import DPConfigError
-from recipes.embedded import corpus as corpus_module
 from recipes.embedded.build import MAX_TOKENS, build
 from recipes.embedded.corpus import LABELS, Corpus, read_corpus
 
 pytestmark = pytest.mark.slow
 
-MODULE = '''"""A module about things that matter."""
-URL = f"http://{host}#not a comment here"  # a trailing comment about the address
-# The first line of a note
-# continues on the second line.
-
-# Other notes begin
-  # in another column, so they stay apart.
-
-class Thing:
-    """A class that holds one value."""
-
-    def get(self, name, default):
-        """Return the value of that name.
-
-        Used by nobody else so far.
-
-        >>> thing.get(the, value, of, that) is no prose
-        """
-        text = f"{name} # {default} and some words"
-        return self.values.get(name, default)  # shared by both kinds of text
-
-def other():
-    """Shared by both kinds of text"""
-'''
-
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
     return read_corpus()
-
-
-@pytest.fixture
-def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Sentence -> kind in the module above; no code line is left out, and no other text is added."""
-    (tmp_path / "lib" / "test").mkdir(parents=True)
-    (tmp_path / "lib" / "thing.py").write_text(MODULE)
-    (tmp_path / "lib" / "test" / "skipped.py").write_text("# This comment is in a test folder.\n")
-    (tmp_path / "lib" / "broken.py").write_text("# This comment is in a broken file.\ndef (")
-    (tmp_path / "lib" / "latin.py").write_bytes(b"# This comment is not in \xff UTF-8.\n")
-    monkeypatch.setattr(corpus_module, "MIN_SENTENCES", 1)
-    monkeypatch.setattr(corpus_module, "CODE_PERCENT", 100)
-    monkeypatch.setattr(corpus_module, "_language_reference", list)
-    made = read_corpus(tmp_path / "lib")
-    return {s: LABELS[label] for s, label in made.train + made.evaluation} | dict.fromkeys(made.public_text, "public")
-
-
-def test_kinds_of_text(found: dict[str, str]) -> None:
-    assert found == {
-        "A module about things that matter.": "public",
-        "A class that holds one value.": "public",
-        "a trailing comment about the address": "comment",
-        "The first line of a note continues on the second line.": "comment",
-        "in another column, so they stay apart.": "comment",
-        "not a comment here": "public",
-        "Return the value of that name.": "docstring",
-        "Used by nobody else so far.": "docstring",
-        "def get(self, name, default):": "code",
-        'text = f"{name} # {default} and some words"': "code",
-        "return self.values.get(name, default)": "code",
-        'URL = f"http://{host}#not a comment here"': "code",
-    }
 
 
 def test_a_library_without_sources_is_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from hf_dpopt import DPConfigError
-from recipes import glue, hub, sources
+from recipes import glue, sources
 from recipes.glue_model import label_order
 from recipes.glue_options import parse
 from recipes.models import set_dropout
@@ -195,36 +194,6 @@ def test_without_the_hub_there_is_one_line(capsys: pytest.CaptureFixture[str], f
     error = capsys.readouterr().err
     assert "The hub cannot be reached" in error and "--train_file train.tsv" in error and "Traceback" not in error
     assert not (files / "runs").exists()
-
-
-def test_the_probe_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any answer but a proxy's refusal or a server error means that the hub is there."""
-    import requests
-
-    class Answer:
-        def __init__(self, status: int):
-            self.status_code = status
-
-    def unreachable(*args: Any, **kwargs: Any) -> Answer:
-        raise requests.ConnectionError("no route")
-
-    answers: list[tuple[Callable[..., Answer], bool]] = [
-        (lambda *a, **k: Answer(200), True), (lambda *a, **k: Answer(404), True),
-        (lambda *a, **k: Answer(403), False), (lambda *a, **k: Answer(503), False), (unreachable, False),
-    ]  # fmt: skip
-    for module, name in (
-        (hub.huggingface_hub.constants, "HF_HUB_OFFLINE"),
-        (hub.datasets.config, "HF_HUB_OFFLINE"),
-        (hub.evaluate.config, "HF_EVALUATE_OFFLINE"),
-    ):
-        monkeypatch.setattr(module, name, False)  # is_reachable may switch it on; monkeypatch puts it back
-    for answer, expected in answers:
-        monkeypatch.setattr(hub.huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(requests, "head", answer)
-        hub.is_reachable.cache_clear()
-        assert hub.is_reachable() is expected
-        assert hub.huggingface_hub.constants.HF_HUB_OFFLINE is not expected
-    hub.is_reachable.cache_clear()
 
 
 # --- model -----------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from recipes.glue_data import (
 )
 from recipes.options import ModelArguments
 from recipes.sources import load_tables, table_of_dataset
-from recipes.tables import Table, read_table
+from recipes.tables import Table
 
 
 def table(lines: bool = False, **columns: Any) -> Table:
@@ -156,34 +155,6 @@ def test_hub_datasets_give_label_names() -> None:
     features = Features({"sentence": Value("string"), "label": ClassLabel(names=["no", "yes"])})
     dataset = Dataset.from_dict({"sentence": ["a", "b"], "label": [1, -1]}, features=features)
     assert table_of_dataset("d", dataset).columns == {"sentence": ["a", "b"], "label": ["yes", "-1"]}
-
-
-REAL = {
-    # folder: task, has a pair, {split: counts in the order of the ids}
-    "glue-sst2": ("sst2", False, {"train": [29780, 37569], "dev": [428, 444]}),
-    "glue-rte": ("rte", True, {"train": [1249, 1241], "dev": [146, 131]}),
-    "glue-mrpc": ("mrpc", True, {"train": [1194, 2474], "dev": [129, 279], "test": [578, 1147]}),
-    "glue-cola": ("cola", False, {"train": [2528, 6023], "dev": [322, 721]}),
-    "glue-qnli": ("qnli", True, {"dev": [2702, 2761]}),
-}
-
-
-@pytest.mark.slow_but(2)
-@pytest.mark.parametrize("folder", REAL)
-@pytest.mark.parametrize("with_task", [True, False])
-def test_real_glue_files(shared_data: Path, folder: str, with_task: bool) -> None:
-    """With and without --task_name: sorted label lists happen to agree with GLUE's order in these five."""
-    task, has_pair, counts = REAL[folder]
-    tables = {split: read_table(shared_data / folder / f"{split}.tsv") for split in counts}
-    data = build(tables, task=task if with_task else None)
-    assert data.has_pairs == has_pair
-    assert data.labels is not None and len(data.labels) == 2
-    for split, expected in counts.items():
-        found = collections.Counter(data.splits[split]["label"])
-        assert [found[0], found[1]] == expected
-    if folder == "glue-mrpc":  # quotes are ordinary characters
-        assert data.splits["train"][0]["text"].count('"') == 2
-        assert sum(text.count('"') % 2 for text in data.splits["train"]["text"]) > 100
 
 
 @pytest.mark.parametrize("unit", ["example", "user"])

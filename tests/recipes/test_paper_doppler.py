@@ -12,7 +12,7 @@ import torch
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from recipes.paper import runs
-from recipes.paper.doppler import filters, spectra, task, training
+from recipes.paper.doppler import filters, task, training
 
 pytestmark = pytest.mark.slow
 
@@ -160,18 +160,3 @@ def test_the_variance_at_rest_is_the_energy_of_the_impulse_response(eta: float) 
     assert found["first_order_v1"] == pytest.approx(found["none"]) == pytest.approx(found["f4"])
     assert found["first_order_v2"] < found["momentum"] < found["none"]
     assert math.isinf(filters.stationary_variance(LowPassFilter.preset("second_order"), 1.0))
-
-
-def test_spectra_tell_a_slow_signal_from_white_noise() -> None:
-    num_steps, d = 512, 64
-    generator = torch.Generator().manual_seed(3)
-    slow = torch.linspace(0, 4 * math.pi, num_steps, dtype=torch.float64).cos()[:, None].repeat(1, d)
-    noise = 2 * torch.randn(num_steps, d, dtype=torch.float64, generator=generator)
-    found = spectra.analyse({"signal": slow, "released": slow + noise, "filtered": slow}, 4.0, segment=128)
-    assert found["signal_below_a_tenth"] > 0.98
-    assert found["snr_of_a_gradient"] == pytest.approx(0.5 / 4, rel=0.1)
-    low, high = found["noise_density_over_variance"]
-    assert 0.7 < low < 1 < high < 1.4
-    gains = found["gains"]
-    assert gains["none"] == pytest.approx({"normalised_snr": 1, "normalised_snr_of_displacement": 1})
-    assert gains["momentum"]["normalised_snr"] > 8, "1.9 / 0.1 less what the filter takes of the signal"

@@ -13,7 +13,6 @@ from recipes import glue
 from recipes.glue_options import parse
 from recipes.pooled_model import PooledConfig
 from recipes.pooled_start import fill_pooling, fill_start, mention_start
-from recipes.prompt_model import PromptConfig
 
 FLAGS = {"--model_name_or_path": "some/model", "--task_name": "sst2", "--target_epsilon": "8", "--lora_r": "8",
          "--start": "pooled", "--use_cpu": "true", "--report_to": "none"}  # fmt: skip
@@ -108,19 +107,9 @@ SCORES = types.SimpleNamespace(labels=None)
     [
         ({}, BERT, LABELLED, True),
         ({"start": "pooled"}, BERT, LABELLED, False),
-        ({"lora_r": None}, BERT, LABELLED, False),
-        ({"warm_start_epsilon": "1"}, BERT, LABELLED, False),
-        ({"prompt": "auto"}, BERT, LABELLED, False),
-        ({"public_file": "a.tsv"}, BERT, LABELLED, False),
-        ({"non_private": "true", "target_epsilon": None}, BERT, LABELLED, False),
         ({"target_epsilon": None, "noise_multiplier": "1"}, BERT, LABELLED, False),
-        ({"privacy_unit": "user", "user_id_column": "author"}, BERT, LABELLED, False),
-        ({"tuned_runs": "4"}, BERT, LABELLED, False),
-        ({"do_eval": "true"}, BERT, LABELLED, False),
         ({}, BERT, SCORES, False),
-        ({}, types.SimpleNamespace(model_type="t5", is_encoder_decoder=True), LABELLED, False),
         ({}, types.SimpleNamespace(model_type=PooledConfig.model_type), LABELLED, False),
-        ({}, types.SimpleNamespace(model_type=PromptConfig.model_type), LABELLED, False),
     ],
     ids=str,
 )

@@ -14,7 +14,6 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, BartConfig, BartF
 from hf_dpopt import DPConfigError
 from recipes import clm, seq2seq
 from recipes.clm_data import tokenize
-from recipes.embedded import public_t5
 from recipes.seq2seq_data import SourceTarget
 from recipes.tables import Table
 from tests.recipes.texts import PAIRS, words
@@ -162,15 +161,3 @@ def test_each_recipe_names_the_other_for_its_models(
 def test_padding_that_is_the_end_is_refused(gpt2_dir: str, t5_dir: str, files: Path) -> None:
     with pytest.raises(DPConfigError, match="end token and a padding token that differ"):
         seq2seq.main(arguments(t5_dir, tokenizer_name=gpt2_dir, do_train="true"))
-
-
-def test_words_of_a_sentence_keep_their_order() -> None:
-    rng = public_t5.random.Random(0)
-    sentence = " ".join(map(str, range(20)))
-    for _ in range(20):
-        kept = [int(word) for word in public_t5.words_of(sentence, rng).replace(",", "").split()]
-        assert kept == sorted(kept) and len(kept) < 20
-    assert public_t5.sentences(["One two three four five six. No. A b c d e f g!"], 9) == [
-        "One two three four five six.",
-        "A b c d e f g!",
-    ]

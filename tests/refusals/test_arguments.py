@@ -68,11 +68,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "debug": ({"debug": "underflow_overflow"}, "Remove --debug"),
     "tokens seen": ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen.*Leave it at 'no'"),
     "tokens seen, text": ({"include_num_input_tokens_seen": "non_padding"}, "Leave it at 'no'"),
-    "no budget": ({"noise_multiplier": None}, "Neither target_epsilon nor noise_multiplier.*Add --target_epsilon"),
-    "two budgets": ({"target_epsilon": 8.0}, "Both target_epsilon and noise_multiplier are.*Give exactly one"),
-    "clipping_norm": ({"clipping_norm": 0.0}, "clipping_norm=0.0.*Use a finite number > 0"),
     "clipping_engine": ({"clipping_engine": "vmap"}, "clipping_engine='vmap'.*Use one of: 'auto', 'book_keeping'"),
-    "batch larger than the dataset": ({"expected_batch_size": 25}, "expected_batch_size.*25"),
 }
 
 

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("hypothesis")
 
 from hf_dpopt import DPConfigError, PrivacyConfig, UnsupportedModuleError, make_plan
-from hf_dpopt.cli import app
 from hf_dpopt.run.ledger import LEDGER
 from tests import tiny
 from tests.fuzz import data
@@ -122,33 +121,6 @@ def test_a_number_of_no_dimension(tmp_path):
 def test_a_checkpoint_that_is_none(where, tmp_path):
     with pytest.raises(DPConfigError, match="is no checkpoint to resume from.*resume_from_checkpoint=True takes"):
         tiny.trainer(tmp_path / "out").train(resume_from_checkpoint=where)
-
-
-LINES = {
-    "delta 0.5": ("--delta 0.5 --noise-multiplier 1 --steps 100", "delta=0.5 is above 1/n = 0.0001"),
-    "delta 0.6, allowed": ("--delta 0.6 --allow-large-delta --epsilon 3 --steps 100", "target_delta=0.6 is above 0.5"),
-    "1e9 steps": ("--noise-multiplier 1 --steps 1000000000", "num_steps=1000000000 is more than"),
-    "1e9 epochs": ("--noise-multiplier 1 --epochs 1e9", "epochs of 40 steps are more than"),
-    "1e300 epochs": ("--noise-multiplier 1 --epochs 1e300 --noise-mechanism blt", "epochs of 40 steps are more"),
-    "99 buffers": ('--noise-multiplier 1 --steps 100 --noise-mechanism blt --noise-kwargs {"num_buffers":99}', "num_"),
-    "1e8 bins": (
-        "-n 100000000 -b 1 --noise-multiplier 1 --steps 10 --sampling balls_in_bins --noise-mechanism nu_dpftrl",
-        "num_bins=100000000 is more than 100,000",
-    ),
-    "a budget of 1e-300": ("--epsilon 1e-300 --steps 100", "target_epsilon=1e-300 is outside"),
-    "noise 1e300": ("--noise-multiplier 1e300 --steps 100", "noise_multiplier=1e+300 is outside"),
-    "bad JSON": ("--noise-multiplier 1 --steps 100 --noise-mechanism blt --noise-kwargs {", "is not JSON"),
-}
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_the_command_line(name, monkeypatch, capsys):
-    line, said = LINES[name]
-    monkeypatch.setattr("sys.argv", ["hf-dpopt", "plan", "-n", "10000", "-b", "256", *line.split()])
-    with pytest.raises(SystemExit) as stopped:
-        app.main()
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and said in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ def test_refusals():
         _sampler(10, 11)
     with pytest.raises(DPConfigError, match="noise_multiplier"):
         _sampler().event(0.0, 10)
+    with pytest.raises(DPConfigError, match="num_bins=100000000 is more than 100,000"):
+        _sampler(10**8, 1).event(1.0, 10)
     assert "40 batches" in _sampler().describe()
 
 

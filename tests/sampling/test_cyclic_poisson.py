@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting.calibrate import calibrate_noise_multiplier
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import Participation
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
@@ -52,32 +50,10 @@ def test_batches_follow_the_law_of_the_event():
     assert abs(inclusions.var() / (20 * steps / 8 * sampler.group_rate * (1 - sampler.group_rate)) - 1) < 0.25
 
 
-def test_groups_of_other_keys_differ_and_those_of_a_key_stay():
-    sampler = _sampler(4, expected=500)  # every record of the group that is on
-    assert sampler.group_rate == 1
-    batches = [sampler.draw(KEY, step) for step in range(8)]
-    for first, second in zip(batches[:4], batches[4:], strict=True):
-        assert np.array_equal(first, second)
-    assert np.array_equal(np.sort(np.concatenate(batches[:4])), np.arange(2000))
-    assert not np.array_equal(batches[0], sampler.draw(bytes(32), 0))
-
-
 def test_one_group_costs_what_poisson_sampling_costs():
     one, plain = _sampler(1), PoissonSampler(num_examples=2000, expected_batch_size=50)
     assert one.event(1.1, 300) == plain.event(1.1, 300)
     assert _sampler(8).max_participations([20, 9]) == 3 + 2  # two chains
-
-
-@pytest.mark.parametrize("epsilon, num_groups, want", [(4.0, 1, 0.8226), (4.0, 16, 2.1532), (8.0, 32, 1.7355)])
-def test_known_noise(epsilon, num_groups, want):
-    """50,000 records, batches of 500, 2000 steps, delta 1e-5."""
-    sampler = _sampler(num_groups, n=50_000, expected=500)
-
-    def epsilon_at(noise_multiplier, relative_error):
-        event = sampler.event(noise_multiplier, 2000)
-        return accountants.epsilon(event, 1e-5, "add_or_remove_one", relative_error=relative_error).epsilon
-
-    assert calibrate_noise_multiplier(epsilon_at, epsilon) == pytest.approx(want, rel=2e-3)
 
 
 def test_bad_input():
