@@ -72,10 +72,3 @@ def test_one_over_n_as_a_program_computes_it_is_not_above_it():
     for n in (3, 49, 67349, 10**6 + 3):
         with pytest.warns(PrivacyWarning, match="exactly 1/n"):
             assert resolve_delta(1 / n, n, allow_large=False) == 1 / n
-
-
-def test_a_run_that_goes_on_keeps_its_delta():
-    assert resolve_delta(None, 100, allow_large=False, recorded=1e-5) == 1e-5
-    with pytest.warns(PrivacyWarning):  # allowed in words when the run began
-        assert resolve_delta(None, 100, allow_large=False, recorded=0.02) == 0.02
-    assert resolve_delta(1e-6, 100, allow_large=False, recorded=1e-5) == 1e-6

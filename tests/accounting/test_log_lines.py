@@ -75,17 +75,6 @@ def test_what_is_kept_changes_no_bit(name):
     assert once == sorted(once)
 
 
-def test_the_loss_of_a_step_is_computed_for_many_lines(monkeypatch):
-    made = []
-    whole = accountants.from_gaussian_mechanism
-    monkeypatch.setattr(accountants, "from_gaussian_mechanism", lambda *a, **k: made.append(k) or whole(*a, **k))
-    accountants._one_step.cache_clear()
-    plan = _plan("truncated")
-    for t in range(1, NUM_STEPS):
-        plan.epsilon(t, is_for_log=True)
-    assert 0 < len(made) <= 8, len(made)
-
-
 def test_renyi_divergences_that_are_kept_are_those_of_the_accountant():
     composition = (
         (PoissonSampledDpEvent(0.01, GaussianDpEvent(0.8)), 1000),
