@@ -219,6 +219,8 @@ def adaptive() -> AdaptiveFIR:
     return AdaptiveFIR(3, IndependentNoise())
 
 
+SUBSPACE = {"preconditioner": "subspace", "public_dataset": PUBLIC}
+NOISE_FIRST = {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"}}
 REFUSED = [
     (
         {"postprocess": [adaptive(), adaptive()], "optim": "sgd"},
@@ -230,15 +232,7 @@ REFUSED = [
         {"postprocess": [adaptive()], "optim": "dp_adam_bc"},
         "know the noise",
     ),
-    (
-        {
-            "preconditioner": "dp2_rmsprop",
-            "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"},
-            "postprocess": [adaptive()],
-            "optim": "sgd",
-        },
-        "AdaptiveFIR corrects for one level",
-    ),
+    ({**NOISE_FIRST, "postprocess": [adaptive()], "optim": "sgd"}, "AdaptiveFIR corrects for one level"),
     (
         {
             "optimizer_cls_and_kwargs": (DPAdamW, {"lr": 0.1, "filter": adaptive()}),
@@ -257,10 +251,7 @@ REFUSED = [
     ({"preclip": ScaleThenPrivatize(scale={}), **DP2}, "Give one of them"),
     ({"filter": "lowpass"}, "butterworth:ORDER:CUTOFF"),
     ({"optim": "dp_adam"}, "dp_adam"),
-    (
-        {**DP2, "preconditioner_kwargs": {"delay": 2, "variant": "noise_first"}, "optim": "dp_adam_bc"},
-        "coordinate to coordinate",
-    ),
+    ({**NOISE_FIRST, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
     ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "optim": "dp_adam_bc"}, "coordinate to coordinate"),
     ({"preclip": ScaleThenPrivatize(scale={}, unscale=True), "filter": "adaptive:3"}, "coordinate to coordinate"),
     ({"optim": "dp_adam_bc", "max_grad_norm": 1.0}, "max_grad_norm at 0"),
@@ -268,28 +259,9 @@ REFUSED = [
     ({"preconditioner": "subspace"}, "public_dataset"),
     ({"public_mirror_descent": "cosine"}, "public_dataset"),
     ({"public_mirror_descent": "cosine", "public_dataset": PUBLIC, "public_batch_size": 99}, "public_batch_size"),
-    ({"preconditioner": "subspace", "public_dataset": PUBLIC, "preconditioner_kwargs": {"rank": 9}}, "rank"),
-    (
-        {
-            "preconditioner": "subspace",
-            "public_dataset": PUBLIC,
-            "preconditioner_kwargs": {"rank": 9, "num_public": 8},
-        },
-        "m gradients span m directions",
-    ),
-    (
-        {"preconditioner": "subspace", "public_dataset": PUBLIC, "preconditioner_kwargs": {"adagrad": "goe"}},
-        "un-noised",
-    ),
-    (
-        {
-            "preconditioner": "subspace",
-            "public_dataset": PUBLIC,
-            "preconditioner_kwargs": {"rank": 3},
-            "optim": "dp_adam_bc",
-        },
-        "coordinate to coordinate",
-    ),
+    ({**SUBSPACE, "preconditioner_kwargs": {"rank": 9, "num_public": 8}}, "m gradients span m directions"),
+    ({**SUBSPACE, "preconditioner_kwargs": {"adagrad": "goe"}}, "un-noised"),
+    ({**SUBSPACE, "preconditioner_kwargs": {"rank": 3}, "optim": "dp_adam_bc"}, "coordinate to coordinate"),
     ({"ball_radius": float("inf")}, "finite"),
     ({"ball_radius": "0.5"}, "Use a number"),
     ({"public_batch_size": 0}, "positive count"),

@@ -33,9 +33,9 @@ def _embedding_with(**values: Any) -> Callable[[], nn.Module]:
 
 
 class _BatchNormedForSequenceClassification(tf.BertForSequenceClassification):
-    def __init__(self, config, norm=nn.BatchNorm1d):
+    def __init__(self, config):
         super().__init__(config)
-        self.extra_norm = norm(config.hidden_size)
+        self.extra_norm = nn.BatchNorm1d(config.hidden_size)
 
 
 class _ScaledForSequenceClassification(tf.BertForSequenceClassification):
@@ -111,12 +111,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**BERT)),
         "extra_norm .BatchNorm1d.*Replace it by GroupNorm",
     ),
-    "synchronised batch norm": (
-        lambda: _BatchNormedForSequenceClassification(tf.BertConfig(**BERT), nn.SyncBatchNorm),
-        "extra_norm .SyncBatchNorm.*Replace it by GroupNorm",
-    ),
     "mixtral": (mixtral, "mixture of experts.*Freeze experts and routers"),
-    "mixtral experts": (_only(mixtral, "experts"), "experts.*Freeze experts and routers"),
     "mixtral router": (_only(mixtral, "mlp.gate.weight"), "mlp.gate.weight.*Freeze experts and routers"),
     "qwen router": (_only(qwen_moe, "mlp.gate.weight"), "mlp.gate.weight.*Freeze experts and routers"),
     "granite router": (_only(granite_moe, "router"), "router.*Freeze experts and routers"),
@@ -139,8 +134,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "^Adapter 'default' is aLoRA, which mixes the tokens of all records. Set alora_invocation_tokens=None.$",
     ),
     "eva": (_initialised_as("eva"), "initialised from data.*'eva'.*Use init_lora_weights=True"),
-    "corda": (_initialised_as("corda"), "initialised from data.*'corda'.*Use init_lora_weights=True"),
-    "lora_ga": (_initialised_as("lora_ga"), "initialised from data.*'lora_ga'.*Use init_lora_weights=True"),
     "max_norm": (_embedding_with(max_norm=1.0), "word_embeddings renormalises.*Set max_norm=None"),
     "scale_grad_by_freq": (_embedding_with(scale_grad_by_freq=True), "word_embeddings.*Set scale_grad_by_freq=False"),
     "sparse": (_embedding_with(sparse=True), "word_embeddings.*Set sparse=False"),
