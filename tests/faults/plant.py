@@ -11,9 +11,7 @@ import dataclasses
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +22,6 @@ import pytest
 
 REPO = Path(__file__).resolve().parents[2]
 COPIED = ("hf_dpopt", "tests", "recipes", "docs", "benchmarks", "pyproject.toml", "README.md", "constraints.txt")
-WAITING = 20  # seconds of waiting allowed for one second of the processor: other jobs may have most of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +73,23 @@ class Copy:
                 shutil.copy(REPO / name, folder / name)
 
     @contextlib.contextmanager
-    def holding(self, file: str, source: str) -> Iterator[None]:
-        """Give a file another text."""
-        path = self.folder / file
+    def planted(self, fault: Fault) -> Iterator[None]:
+        """Plant a fault, and give the file its text back."""
+        path = self.folder / fault.file
         sound = path.read_text(encoding="utf-8")
-        path.write_text(source, encoding="utf-8")
+        path.write_text(fault.planted(sound), encoding="utf-8")
         try:
             yield
         finally:
             path.write_text(sound, encoding="utf-8")
 
-    def planted(self, fault: Fault) -> contextlib.AbstractContextManager[None]:
-        """Plant a fault."""
-        return self.holding(fault.file, fault.planted((self.folder / fault.file).read_text(encoding="utf-8")))
-
-    def run(self, work: Callable[[], Any], seconds: float | None = None) -> Any:
+    def run(self, work: Callable[[], Any]) -> Any:
         """Return what a function returns in a forked process, as JSON has it.
 
         Args:
             work: imports what it needs of the package and its tests itself.
-            seconds: of the processor, that it may take; None for no limit.
 
         Raises:
-            TimeoutError: if it took longer.
             RuntimeError: if the process ended in another way; the message is the end of what it printed.
         """
         log, result = self.folder / "process.log", self.folder / "result.json"
@@ -106,21 +97,19 @@ class Copy:
         process = os.fork()
         if process == 0:
             try:
-                self._enter(log, seconds)
+                self._enter(log)
                 result.write_text(json.dumps(work()))
             except BaseException:
                 sys.excepthook(*sys.exc_info())
             finally:
                 sys.stdout.flush()
                 os._exit(0)
-        status = os.waitpid(process, 0)[1]
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGALRM):
-            raise TimeoutError(f"{seconds} seconds")
+        os.waitpid(process, 0)
         if not result.exists():
             raise RuntimeError(log.read_text(encoding="utf-8")[-4000:])
         return json.loads(result.read_text())
 
-    def _enter(self, log: Path, seconds: float | None) -> None:
+    def _enter(self, log: Path) -> None:
         into = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(into, 1)
         os.dup2(into, 2)
@@ -131,14 +120,11 @@ class Copy:
         os.chdir(self.folder)
         os.environ["PYTHONPATH"] = str(self.folder)  # of the processes that are started
         tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(dir=self.folder)
-        if seconds is not None:
-            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, resource.RLIM_INFINITY))
-            signal.alarm(int(WAITING * seconds) + 1)
 
-    def red(self, tests: Iterable[str], *options: str, seconds: float | None = None) -> list[str]:
+    def red(self, tests: Iterable[str], *options: str) -> list[str]:
         """Return the names of the tests that fail, without their parameters."""
         arguments = ["-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-o", "timeout=0", *options, *tests]
-        ended = self.run(lambda: int(pytest.main(arguments)), seconds)
+        ended = self.run(lambda: int(pytest.main(arguments)))
         told = (self.folder / "process.log").read_text(encoding="utf-8")
         if ended not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
             raise RuntimeError(f"pytest ended with {ended}:\n{told[-4000:]}")
