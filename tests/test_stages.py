@@ -10,13 +10,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments
-from hf_dpopt.clipping import make_engine
-from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from hf_dpopt.preclip import Identity, Preclip, ScaleThenPrivatize
+from hf_dpopt.preclip import ScaleThenPrivatize
 from hf_dpopt.run.stages import RELEASED_STATE
 from tests import tiny
 from tests.reference import clipping as reference
@@ -360,36 +358,6 @@ def test_optimizers_can_be_named_on_a_command_line(tmp_path, name, arguments):
 
 def test_none_is_no_filter(tmp_path):
     assert tiny.arguments(tmp_path, filter="none").filter is None
-
-
-class Own(Preclip):
-    """A spec that says one query and asks for two, or an engine with a clip of its own."""
-
-    name = "own"
-
-    def __init__(self, num=1, norm=None):
-        self.num, self.norm = num, norm
-
-    def parameters(self):
-        return {"name": self.name}
-
-    def sensitivity_ratio(self, noise_multiplier, expected_batch_size):
-        return 1.0
-
-    def start(self, parameters, **unused):
-        started = Identity().start()
-        started.scales = lambda: (None,) * self.num
-        if self.norm is not None:
-            started.engine = lambda engine: make_engine(engine.model, make_clipping("flat", self.norm))
-        return started
-
-
-@pytest.mark.parametrize("own", [Own(num=2), Own(norm=100.0)], ids=["queries", "clip"])
-def test_a_preconditioner_that_the_noise_was_not_made_for_is_refused_before_a_step_is_charged(tmp_path, own):
-    run = trainer(tmp_path, preclip=own)
-    with pytest.raises(DPConfigError, match="calibrated to"):
-        run.train()
-    assert sum(run._release.charged()) == 0
 
 
 def test_what_does_not_fit_the_model_is_found_before_the_ledger_is_opened(tmp_path):

@@ -20,7 +20,7 @@ from torch import nn
 
 from hf_dpopt.clipping import BookKeepingEngine, contributions, make_engine, scaling
 from hf_dpopt.clipping.capture import Capture
-from hf_dpopt.clipping.rules import embedding, linear, norms
+from hf_dpopt.clipping.rules import linear
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.huggingface.self_check import Columns, SelfCheck, check_influence, longest_record, self_check
@@ -521,20 +521,6 @@ def _break_linear(monkeypatch) -> None:
     monkeypatch.setattr(linear, "matmul_contribution", lambda left, x: _scaled(right(left, x)))
 
 
-def _break_layer_norm(monkeypatch) -> None:
-    monkeypatch.setattr(norms, "Dense", lambda grad: contributions.Dense(grad * 1.1))
-
-
-def _break_embedding(monkeypatch) -> None:
-    class Shifted(contributions.Rows):
-        def add_weighted_sum_(self, total, factors_B, **kwargs):
-            contributions.Rows(self.ids_BT.roll(1, dims=1), self.grad_BTD, self.num_rows).add_weighted_sum_(
-                total, factors_B, **kwargs
-            )
-
-    monkeypatch.setattr(embedding, "Rows", Shifted)
-
-
 def _break_norms(monkeypatch) -> None:
     """Sums are right and norms are not: the bug that no clip bounds anything. It shows only where something clips."""
     right = contributions.Dense.squares
@@ -553,8 +539,6 @@ def _forget_a_tensor(monkeypatch) -> None:
 
 DEFECTS = {
     "linear": (_break_linear, r"[\w.]*weight"),
-    "layer norm": (_break_layer_norm, r"[\w.]*LayerNorm[\w.]*"),
-    "embedding": (_break_embedding, r"bert\.embeddings\.[\w.]*weight"),
     "norms": (_break_norms, r"[\w.]+"),
     "a tensor left out": (_forget_a_tensor, r"classifier\.weight"),
 }

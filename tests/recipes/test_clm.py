@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from recipes import clm, sources
+from recipes import clm
 from recipes.clm_options import parse
 from recipes.embedded import build, corpus
 from recipes.embedded.corpus import Corpus
@@ -209,20 +208,6 @@ def test_non_private_says_so(gpt2_dir: str, files: Path, capsys: pytest.CaptureF
     assert "NONE (--non_private)" in capsys.readouterr().out
     assert not (files / "out" / "privacy").exists()
     assert AutoModelForCausalLM.from_pretrained(files / "out").dtype == torch.float32  # not the file's half precision
-
-
-def test_from_the_hub(gpt2_dir: str, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stand-in for the download; a split that is not used need not fit."""
-    splits = DatasetDict(
-        train=Dataset.from_dict({"text": DOCUMENTS}),
-        validation=Dataset.from_dict({"text": DOCUMENTS[:5]}),
-        test=Dataset.from_dict({"other": [1, 2]}),
-    )
-    monkeypatch.setattr(sources, "load_dataset", lambda *args, **kwargs: splits)
-    flags = arguments(gpt2_dir, dataset_name="some/texts", train_file=None, validation_file=None, max_steps="1",
-                      max_train_samples="30", max_eval_samples="3")  # fmt: skip
-    assert clm.run(flags) == 0
-    assert (results_of(files)["train_samples"], results_of(files)["eval_samples"]) == (30, 3)
 
 
 def test_embedded(files: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from recipes import glue, pooled_model
-from recipes.frozen import FeatureRows, can_train_on_features
+from recipes.frozen import can_train_on_features
 from tests.recipes import test_glue
 from tests.recipes.test_glue import arguments
 
@@ -137,9 +137,3 @@ def test_regression_on_pairs_is_trained_over_its_inputs(model_dir: str, files: P
 def test_what_is_trained_on_features(dtype, is_classifier, unit, answer) -> None:
     model = torch.nn.Linear(2, 2).to(dtype)
     assert can_train_on_features(model, is_classifier=is_classifier, unit=unit) is answer
-
-
-def test_rows_without_labels() -> None:
-    rows = FeatureRows(torch.eye(3), torch.tensor([0, 1, 0]))
-    assert set(rows[1]) == {"features", "labels"} and rows.column_names == ["features", "label"]
-    assert set(rows.remove_columns(["label"])[1]) == {"features"} and len(rows) == 3

@@ -92,15 +92,6 @@ def test_generated_texts_do_not_depend_on_the_batch(t5_dir: str, files: Path) ->
     assert texts[0] == texts[1]
 
 
-def test_smoothed_labels_and_lengths_beyond_the_model(
-    bart_dir: str, files: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    flags = arguments(bart_dir, label_smoothing_factor="0.1", max_target_length="200", do_train="true", do_eval="true")
-    assert seq2seq.run(flags) == 0
-    assert "max_target_length=200 is more than the model takes; using 48" in caplog.text
-    assert "max_source_length=1024 is more than the model takes; using 48" in caplog.text
-
-
 def test_texts_that_leave_no_room_are_refused_before_training(
     bart_dir: str, files: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
