@@ -3,19 +3,16 @@
 python -m tests.faults                all of them: a few minutes on one core
 python -m tests.faults --only WORDS   those whose description has these words; the other rows stay
 
-Writes docs/planted_bugs.json and docs/planted_bugs.md. Fails if a fault is not caught, if its text is not found exactly
+Writes docs/planted_bugs.md. Fails if a fault is not caught, if its text is not found exactly
 once, or if the tests that should catch it are red without it. Faults that the audit finds: `make audit`.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import os
 import sys
 import time
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +26,6 @@ import transformers
 from tests.faults.plant import REPO, Copy, Fault, copy
 from tests.faults.table import FAULTS
 
-RESULTS = REPO / "docs" / "planted_bugs.json"
 PAGE = REPO / "docs" / "planted_bugs.md"
 COMMAND = "python -m tests.faults"
 TESTED = tuple(fault for fault in FAULTS if fault.caught_by)
@@ -44,12 +40,9 @@ break is the promise.
 """
 
 
-def page(found: list[dict[str, Any]]) -> str:
-    """docs/planted_bugs.md from the results."""
-    return HEAD + "".join(
-        f"| {row['what']} | `{row['file']}` | {', '.join(f'`{name}`' for name in row['caught_by'])} |\n"
-        for row in found
-    )
+def rows_of(page: str) -> dict[str, str]:
+    """Fault, in words -> its line of docs/planted_bugs.md."""
+    return {line.split(" | ")[0][2:]: line for line in page.removeprefix(HEAD).splitlines(keepends=True)}
 
 
 def main() -> None:
@@ -64,27 +57,21 @@ def main() -> None:
     with copy() as within:
         if red := within.red(sorted({test for fault in faults for test in fault.caught_by})):
             sys.exit(f"These tests are red without a fault, so they catch none: {', '.join(red)}.")
-        found = [_catch(fault, within) for fault in faults]
-    if missed := [row["what"] for row in found if not row["caught_by"]]:
+        caught = [(fault, _catch(fault, within)) for fault in faults]
+    if missed := [fault.what for fault, red in caught if not red]:
         sys.exit(f"Not caught: {'; '.join(missed)}.")
-    write(found)
+    rows = rows_of(PAGE.read_text(encoding="utf-8"))
+    for fault, red in caught:
+        rows[fault.what] = f"| {fault.what} | `{fault.file}` | {', '.join(f'`{name}`' for name in red)} |\n"
+    PAGE.write_text(HEAD + "".join(rows[fault.what] for fault in TESTED if fault.what in rows), encoding="utf-8")
 
 
-def write(found: list[dict[str, Any]]) -> None:
-    """Both files, with what was found now and, of the faults that are still planted, what was found before, and when."""
-    before = json.loads(RESULTS.read_text(encoding="utf-8"))["bugs"] if RESULTS.exists() else []
-    rows = {row["what"]: row for row in [*before, *found]}
-    kept = [rows[fault.what] for fault in TESTED if fault.what in rows]
-    RESULTS.write_text(json.dumps({"command": COMMAND, "bugs": kept}, indent=1) + "\n", encoding="utf-8")
-    PAGE.write_text(page(kept), encoding="utf-8")
-
-
-def _catch(fault: Fault, within: Copy) -> dict[str, Any]:
+def _catch(fault: Fault, within: Copy) -> list[str]:
     start = time.monotonic()
     with within.planted(fault):
         red = within.red(fault.caught_by, "-x")  # one is enough
     print(f"{time.monotonic() - start:5.1f} s  {fault.what}: {', '.join(red) or 'NOT CAUGHT'}", flush=True)
-    return {"what": fault.what, "file": fault.file, "caught_by": red, "date": str(datetime.date.today())}
+    return red
 
 
 if __name__ == "__main__":
