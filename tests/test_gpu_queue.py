@@ -110,33 +110,6 @@ def test_a_second_call_does_what_is_missing(item, call, queue, monkeypatch, tmp_
     assert (tmp_path / "runs").read_text() == "one two bad bad one two "
 
 
-def test_a_call_ends_in_its_time_and_begins_with_an_item_longer_than_it(item, call, queue, monkeypatch):
-    monkeypatch.setattr(queue, "GRACE", 1.0)
-    items = [
-        item("long", f"{WRITES}; import time; time.sleep(1.0)", minutes=30),
-        item("too-long-now", WRITES, minutes=0.08),
-        item("short", WRITES, minutes=0.03),
-    ]
-    _, found = call(items, "--minutes", "0.09")
-    assert found.keys() == {"long", "short"}
-    _, found = call(items, "--minutes", "0.09")
-    assert found.keys() == {"long", "short", "too-long-now"}
-
-
-def test_ratios_are_those_of_steps_that_were_interleaved(queue):
-    """Two items with the same model and batch: each is compared with its own stock step."""
-    summary, found = importlib.import_module("gpu_summary"), {}
-    for name, stock in (("one", 100.0), ("two", 300.0)):
-        common = {"shape": "m", "tokens": 8, "finetuning": "full", "precision": "bf16", "batch": 2, "records": 4}
-        ways = {"stock": stock, "stock_compiled": stock / 2, "private": 200.0}
-        rows = [{**common, "way": way, "ms": ms, "mib": 1, "tflops": 1, "mfu": 0.25} for way, ms in ways.items()]
-        found[name] = {"status": "done", "reason": "", "seconds": 1.0, "result": {"steps": rows}}
-    about = {"device": "d", "versions": {}, "commit": "c", "code": "x"}
-    lines = [line for line in summary.page([], found, about).splitlines() if "| private |" in line]
-    assert [line.split(" | ")[7:9] for line in lines] == [["0.50", "0.25"], ["1.50", "0.75"]]
-    assert all("| 25.0% |" in line for line in lines)
-
-
 def test_without_a_gpu_nothing_is_written(queue, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(queue, "facts", lambda device: None)
     assert queue.main(["--output", str(tmp_path / "out")]) == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 
 import pytest
-import torch
 
 from tests.adversary.scan import measure, table
 from tests.adversary.scan.classes import named_classes
@@ -55,10 +54,3 @@ def test_a_row_can_be_repeated(name):
     measured = again if again["verdict"] == table.EXACT else again["lora"]
     assert measured["ratio"] <= 1 + 1e-5
     assert measured["least"] >= 1 - 1e-4, "a record that is not clipped shows nothing"
-
-
-def test_an_error_is_told_in_one_line():
-    error = RuntimeError("Shapes differ: 3 and 4.\n  A second line. And more.")
-    assert measure.first_sentence(error) == "RuntimeError: Shapes differ"
-    moved = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([1.0])}
-    assert measure.distance(moved, {"a": torch.zeros(2), "b": torch.tensor([5.0])}) == 5.0

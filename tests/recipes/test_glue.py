@@ -345,12 +345,3 @@ def test_public_records_are_learnt_first_and_the_statement_says_so(model_dir: st
     statement = (files / "out" / "privacy" / "statement.md").read_text()
     assert "trained on 40 records of a file that was declared public" in statement
     assert "| 40, 8, 0.2 |" in statement, "public records are no part of n"
-
-
-@pytest.mark.slow
-def test_a_warm_start_is_paid_for_by_the_same_budget(model_dir: str, files: Path) -> None:
-    flags = {"warm_start_epsilon": "1", "advisor": "none", "dropout": "0", "report_to": "none"}
-    assert glue.run(arguments(model_dir, **flags)) == 0
-    statement = (files / "out" / "privacy" / "statement.md").read_text()
-    assert "1 earlier run on these records had released" in statement and "**epsilon = 7.9" in statement
-    assert (files / "out" / "warm_start" / "privacy" / "statement.md").exists()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import integrate, optimize, stats
+from scipy import optimize, stats
 
 from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
 from hf_dpopt.common.errors import DPConfigError
@@ -66,24 +66,6 @@ def test_with_a_regulariser_they_are_those_of_an_autoregression():
     shift = 0.25 * (1 - c**num_steps) / (1 - c)
     assert np.abs(without - stats.norm.cdf(y / stddev))[1:-1].max() < ERROR
     assert np.abs(with_it - stats.norm.cdf((y + shift) / stddev))[1:-1].max() < ERROR
-
-
-def test_two_steps_in_a_narrow_interval_by_an_integral():
-    setting = run(noise=0.8, diameter=0.024, l2=0.1, num_examples=20, expected_batch_size=8)
-    walk, y, _, with_it = laws(setting, 2)
-    half, c, d, q = walk.half, 0.9, 1.25, 0.4
-    assert half == pytest.approx(0.024 * 8 / 1.6) and walk.contraction == pytest.approx(c)
-
-    def step(x, at):  # P(c x + noise - drift <= at)
-        return (1 - q) * stats.norm.cdf(at - c * x) + q * stats.norm.cdf(at - c * x + d)
-
-    def density(x):
-        return (1 - q) * stats.norm.pdf(x) + q * stats.norm.pdf(x + d)
-
-    for at, found in zip(y[:-1:5], with_it[:-1:5], strict=True):
-        middle = integrate.quad(lambda x, at=at: density(x) * step(x, at), -half, half, epsabs=1e-13)[0]
-        ends = step(-half, at) * step(0.0, -half) + step(half, at) * (1 - step(0.0, half))
-        assert found == pytest.approx(middle + ends, abs=ERROR)
 
 
 BRACKETED = [
