@@ -58,16 +58,6 @@ def test_far_from_the_ends_they_are_those_of_gaussians(num_steps, rate):
     assert walk.drift == 0.5 or (rate * num_steps > 20 and 0.05 < walk.drift < 0.5)
 
 
-def test_with_a_regulariser_they_are_those_of_an_autoregression():
-    setting = run(noise=4.0, diameter=1e9, l2=0.03, num_examples=100, expected_batch_size=100)
-    c, num_steps = 0.97, 200
-    _, y, without, with_it = laws(setting, num_steps)
-    stddev = math.sqrt((1 - c ** (2 * num_steps)) / (1 - c**2))
-    shift = 0.25 * (1 - c**num_steps) / (1 - c)
-    assert np.abs(without - stats.norm.cdf(y / stddev))[1:-1].max() < ERROR
-    assert np.abs(with_it - stats.norm.cdf((y + shift) / stddev))[1:-1].max() < ERROR
-
-
 BRACKETED = [
     {"diameter": 0.1}, {"diameter": 0.1, "l2": 0.2}, {"noise": 0.4, "diameter": 0.05},
     {"noise": 3.0, "diameter": 0.6, "num_examples": 300},

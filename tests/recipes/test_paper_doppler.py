@@ -86,27 +86,6 @@ def test_the_first_moment_of_adam_is_the_filter_momentum(data: task.Data, optimi
     assert abs(other / plain - 1) > 3e-3, "the filter must matter"
 
 
-def test_seeds_are_pairs_and_learning_happens(data: task.Data) -> None:
-    gradient: dict[str, torch.Tensor] = {}
-    noise: dict[str, torch.Tensor] = {}
-
-    def keep(name: str) -> training.Observer:
-        def observe(step: int, *stages: dict[str, torch.Tensor]) -> None:
-            before, released, _ = (stage["head.weight"] for stage in stages)
-            gradient[name], noise[name] = before.clone(), released - before
-
-        return observe
-
-    training.train(short_run(num_steps=1), data, observe=keep("sgd"))
-    training.train(short_run(num_steps=1, optimizer="dp_adamw"), data, observe=keep("adam"))
-    training.train(short_run(num_steps=1, seed=1), data, observe=keep("other seed"))
-    for stage in (gradient, noise):
-        torch.testing.assert_close(stage["sgd"], stage["adam"])
-        assert not torch.allclose(stage["sgd"], stage["other seed"], atol=1e-4)
-    learned = training.train(short_run(epsilon=None, optimizer="dp_adamw", rate=0.03, num_steps=40), data)
-    assert learned["noise_multiplier"] == 0 and learned["accuracy"] > 0.9
-
-
 # --- rates and cells ---
 
 
