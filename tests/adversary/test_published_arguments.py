@@ -174,12 +174,6 @@ def test_copies_in_a_process_keep_everything(cls: type, copied: Any, tmp_path: P
     assert made.hub_token == TOKEN
 
 
-def test_a_deep_copy_shares_nothing_and_a_shallow_one_does(tmp_path: Path) -> None:
-    made = _full(NewerArguments, tmp_path)
-    assert copy.copy(made).model_init_kwargs is made.model_init_kwargs
-    assert copy.deepcopy(made).model_init_kwargs["nested"] is not made.model_init_kwargs["nested"]
-
-
 def _tell(args: Any, queue: Any) -> None:
     queue.put((args.private_state_dir, args.hub_token))
 

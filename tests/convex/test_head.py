@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import sys
 
 import pytest
 import torch
@@ -27,7 +25,6 @@ from hf_dpopt.convex import (
     compute_features,
     find_head,
 )
-from hf_dpopt.huggingface import features as features_module
 from hf_dpopt.huggingface.head import head_takes_bias
 from tests import tiny
 
@@ -107,36 +104,6 @@ def test_models_whose_features_depend_on_others_by_rounding_or_state_are_refused
     model.config.model_type = "big_bird"
     with pytest.raises(DPConfigError, match="Use another model"):
         compute_features(model, records(), collate)
-
-
-def test_short_records_share_larger_batches(monkeypatch):
-    """The same features, up to rounding, in fewer batches; long records stay at what fits. Made-up records come first."""
-    model, sizes = model_of("bert"), []
-    rows = [{"input_ids": [1 + i % 30] * (4 if i < 20 else 16)} for i in range(30)]
-    compute = features_module._of_batch
-
-    def watched(model, batch):
-        sizes.append(tuple(batch["input_ids"].shape))
-        return compute(model, batch)
-
-    monkeypatch.setattr(features_module, "_of_batch", watched)
-    monkeypatch.setattr(features_module, "TOKENS_AT_ONCE", 40)
-    together = compute_features(model, rows, collate, batch_size=3)
-    assert sizes[-6:] == [(10, 4), (10, 4), (3, 16), (3, 16), (3, 16), (1, 16)]
-    monkeypatch.setattr(features_module, "TOKENS_AT_ONCE", 0)
-    torch.testing.assert_close(together, compute_features(model, rows, collate, batch_size=1), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_bar_is_drawn_into_terminals_alone(monkeypatch, is_terminal):
-    class Screen(io.StringIO):
-        def isatty(self):
-            return is_terminal
-
-    screen = Screen()
-    monkeypatch.setattr(sys, "stderr", screen)
-    compute_features(model_of("bert"), records(), collate, progress="features")
-    assert ("features" in screen.getvalue()) == is_terminal
 
 
 def test_features_are_kept_for_this_model_and_these_records_only(tmp_path, monkeypatch):

@@ -267,13 +267,11 @@ def test_bad_arguments_are_refused_before_anything_is_touched(tmp_path, case):
 IDS = {
     "missing": (lambda i: None if i == 5 else f"u{i % 7}", "row 5 is the first.*id of their own"),
     "blank": (lambda i: " " if i == 5 else f"u{i % 7}", "row 5 is the first"),
-    "a wide blank": (lambda i: "\u3000" if i == 5 else f"u{i % 7}", "row 5 is the first"),
     "nothing that is seen": (lambda i: "\u00ad\u200e" if i == 5 else f"u{i % 7}", "row 5 is the first"),
     "no number": (lambda i: float("nan") if i == 4 else float(i % 7), "row 4 is the first"),
     "one for all": (lambda i: "me", "one value in all rows.*user_id_column"),
     "lists": (lambda i: [f"u{i}", "u"], "cannot be compared.*one text or integer per row"),
     "all missing": (lambda i: None, "row 0 is the first"),
-    "no width": (lambda i: "\u200b" if i == 5 else f"u{i % 7}", "row 5 is the first"),
 }
 
 
