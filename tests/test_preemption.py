@@ -191,7 +191,7 @@ def test_without_checkpoint_and_journal_nothing_goes_on(tmp_path):
     _kill(tmp_path / "alive", left, "gaussian", "after the optimizer", 2)
     before = (left / "out/privacy/ledger.jsonl").read_bytes()
     shutil.rmtree(left / "out/_journal")
-    with pytest.raises(DPConfigError, match="no journal that leads from the initial weights to step 2.*Start over"):
+    with pytest.raises(DPConfigError, match="no journal that leads from the initial weights to step 2.*start over"):
         _finish(left, "gaussian")
     assert (left / "out/privacy/ledger.jsonl").read_bytes() == before
 
