@@ -154,10 +154,10 @@ def _build(source: Path, target: str, out: Path) -> None:
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(repo: Path, wheel: zipfile.ZipFile) -> None:
-    """Templates and measured numbers, too."""
+    """Templates, too."""
     names = wheel.namelist()
     files = {file for file in (repo / "hf_dpopt").rglob("*") if file.is_file() and "__pycache__" not in file.parts}
-    assert {file.suffix for file in files} == {".py", ".j2", ".json", ".typed"}
+    assert {file.suffix for file in files} == {".py", ".j2", ".typed"}
     assert {file.relative_to(repo).as_posix() for file in files} <= set(names)
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hf_dpopt"}
     assert any(name.endswith("licenses/LICENSE") for name in names)

@@ -21,7 +21,6 @@ from hf_dpopt.plan.advice import (
     head_instead,
     kind_of,
 )
-from hf_dpopt.plan.measured import beside_advice
 from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -128,7 +127,7 @@ def refuse_without_batch(ctx: typer.Context, given: Mapping[str, Any]) -> None:
 def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     """Print advice as tables, or as JSON."""
     rows = [advise(dataclasses.replace(job, passes=job.passes * times)) for times in MORE]
-    advice, measured = rows[0], beside_advice(job.kind, job.target_epsilon)
+    advice = rows[0]
     if advice.outlook.verdict == "poor":
         warn(
             "at this budget and with these passes the model is expected to learn little. More passes (as in the "
@@ -147,7 +146,6 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
                 "records": records,
                 **_outlook_facts(advice.outlook),
                 "more_passes": [_row(row) for row in rows],
-                "measured": [dataclasses.asdict(one) for one in measured],
             }
         )
         return
@@ -168,13 +166,7 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
         typer.echo(f"A linear head on the frozen model would be worth {worth}: --finetuning head.")
     elif (job.kind, job.objective) == ("lora", "classification"):
         typer.echo(POOLED_FIRST)
-    if measured:
-        typer.echo(
-            "Measured elsewhere, each with a learning rate tuned for it, so not with the one above "
-            "(docs/what_pays.md); with 95 % intervals:"
-        )
-    for one in measured:
-        typer.echo(f"  {one}")
+    typer.echo("Other optimizers and noise, and what each gained: docs/what_pays.md.")
     if (command := command_of(job)) is not None:
         typer.echo(f"\nWith your files, labels and model:\n{command}")
     typer.echo("\nIn your own script:")

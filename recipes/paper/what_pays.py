@@ -2,8 +2,7 @@
 
     python -m recipes.paper.what_pays --write
 
-reads the JSON files in ``docs/reproductions`` and writes ``docs/what_pays.md``, and for the advisor
-``hf_dpopt/plan/measured.json``: what was measured for options that it could have named.
+reads the JSON files in ``docs/reproductions`` and writes ``docs/what_pays.md``.
 
 A gain is a difference in test accuracy, in points, with half of its 95 % interval: Student's t over paired seeds, or
 Welch's over seeds that are no pairs.
@@ -24,7 +23,6 @@ from scipy.stats import t as student
 
 FOLDER = Path(__file__).parents[2] / "docs" / "reproductions"
 PAGE = FOLDER.parent / "what_pays.md"
-FOR_THE_ADVISOR = Path(__file__).parents[2] / "hf_dpopt" / "plan" / "measured.json"
 Kind = Literal["linear", "lora", "full"]
 
 
@@ -42,7 +40,6 @@ class Effect:
         seeds: pairs, or runs of each.
         is_paired: whether seeds share batches and initial weights.
         source: file with the runs.
-        options: as the advisor would name them; empty for what is no option.
     """
 
     method: str
@@ -55,7 +52,6 @@ class Effect:
     seeds: int
     is_paired: bool
     source: str
-    options: str = ""
 
     @property
     def verdict(self) -> str:
@@ -77,9 +73,6 @@ def unpaired(with_it: list[float], without: list[float]) -> tuple[float, float]:
     return float(np.mean(with_it) - np.mean(without)), float(half)
 
 
-BANDED = "--noise_mechanism banded --optim sgd --optim_args momentum=0.9"
-QUERY = "--preconditioner one_query"
-OPTIONS = {"banded SGD": BANDED, "banded, D from one query": f"{BANDED} {QUERY}"}
 QUERY_METHODS = ("banded SGD", "independent noise, D from one query", "banded, D from one query")
 
 
@@ -91,7 +84,7 @@ def one_query() -> Iterator[Effect]:
             yield Effect(
                 method=row["method"], against="DP-AdamW", kind="linear", task=tasks[row["task"]],
                 epsilon=row["epsilon"], gain=row["over_dp_adamw"], half=row["half_of_95_interval"], seeds=5,
-                is_paired=True, source="one_query_words.json", options=OPTIONS.get(row["method"], ""),
+                is_paired=True, source="one_query_words.json",
             )  # fmt: skip
     for row in load("one_query_top_layer.json")["rows"]:
         if row["method"] in QUERY_METHODS:
@@ -99,7 +92,6 @@ def one_query() -> Iterator[Effect]:
                 method=row["method"], against="DP-AdamW", kind="lora", task="SST-2, LoRA in the top layer of MiniLM",
                 epsilon=row["epsilon"], gain=row["over_dp_adamw"], half=row["half_of_95_interval"],
                 seeds=len(row["test"]), is_paired=True, source="one_query_top_layer.json",
-                options=OPTIONS.get(row["method"], ""),
             )  # fmt: skip
 
 
@@ -124,7 +116,7 @@ def low_pass() -> Iterator[Effect]:
             method="filter first_order_v1", against=names[first["optimizer"]], kind="lora",
             task="SST-2, LoRA in the top layer of MiniLM", epsilon=first["epsilon"], gain=row["gain"],
             half=row["half_of_95_interval"], seeds=len(first["test"]), is_paired=True,
-            source="doppler_top_layer.json", options="--filter first_order_v1",
+            source="doppler_top_layer.json",
         )  # fmt: skip
     for row in load("doppler_from_scratch.json")["gains"]:
         if row["optimizer"] in names:
@@ -132,7 +124,7 @@ def low_pass() -> Iterator[Effect]:
                 method="filter first_order_v1", against=names[row["optimizer"]], kind="full",
                 task="AG News, a small transformer from scratch", epsilon=row["epsilon"], gain=row["gain"],
                 half=student.ppf(0.975, 2) * row["error"], seeds=3, is_paired=True,
-                source="doppler_from_scratch.json", options="--filter first_order_v1",
+                source="doppler_from_scratch.json",
             )  # fmt: skip
 
 
@@ -212,8 +204,7 @@ Differences in test accuracy, in points, with half of the 95 % interval: of five
 with `*`. Half of the interval is the smallest gain that could have been seen. "pays" and "costs" are intervals that
 lie on one side of 0; everything else is "not seen", which is no proof of nothing. With so many rows one in twenty
 of those without an effect is on one side by chance. Made by `python -m recipes.paper.what_pays --write` from the files
-named; [reproductions.md](reproductions.md) has the settings, commands and reasons. The advisor (`hf-dpopt plan`) tells
-what stands here for the options that it could have named.
+named; [reproductions.md](reproductions.md) has the settings, commands and reasons.
 """
 
 
@@ -252,24 +243,11 @@ def page() -> str:
     return "".join([*parts, REMOVED])
 
 
-def for_the_advisor() -> str:
-    """What was measured for options, as JSON."""
-    kept = [
-        {
-            "options": one.options, "kind": {"linear": "head"}.get(one.kind, one.kind), "task": one.task,
-            "against": one.against, "epsilon": one.epsilon, "gain": round(one.gain, 1), "half": round(one.half, 1),
-        }
-        for section in SECTIONS.values() for one in section() if one.options
-    ]  # fmt: skip
-    return json.dumps(kept, indent=1) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the page and the advisor's file")
+    parser.add_argument("--write", action="store_true", help="write the page")
     if parser.parse_args().write:
         PAGE.write_text(page(), encoding="utf-8")
-        FOR_THE_ADVISOR.write_text(for_the_advisor(), encoding="utf-8")
     else:
         print(page())
 
