@@ -226,7 +226,7 @@ def test_ci_runs_make_test_in_its_own_environment(repo: Path) -> None:
     assert os.access(script, os.X_OK)
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text()
-    assert "set -euo pipefail" in text and "make test VENV=" in text
+    assert "set -euo pipefail" in text and 'make test MARKS="not nightly" VENV=' in text
 
 
 def test_hooks_fetch_nothing(repo: Path) -> None:
