@@ -40,7 +40,6 @@ TEXT_COLUMNS: list[tuple[str, str | None]] = [
 LABEL_COLUMNS = ["label", "labels", "gold_label", "Quality", "is_duplicate", "score"]
 NOT_TEXT = {"idx", "index", "id", "source", "mark", "#1 ID", "#2 ID"}
 MAX_LABELS = 1000
-MNLI_SPLITS = ("validation_matched", "validation_mismatched")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ if not os.path.exists("/dev/nvidiactl"):
 # Ledgers and keys go here, never to the home directory of whoever runs the tests; subprocesses inherit it.
 _PRIVATE_DIR = tempfile.TemporaryDirectory(prefix="hf_dpopt_private_")
 os.environ["HF_DPOPT_PRIVATE_DIR"] = _PRIVATE_DIR.name
-os.environ["HF_DPOPT_CACHE_DIR"] = str(Path(_PRIVATE_DIR.name) / "tunings")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

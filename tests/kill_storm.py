@@ -57,18 +57,17 @@ from hf_dpopt.run.log import RunLog, find_run
 from tests import preempted, tiny
 from tests.sharded.trained import allow_fsdp_on_cpus
 
-# Phase -> share of the kills. "cache" falls to "start" where a mechanism has nothing to tune.
+# Phase -> share of the kills.
 # "log" is a record that is written there, "export" its line in the ledger, "read" the time between a charge and its
 # release, "key" the making of a key.
 PHASES = {
-    "start": 0.15, "cache": 0.1, "log": 0.15, "export": 0.15, "read": 0.1, "key": 0.05, "save": 0.15, "journal": 0.1,
+    "start": 0.25, "log": 0.15, "export": 0.15, "read": 0.1, "key": 0.05, "save": 0.15, "journal": 0.1,
     "anywhere": 0.05,
 }  # fmt: skip
 LETTERS = {
-    "cache": "c", "log": "l", "export": "x", "read": "r", "key": "k", "save": "s", "journal": "j", "evaluation": "e",
+    "log": "l", "export": "x", "read": "r", "key": "k", "save": "s", "journal": "j", "evaluation": "e",
     "dataset": "d",
 }  # fmt: skip
-WITH_CACHE = ("blt", "banded")
 MORE_PHASES = {
     "evaluation": {"evaluation": 0.5},
     "dataset_ledger": {"dataset": 0.5},
@@ -301,8 +300,6 @@ class Storm:
         """Start the run once; True if it came to its end, False if it was killed."""
         phases = PHASES | MORE_PHASES.get(self.setting, {})
         phase = chance.choices(list(phases), list(phases.values()))[0] if chance is not None else ""
-        if phase == "cache" and self.setting not in WITH_CACHE:
-            phase = "start"
         letter = LETTERS.get(phase, "")
         # fewer are left to one that goes on
         most = self._counts[letter.upper()] // (2 if kills else 1) if letter else 0
@@ -373,8 +370,9 @@ def _check_ended(folder: Path, ledger: Ledger) -> None:
     for chain in log.chains:
         public = ledger.chain(chain.chain_id)
         assert (chain.steps, chain.lost) == (public.steps, public.lost), "the ledger is not what the log says"
-    files = [path for path in folder.rglob("*") if not path.is_relative_to(folder / "cache")]
-    left = [path for path in files if path.suffix in (".key", ".tmp") or path.name in (JOURNAL, UNFINISHED)]
+    left = [
+        path for path in folder.rglob("*") if path.suffix in (".key", ".tmp") or path.name in (JOURNAL, UNFINISHED)
+    ]
     assert not left, f"{left[0].relative_to(folder)} is left"
 
 

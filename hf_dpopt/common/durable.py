@@ -227,15 +227,11 @@ def remove_folder(folder: Path, by_way_of: Path) -> None:
         remove(moved)
 
 
-def move_aside(place: Path, into: Path, name: str | None = None) -> Path | None:
-    """Move what lies at a place, if something does, into another folder, durably; return where it is now.
-
-    Args:
-        name: its name there, which is free; None for a fresh one, that of something to be deleted.
-    """
+def move_aside(place: Path, into: Path) -> Path | None:
+    """Move a file or folder, if there is one, into another folder to be deleted, durably; return where it is now."""
     if not os.path.lexists(place):
         return None
-    moved = into / (name or f"removed-{place.name}.{secrets.token_hex(4)}")
+    moved = into / f"removed-{place.name}.{secrets.token_hex(4)}"
     os.rename(place, moved)
     fsync_directory(place.parent)
     return moved

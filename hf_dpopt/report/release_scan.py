@@ -19,7 +19,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import is_secret_key
 
 # torch's generator states (they replay dropout), key files, and the folder of ledgers and keys itself.
-FORBIDDEN_NAMES = ("rng_state*.pth", "*.key", "*.dp_private", "noise_buffer*")
+FORBIDDEN_NAMES = ("rng_state*.pth", "*.key")
 # Files that the Trainer and this package write and that a push may take, below output_dir or a checkpoint in it.
 # Files of tokenizers and a model's own code are named by what `save_pretrained` writes.
 ALLOWED_NAMES = (
@@ -211,7 +211,7 @@ class Needles:
     word that begins there, wherever the needle is. So the number of needles hardly matters.
 
     Args:
-        secrets: keys, marks of the data and beginnings of noise buffers.
+        secrets: root keys and keys derived from them.
 
     Raises:
         DPConfigError: if a secret is too short to be told from chance.

@@ -226,7 +226,7 @@ class Keys:
         for path in self.folder.iterdir():  # also what a crash left half-written: .ID.key.XXXX.tmp
             is_secret = path.suffix in (".key", ".tmp")
             if is_secret and chain_id in (None, path.name.lstrip(".").partition(".")[0]):
-                path.unlink(missing_ok=True)  # another rank may be at it
+                path.unlink(missing_ok=True)
         fsync_directory(self.folder)
 
     def secrets(self) -> list[bytes]:

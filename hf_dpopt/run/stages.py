@@ -33,7 +33,7 @@ class Stages:
         engine: clipping engine of the model.
         optimizer: torch's own; told the noise level if it is a `NoiseAwareOptimizer`.
         chain: maps of the released mean gradient; told the same. What multiplies every coordinate by one number says
-            so in an attribute ``gain``. Callables that are no `Postprocess` are made one here.
+            so in an attribute ``gain``.
         public: gradients of public records, where something needs them.
         after: maps of the released weights, called after every step of the optimizer.
 

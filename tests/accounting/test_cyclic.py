@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
@@ -17,11 +15,6 @@ from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
 NUM_STEPS, DELTA = 2000, 1e-5
 SAMPLER = CyclicPoissonSampler(num_examples=50_000, expected_batch_size=500)
 BEST = {4.0: (16, 2.1532, 18.38), 8.0: (32, 1.7355, 11.25)}
-
-
-@pytest.fixture(autouse=True)
-def _no_cache(monkeypatch):
-    monkeypatch.setenv("HF_DPOPT_CACHE_DIR", os.devnull)
 
 
 def _sampler(num_examples: int, batch: int) -> CyclicPoissonSampler:

