@@ -285,3 +285,23 @@ def test_names_keep_their_order_and_chains_tell_journals_apart(tmp_path):
         path.rename(path.with_name(path.name.replace("chain", "other")))
     other = Journal(tmp_path, "other").contents()
     assert not other.steps and other.damaged == {0, 1}
+
+
+def test_files_behind_a_link_are_left_alone(tmp_path):
+    (tmp_path / "else").mkdir()
+    (tmp_path / "else/app.release").touch()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / JOURNAL).symlink_to(tmp_path / "else")
+    Journal(tmp_path / "out", "a").begin(2, "")
+    assert list((tmp_path / "else").iterdir())
+
+
+def test_a_deleted_entry_asks_for_a_checkpoint(tmp_path):
+    journal = Journal(tmp_path, "a", limit=1e9)
+    journal.begin(0, "")
+    journal.write(STEP, 1, {"w": torch.zeros(3)})
+    assert not journal.is_full
+    next((tmp_path / JOURNAL).glob("*-step.release")).unlink()
+    assert journal.is_full
+    journal.begin(1, "")
+    assert not journal.is_full

@@ -17,6 +17,8 @@ from typing import NewType
 
 import torch
 
+SPOILT = "_changed_by_records"  # attribute of a module that holds what records made of its tensors, un-noised
+
 # Parameter name -> tensor of its shape. Of no zone: gradients of public records, tensors inside an optimizer.
 Gradients = dict[str, torch.Tensor]
 

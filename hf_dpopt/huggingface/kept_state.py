@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.sharding import give_back, is_sharded, local_of
+from hf_dpopt.common.types import SPOILT
 
 LARGEST_COPY = 2**24  # bytes of a buffer that is kept as a copy for a whole training
 SMALL = 2**20  # bytes of a buffer that is compared every time
@@ -28,7 +29,6 @@ WORDS = 2**22  # that are summed at once
 EXTRA = "_extra_state"  # end of a name in a state dict
 CONFIGS = ("config", "generation_config")  # attributes of a model
 WRITTEN_BY_TRANSFORMERS = "problem_type"  # of a classifier, at its first loss; it depends on types and shapes alone
-SPOILT = "_changed_by_records"  # attribute of a module whose parameters were changed and cannot be restored
 
 
 @dataclasses.dataclass

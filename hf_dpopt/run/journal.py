@@ -83,11 +83,13 @@ class Journal:
             base: digest of the initial weights, or the origin of the checkpoint.
         """
         made = self._append(BASE, step, base=base) if self._limit > 0 else None
-        kept = {path for path, (of_step, _) in self._entries().items() if of_step > step}
+        if self.folder.is_symlink():  # what lies behind it belongs to somebody else
+            return
+        kept = {path for path, (of_step, _) in self._entries().items() if of_step > step or path == made}
         for path in sorted(self.folder.glob(f"*{SUFFIX}*")):  # the oldest first: a kill leaves no gap
-            if path != made and path not in kept:
+            if path not in kept:
                 path.unlink(missing_ok=True)
-                self._sizes.pop(path, None)
+        self._sizes = {path: size for path, size in self._sizes.items() if path in kept}
         with contextlib.suppress(OSError):  # it is not there, or something is left in it
             self.folder.rmdir()
 
@@ -133,8 +135,9 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """Whether the next entry would not fit into the limit."""
-        return self._limit > 0 and sum(self._sizes.values()) + max(self._sizes.values(), default=0) > self._limit
+        """Whether the next entry would not fit into the limit, or an earlier one was deleted."""
+        needed = sum(self._sizes.values()) + max(self._sizes.values(), default=0)
+        return self._limit > 0 and (needed > self._limit or not all(path.exists() for path in self._sizes))
 
     def remove(self) -> None:
         """Delete the journals of all chains in the folder of the run."""

@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
 from hf_dpopt.clipping.clipped_sum import ClippedSum
 from hf_dpopt.clipping.products import wide
+from hf_dpopt.common.types import SPOILT
 from hf_dpopt.plan.local_training import LocalTraining
 from hf_dpopt.randomness.cipher import KEY_BYTES
 from hf_dpopt.randomness.framework import seed_torch
@@ -58,7 +60,7 @@ class LocalUser(WholeUnits):
 
     def _train(self, engine: ClippingEngine, losses: RecordLosses) -> dict[str, torch.Tensor]:
         parameters = engine.parameters
-        with _restoring(parameters) as start, torch.enable_grad():
+        with _restoring(engine.model, parameters) as start, torch.enable_grad():
             for batch in self.batches:
                 for p in parameters.values():
                     p.grad = None
@@ -88,9 +90,13 @@ def drop_diverged(moves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _restoring(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
-    """Restore the weights on leaving the context; yields copies of them."""
+def _restoring(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, torch.Tensor]]:
+    """Restore the weights on leaving the context; yields copies of them.
+
+    Until all are restored, the model is one that is not saved: an interrupt may come while they are copied.
+    """
     start = {name: p.detach().clone() for name, p in parameters.items()}
+    setattr(model, SPOILT, next(iter(parameters), "weights"))
     try:
         yield start
     finally:
@@ -98,6 +104,7 @@ def _restoring(parameters: Mapping[str, torch.Tensor]) -> Iterator[dict[str, tor
             for name, p in parameters.items():
                 p.copy_(start[name])
                 p.grad = None
+        delattr(model, SPOILT)
 
 
 def _devices(engine: ClippingEngine) -> list[torch.device]:

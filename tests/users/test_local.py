@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from hf_dpopt import DPConfigError
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.huggingface.kept_state import refuse_spoilt
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, drop_diverged
+from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, _restoring, drop_diverged
 from tests import tiny
 from tests.reference import clipping as reference
 from tests.users.test_training import _trainer
@@ -176,3 +178,15 @@ def test_one_local_step_on_all_records_is_the_mean_gradient_through_the_trainer(
 
     gradient, whole = run("gradient", user_weighting="mean"), {"learning_rate": 1.0, "batch_size": 50}
     assert reference.relative_error(run("local", local_training=whole), gradient) < 1e-5
+
+
+def test_weights_that_were_not_restored_are_not_saved() -> None:
+    model = _model()
+    parameters = dict(model.named_parameters())
+    with _restoring(model, parameters):
+        pass
+    refuse_spoilt(model)
+    with pytest.raises(RuntimeError), _restoring(model, parameters) as start:  # as an interrupt between two copies
+        start[next(iter(start))] = torch.zeros(7, 7, 7)
+    with pytest.raises(DPConfigError, match="former values"):
+        refuse_spoilt(model)
