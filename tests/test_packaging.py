@@ -129,11 +129,6 @@ def test_the_private_core_needs_no_trainer(repo: Path, folder: str) -> None:
     assert modules and not modules & {"transformers", "accelerate", "peft", "datasets"}
 
 
-def test_the_command_exists(project: dict[str, Any]) -> None:
-    module, _, function = project["project"]["scripts"]["hf-dpopt"].partition(":")
-    assert callable(getattr(importlib.import_module(module), function))
-
-
 @pytest.fixture(scope="module")
 def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """The wheel that is built from the unpacked source distribution, as `pip install` of that one does."""
@@ -196,13 +191,6 @@ def make(repo: Path, *arguments: str) -> str:
     result = subprocess.run(["make", *arguments], cwd=repo, env=environment, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr
     return result.stdout
-
-
-def test_make_help_lists_every_target(repo: Path) -> None:
-    targets = re.search(r"^\.PHONY: (.*)$", (repo / "Makefile").read_text(), re.MULTILINE)
-    assert targets is not None
-    listed = set(re.findall(r"^ +make ([a-z]+) ", make(repo, "help"), re.MULTILINE))
-    assert listed == set(targets[1].split())
 
 
 def test_make_installs_torch_before_anything_else(repo: Path, tmp_path: Path) -> None:
