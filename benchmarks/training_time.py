@@ -146,7 +146,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - start)
                 print(f"{name}: {seconds[name][-1]:.1f} s", flush=True)
     report = {
-        "command": "python benchmarks/training_time.py",
+        "command": "python benchmarks/training_time.py --train_file train.tsv",
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
         "threads": torch.get_num_threads(),

@@ -170,8 +170,8 @@ def encode_labels(table: Table, column: str, labels: list[str] | None) -> list[i
         if text not in ids:
             allowed = ", ".join(map(repr, labels[:20])) + (" ..." if len(labels) > 20 else "")
             raise DPConfigError(
-                f"{table.where(row)}: label {text!r} is not one of {allowed}. Correct it, or declare all labels with "
-                "--label_list."
+                f"{table.where(row)}: label {text!r} is not one of {allowed}. Correct the row, or add {text!r} "
+                "to --label_list."
             )
         encoded.append(ids[text])
     return encoded

@@ -168,9 +168,15 @@ class Parser(HfArgumentParser):
 
 
 def _unknown(given: Collection[str], known: Collection[str]) -> DPConfigError:
-    close = {name: difflib.get_close_matches(name.split("=")[0], known, 1) for name in given}
+    close = {name: _nearest(name.split("=")[0], known) for name in given}
     said = (f"{name} is not a flag.{f' Did you mean {meant[0]}?' if meant else ''}" for name, meant in close.items())
     return DPConfigError(f"{' '.join(said)} --help lists all flags.")
+
+
+def _nearest(name: str, known: Collection[str]) -> list[str]:
+    """Return the flag that was meant, if any: --epsilon is --target_epsilon, and not --adam_epsilon."""
+    target = name.replace(word := name.lstrip("-"), f"target_{word}")
+    return [target] if target in known else difflib.get_close_matches(name, known, 1)
 
 
 def _json_flags(path: Path) -> dict[str, Any]:

@@ -89,6 +89,15 @@ def test_the_readme_has_the_numbers_of_ten_seeds() -> None:
     }
     for trainer, cells in rows.items():
         assert f"| `{trainer}` | {' | '.join(cells)} |" in readme
+    ratio = {
+        name: found["median"]
+        for name, found in json.loads((REPO / "docs/training_time.json").read_text())["ratios"].items()
+    }
+    assert f"takes {ratio['private / stock, grouped by length']:.2f} times as long as the stock" in readme
+    assert (
+        f"length, {ratio['private / stock']:.2f} times" in readme
+        and f"Opacus takes {ratio['opacus / private']:.1f} times" in readme
+    )
     assert f"test loss before training: {said('untrained loss', 2)} " in readme
 
 

@@ -44,7 +44,7 @@ class StorageFault:
             return "Make room there"
         if self.number is None:
             return "Make room there, or see to that disk"
-        return "Make it writable" if self.number in _READ_ONLY else "See to that disk"
+        return "Make it writable" if self.number in _READ_ONLY else "Choose another folder, or see to that disk"
 
     def describe(self, options: Mapping[str, Path]) -> str:
         """Say what could not be written, and how much room there is; without a full stop.

@@ -146,7 +146,11 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
         units, epsilon = plan.num_users or plan.num_examples, plan.epsilon()
         asked = f"hf-dpopt plan --num-examples {units} --epsilon {epsilon:.3g}"
         return f"`{asked}` advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
-    if advice.outlook.useful_steps <= 1.2 * outlook.useful_steps and not outlook.is_too_short:
+    if advice.outlook.useful_steps <= 1.2 * outlook.useful_steps:
+        if outlook.is_too_short and trained.is_tuned:
+            assert outlook.reach and outlook.advised_reach
+            rate = args.learning_rate * outlook.advised_reach / outlook.reach
+            return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}."
         return "" if outlook.verdict == "good" else more_passes(advice.job, trained)
     values: dict[str, Any] = {"expected_batch_size": advice.batch}
     if args.max_steps > 0:

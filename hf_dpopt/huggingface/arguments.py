@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from multiprocessing.context import get_spawning_popen
+from pathlib import Path
 from typing import Any
 
 from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments
@@ -88,6 +89,8 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         check_types(self)  # transformers computes with them at once
         check_json(self)
         self.adam_beta1, self.adam_beta2 = float(self.adam_beta1), float(self.adam_beta2)  # torch takes no integers
+        if self.output_dir is not None and Path(self.output_dir).is_file():
+            raise DPConfigError(f"output_dir={self.output_dir}: is a file. Name a folder.")
         asked = self.optim
         if asked in OPTIMIZERS:  # transformers' enumeration has no place for more
             self.optim = "adamw_torch"

@@ -14,6 +14,7 @@ from hf_dpopt.run.keys import default_private_dir, private_dir
 from hf_dpopt.run.log import Found, RunLog, find_run
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+NOTHING = "Nothing is charged."
 
 
 def found_by(args: DPTrainingArguments) -> Found:
@@ -43,9 +44,9 @@ def explains_storage_faults(method: Method) -> Method:
             if fault is None:
                 raise
             charged = _charged(places["output_dir"], places["private_state_dir"])
+            again = "again" if charged == NOTHING else "with --resume_from_checkpoint True"
             raise DPStorageError(
-                f"{fault.describe(places)}. {charged} {fault.remedy}, then run the same command with "
-                "--resume_from_checkpoint True."
+                f"{fault.describe(places)}. {charged} {fault.remedy}, then run the same command {again}."
             ) from error
 
     return cast(Method, explained)
@@ -66,6 +67,6 @@ def _charged(output_dir: Path, private_state_dir: Path) -> str:
         return "What was charged before stays charged."
     steps, evaluations = (0, {}) if known is None else (known.num_charged, known.evaluations)
     if not steps and not evaluations:
-        return "Nothing is charged."
+        return NOTHING
     also = f" and {len(evaluations)} private evaluation{'s' * (len(evaluations) > 1)}" if evaluations else ""
     return f"{steps} steps{also} are charged, and stay so."

@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_dpopt.common import collectives, log
 from hf_dpopt.common.durable import remove_links
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.common.log import is_secret_key
+from hf_dpopt.common.log import is_secret_key, logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface import refusals, stage_options
@@ -176,6 +176,9 @@ class DPTrainerMixin(_Trainer):
             self._check_state()
             is_finished = True
             self._checkpoints.drop_extra()
+        except KeyboardInterrupt:
+            logger.warning("Interrupted: what was charged stays charged. To go on, add --resume_from_checkpoint True.")
+            raise
         finally:
             if self._session is not None:
                 try:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from hf_dpopt import DPConfigError
@@ -32,10 +30,8 @@ def _raise(error):
         ("raw", lambda folder: _raise(ValueError("x=1 is wrong. Use 2."))),
         ("raw", lambda folder: _raise(DPConfigError(""))),
         ("raw", lambda folder: _raise(SystemExit(2))),
-        ("raw", lambda folder: [][1]),
         ("charged", _charge_and_fail),
         ("hung", lambda folder: [None for _ in iter(int, 1)]),
-        ("hung", lambda folder: time.sleep(5)),
     ],
 )
 def test_every_end_has_its_name(kind, run, tmp_path):

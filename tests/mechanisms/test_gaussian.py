@@ -22,10 +22,3 @@ def test_noise_is_that_of_the_source_by_sorted_name(kind):
     source = make_noise_source(kind, key)
     assert torch.equal(sums["a"], 0.5 * source.normal((4,), step=9, tensor=0))
     assert torch.equal(sums["z"], 0.5 * source.normal((3, 2), step=9, tensor=1))
-
-
-def test_noise_multiplier_zero_changes_nothing(kind):
-    sums = {"w": torch.randn(1000)}
-    before = sums["w"].clone()
-    independent_noise(0.0).stream(make_noise_source(kind, os.urandom(32)), 1.0).add_(sums, 1)
-    assert torch.equal(sums["w"], before)

@@ -162,6 +162,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "batch": ({"expected_batch_size": "41"}, "expected_batch_size=41: .* larger than the dataset.* Use a smaller batch"),
     "fp16": ({"fp16": "true"}, "`fp16` .* Use --bf16"),
     "not a number": ({"target_epsilon": "eight"}, "invalid float value: 'eight'"),
+    "flag of plan": ({"epsilon": "3"}, "--epsilon is not a flag. Did you mean --target_epsilon"),
     "unknown flag": ({"train_fiel": "x"}, "--train_fiel is not a flag. Did you mean --train_file"),
     "a flag like no other": ({"zzzz": "x"}, "--zzzz is not a flag. --help lists all"),
 }  # fmt: skip

@@ -94,7 +94,7 @@ def test_label_map() -> None:
 @pytest.mark.parametrize(
     "labels, value, mend",
     [
-        (["a", "b"], "c", "train.tsv, line 3: label 'c' is not one of 'a', 'b'. Correct it, or declare"),
+        (["a", "b"], "c", "train.tsv, line 3: label 'c' is not one of 'a', 'b'. Correct the row, or add 'c'"),
         (["a", "b"], "2", "line 3: label '2' is not one of"),
         (["a", "b"], "", "line 3: the label is empty. Give every record"),
         (["a", "b"], None, "line 3: the label is empty"),

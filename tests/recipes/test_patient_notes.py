@@ -29,14 +29,3 @@ def test_the_measured_command_is_the_one_that_plan_prints() -> None:
     found = json.loads(MEASURED.read_text())
     assert shlex.split(found["command"]) == notes.printed_command()
     assert found["private"]["accuracy"] >= 0.5 > 4 * found["majority"] and found["private"]["epsilon"] <= 3
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_the_printed_command_is_far_above_the_largest_class(
-    tmp_path: Path, minilm_path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DPOPT_PRIVATE_DIR", str(tmp_path / "keys"))
-    majority = notes.write_notes(tmp_path)
-    result = notes.run(tmp_path, minilm_path)
-    assert result["accuracy"] >= 0.5 > 4 * majority and result["epsilon"] <= 3

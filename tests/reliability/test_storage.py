@@ -139,7 +139,8 @@ def assert_one_line(error: DPStorageError, kind: str, root: Path, met: list[Path
     assert any(str(path.parent) in said or path.parent.name in said for path in met), said
     assert ("MB are free" in said) or os.strerror(errno.ENOSPC) not in said, said
     assert (f"{charged} steps are charged" if charged else "Nothing is charged") in said, said
-    assert said.endswith("then run the same command with --resume_from_checkpoint True."), said
+    again = "with --resume_from_checkpoint True" if charged else "again"
+    assert said.endswith(f"then run the same command {again}."), said
 
 
 def meet(made: Callable[[], Any], resume: Any, root: Path, pattern: str, kind: str) -> None:

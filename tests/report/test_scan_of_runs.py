@@ -49,7 +49,6 @@ def test_folders_that_no_push_takes_are_left_out(guard: ReleaseGuard, out: Path)
     for name in UNPUBLISHED:
         (out / name / "checkpoint-1").mkdir(parents=True)
         (out / name / "checkpoint-1" / "noise.key").touch()
-    assert len(UNPUBLISHED) == 3
     guard.check(out)
     guard.check(out, is_push=True)
     (out / "checkpoint-1").mkdir()
