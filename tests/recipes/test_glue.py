@@ -121,7 +121,7 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "missing file": ({"train_file": "nowhere.tsv"}, "nowhere.tsv does not exist. Check the path"),
     "empty": ({"train_file": "empty.tsv"}, "empty.tsv holds no rows. Name a file"),
     "missing column": ({"text_column": "nope"}, "no column 'nope' .* It has: 'sentence', 'label'"),
-    "unknown label": ({"validation_file": "odd.tsv"}, "odd.tsv, line 2: label '7' is not one of '0', '1'. Correct it"),
+    "unknown label": ({"validation_file": "odd.tsv"}, "odd.tsv, line 2: label '7' is not one of '0', '1'. Correct the row"),
     "label list": ({"label_list": "one"}, "Write e.g. negative,positive"),
     "samples": ({"max_train_samples": "0"}, "max_train_samples=0 is not a positive count. Use 1 or more"),
     "rank": ({"lora_r": "-1"}, "lora_r=-1 is negative. Use 4 to 64"),
