@@ -150,7 +150,7 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
         if outlook.is_too_short and trained.is_tuned:
             assert outlook.reach and outlook.advised_reach
             rate = args.learning_rate * outlook.advised_reach / outlook.reach
-            return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}."
+            return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}. {more_passes(advice.job, trained)}"
         return "" if outlook.verdict == "good" else more_passes(advice.job, trained)
     values: dict[str, Any] = {"expected_batch_size": advice.batch}
     if args.max_steps > 0:
