@@ -267,7 +267,9 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(DPStorageError, match=r"out/_journal/.* could not be written .*No space left.*run the same command again"):
+    with pytest.raises(
+        DPStorageError, match=r"out/_journal/.* could not be written .*No space left.*run the same command again"
+    ):
         preempted.make(tmp_path, "gaussian").train()
 
 

@@ -177,7 +177,7 @@ class DPTrainerMixin(_Trainer):
             is_finished = True
             self._checkpoints.drop_extra()
         except KeyboardInterrupt:
-            logger.warning("Interrupted: what was charged stays charged. To go on, add --resume_from_checkpoint True.")
+            logger.warning("Interrupted. Charged steps stay charged; to continue, add --resume_from_checkpoint True.")
             raise
         finally:
             if self._session is not None:

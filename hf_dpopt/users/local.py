@@ -96,7 +96,8 @@ def _restoring(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iter
     Until all are restored, the model is one that is not saved: an interrupt may come while they are copied.
     """
     start = {name: p.detach().clone() for name, p in parameters.items()}
-    setattr(model, SPOILT, next(iter(parameters), "weights"))
+    mark = f"{next(iter(parameters), 'weights')} (local training)"
+    vars(model).setdefault(SPOILT, mark)
     try:
         yield start
     finally:
@@ -104,7 +105,8 @@ def _restoring(model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iter
             for name, p in parameters.items():
                 p.copy_(start[name])
                 p.grad = None
-        delattr(model, SPOILT)
+        if vars(model)[SPOILT] == mark:  # else a forward spoilt the model in other ways
+            delattr(model, SPOILT)
 
 
 def _devices(engine: ClippingEngine) -> list[torch.device]:

@@ -11,6 +11,7 @@ import torch
 from hf_dpopt import DPConfigError
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
+from hf_dpopt.common.types import SPOILT
 from hf_dpopt.huggingface.kept_state import refuse_spoilt
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, _restoring, drop_diverged
@@ -186,6 +187,10 @@ def test_weights_that_were_not_restored_are_not_saved() -> None:
     with _restoring(model, parameters):
         pass
     refuse_spoilt(model)
+    with _restoring(spoilt := _model(), {}):
+        setattr(spoilt, SPOILT, "weight")  # by a forward
+    with pytest.raises(DPConfigError, match="^weight: "):
+        refuse_spoilt(spoilt)
     with pytest.raises(RuntimeError), _restoring(model, parameters) as start:  # as an interrupt between two copies
         start[next(iter(start))] = torch.zeros(7, 7, 7)
     with pytest.raises(DPConfigError, match="former values"):
