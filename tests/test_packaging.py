@@ -184,9 +184,9 @@ def test_the_metadata_is_found_by_those_who_search(wheel: zipfile.ZipFile) -> No
 def make(repo: Path, *arguments: str) -> str:
     if shutil.which("make") is None:
         pytest.skip("no make on this machine")
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
-    }
+    # A variable on the command line of the `make` that runs these tests is in the environment of each of them.
+    inherited = {"MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "MARKS", "VENV", "TORCH", "EXTRAS", "WORKERS"}
+    environment = {name: value for name, value in os.environ.items() if name not in inherited | {"PYTEST_ARGS"}}
     result = subprocess.run(["make", *arguments], cwd=repo, env=environment, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr
     return result.stdout

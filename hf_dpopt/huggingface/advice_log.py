@@ -148,8 +148,9 @@ def _better(outlook: Outlook, advised: Advised, plan: PrivacyPlan, args: DPTrain
         return f"`{asked}` advises." if outlook.verdict != "good" and 0 < epsilon < math.inf else ""
     if advice.outlook.useful_steps <= 1.2 * outlook.useful_steps:
         if outlook.is_too_short and trained.is_tuned:
-            assert outlook.reach and outlook.advised_reach
-            rate = args.learning_rate * outlook.advised_reach / outlook.reach
+            rate = advice.values["learning_rate"]
+            if outlook.reach and outlook.advised_reach:  # 0 with a rate of 0
+                rate = args.learning_rate * outlook.advised_reach / outlook.reach
             return f"Use {spelled({'learning_rate': float(f'{rate:.1e}')})}. {more_passes(advice.job, trained)}"
         return "" if outlook.verdict == "good" else more_passes(advice.job, trained)
     values: dict[str, Any] = {"expected_batch_size": advice.batch}
