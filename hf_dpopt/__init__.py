@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
     from hf_dpopt.huggingface.functional import clipped_gradient_sum
+    from hf_dpopt.huggingface.sft import DPSFTConfig, DPSFTTrainer
     from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
     from hf_dpopt.optim import DPAdamBC
     from hf_dpopt.plan.advice import Advice, TrainingJob, advise
@@ -44,6 +45,8 @@ __all__ = [
     "DPAdamBC",
     "DPBudgetExceeded",
     "DPConfigError",
+    "DPSFTConfig",
+    "DPSFTTrainer",
     "DPSeq2SeqTrainer",
     "DPSeq2SeqTrainingArguments",
     "DPStorageError",
@@ -85,6 +88,7 @@ _EXPORTS = {
     ),
     "huggingface.arguments": ("DPSeq2SeqTrainingArguments", "DPTrainingArguments"),
     "huggingface.functional": ("clipped_gradient_sum",),
+    "huggingface.sft": ("DPSFTConfig", "DPSFTTrainer"),
     "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),
     "optim": ("DPAdamBC",),
     "plan.advice": ("Advice", "TrainingJob", "advise"),

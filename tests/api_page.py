@@ -21,6 +21,7 @@ Other modules may be imported too, and may move with any release.
 GROUPS = {
     "Training": (
         "DPTrainer", "DPSeq2SeqTrainer", "DPTrainerMixin", "DPTrainingArguments", "DPSeq2SeqTrainingArguments",
+        "DPSFTTrainer", "DPSFTConfig",
     ),
     "Planning": (
         "PrivacyConfig", "make_plan", "PrivacyPlan", "compare_mechanisms", "plan_for_users",
@@ -63,7 +64,7 @@ def signature(name: str, thing: Any) -> str:
         parameters = [parameter for parameter in parameters if parameter.name in own]
         stock = next(cls for cls in thing.__mro__ if not is_ours(cls))
         others = f"{base.__name__} and of " if base else ""
-        note = f"  # and the fields of {others}transformers.{stock.__name__}"
+        note = f"  # and the fields of {others}{stock.__module__.split('.')[0]}.{stock.__name__}"
     shown = found.replace(
         parameters=[p.replace(default=_default(p.default), annotation=_plain(p.annotation)) for p in parameters],
         return_annotation=inspect.Signature.empty if inspect.isclass(thing) else _plain(found.return_annotation),

@@ -26,7 +26,11 @@ from recipes.options import ModelArguments
 from recipes.stackoverflow_data import _h5_rows
 
 # Packages that are loaded before code of ours asks for them: by a model with adapters, or by a dataset of Arrow files.
-BROUGHT = {"peft": ("clipping/rules/adapters.py", "huggingface/shards.py"), "datasets": ("records/views.py",)}
+BROUGHT = {
+    "peft": ("clipping/rules/adapters.py", "huggingface/shards.py"),
+    "datasets": ("records/views.py",),
+    "trl": ("huggingface/sft.py",),  # bases of its classes; the same error
+}
 
 
 def _adapter(folder: Path) -> None:

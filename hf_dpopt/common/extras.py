@@ -15,6 +15,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "opacus": "verify",
     "peft": "recipes",
+    "trl": "chat",
 }
 
 

@@ -36,8 +36,10 @@ NAMES = {
     "TrainingArguments": ("hf_dpopt", "DPTrainingArguments"),
     "Seq2SeqTrainer": ("hf_dpopt", "DPSeq2SeqTrainer"),
     "Seq2SeqTrainingArguments": ("hf_dpopt", "DPSeq2SeqTrainingArguments"),
+    "SFTTrainer": ("hf_dpopt", "DPSFTTrainer"),
+    "SFTConfig": ("hf_dpopt", "DPSFTConfig"),
     **{f"{kind}{what}": ("dp_trl", f"DP{kind}{what}")
-       for kind in ("SFT", "DPO", "Reward", "KTO") for what in ("Trainer", "Config")},
+       for kind in ("DPO", "Reward", "KTO") for what in ("Trainer", "Config")},
 }  # fmt: skip
 PRIVATE = (
     "--target_epsilon", "8", "--max_steps", "2", "--per_device_train_batch_size", "4", "--expected_batch_size", "8",
@@ -207,7 +209,7 @@ CASES: dict[str, Case] = {
     ),
     "sft": Case(
         "TRL, supervised", "sft.py", (*_model("gpt2"), "--dataset_name", "answers", *TRL, "--eos_token", "<|endoftext|>"),
-        note="the names are two classes of two lines each: see migrate.md",
+        note="with `DPSFTTrainer` and `DPSFTConfig`",
     ),
     "dpo": Case(
         "TRL, preferences", "dpo.py", (*_model("gpt2"), "--dataset_name", "preferences", *TRL),

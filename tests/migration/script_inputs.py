@@ -89,7 +89,7 @@ import trl
 
 from hf_dpopt import DPTrainerMixin, DPTrainingArguments
 
-for kind in ("SFT", "DPO", "Reward", "KTO"):
+for kind in ("DPO", "Reward", "KTO"):
     trainer, config = (f"DP{kind}{what}" for what in ("Trainer", "Config"))
     globals()[trainer] = type(trainer, (DPTrainerMixin, getattr(trl, trainer[2:])), {})
     made = type(config, (DPTrainingArguments, getattr(trl, config[2:])), {"__module__": __name__})

@@ -8,9 +8,9 @@ import pytest
 from datasets import Dataset
 from transformers import BertForSequenceClassification, DataCollatorWithPadding
 
-from hf_dpopt import DPConfigError, DPTrainer, DPTrainerMixin, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer, DPTrainer, DPTrainerMixin, DPTrainingArguments
 from tests import tiny
-from tests.migration.test_sft import DPSFTConfig, DPSFTTrainer, _model, _tokenizer
+from tests.migration.test_sft import _model
 
 trl = pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
@@ -62,7 +62,10 @@ def test_what_is_the_case_is_said(trainer, words, given, tmp_path):
     """The same with a loss of records, which is no way out here."""
     with pytest.raises(DPConfigError, match=words):
         trainer(
-            model=_model(_tokenizer()), args=_arguments(tmp_path), train_dataset=PAIRS, per_example_loss_func=given
+            model=_model(),
+            args=_arguments(tmp_path),
+            train_dataset=PAIRS,
+            per_example_loss_func=given,
         )
 
 
@@ -70,14 +73,14 @@ def test_chosen_answers_can_be_learned(tmp_path):
     """The way out of DPO and KTO."""
     chosen = PAIRS.remove_columns("rejected").rename_column("chosen", "completion")
     args = _arguments(tmp_path, DPSFTConfig, completion_only_loss=True, gradient_checkpointing=False)
-    trainer = DPSFTTrainer(model=_model(_tokenizer()), args=args, train_dataset=chosen, processing_class=_tokenizer())
+    trainer = DPSFTTrainer(model=_model(), args=args, train_dataset=chosen, processing_class=tiny.byte_tokenizer())
     trainer.train()
     assert trainer.privacy_spent().num_steps == 2
 
 
 def test_a_reward_is_learned_by_classification_with_the_pair_as_unit(tmp_path):
     """The way out of reward models: both rows of a pair are clipped as one."""
-    tokenizer = _tokenizer()
+    tokenizer = tiny.byte_tokenizer()
     texts = [(p["prompt"] + p[name], label) for p in PAIRS for name, label in (("chosen", 1), ("rejected", 0))]
     rows = Dataset.from_list(
         [{**tokenizer(text), "labels": label, "pair": i // 2} for i, (text, label) in enumerate(texts)]

@@ -1,77 +1,147 @@
-"""TRL's SFTTrainer behind the mixin: completion-only loss, exact against a loop over single records."""
+"""DPSFTTrainer: prompts, conversations under the chat templates of TRL, LoRA, users; exact against a loop."""
 
 from __future__ import annotations
 
-import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, GPT2LMHeadModel, LlamaForCausalLM
 
-from hf_dpopt import DPConfigError, DPTrainerMixin, DPTrainingArguments
+from hf_dpopt import DPConfigError, DPTrainingArguments
 from tests import tiny
 from tests.reference import clipping as reference
 
 trl = pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
 
-WORDS = "the capital of france is paris spain madrid italy rome what where city a".split()
+from hf_dpopt import DPSFTConfig, DPSFTTrainer  # noqa: E402  they need TRL
+
+WITH_IMAGES = {"idefics3_training", "llava_next_training", "smolvlm_training"}  # a message is a list of parts
+TEMPLATES = [
+    path
+    for path in sorted((Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja"))
+    if path.stem not in WITH_IMAGES
+]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "Its name."}}},
+    },
+}
+CITIES = [("france", "paris"), ("spain", "madrid"), ("italy", "rome"), ("norway", "oslo")]
 
 
-class DPSFTTrainer(DPTrainerMixin, trl.SFTTrainer):
-    pass
-
-
-@dataclasses.dataclass(repr=False)
-class DPSFTConfig(DPTrainingArguments, trl.SFTConfig):
-    pass
-
-
-def _tokenizer() -> PreTrainedTokenizerFast:
-    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def _records() -> Dataset:
-    pairs = [("france", "paris"), ("spain", "madrid"), ("italy", "rome")] * 8
+def _prompts(num: int = 24) -> Dataset:
     return Dataset.from_list(
-        [{"prompt": f"what is the capital of {land}", "completion": f" the city is {city}"} for land, city in pairs]
+        [{"prompt": f"capital of {land}?", "completion": f" it is {city} {i}"} for i, (land, city) in _turns(num)]
     )
 
 
-def _model(tokenizer) -> GPT2LMHeadModel:
-    return tiny.made(GPT2LMHeadModel, vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=1)
+def _turns(num: int) -> Any:
+    return ((i, CITIES[i % len(CITIES)]) for i in range(num))
 
 
-def _trainer(tmp_path, callbacks=(), model=None, peft_config=None, **changes):
-    tokenizer = _tokenizer()
+def _chats(num: int = 24, user: bool = False) -> Dataset:
+    """Conversations of one or two questions; with `user`, a column says whose each is."""
+    rows = []
+    for i, (land, city) in _turns(num):
+        messages = [{"role": "user", "content": f"{land}?"}, {"role": "assistant", "content": f"{city} {i}"}]
+        rows.append({"messages": messages * (1 + i % 2)} | ({"who": f"p{i % 6}"} if user else {}))
+    return Dataset.from_list(rows)
+
+
+def _model(kind: type = GPT2LMHeadModel, **changes: Any) -> Any:
+    return tiny.made(kind, vocab_size=259, bos_token_id=1, eos_token_id=2, pad_token_id=0, **changes)
+
+
+def _trainer(tmp_path, callbacks=(), model=None, peft_config=None, rows=None, template=None, **changes):
     values = dict(
         output_dir=str(tmp_path / "out"), private_state_dir=str(tmp_path / "keys"), use_cpu=True, report_to="none",
         per_device_train_batch_size=4, expected_batch_size=8, max_steps=2, save_strategy="no", learning_rate=0.0,
-        noise_multiplier=0.0, clipping_norm=0.5, target_delta=1e-3, bf16=False, completion_only_loss=True,
-        disable_tqdm=True, gradient_checkpointing=False,
+        noise_multiplier=0.0, clipping_norm=0.5, target_delta=1e-3, disable_tqdm=True, max_length=None,
     )  # fmt: skip
     return DPSFTTrainer(
-        model=model or _model(tokenizer), peft_config=peft_config, args=DPSFTConfig(**values | changes), train_dataset=_records(), processing_class=tokenizer,
-        callbacks=list(callbacks),
+        model=model or _model(n_positions=4096), args=DPSFTConfig(**values | changes), callbacks=list(callbacks),
+        train_dataset=_prompts() if rows is None else rows, processing_class=tiny.byte_tokenizer(template), peft_config=peft_config,
     )  # fmt: skip
+
+
+def _is_exact(trainer: Any, seen: tiny.Gradients) -> None:
+    """Each step released the clipped sum of the records that were drawn, by a loop over them."""
+    trainer.train()
+    run, model = trainer._session.run, trainer.model.eval()
+    rows = [{k: row[k] for k in ("input_ids", "labels")} for row in trainer.train_dataset]
+    assert seen.steps
+    for step, got in enumerate(seen.steps, start=1):
+        drawn = run.plan.sampler.draw(run.chain.sampling_key, step).tolist()
+        batch = trainer.data_collator([rows[i] for i in drawn])
+        want = reference.clipped_sum(model, dict(batch), 0.5)
+        assert reference.relative_error(got, {n: g / 8 for n, g in want.items()}) < 1e-5
+
+
+def _learned(trainer: Any, i: int) -> str:
+    row = trainer.train_dataset[i]
+    kept = [token for token, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100]
+    return trainer.processing_class.decode(kept)
 
 
 def test_a_step_is_the_clipped_sum_of_completion_losses(tmp_path):
     seen = tiny.Gradients()
-    trainer = _trainer(tmp_path, [seen])
+    trainer = _trainer(tmp_path, [seen], completion_only_loss=True)
+    assert _learned(trainer, 0) == " it is paris 0<eos>"
+    _is_exact(trainer, seen)
+
+
+@pytest.mark.slow_but(3)
+@pytest.mark.parametrize("template", TEMPLATES, ids=[path.stem for path in TEMPLATES])
+def test_the_answers_of_a_conversation_are_learned_exactly(tmp_path, template):
+    """Each chat template that TRL has for training: the answers alone, and the step is exact."""
+    seen = tiny.Gradients()
+    trainer = _trainer(
+        tmp_path, [seen], rows=_chats(12), template=template.read_text(), assistant_only_loss=True, max_steps=1,
+    )  # fmt: skip
+    for i in (0, 1):
+        assert _learned(trainer, i).count(f"{CITIES[i][1]} {i}") == 1 + i % 2
+        assert f"{CITIES[i][0]}?" not in _learned(trainer, i)
+    _is_exact(trainer, seen)
+
+
+def test_a_conversation_with_tools_is_learned_exactly(tmp_path):
+    template = next(path for path in TEMPLATES if path.stem == "qwen3_training")
+    messages = [
+        {"role": "user", "content": "weather in rome?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "weather", "arguments": {"city": "rome"}}}],
+        },
+        {"role": "tool", "name": "weather", "content": "SUNNY"},
+        {"role": "assistant", "content": "it is fine"},
+    ]
+    seen = tiny.Gradients()
+    rows = Dataset.from_list([{"messages": messages, "tools": [TOOL]} for _ in range(12)])
+    trainer = _trainer(tmp_path, [seen], rows=rows, template=template.read_text(), assistant_only_loss=True)
+    assert "it is fine" in _learned(trainer, 0) and '"city": "rome"' in _learned(trainer, 0)
+    assert "SUNNY" not in _learned(trainer, 0)
+    _is_exact(trainer, seen)
+
+
+def test_all_conversations_of_a_person_are_one_unit(tmp_path):
+    trainer = _trainer(
+        tmp_path, rows=_chats(user=True), template=TEMPLATES[0].read_text(), expected_batch_size=3, noise_multiplier=1.0,
+        privacy_unit="user", user_id_column="who", target_delta=0.01,
+    )  # fmt: skip
     trainer.train()
-    records = [{k: row[k] for k in ("input_ids", "labels")} for row in trainer.train_dataset]
-    assert all(row["labels"][0] == -100 and row["labels"][-1] != -100 for row in records)
-    for step, got in enumerate(seen.steps, start=1):
-        drawn = trainer._session.run.plan.sampler.draw(trainer._session.run.chain.sampling_key, step).tolist()
-        batch = trainer.data_collator([records[i] for i in drawn])
-        want = reference.clipped_sum(trainer.model.eval(), dict(batch), 0.5)
-        assert reference.relative_error(got, {n: g / 8 for n, g in want.items()}) < 1e-5
+    assert trainer.plan.num_users == 6
+    statement = (tmp_path / "out" / "privacy" / "statement.md").read_text()
+    assert "user" in statement
 
 
 @pytest.mark.parametrize(
@@ -81,6 +151,7 @@ def test_a_step_is_the_clipped_sum_of_completion_losses(tmp_path):
         ({"padding_free": True}, "padding_free=False"),
         ({"loss_type": "dft"}, "loss_type='nll'"),
         ({"activation_offloading": True}, "activation_offloading=False"),
+        ({"use_liger_kernel": True}, "use_liger_kernel"),
     ],
 )
 def test_what_cannot_be_private_is_refused(tmp_path, changes, mend):
@@ -88,18 +159,37 @@ def test_what_cannot_be_private_is_refused(tmp_path, changes, mend):
         _trainer(tmp_path, **changes)
 
 
-def test_plain_dp_arguments_are_refused(tmp_path):
-    args = DPTrainingArguments(output_dir=str(tmp_path / "out"), noise_multiplier=1.0, report_to="none", use_cpu=True)
-    with pytest.raises(DPConfigError, match=r"DPSFTConfig\(DPTrainingArguments, SFTConfig\)"):
-        DPSFTTrainer(model=_model(_tokenizer()), args=args, train_dataset=_records(), processing_class=_tokenizer())
+@pytest.mark.parametrize("kind", [DPTrainingArguments, trl.SFTConfig])
+def test_other_arguments_are_refused_and_the_right_ones_named(tmp_path, kind):
+    changes = {"noise_multiplier": 1.0} if kind is DPTrainingArguments else {"bf16": False}
+    args = kind(output_dir=str(tmp_path / "out"), report_to="none", use_cpu=True, **changes)
+    with pytest.raises(DPConfigError, match="hf_dpopt.DPSFTConfig"):
+        DPSFTTrainer(model=_model(), args=args, train_dataset=_prompts(), processing_class=tiny.byte_tokenizer())
 
 
 def test_a_model_that_the_trainer_loads_and_wraps_is_checked_afterwards(tmp_path):
     folder = str(tmp_path / "model")
-    _model(_tokenizer()).save_pretrained(folder)
+    _model().save_pretrained(folder)
     trainer = _trainer(tmp_path, model=folder, peft_config=LoraConfig(r=2, target_modules=["c_attn"]))
     trainer.train()
     assert all("lora_" in name for name in trainer._session.engine.parameters)
+
+
+def test_lora_on_a_base_of_4_bits_is_trained(tmp_path):
+    """QLoRA as TRL's users have it: the base is quantised while it is loaded, the adapter is trained."""
+    pytest.importorskip("bitsandbytes")
+    folder = str(tmp_path / "model")
+    _model(LlamaForCausalLM).save_pretrained(folder)
+    seen = tiny.Gradients()
+    four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    trainer = _trainer(
+        tmp_path, [seen], model=folder, peft_config=LoraConfig(r=2, target_modules="all-linear"),
+        model_init_kwargs={"quantization_config": four_bits, "device_map": None}, learning_rate=1e-2,
+    )  # fmt: skip
+    assert any("4bit" in type(module).__name__ for module in trainer.model.modules())
+    trainer.train()
+    assert all("lora_" in name for name in seen.steps[0])
+    assert any(grad.abs().sum() > 0 for grad in seen.steps[0].values())
 
 
 def test_the_loss_is_not_in_the_logs(tmp_path):
@@ -108,3 +198,9 @@ def test_the_loss_is_not_in_the_logs(tmp_path):
     logged = {key for entry in trainer.state.log_history for key in entry}
     assert not logged & {"loss", "mean_token_accuracy", "entropy", "num_tokens"}
     assert torch.tensor([entry["epsilon"] for entry in trainer.state.log_history if "epsilon" in entry]).numel()
+
+
+def test_without_trl_the_install_line_is_named():
+    code = "import sys; sys.modules['trl'] = None; import hf_dpopt; hf_dpopt.DPSFTTrainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "DPSFTTrainer needs the package trl" in done.stderr and "pip install 'hf-dpopt[chat]'" in done.stderr

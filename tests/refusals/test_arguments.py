@@ -217,7 +217,7 @@ def test_fsdp2_is_allowed():
 def test_stock_arguments(tmp_path, refused):
     args = tf.TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none")
     model, dataset = bert(), records()
-    with refused("got TrainingArguments.*Replace TrainingArguments by hf_dpopt.DPTrainingArguments"):
+    with refused("got TrainingArguments.*Replace it by hf_dpopt.DPTrainingArguments"):
         DPTrainer(model, args, train_dataset=dataset)
     with refused("got NoneType.*DPTrainingArguments"):
         DPTrainer(model, train_dataset=dataset)

