@@ -195,7 +195,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "dynamic rotary embeddings are looked for at the top of a config only",
-        "hf_dpopt/huggingface/configs.py",
+        "hf_dpopt/records/settings.py",
         """                yield from _inside(inner, f"{path}{str(name).lstrip('_')}.", seen)\n""",
         "                pass\n",
         (f"{ROPE}::test_it_is_found_in_whatever_depth",),

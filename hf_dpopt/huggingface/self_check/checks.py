@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping, Sized
 from typing import Any
 
 import torch
@@ -13,9 +12,8 @@ from torch import nn
 
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.collectives import current_ranks
-from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
+from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.huggingface.kept_state import kept_buffers
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.comparisons import (
     check_others,
@@ -77,19 +75,6 @@ def _check_is_the_models_own_loss(losses: RecordLosses, row: Mapping[str, Any], 
         )
 
 
-@contextlib.contextmanager
-def _unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuse changes of buffers inside the context; the buffers are restored in any case."""
-    with kept_buffers(model) as start:
-        yield
-        changed = start.changed()
-    if changed:
-        raise UnsupportedModuleError(
-            f"Self-check failed before training: a forward in training mode changes buffers ({', '.join(changed)}), "
-            "which would be released without noise. Replace these layers or put them in evaluation mode for good."
-        )
-
-
 def _check_padding_token(losses: RecordLosses, columns: Columns) -> None:
     """Refuse padding that the model cannot look up: every record that is padded would be left out of its step."""
     allowed, padding_id = Limits.of(losses.model, losses.kind).ranges.get("input_ids"), columns.padding_id
@@ -103,7 +88,7 @@ def _forward_in_training_mode(losses: RecordLosses, batch: Mapping[str, Any]) ->
         conditions.keep_generators(conditions.device_of(model)),
         torch.no_grad(),
         conditions.in_mode(model, training=True),
-        _unchanged_buffers(model),
+        conditions.unchanged_buffers(model),
     ):
         losses(batch)
 
@@ -172,7 +157,7 @@ def self_check(
         return error
 
     def check_beside_others(*, wide: bool, is_wide: bool, num_tokens: int | None = None) -> float:
-        with training_conditions(engine, wide=wide), _unchanged_buffers(model):
+        with training_conditions(engine, wide=wide):
             return check_others(engine, losses, columns, num_tokens=num_tokens, is_wide=is_wide)
 
     error, influence = in_enough_digits(engine, losses, [batch], check_made_up), 0.0

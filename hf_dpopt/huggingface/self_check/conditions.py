@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_dpopt.clipping.capture import is_compiled
 from hf_dpopt.clipping.engine import full_precision
+from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.randomness import framework
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -50,6 +51,43 @@ def fill_zero_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[Non
         with torch.no_grad():
             for p, before in zeros:
                 p.copy_(before)
+
+
+@contextlib.contextmanager
+def unchanged_buffers(model: nn.Module) -> Iterator[None]:
+    """Refuse changes of buffers inside the context, which would be released without noise; they are restored first.
+
+    Raises:
+        UnsupportedModuleError: naming the buffers.
+    """
+    before = [(prefix, module, dict(module._buffers)) for prefix, module in model.named_modules()]
+    values = {id(b): b.detach().clone() for _, _, table in before for b in table.values() if b is not None}
+    changed = []
+    try:
+        yield
+    finally:
+        for prefix, module, table in before:
+            for name, was in {**module._buffers, **table}.items():
+                is_kept = name in table and module._buffers.get(name) is was
+                if was is not None and id(was) in values and not _is_same(was, values[id(was)]):
+                    was.data, is_kept = values[id(was)].clone(), False
+                if not is_kept:
+                    changed.append(f"{prefix}.{name}".lstrip("."))
+            module._buffers.clear()
+            module._buffers.update(table)
+    if changed:
+        raise UnsupportedModuleError(
+            f"Self-check failed before training: a forward in training mode changes buffers ({', '.join(changed)}), "
+            "which would be released without noise. Replace these layers or put them in evaluation mode for good."
+        )
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextlib.contextmanager

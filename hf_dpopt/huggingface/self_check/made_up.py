@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.rules import flattening
-from hf_dpopt.huggingface.configs import settings
 from hf_dpopt.records.limits import padding_id_of
 from hf_dpopt.records.losses import IGNORED, base_model, num_records
+from hf_dpopt.records.settings import settings
 
 MAX_TOKENS = 32
 NUM_CODES = 64  # of the made-up tokens where no table says how many there are

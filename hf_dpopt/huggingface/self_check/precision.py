@@ -14,7 +14,6 @@ import torch
 from hf_dpopt.clipping.capture import in_mixture
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.errors import UnsupportedModuleError
-from hf_dpopt.huggingface.kept_state import kept_buffers
 from hf_dpopt.huggingface.self_check import conditions
 from hf_dpopt.huggingface.self_check.draws import MIDDLE
 from hf_dpopt.huggingface.self_check.probe import Gradient, Probe, distance, length, plain_gradient, probing
@@ -45,12 +44,15 @@ def training_conditions(engine: ClippingEngine, *, wide: bool, dtype: torch.dtyp
     """Put the model in training mode, in `dtype` if asked for and if that fits; yields the tolerance of equal sums.
 
     Parameters, buffers, modes and generators are restored after the context.
+
+    Raises:
+        UnsupportedModuleError: if a buffer changes inside the context.
     """
     model = engine.model
     is_widened = wide and conditions.fits(model, dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(conditions.keep_generators(conditions.device_of(model)))
-        stack.enter_context(kept_buffers(model))
+        stack.enter_context(conditions.unchanged_buffers(model))
         stack.enter_context(conditions.in_mode(model, training=True))
         if is_widened:
             stack.enter_context(conditions.compute_wide(model, dtype))
@@ -84,12 +86,12 @@ def in_enough_digits(
     Raises:
         UnsupportedModuleError: from the last check.
     """
-    with training_conditions(engine, wide=True) as tolerance:
-        try:
+    try:
+        with training_conditions(engine, wide=True) as tolerance:
             return check(tolerance)
-        except UnsupportedModuleError:
-            if tolerance != TOLERANCE[torch.float32]:
-                raise
+    except UnsupportedModuleError:
+        if tolerance != TOLERANCE[torch.float32]:
+            raise
     if conditions.fits(engine.model, torch.float64):
         try:
             with training_conditions(engine, wide=True, dtype=torch.float64):
