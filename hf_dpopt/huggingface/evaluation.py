@@ -26,9 +26,6 @@ from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.huggingface.private_metrics import usual_bound
-from hf_dpopt.huggingface.self_check import Columns, Look, conditions
-from hf_dpopt.huggingface.self_check.comparisons import BESIDE, check_memory
-from hf_dpopt.huggingface.self_check.made_up import rows as made_up_rows
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage import found_by, open_log
 from hf_dpopt.plan.evaluation import EvaluationBudget
@@ -45,6 +42,9 @@ from hf_dpopt.run.ledger import Evaluation, Ledger
 from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of
+from hf_dpopt.self_check import Columns, Look, conditions
+from hf_dpopt.self_check.comparisons import BESIDE, check_memory
+from hf_dpopt.self_check.made_up import rows as made_up_rows
 
 TRIED = 16  # records that are collated before the charge
 KEY_BYTES = 32

@@ -21,11 +21,11 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
 from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
-from hf_dpopt.huggingface.self_check import Columns, Look
-from hf_dpopt.huggingface.self_check.comparisons import check_outputs
-from hf_dpopt.huggingface.self_check.conditions import in_mode
 from hf_dpopt.records.collation import Collation
 from hf_dpopt.run.step import digest_of
+from hf_dpopt.self_check import Columns, Look
+from hf_dpopt.self_check.comparisons import check_outputs
+from hf_dpopt.self_check.conditions import in_mode
 
 TOKENS_AT_ONCE = (
     2048  # of a batch: 4,000 sentences of SST-2 take 17 s of a core in place of 21; 1024 and 4096 are level

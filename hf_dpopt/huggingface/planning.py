@@ -17,7 +17,6 @@ from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.data_mark import check_same_everywhere
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.private_metrics import complete_metrics
-from hf_dpopt.huggingface.self_check.conditions import free_bytes
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
 from hf_dpopt.noise.streams import measure_speed
@@ -30,6 +29,7 @@ from hf_dpopt.run.dataset_ledger import check_run
 from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import reading_plan, recorded_plan
+from hf_dpopt.self_check.conditions import free_bytes
 from hf_dpopt.users import UserData
 
 TRAINED_BYTES = 16  # of a trained coordinate: its sum, its gradient and two moments, each in float32

@@ -27,8 +27,6 @@ from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.private_metrics import announce_metrics
-from hf_dpopt.huggingface.self_check import check_influence, longest_record, self_check
-from hf_dpopt.huggingface.self_check.made_up import rows
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.plan.compare import as_text
 from hf_dpopt.public.gradients import PublicGradients
@@ -39,6 +37,8 @@ from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of, private_step, replay_step
 from hf_dpopt.sampling.check import ParticipationCheck
+from hf_dpopt.self_check import check_influence, longest_record, self_check
+from hf_dpopt.self_check.made_up import rows
 from hf_dpopt.users.batches import UsersBatch
 
 STEPS_BETWEEN_REPLICA_CHECKS = 50

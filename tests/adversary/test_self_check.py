@@ -104,7 +104,7 @@ def _cancelling() -> nn.Module:
 
 def _in_bfloat16(model: nn.Module, monkeypatch: pytest.MonkeyPatch, has_room: bool) -> Any:
     if not has_room:
-        monkeypatch.setattr("hf_dpopt.huggingface.self_check.conditions.free_bytes", lambda device: 0)
+        monkeypatch.setattr("hf_dpopt.self_check.conditions.free_bytes", lambda device: 0)
     return making(lambda: model, bf16=True)
 
 

@@ -23,9 +23,9 @@ from hf_dpopt.clipping.capture import Capture
 from hf_dpopt.clipping.rules import linear
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.huggingface.self_check import Columns, SelfCheck, check_influence, longest_record, self_check
-from hf_dpopt.huggingface.self_check.draws import HIGH, LOW, MIDDLE, RecordDraws
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.self_check import Columns, SelfCheck, check_influence, longest_record, self_check
+from hf_dpopt.self_check.draws import HIGH, LOW, MIDDLE, RecordDraws
 from tests.grads import models
 from tests.grads.models import MODELS, VOCABULARY, batch_for
 
@@ -676,7 +676,7 @@ def test_a_model_in_bfloat16_is_checked_in_float32_and_given_back_bit_for_bit():
 
 
 def test_without_room_for_copies_it_says_so(monkeypatch):
-    monkeypatch.setattr("hf_dpopt.huggingface.self_check.conditions.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("hf_dpopt.self_check.conditions.free_bytes", lambda device: 1000)
     done = check(bert().bfloat16())
     assert len(done.notes) == 1 and "no room for a float32 copy" in done.notes[0]
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from hf_dpopt.common.errors import UnsupportedModuleError
-from hf_dpopt.huggingface.self_check.draws import HIGH, LOW, SharedDraw
-from hf_dpopt.huggingface.self_check.probe import Gradient, Probe, distance, length, plain_gradient
 from hf_dpopt.records.settings import settings
+from hf_dpopt.self_check.draws import HIGH, LOW, SharedDraw
+from hf_dpopt.self_check.probe import Gradient, Probe, distance, length, plain_gradient
 
 OPTIONS = re.compile(r"layer_?drop|drop_?path|jitter|stochastic|spec_augment|mask_(time|feature)_prob|^survival")
 FORCED: tuple[float | int, ...] = (LOW, HIGH, 1, 2)  # quantiles, then other seeds

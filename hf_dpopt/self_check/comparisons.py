@@ -18,9 +18,11 @@ from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
 from hf_dpopt.clipping.thresholds import FlatClipping
 from hf_dpopt.clipping.units import Units
 from hf_dpopt.common.errors import UnsupportedModuleError
-from hf_dpopt.huggingface.self_check.draws import MIDDLE
-from hf_dpopt.huggingface.self_check.made_up import Columns, Look, add_padding, rows
-from hf_dpopt.huggingface.self_check.precision import (
+from hf_dpopt.records.collation import TARGETS
+from hf_dpopt.records.losses import RecordLosses, base_model, num_records
+from hf_dpopt.self_check.draws import MIDDLE
+from hf_dpopt.self_check.made_up import Columns, Look, add_padding, rows
+from hf_dpopt.self_check.precision import (
     ACCELERATOR,
     FLOORS,
     NARROW_SAME_SHAPES,
@@ -29,7 +31,7 @@ from hf_dpopt.huggingface.self_check.precision import (
     in_enough_digits,
     tolerance_of_others,
 )
-from hf_dpopt.huggingface.self_check.probe import (
+from hf_dpopt.self_check.probe import (
     Gradient,
     Probe,
     clipped_by,
@@ -38,8 +40,6 @@ from hf_dpopt.huggingface.self_check.probe import (
     plain_gradient,
     probing,
 )
-from hf_dpopt.records.collation import TARGETS
-from hf_dpopt.records.losses import RecordLosses, base_model, num_records
 
 Batch = Mapping[str, Any]
 

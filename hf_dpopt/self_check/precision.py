@@ -14,10 +14,10 @@ import torch
 from hf_dpopt.clipping.capture import in_mixture
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.errors import UnsupportedModuleError
-from hf_dpopt.huggingface.self_check import conditions
-from hf_dpopt.huggingface.self_check.draws import MIDDLE
-from hf_dpopt.huggingface.self_check.probe import Gradient, Probe, distance, length, plain_gradient, probing
 from hf_dpopt.records.losses import RecordLosses, num_records
+from hf_dpopt.self_check import conditions
+from hf_dpopt.self_check.draws import MIDDLE
+from hf_dpopt.self_check.probe import Gradient, Probe, distance, length, plain_gradient, probing
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 NARROW_TOLERANCE = 5e-2

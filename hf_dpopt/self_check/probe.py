@@ -21,10 +21,10 @@ from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.common.sharding import is_sharded, local_of
-from hf_dpopt.huggingface.self_check.conditions import plain_operations
-from hf_dpopt.huggingface.self_check.draws import RecordDraws
-from hf_dpopt.huggingface.self_check.made_up import rows
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.self_check.conditions import plain_operations
+from hf_dpopt.self_check.draws import RecordDraws
+from hf_dpopt.self_check.made_up import rows
 
 Gradient = dict[str, torch.Tensor]
 

@@ -14,25 +14,25 @@ from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import give_back
-from hf_dpopt.huggingface.self_check import conditions
-from hf_dpopt.huggingface.self_check.comparisons import (
+from hf_dpopt.records.limits import Limits
+from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.self_check import conditions
+from hf_dpopt.self_check.comparisons import (
     check_others,
     check_padding,
     check_sums,
     check_units,
     check_width,
 )
-from hf_dpopt.huggingface.self_check.made_up import LOOKS, MAX_TOKENS, Columns, rows
-from hf_dpopt.huggingface.self_check.precision import (
+from hf_dpopt.self_check.made_up import LOOKS, MAX_TOKENS, Columns, rows
+from hf_dpopt.self_check.precision import (
     NARROW_TOLERANCE,
     TOLERANCE,
     in_enough_digits,
     training_conditions,
 )
-from hf_dpopt.huggingface.self_check.probe import ProbeOfShards, probing
-from hf_dpopt.huggingface.self_check.shared import check_shared_draws
-from hf_dpopt.records.limits import Limits
-from hf_dpopt.records.losses import RecordLosses, base_model
+from hf_dpopt.self_check.probe import ProbeOfShards, probing
+from hf_dpopt.self_check.shared import check_shared_draws
 
 LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follows to float32
 
