@@ -230,49 +230,54 @@ class Ledger:
         Hashes have no key, so whoever can write to `output_dir` can make any record. Names of runs and chains become
         names of files, so only their form is let in.
         """
-        if record.get("kind") == "header":
-            self._check_header(record)
-        elif not self.run or not self._is_valid(record):
-            raise DPConfigError(f"{self.path} has a record that no run writes: {canonical(dict(record)):.200}. {_FIX}")
-        match record["kind"]:
-            case "header":
-                self.run, self.parent = record["run"], record.get("parent")
-            case "plan":
-                self.plans.append(dict(record["plan"]))
-            case "chain":
+        name, step = record.get("chain_id"), record.get("step")
+        chain = self.chain(name) if isinstance(name, str) and type(step) is int else None
+        match record if self.run or record.get("kind") == "header" else {}:
+            case {"kind": "header", "version": int(version)} if version > VERSION:
+                raise DPConfigError(
+                    f"{self.path} has format {version}, and this release of hf_dpopt knows format {VERSION}: what it "
+                    "charges would be misread. Use the release that wrote it, or a newer one."
+                )
+            case {"kind": "header", "version": int(version), "run": run, "parent": parent} if (
+                not self.run and version == VERSION and is_run_id(run) and (parent is None or is_run_id(parent))
+            ):
+                self.run, self.parent = run, parent
+            case {"kind": "plan", "plan": dict(plan)}:
+                self.plans.append(plan)
+            case {"kind": "chain"} if self._is_new_chain(record):
                 fields = {name: record[name] for name in PUBLIC["chain"]}
                 self._chains[record["chain_id"]] = ChainRecord(**fields, plan=self.plan)
-            case "step":
-                self._chains[record["chain_id"]].charge(record["step"])
-            case "lost":
-                self._chains[record["chain_id"]].lost.add(record["step"])
-            case "evaluation":
-                charged = {name: record[name] for name in ("noise_multiplier", "adjacency", "query")}
-                self.evaluations[record["evaluation"]] = Evaluation(**charged)
-            case "answer":
-                self.evaluations[record["evaluation"]].metrics = dict(record["metrics"])
-            case "data":
-                self.data[record["chain_id"]] = record["mark"]
-            case "dataset":
-                self.datasets[record["name"]] = record["digest"]
-
-    def _check_header(self, record: Mapping[str, Any]) -> None:
-        version, run, parent = record.get("version"), record.get("run"), record.get("parent")
-        if type(version) is int and version > VERSION:
-            raise DPConfigError(
-                f"{self.path} has format {version}, and this release of hf_dpopt knows format {VERSION}: what it "
-                "charges would be misread. Use the release that wrote it, or a newer one."
-            )
-        if self.run or version != VERSION or not is_run_id(run) or not (parent is None or is_run_id(parent)):
-            raise DPConfigError(f"{self.path} has a header that no run writes: {canonical(dict(record)):.200}. {_FIX}")
-
-    def _is_valid(self, record: Mapping[str, Any]) -> bool:
-        """Whether a run could have written a record here."""
-        match record:
-            case {"kind": "plan", "plan": dict()}:
-                return True
+            case {"kind": "step"} if chain and step > chain.start_step and step not in chain.steps:
+                chain.charge(step)
+            case {"kind": "lost"} if chain and step in chain.steps and step not in chain.lost:
+                chain.lost.add(step)
             case {
-                "kind": "chain", "chain_id": str(chain_id), "key_id": str(key_id), "start_step": start, "note": str(),
+                "kind": "evaluation", "evaluation": id_, "noise_multiplier": noise,
+                "adjacency": str(adjacency), "query": dict(query),
+            } if (
+                is_run_id(id_) and id_ not in self.evaluations and adjacency in SENSITIVITY_FACTOR
+                and type(noise) in (int, float) and LEAST_NOISE < noise < 1 / LEAST_NOISE
+            ):  # fmt: skip
+                self.evaluations[id_] = Evaluation(noise, adjacency, query)
+            case {"kind": "answer", "evaluation": str(id_), "metrics": dict(metrics)} if (
+                id_ in self.evaluations and self.evaluations[id_].metrics is None
+                and all(type(value) in (int, float) for value in metrics.values())
+            ):  # fmt: skip
+                self.evaluations[id_].metrics = metrics
+            case {"kind": "data", "chain_id": str(chain_id), "mark": str(mark)} if chain_id in self._chains:
+                self.data[chain_id] = mark
+            case {"kind": "dataset", "name": str(name), "digest": str(digest)}:
+                self.datasets[name] = digest
+            case _:
+                raise DPConfigError(
+                    f"{self.path} has a record that no run writes: {canonical(dict(record)):.200}. {_FIX}"
+                )
+
+    def _is_new_chain(self, record: Mapping[str, Any]) -> bool:
+        """Whether a run could begin a chain with this record: a new name, and a key that no other chain has."""
+        match record:
+            case {
+                "chain_id": str(chain_id), "key_id": str(key_id), "start_step": start, "note": str(),
                 "parent": str() | None as parent, "unsafe": bool(unsafe),
             }:  # fmt: skip
                 named = _CHAIN_ID.fullmatch(chain_id)
@@ -280,25 +285,6 @@ class Ledger:
                 is_fresh = unsafe or all(chain.key_id != key_id for chain in self.chains)
                 is_new = chain_id not in self._chains and (parent is None or parent in self._chains)
                 return is_named and is_fresh and is_new and type(start) is int and start >= 0
-            case {"kind": "step", "chain_id": str(chain_id), "step": step}:
-                chain = self.chain(chain_id)
-                if chain is None or type(step) is not int:
-                    return False
-                return step > chain.start_step and step not in chain.steps
-            case {"kind": "lost", "chain_id": str(chain_id), "step": step}:
-                chain = self.chain(chain_id)
-                return chain is not None and type(step) is int and step in chain.steps and step not in chain.lost
-            case {"kind": "evaluation", "evaluation": str(name), "noise_multiplier": noise, "query": dict()}:
-                is_charge = record.get("adjacency") in list(SENSITIVITY_FACTOR) and type(noise) in (int, float)
-                is_noise = is_charge and LEAST_NOISE < noise < 1 / LEAST_NOISE
-                return is_noise and RUN_ID.fullmatch(name) is not None and name not in self.evaluations
-            case {"kind": "answer", "evaluation": str(name), "metrics": dict(metrics)}:
-                is_open = name in self.evaluations and self.evaluations[name].metrics is None
-                return is_open and all(type(value) in (int, float) for value in metrics.values())
-            case {"kind": "data", "chain_id": str(chain_id), "mark": str()}:
-                return chain_id in self._chains
-            case {"kind": "dataset", "name": str(), "digest": str()}:
-                return True
         return False
 
 

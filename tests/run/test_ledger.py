@@ -131,7 +131,7 @@ def test_a_record_that_no_run_writes_is_refused(out, record):
 def test_the_name_of_a_run_leads_nowhere(out, run):
     header, *rest = records_of(out)
     write(out, [header | {"run": run}, *rest])
-    with pytest.raises(DPConfigError, match="header that no run writes"):
+    with pytest.raises(DPConfigError, match="record that no run writes"):
         Ledger.read(out / LEDGER)
 
 
