@@ -71,7 +71,8 @@ class Resume:
         chain: the chain that goes on; None for a fresh key.
         note: why a fresh key is needed; empty if none is.
         recovery: steps that are taken again; None for none.
-        charged: steps of each chain that are charged now, the one that goes on last.
+        charged: steps of each chain that are charged now; the last entry is that of the chain in progress, 0 if it
+            is a new one.
         base: what a journal that begins now continues: origin of the checkpoint; empty for initial weights.
     """
 
@@ -87,10 +88,14 @@ class Resume:
         """Steps that are done when the first new one is charged."""
         return (self.step or 0) if self.recovery is None else self.recovery.last
 
+    @property
+    def start(self) -> int:
+        """Steps that are done when the chain in progress begins."""
+        return self.reached if self.chain is None else self.chain.start_step
+
     def in_the_end(self, num_steps: int) -> tuple[int, ...]:
         """Steps of each chain when the run has reached `num_steps`; the chain in progress comes last."""
-        needed = max(0, num_steps - self.reached)
-        return (*self.charged, needed) if self.chain is None else (*self.charged[:-1], self.charged[-1] + needed)
+        return (*self.charged[:-1], self.charged[-1] + max(0, num_steps - self.reached))
 
 
 def decide(
@@ -123,8 +128,8 @@ def decide(
     """
 
     def resume(chain: ChainRecord | None, note: str = "", recovery: Recovery | None = None) -> Resume:
-        ordered = sorted(ledger.chains, key=lambda one: one is chain)  # stable; the one that goes on comes last
-        charged = tuple(len(one.steps) for one in ordered)
+        others = [len(one.steps) for one in ledger.chains if one is not chain]
+        charged = (*others, 0 if chain is None else len(chain.steps))
         return Resume(step, chain, note, recovery, charged, "" if manifest is None else manifest.origin)
 
     if step is None:

@@ -38,7 +38,7 @@ from hf_dpopt.run.keys import Chain, Keys, fixed_chain, new_chain, opening_key, 
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import RunLog, find_run
 from hf_dpopt.run.metrics import MetricsAtWork, NoMetrics
-from hf_dpopt.run.resume import Recovery, Resume, decide
+from hf_dpopt.run.resume import Resume, decide
 from hf_dpopt.sampling.check import ParticipationCheck
 
 TRAINING = "training"  # entry of the recorded plan
@@ -67,17 +67,6 @@ class _Door(enum.Enum):
     ASKING = enum.auto()  # a step is charged, and the query before it is asked
     OPENED = enum.auto()  # that query was answered
     BEGUN = enum.auto()  # a step is charged, and its sums may be released
-
-
-@dataclasses.dataclass(frozen=True)
-class _Opened:
-    """The same on every rank, when a run was opened on rank 0."""
-
-    chain: Chain
-    charged: tuple[int, ...]  # the chain in progress comes last
-    start: int  # steps that were done before it began
-    recovery: Recovery | None
-    keys: Path  # their folder
 
 
 class PrivateRun:
@@ -150,13 +139,11 @@ class PrivateRun:
         self._door, self._step = _Door.IDLE, 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
-            opened = self.ranks.same(
+            self.chain, resume, folder = self.ranks.same(
                 lambda: self._open(private_state_dir, resume_step, checkpoint, data_mark, training, initial_weights)
             )
-            self.chain, self.charged, self.first_step, self.recovery = (
-                opened.chain, list(opened.charged), opened.start, opened.recovery,
-            )  # fmt: skip
-            self.keys = Keys(opened.keys)
+            self.charged, self.first_step, self.recovery = list(resume.charged), resume.start, resume.recovery
+            self.keys = Keys(folder)
             done = self.charged[-1] if self.recovery is None else self.recovery.first - 1 - self.first_step
             self._taken = done  # steps of this chain that the model has taken
             drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
@@ -198,7 +185,7 @@ class PrivateRun:
         data_mark: str | None,
         training: Mapping[str, Any] | None,
         initial_weights: Callable[[], str] | None,
-    ) -> _Opened:
+    ) -> tuple[Chain, Resume, Path]:
         """Decide how the run goes on, refuse what is not affordable, and charge the dataset. On rank 0."""
         self.log = RunLog.open(self.output_dir, private_dir(private_state_dir, self.output_dir))
         state, manifest = self.log.state, None
@@ -226,10 +213,7 @@ class PrivateRun:
         if data_mark is not None and state.chain(chain.chain_id) is not None and not chain.unsafe:
             self.log.check_data(chain.chain_id, data_mark)
         self._journal = self._take_up(chain, resume, initial_weights)
-        charged, start = (*resume.charged, 0), resume.reached
-        if resume.chain is not None:
-            charged, start = resume.charged, resume.chain.start_step
-        return _Opened(chain, charged, start, resume.recovery, self.log.keys.folder)
+        return chain, resume, self.log.keys.folder
 
     def _check_plan(
         self, training: Mapping[str, Any] | None, resume: Resume, manifest: Manifest | None
