@@ -25,7 +25,6 @@ from hf_dpopt.plan.choose import fit_backend, leaves_backend_open, make_plan, wi
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.records.unit import check_unit
-from hf_dpopt.run.dataset_ledger import check_run
 from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import reading_plan, recorded_plan
@@ -186,8 +185,6 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
     # tuning on other hardware may end in other digits
     with reading_plan(recorded, output_dir):
         plan = ranks.same(planned)
-    # the cost of a run that continues is known when its ledger and keys are open
-    ranks.same(lambda: check_run(args.dataset_budget(), plan, recorded))
     advised.apply(args)
     return PlannedRun(plan, advised, users, declared)
 

@@ -25,7 +25,6 @@ from hf_dpopt.accounting.filter import Charge, RenyiFilter, best_order, charge_o
 from hf_dpopt.common.chained import ChainedFile
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.run.ledger import Ledger
 from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.resume import Resume
@@ -231,22 +230,6 @@ def charge_run(dataset: DatasetBudget | None, plan: PrivacyPlan, log: RunLog, re
     )
     log.note_dataset(charged.name, charged.digest)
     return {ENTRY: {"name": charged.name, "entry": entry}}
-
-
-def check_run(dataset: DatasetBudget | None, plan: PrivacyPlan, recorded: PlanRecord | None) -> None:
-    """Refuse a run that does not fit into the ledger of its dataset, before it is open; nothing is written.
-
-    Args:
-        recorded: plan of the run that goes on, whose cost is known when it is open; None for one that begins.
-    """
-    _check_named(dataset, None if recorded is None else recorded.privacy_ledger)
-    if dataset is None or recorded is not None:
-        return
-    path, reservation = Path(dataset.path), reservation_of(plan, (plan.num_steps,))
-    if path.exists():
-        DatasetLedger.read(path).check(reservation, dataset.entry, dataset.epsilon)
-    else:
-        _header(path, reservation, dataset.epsilon)
 
 
 def charged_to(ledger: Ledger | None, dataset: DatasetBudget | None) -> dict[str, Any]:
