@@ -10,13 +10,20 @@ is one file and one line in `PRECLIPS`, from which configurations, command lines
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.preclip.base import Identity, OpeningQuery, Preclip, Preconditioning, PublicSource, ScaleChanges
+from hf_dpopt.preclip.base import (
+    Identity,
+    OpeningQuery,
+    Preclip,
+    Preconditioning,
+    PublicSource,
+    ScaleChanges,
+    option_names,
+)
 from hf_dpopt.preclip.delayed import DelayedPreconditioner
 from hf_dpopt.preclip.one_query import OneQuery
 from hf_dpopt.preclip.public import PublicPreconditioner
@@ -44,7 +51,7 @@ def make_preclip(name: str, options: Mapping[str, Any] | None = None) -> Preclip
     """
     check_choice("preconditioner", name, PRECLIPS)
     cls, fixed = PRECLIPS[name]
-    known = [field.name for field in dataclasses.fields(cls) if field.name not in fixed]
+    known = [option for option in option_names(cls) if option not in fixed]
     unknown = sorted(set(options or {}) - set(known))
     if unknown:
         what = f"It knows: {', '.join(known)}." if known else "It has no options: leave preconditioner_kwargs out."

@@ -50,7 +50,26 @@ class RunOptions(Protocol):
 
 
 class Preconditioning(abc.ABC):
-    """A preconditioner at work in one run. All it keeps was released or public, so it may be stored."""
+    """A preconditioner at work in one run. All it keeps was released or public, so it may be stored.
+
+    Args:
+        spec: its public description.
+        parameters, clipping_norm, noise, public: those of `Preclip.start`.
+    """
+
+    _spec: Any
+    _noise: Any
+
+    def __init__(
+        self,
+        spec: Preclip,
+        parameters: Mapping[str, torch.Tensor],
+        clipping_norm: float,
+        noise: NoiseLevel | None,
+        public: PublicSource | None,
+    ):
+        self._spec, self._clipping_norm, self._noise, self._public = spec, clipping_norm, noise, public
+        self._devices = {name: p.device for name, p in parameters.items()}
 
     @property
     def gain(self) -> float | None:
@@ -157,6 +176,9 @@ class Preclip(abc.ABC):
 
     name: ClassVar[str]
     needs_public_records: ClassVar[bool] = False  # it learns from public_dataset
+    is_scaling: ClassVar[bool] = True  # records reach the clip in other coordinates than their own
+    needs_start: ClassVar[bool] = True  # it learns from the model, so a run has to be told to start it
+    at_work: ClassVar[type[Preconditioning]]
 
     @abc.abstractmethod
     def sensitivity_ratio(self, noise_stddev: float, expected_batch_size: int) -> float:
@@ -172,17 +194,16 @@ class Preclip(abc.ABC):
             DPConfigError: if what is counted beside the gradients would take the whole budget.
         """
 
-    @abc.abstractmethod
     def parameters(self) -> dict[str, Any] | None:
         """Name and options; JSON-able. None for no division at all."""
+        return {"name": self.name} | {name: getattr(self, name) for name in option_names(type(self))}
 
-    @abc.abstractmethod
     def start(
         self,
         parameters: Mapping[str, torch.Tensor],
         *,
         clipping_norm: float,
-        noise: NoiseLevel,
+        noise: NoiseLevel | None = None,
         public: PublicSource | None = None,
     ) -> Preconditioning:
         """The preconditioner of one run.
@@ -190,9 +211,10 @@ class Preclip(abc.ABC):
         Args:
             parameters: name -> trained parameter; for shapes and devices.
             clipping_norm: C of the clipping rule, to which every step is calibrated.
-            noise: level of the noise in the released mean.
-            public: gradients of public records, where they are needed.
+            noise: level of the noise in the released mean, for those that ask for it.
+            public: gradients of public records, likewise.
         """
+        return self.at_work(self, parameters, clipping_norm, noise, public)
 
     @property
     def num_queries(self) -> int:
@@ -222,16 +244,6 @@ class Preclip(abc.ABC):
         """Whether the noise that it leaves is of one level in all coordinates, for optimizers that correct for it."""
         return True
 
-    @property
-    def is_scaling(self) -> bool:
-        """Whether records reach the clip in other coordinates than their own."""
-        return True
-
-    @property
-    def needs_start(self) -> bool:
-        """Whether a run has to be told to start it: it learns from the model, and keeps state from step to step."""
-        return True
-
     def check_steps(self, num_steps: int) -> None:
         """Refuse a run in which it would never act; it acts at once, unless it says otherwise."""
         return None
@@ -241,19 +253,19 @@ class Preclip(abc.ABC):
         return None
 
 
+def option_names(cls: Any) -> list[str]:
+    """Names of the options of a preconditioner, its own before those of its bases."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    return sorted(names, key=lambda name: name not in cls.__annotations__)
+
+
 @dataclasses.dataclass(frozen=True)
 class Identity(Preclip):
     """Records reach the clip as they are."""
 
     name: ClassVar[str] = "none"
-
-    @property
-    def needs_start(self) -> bool:
-        return False
-
-    @property
-    def is_scaling(self) -> bool:
-        return False
+    needs_start: ClassVar[bool] = False
+    is_scaling: ClassVar[bool] = False
 
     def sensitivity_ratio(self, noise_stddev: float, expected_batch_size: int) -> float:
         return 1.0
@@ -266,6 +278,9 @@ class Identity(Preclip):
 
 
 class _Nothing(Preconditioning):
+    def __init__(self) -> None:
+        """It needs nothing of the run."""
+
     @property
     def gain(self) -> float:
         return 1.0

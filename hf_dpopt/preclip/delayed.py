@@ -10,16 +10,15 @@ from typing import Any, ClassVar
 import torch
 
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common.checks import check_clipping_norm, check_count, check_positive
+from hf_dpopt.common.checks import check_choice, check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import local_of
 from hf_dpopt.common.types import Gradients, Released
 from hf_dpopt.noise.registry import is_independent
-from hf_dpopt.postprocess import NoiseLevel
-from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, RunOptions, ScaleChanges, check_keys
+from hf_dpopt.preclip.base import Preconditioning, RunOptions, ScaleChanges, check_keys
 from hf_dpopt.preclip.queries import split
 from hf_dpopt.preclip.scale import ScaledStep
-from hf_dpopt.preclip.second_moments import SecondMoment, check_moment
+from hf_dpopt.preclip.second_moments import DividingByMoment, SecondMoment
 
 VARIANTS = ("dp2", "extra_query", "algorithm2", "noise_first")
 TWO_QUERIES = ("extra_query", "algorithm2")
@@ -27,7 +26,7 @@ SMALLEST_EPS = 1e-8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedPreconditioner(Preclip):
+class DelayedPreconditioner(DividingByMoment):
     r"""`delay` steps of private SGD, then `adaptive_steps` steps of private RMSProp, and again.
 
     With G the mean of the releases g~ of an SGD phase: ``v = beta v + (1 - beta) G^2`` at its end, ``D = 1`` in the
@@ -41,17 +40,15 @@ class DelayedPreconditioner(Preclip):
     Args:
         delay: s1, steps of SGD, from which D is made; >= 1.
         adaptive_steps: s2, steps that use it; None for s1, as in the paper.
-        second_moment: "rmsprop", "adagrad" or "yogi".
         eps: floor of D, in gradient units; > 0. None takes the stddev of the noise in the mean of the SGD phase:
             below it, a D is a draw of the noise.
-        beta: decay of the second moment, in [0, 1).
+        second_moment, beta, factored: those of `DividingByMoment`; a factored D is ours, not the paper's.
         clipping_norm: bound on the norm of g / D in the adaptive phase; None for that of the clipping rule, which
             always holds in the SGD phase.
         learning_rate_ratio: what the release of the adaptive phase is multiplied by: with SGD, its step size relative
             to that of the SGD phase. Optimizers that divide by a second moment (Adam, GaLore) undo much of it, and
             their averages mix both phases.
         unbiased: subtract the variance of the noise in G from G^2.
-        factored: D = rows columns^T, which keeps ghost norms: any model size. Ours, not the paper's.
         variant: "dp2", or an ablation. Of the paper: "algorithm2" (1) releases the plain sum in every step beside the
             preconditioned one, refreshes D in the first step, from its plain release alone, and in every `delay`-th
             after it, and gives the optimizer the plain release of these steps; for independent noise only.
@@ -68,13 +65,7 @@ class DelayedPreconditioner(Preclip):
 
     delay: int = 200
     adaptive_steps: int | None = None
-    second_moment: str = "rmsprop"
-    eps: float | None = None
-    beta: float = 0.9
-    clipping_norm: float | None = None
-    learning_rate_ratio: float = 1.0
     unbiased: bool = False
-    factored: bool = False
     variant: str = "dp2"
     name: ClassVar[str] = "dp2"
 
@@ -82,14 +73,10 @@ class DelayedPreconditioner(Preclip):
         check_count("delay", self.delay, "the steps of an SGD phase, an integer >= 1")
         if self.adaptive_steps is not None:
             check_count("adaptive_steps", self.adaptive_steps, "the steps of an adaptive phase, an integer >= 1")
-        check_moment(self.second_moment, self.beta, self.eps, self.factored)
-        check_positive(learning_rate_ratio=self.learning_rate_ratio)
-        if self.clipping_norm is not None:
-            check_clipping_norm("clipping_norm", self.clipping_norm)
+        super().__post_init__()
         if not isinstance(self.unbiased, bool):
-            raise DPConfigError(f"unbiased={self.unbiased!r} is neither true nor false.")
-        if self.variant not in VARIANTS:
-            raise DPConfigError(f"variant={self.variant!r} is unknown. Use one of: {', '.join(map(repr, VARIANTS))}.")
+            raise DPConfigError(f"unbiased={self.unbiased!r} is neither true nor false. Use one of them.")
+        check_choice("variant", self.variant, VARIANTS)
         if self.variant in TWO_QUERIES and self.adaptive_steps not in (None, self.delay):
             raise DPConfigError(f"variant={self.variant!r} has no SGD phase: leave adaptive_steps out.")
         if self.variant == "algorithm2" and self.delay == 1:
@@ -126,7 +113,7 @@ class DelayedPreconditioner(Preclip):
         return math.sqrt(self.num_queries)
 
     def changes(self, clipping_norm: float) -> ScaleChanges:
-        factor = self.learning_rate_ratio * (self.clipping_norm or clipping_norm) / clipping_norm
+        factor = self.factor(clipping_norm)
         if self.variant == "algorithm2":
             return ScaleChanges((1, self.delay - 1), (1.0, factor), is_taken_back=False)
         if self.variant == "extra_query":  # a short time without D, then with one that is made anew
@@ -139,39 +126,20 @@ class DelayedPreconditioner(Preclip):
         """Steps of an SGD and an adaptive phase."""
         return self.delay + (self.adaptive_steps or self.delay)
 
-    def parameters(self) -> dict[str, Any]:
-        return {"name": self.name, **dataclasses.asdict(self)}
-
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        clipping_norm: float,
-        noise: NoiseLevel,
-        public: PublicSource | None = None,
-    ) -> DelayedPreconditioning:
-        """See `Preclip.start`."""
-        return DelayedPreconditioning(self, parameters, clipping_norm, noise)
-
 
 class DelayedPreconditioning(Preconditioning):
     """`DelayedPreconditioner` at work. Two buffers of the model's size: v, and G or 1 / D; factored, one at a time."""
 
-    def __init__(
-        self,
-        spec: DelayedPreconditioner,
-        parameters: Mapping[str, torch.Tensor],
-        clipping_norm: float,
-        noise: NoiseLevel,
-    ):
-        self._spec, self._clipping_norm, self._noise = spec, clipping_norm, noise
-        self._devices = {name: p.device for name, p in parameters.items()}
-        self.moment = SecondMoment(parameters, spec.second_moment, spec.beta, spec.factored)
+    _spec: DelayedPreconditioner
+
+    def __init__(self, spec: DelayedPreconditioner, parameters: Mapping[str, torch.Tensor], *of_run: Any):
+        super().__init__(spec, parameters, *of_run)
+        self.moment = SecondMoment(parameters, spec)
         self._t = 0  # steps done
         self._sum: Gradients = {}  # of the releases since the last refresh
         self._num_missed = 0  # steps since then whose release was lost
         self._eps: float | None = None  # of the D in use; None while there is none
-        self._sgd = ScaledStep({}, clipping_norm=clipping_norm)
+        self._sgd = ScaledStep({}, clipping_norm=self._clipping_norm)
         self._adaptive: ScaledStep | None = None
         self._gain: float | None = 1.0  # of the latest release
 
@@ -189,12 +157,7 @@ class DelayedPreconditioning(Preconditioning):
         if self._eps is None or self._is_refreshing:
             return self._sgd
         if self._adaptive is None:
-            self._adaptive = ScaledStep(
-                self.moment.inverse(self._eps),
-                clipping_norm=self._clipping_norm,
-                own_clipping_norm=self._spec.clipping_norm,
-                learning_rate_ratio=self._spec.learning_rate_ratio,
-            )
+            self._adaptive = self._spec.step(self.moment.inverse(self._eps), self._clipping_norm)
         return self._adaptive
 
     @property
@@ -286,3 +249,6 @@ class DelayedPreconditioning(Preconditioning):
         self.moment.load_state_dict(state["moment"])
         self._t, self._eps, self._adaptive = state["t"], state["eps"], None
         self._sum = {name: g.to(self._devices[name], copy=True) for name, g in state["sum"].items()}
+
+
+DelayedPreconditioner.at_work = DelayedPreconditioning

@@ -22,18 +22,17 @@ import torch
 
 from hf_dpopt.clipping.scaling import Diagonal, Factored
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, SquaredSum, squared_sensitivity
-from hf_dpopt.common.checks import check_clipping_norm, check_positive
+from hf_dpopt.common.checks import check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Gradients, Released
-from hf_dpopt.postprocess import NoiseLevel
-from hf_dpopt.preclip.base import OpeningQuery, Preclip, Preconditioning, PublicSource, RunOptions, check_keys
-from hf_dpopt.preclip.scale import ScaledStep
+from hf_dpopt.preclip.base import OpeningQuery, Preconditioning, RunOptions, check_keys
+from hf_dpopt.preclip.scale import Dividing, ScaledStep
 
 LEAST_NOISE = 0.1  # of the query, relative to its sensitivity: below, it alone would cost epsilon 40 and more
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OneQuery(Preclip):
+class OneQuery(Dividing):
     r"""``D = (sqrt(v) + floor rms) / ((1 + floor) rms)``, v the released mean of ``clip(g_b)^2``, rms its root mean.
 
     By rows and columns, ``D_ij`` is a product: of the roots of the mean square of row i and of column j, each with the
@@ -45,9 +44,8 @@ class OneQuery(Preclip):
             steps 0.2 % (epsilon 8) to 2 % (epsilon 2) more noise.
         floor: f, > 0: of D, in root mean squares of a coordinate; the larger, the nearer to no division.
         by_rows: ask for row and column sums of parameters of two dimensions or more, else for every coordinate.
-        clipping_norm: bound on the norm of g / D; None for that of the clipping rule, to which units are also clipped
+        clipping_norm, learning_rate_ratio: those of `Dividing`. Units are clipped to the norm of the clipping rule
             before they are squared.
-        learning_rate_ratio: what releases are multiplied by.
 
     Raises:
         DPConfigError: for values out of range.
@@ -56,19 +54,16 @@ class OneQuery(Preclip):
     query_noise: float = 10.0
     floor: float = 2.0
     by_rows: bool = True
-    clipping_norm: float | None = None
-    learning_rate_ratio: float = 1.0
     name: ClassVar[str] = "one_query"
 
     def __post_init__(self) -> None:
-        check_positive(query_noise=self.query_noise, floor=self.floor, learning_rate_ratio=self.learning_rate_ratio)
+        super().__post_init__()
+        check_positive(query_noise=self.query_noise, floor=self.floor)
         if self.query_noise < LEAST_NOISE:
             raise DPConfigError(
                 f"query_noise={self.query_noise} would make the query cost more than the run. Use {LEAST_NOISE} or "
                 "more; 3 to 10 is usual."
             )
-        if self.clipping_norm is not None:
-            check_clipping_norm("clipping_norm", self.clipping_norm)
         if not isinstance(self.by_rows, bool):
             raise DPConfigError(f"by_rows={self.by_rows!r} is neither true nor false. Use one of them.")
 
@@ -92,20 +87,6 @@ class OneQuery(Preclip):
                 "Use clipping='flat' with 'one_query'."
             )
 
-    def parameters(self) -> dict[str, Any]:
-        return {"name": self.name, **dataclasses.asdict(self)}
-
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        clipping_norm: float,
-        noise: NoiseLevel | None = None,
-        public: PublicSource | None = None,
-    ) -> FromOneQuery:
-        """See `Preclip.start`."""
-        return FromOneQuery(self, parameters, clipping_norm)
-
 
 @dataclasses.dataclass(frozen=True)
 class _SecondMoments(OpeningQuery):
@@ -122,10 +103,11 @@ class _SecondMoments(OpeningQuery):
 class FromOneQuery(Preconditioning):
     """`OneQuery` at work: it keeps what the query released, and D is made of that."""
 
-    def __init__(self, spec: OneQuery, parameters: Mapping[str, torch.Tensor], clipping_norm: float):
-        self._spec, self._clipping_norm = spec, clipping_norm
+    _spec: OneQuery
+
+    def __init__(self, spec: OneQuery, parameters: Mapping[str, torch.Tensor], *of_run: Any):
+        super().__init__(spec, parameters, *of_run)
         self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._devices = {name: p.device for name, p in parameters.items()}
         self._moments: Gradients = {}  # as they were released: means over all units
         self._step: ScaledStep | None = None
 
@@ -146,12 +128,7 @@ class FromOneQuery(Preconditioning):
 
     def _divided(self) -> ScaledStep:
         if self._step is None:
-            self._step = ScaledStep(
-                self.inverse() if self._moments else {},
-                clipping_norm=self._clipping_norm,
-                own_clipping_norm=self._spec.clipping_norm,
-                learning_rate_ratio=self._spec.learning_rate_ratio,
-            )
+            self._step = self._spec.step(self.inverse() if self._moments else {}, self._clipping_norm)
         return self._step
 
     def inverse(self) -> dict[str, Diagonal | Factored]:
@@ -195,3 +172,6 @@ class FromOneQuery(Preconditioning):
             for name, v in state["moments"].items()
         }
         self._step = None
+
+
+OneQuery.at_work = FromOneQuery

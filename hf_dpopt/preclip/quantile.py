@@ -15,26 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, ClassVar
-
-import torch
 
 from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Scale
 from hf_dpopt.common.checks import LARGEST_CLIPPING_NORM, SMALLEST_CLIPPING_NORM, check_positive
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.postprocess import NoiseLevel
-from hf_dpopt.preclip.base import (
-    Preclip,
-    Preconditioning,
-    PublicSource,
-    RunOptions,
-    ScaleChanges,
-    check_keys,
-    multiply_,
-)
+from hf_dpopt.preclip.base import Preclip, Preconditioning, RunOptions, ScaleChanges, check_keys, multiply_
 
 FARTHEST = 1e6  # that C may get from the first one, either way; it stays among the norms that are allowed, too
 
@@ -65,9 +53,6 @@ class QuantileClipping(Preclip):
         check_positive(learning_rate=self.learning_rate, count_noise=self.count_noise)
         if not 0 < self.quantile < 1:
             raise DPConfigError(f"quantile={self.quantile} is outside (0, 1). Use 0.5 for the median of the norms.")
-
-    def parameters(self) -> dict[str, Any]:
-        return {"name": self.name, **dataclasses.asdict(self)}
 
     def check_config(self, config: RunOptions) -> None:
         """Refuse rules of clipping that the count was not proven for."""
@@ -100,25 +85,16 @@ class QuantileClipping(Preclip):
             )
         return 1 / math.sqrt(1 - share**2)
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        clipping_norm: float,
-        noise: NoiseLevel,
-        public: PublicSource | None = None,
-    ) -> ClippingAtQuantile:
-        """See `Preclip.start`."""
-        return ClippingAtQuantile(self, noise, clipping_norm)
-
 
 class ClippingAtQuantile(Preconditioning):
     """`QuantileClipping` at work; C relative to the first one is all it keeps, and was made of released counts."""
 
-    def __init__(self, spec: QuantileClipping, noise: NoiseLevel, clipping_norm: float):
-        self._spec, self._noise = spec, noise
-        self._least = max(1 / FARTHEST, SMALLEST_CLIPPING_NORM / clipping_norm)
-        self._most = min(FARTHEST, LARGEST_CLIPPING_NORM / clipping_norm)
+    _spec: QuantileClipping
+
+    def __init__(self, *of_run: Any):
+        super().__init__(*of_run)
+        self._least = max(1 / FARTHEST, SMALLEST_CLIPPING_NORM / self._clipping_norm)
+        self._most = min(FARTHEST, LARGEST_CLIPPING_NORM / self._clipping_norm)
         self.ratio = 1.0  # C / the clipping norm of the core
 
     @property
@@ -154,3 +130,6 @@ class ClippingAtQuantile(Preconditioning):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_keys(state, {"ratio", "last"})
         self.ratio, self._last = min(max(float(state["ratio"]), self._least), self._most), float(state["last"])
+
+
+QuantileClipping.at_work = ClippingAtQuantile

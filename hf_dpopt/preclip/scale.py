@@ -14,10 +14,44 @@ from hf_dpopt.common.checks import check_clipping_norm, check_clipping_ratio, ch
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import cut_like
 from hf_dpopt.common.types import Released
-from hf_dpopt.postprocess import NoiseLevel
-from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, check_keys, multiply_
+from hf_dpopt.preclip.base import Preclip, Preconditioning, check_keys, multiply_
 
 Parts = Mapping[str, Diagonal | Factored]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Dividing(Preclip):
+    """Base of the preconditioners that divide by a scale: the clip and the step size that go with it.
+
+    Args:
+        clipping_norm: bound on the norm of g / D; None for that of the clipping rule.
+        learning_rate_ratio: what the release of a divided step is multiplied by.
+
+    Raises:
+        DPConfigError: for values out of range.
+    """
+
+    clipping_norm: float | None = None
+    learning_rate_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_positive(learning_rate_ratio=self.learning_rate_ratio)
+        if self.clipping_norm is not None:
+            check_clipping_norm("clipping_norm", self.clipping_norm)
+
+    def factor(self, clipping_norm: float) -> float:
+        """What a divided release is multiplied by, for the C of the clipping rule."""
+        return self.learning_rate_ratio * (self.clipping_norm or clipping_norm) / clipping_norm
+
+    def step(self, parts: Parts, clipping_norm: float, *, unscale: bool = False) -> ScaledStep:
+        """A step that divides; arguments as for `ScaledStep`."""
+        return ScaledStep(
+            parts,
+            clipping_norm=clipping_norm,
+            own_clipping_norm=self.clipping_norm,
+            learning_rate_ratio=self.learning_rate_ratio,
+            unscale=unscale,
+        )
 
 
 class ScaledStep:
@@ -60,7 +94,7 @@ class ScaledStep:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ScaleThenPrivatize(Preclip):
+class ScaleThenPrivatize(Dividing):
     """Division by a fixed D, which is public or was released before the run.
 
     Formal guarantee: as without D. The clip bounds ``g_b / D``, so the sum of one step moves by at most the clipping
@@ -69,8 +103,7 @@ class ScaleThenPrivatize(Preclip):
     Args:
         scale: parameter name -> D, in the parameter's shape or as a pair (rows, columns) of D = rows columns^T; finite
             and > 0. Parameters left out are not divided.
-        clipping_norm: bound on the norm of g / D; None for that of the clipping rule.
-        learning_rate_ratio: step size relative to the optimizer's.
+        clipping_norm, learning_rate_ratio: those of `Dividing`.
         unscale: multiply the release by D again: noise shaped by D, gradients in their own units.
 
     Raises:
@@ -78,15 +111,8 @@ class ScaleThenPrivatize(Preclip):
     """
 
     scale: Mapping[str, torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
-    clipping_norm: float | None = None
-    learning_rate_ratio: float = 1.0
     unscale: bool = False
     name: ClassVar[str] = "scale"
-
-    def __post_init__(self) -> None:
-        check_positive(learning_rate_ratio=self.learning_rate_ratio)
-        if self.clipping_norm is not None:
-            check_clipping_norm("clipping_norm", self.clipping_norm)
 
     @property
     def keeps_one_noise_level(self) -> bool:
@@ -109,15 +135,8 @@ class ScaleThenPrivatize(Preclip):
             "unscale": self.unscale,
         }
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        clipping_norm: float,
-        noise: NoiseLevel | None = None,
-        public: PublicSource | None = None,
-    ) -> FixedScale:
-        """See `Preclip.start`."""
+    def inverse(self, parameters: Mapping[str, torch.Tensor]) -> Parts:
+        """Name -> 1 / D, on the devices of the parameters and in their shards."""
         parts: dict[str, Diagonal | Factored] = {}
         for name, given in self.scale.items():
             if name not in parameters:
@@ -131,21 +150,17 @@ class ScaleThenPrivatize(Preclip):
             else:
                 parts[name] = Diagonal(1 / given.detach().to(device))
         Scale(parts).check(parameters)
-        step = ScaledStep(
-            parts,
-            clipping_norm=clipping_norm,
-            own_clipping_norm=self.clipping_norm,
-            learning_rate_ratio=self.learning_rate_ratio,
-            unscale=self.unscale,
-        )
-        return FixedScale(step)
+        return parts
 
 
 class FixedScale(Preconditioning):
     """`ScaleThenPrivatize` at work: the same in every step, so there is nothing to keep."""
 
-    def __init__(self, step: ScaledStep):
-        self._step = step
+    _spec: ScaleThenPrivatize
+
+    def __init__(self, spec: ScaleThenPrivatize, parameters: Mapping[str, torch.Tensor], *of_run: Any):
+        super().__init__(spec, parameters, *of_run)
+        self._step = spec.step(spec.inverse(parameters), self._clipping_norm, unscale=spec.unscale)
 
     @property
     def gain(self) -> float | None:
@@ -162,3 +177,6 @@ class FixedScale(Preconditioning):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         check_keys(state, set())
+
+
+ScaleThenPrivatize.at_work = FixedScale

@@ -5,16 +5,18 @@ Shape legend: P / Q = rows / columns of a parameter (its first dimension, the re
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from hf_dpopt.clipping.scaling import Diagonal, Factored
-from hf_dpopt.common.checks import check_positive, check_real
+from hf_dpopt.common.checks import check_choice, check_positive, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import whole_of
 from hf_dpopt.preclip.base import check_keys
+from hf_dpopt.preclip.scale import Dividing
 
 Rule = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -36,18 +38,35 @@ SMALLEST = 1e-30
 RULES: dict[str, Rule] = {"rmsprop": _rmsprop, "adagrad": _adagrad, "yogi": _yogi}
 
 
-def check_moment(second_moment: Any, beta: Any, eps: Any, factored: Any) -> None:
-    """Refuse options of a second moment that are out of range; an eps of None passes."""
-    if second_moment not in RULES:
-        raise DPConfigError(f"second_moment={second_moment!r} is unknown. Use one of: {', '.join(map(repr, RULES))}.")
-    check_real("beta", beta, "a number in [0, 1); 0.9 is usual")
-    if not 0 <= beta < 1:
-        raise DPConfigError(f"beta={beta} is outside [0, 1). Use 0.9, or 0 to forget earlier phases.")
-    check_positive(eps=eps)
-    if eps is not None and eps < SMALLEST:
-        raise DPConfigError(f"eps={eps} is so small that 1 / eps has no place in float32. Use {SMALLEST:g} or more.")
-    if not isinstance(factored, bool):
-        raise DPConfigError(f"factored={factored!r} is neither true nor false.")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DividingByMoment(Dividing):
+    """Base of the preconditioners that divide by ``sqrt(v) + eps``.
+
+    Args:
+        second_moment: "rmsprop", "adagrad" or "yogi".
+        eps: floor of D, in gradient units; > 0.
+        beta: decay of the second moment, in [0, 1).
+        factored: D = rows columns^T (see `SecondMoment`), which keeps ghost norms: any model size.
+    """
+
+    second_moment: str = "rmsprop"
+    eps: float | None = None
+    beta: float = 0.9
+    factored: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("second_moment", self.second_moment, RULES)
+        check_real("beta", self.beta, "a number in [0, 1); 0.9 is usual")
+        if not 0 <= self.beta < 1:
+            raise DPConfigError(f"beta={self.beta} is outside [0, 1). Use 0.9, or 0 to forget earlier phases.")
+        check_positive(eps=self.eps)
+        if self.eps is not None and self.eps < SMALLEST:
+            raise DPConfigError(
+                f"eps={self.eps} is so small that 1 / eps has no place in float32. Use {SMALLEST:g} or more."
+            )
+        if not isinstance(self.factored, bool):
+            raise DPConfigError(f"factored={self.factored!r} is neither true nor false. Use one of them.")
 
 
 class SecondMoment:
@@ -62,16 +81,14 @@ class SecondMoment:
 
     Args:
         parameters: name -> parameter; for shapes and devices.
-        rule: "rmsprop", "adagrad" or "yogi".
-        beta: decay of the average, in [0, 1); without effect for AdaGrad.
-        factored: keep means of rows and columns.
+        spec: the rule, the decay of the average (without effect for AdaGrad), and whether it is factored.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.Tensor], rule: str, beta: float, factored: bool):
-        self._rule, self._beta = RULES[rule], beta
+    def __init__(self, parameters: Mapping[str, torch.Tensor], spec: DividingByMoment):
+        self._rule, self._beta = RULES[spec.second_moment], spec.beta
         self._values: dict[str, list[torch.Tensor]] = {}
         for name, p in parameters.items():
-            if factored and p.dim() > 1:  # whole on every rank, where the parameter is in shards
+            if spec.factored and p.dim() > 1:  # whole on every rank, where the parameter is in shards
                 sides = (p.shape[0], p.shape[1:].numel())
                 self._values[name] = [torch.zeros(side, dtype=torch.float32, device=p.device) for side in sides]
             else:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any, ClassVar
-
-import torch
 
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common.checks import check_count, check_real
+from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
-from hf_dpopt.postprocess import NoiseLevel
 from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
-from hf_dpopt.preclip.base import Preclip, Preconditioning, PublicSource, ScaleChanges
+from hf_dpopt.preclip.base import Preclip, Preconditioning, ScaleChanges
 from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.public.subspace import RefreshedSubspace
-
-PROJECTIONS = ("before_clip", "after_noise")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,10 +58,7 @@ class PublicSubspaceProjection(Preclip):
                     f"rank={self.rank} is more than num_public={self.num_public}: m gradients span m directions at "
                     "most. Use num_public >= rank (two to five times the rank is usual), or a smaller rank."
                 )
-        if self.project not in PROJECTIONS:
-            raise DPConfigError(
-                f"project={self.project!r} is unknown. Use one of: {', '.join(map(repr, PROJECTIONS))}."
-            )
+        check_choice("project", self.project, ("before_clip", "after_noise"))
         if self.adagrad not in ("none", "released"):
             raise DPConfigError(
                 f"adagrad={self.adagrad!r} cannot be used here. Use 'none' or 'released'; 'goe' is made of un-noised "
@@ -92,40 +83,28 @@ class PublicSubspaceProjection(Preclip):
     def sensitivity_ratio(self, noise_stddev: float, expected_batch_size: int) -> float:
         return 1.0
 
-    def parameters(self) -> dict[str, Any]:
-        return {"name": self.name, **dataclasses.asdict(self)}
 
-    def start(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        *,
-        clipping_norm: float,
-        noise: NoiseLevel,
-        public: PublicSource | None = None,
-    ) -> Preconditioning:
-        """See `Preclip.start`; needs `PublicGradients`."""
-        if not isinstance(public, PublicGradients):
+class SubspaceProjection(Preconditioning):
+    """`PublicSubspaceProjection` at work. The noise lies in the subspace: no one gain, for coordinates differ."""
+
+    _spec: PublicSubspaceProjection
+
+    def __init__(self, spec: PublicSubspaceProjection, *of_run: Any):
+        super().__init__(spec, *of_run)
+        if not isinstance(self._public, PublicGradients):
             raise DPConfigError(
                 "preconditioner='subspace' takes its directions from public records. Pass public_dataset to the "
                 "trainer, or public=PublicGradients(..) to start."
             )
         subspace = RefreshedSubspace(
-            public, rank=self.rank, num_public=self.num_public_records, refresh_every=self.refresh_every
+            self._public, rank=spec.rank, num_public=spec.num_public_records, refresh_every=spec.refresh_every
         )
-        made = (
-            ProjectedGradient(subspace) if self.adagrad == "none" else SubspaceAdaGrad(subspace, noise, eps=self.eps)
-        )
-        return SubspaceProjection(made, is_before_clip=self.project == "before_clip")
-
-
-class SubspaceProjection(Preconditioning):
-    """`PublicSubspaceProjection` at work. The noise lies in the subspace: no one gain, for coordinates differ."""
-
-    def __init__(self, projected: ProjectedGradient, *, is_before_clip: bool):
-        self._projected, self._is_before_clip = projected, is_before_clip
+        self._projected = ProjectedGradient(subspace)
+        if spec.adagrad == "released":
+            self._projected = SubspaceAdaGrad(subspace, self._noise, eps=spec.eps)
 
     def engine(self, engine: ClippingEngine) -> ClippingEngine:
-        if not self._is_before_clip:
+        if self._spec.project == "after_noise":
             return engine
         return ProjectingEngine(engine.model, engine.clipping, self._projected.subspace)
 
@@ -140,3 +119,6 @@ class SubspaceProjection(Preconditioning):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._projected.load_state_dict(state)
+
+
+PublicSubspaceProjection.at_work = SubspaceProjection
