@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from hf_dpopt.optim.adagrad import DPAdaGrad
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
 from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
 from hf_dpopt.optim.galore import DPGaLore
-from hf_dpopt.optim.rmsprop import DPRMSProp
+from hf_dpopt.optim.square_roots import DPAdaGrad, DPRMSProp
 from hf_dpopt.postprocess import Filter
 
 OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {

@@ -1,0 +1,188 @@
+"""RMSProp and AdaGrad on released gradients: steps of ``g / sqrt(accumulated squares)``, without a first moment."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import torch
+
+from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range, relative_error, root_without_noise
+from hf_dpopt.postprocess import Filter, NoiseLevel
+
+State = dict[str, Any]
+
+
+class SquareRootOptimizer(NoiseAwareOptimizer):
+    """Base of the two: ``w -= step_size g_t / (sqrt(s_t) + eps)``, s_t an accumulation of ``g_t^2``.
+
+    ``g_t`` is the released gradient plus ``weight_decay w``; a filter replaces the released gradient in the numerator.
+    With `unbiased` the root is that of ``max(s_t - n_t, floor)``, n_t the same accumulation of the noise's variance.
+    """
+
+    def _subtracts_noise(self, group: Group) -> bool:
+        return group["unbiased"]
+
+    @abc.abstractmethod
+    def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
+        """Take the squares of a step into the states, whose "step" counts it; return s_t, not copied."""
+
+    @abc.abstractmethod
+    def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
+        """Take the variance of the noise in a step into a state; return n_t and the decay of the accumulation."""
+
+    def _step_sizes(self, group: Group, states: list[State]) -> list[float]:
+        return [-group["lr"]] * len(states)
+
+    def _update(
+        self, group: Group, params: Tensors, grads: Tensors, filtered: Tensors | None, variance: float
+    ) -> None:
+        states = [self.state[p] for p in params]
+        for state in states:
+            state["step"] = state.get("step", 0) + 1
+        numerators = grads if filtered is None else filtered
+        if group["weight_decay"] != 0:
+            numerators = list(torch._foreach_add(numerators, params, alpha=group["weight_decay"]))
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        squares = self._accumulate(group, states, grads)
+        if group["unbiased"]:
+            noise, floors = [], []
+            for state in states:
+                level, decay = self._noise(group, state, variance)
+                noise.append(level)
+                floor = group["variance_floor"]
+                floors.append(level * relative_error(decay, state["step"]) if floor is None else floor)
+            roots = root_without_noise(squares, noise, floors)
+        else:
+            roots = list(torch._foreach_sqrt(squares))
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_addcdiv_(params, numerators, roots, self._step_sizes(group, states))
+
+
+class DPRMSProp(SquareRootOptimizer):
+    r"""RMSProp; equal to `torch.optim.RMSprop` unless `unbiased` or a filter is set. No momentum, no centring.
+
+    ``v_t = alpha v_{t-1} + (1 - alpha) g_t^2``, ``w -= lr g_t / (sqrt(v_t) + eps)``.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, >= 0.
+        alpha: decay of v, in [0, 1).
+        eps: added to the root; gradient units, >= 0.
+        weight_decay: coupled (an L2 penalty), >= 0.
+        unbiased: takes ``sqrt(max(v_t - u_t, floor))`` as the root, where u_t is the same average of the variance of
+            the noise. Averages of bfloat16 weights are then float32.
+        variance_floor: floor of v_t - u_t with `unbiased`; gradient units squared, >= 0. None takes one stddev
+            of v_t where there is only noise, as `DPAdamBC`.
+        noise: needed by `step` with `unbiased`.
+        filter: see `NoiseAwareOptimizer`.
+
+    Raises:
+        DPConfigError: for a value outside the ranges above, or if `variance_floor` and `eps` are both 0.
+
+    References:
+        Li et al. (2022), arXiv:2212.00309 (DP-RMSProp, a baseline there).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        unbiased: bool = False,
+        variance_floor: float | None = None,
+        noise: NoiseLevel | None = None,
+        filter: Filter | None = None,
+    ):
+        defaults = dict(
+            lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, unbiased=unbiased, variance_floor=variance_floor
+        )
+        super().__init__(params, defaults, noise=noise, filter=filter)
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        check_range("alpha", group["alpha"], 0, 1)
+
+    def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
+        for state, g in zip(states, grads, strict=True):
+            if "square_avg" not in state:
+                state["square_avg"] = torch.zeros_like(g)
+        squares = [state["square_avg"] for state in states]
+        torch._foreach_mul_(squares, group["alpha"])
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - group["alpha"])
+        return squares
+
+    def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
+        alpha = group["alpha"]
+        state["noise_avg_sq"] = alpha * state.get("noise_avg_sq", 0.0) + (1 - alpha) * variance
+        return state["noise_avg_sq"], alpha
+
+
+class DPAdaGrad(SquareRootOptimizer):
+    r"""AdaGrad; equal to `torch.optim.Adagrad` unless `unbiased` or a filter is set.
+
+    ``V_t = V_{t-1} + g_t^2``, ``w -= lr / (1 + (t - 1) lr_decay) g_t / (sqrt(V_t) + eps)``.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate, >= 0.
+        lr_decay: >= 0.
+        initial_accumulator_value: V_0, gradient units squared, >= 0.
+        eps: added to the root; gradient units, >= 0.
+        weight_decay: coupled (an L2 penalty), >= 0.
+        unbiased: takes ``sqrt(max(V_t - U_t, floor))`` as the root, where U_t is the sum of the noise's variances.
+            Sums of bfloat16 weights are then float32.
+        variance_floor: floor of the sum V_t - U_t with `unbiased`; gradient units squared, >= 0. None takes
+            ``U_t sqrt(2 / t)``, one standard deviation of V_t where there is only noise.
+        noise: needed by `step` with `unbiased`.
+        filter: see `NoiseAwareOptimizer`.
+
+    Raises:
+        DPConfigError: for a value outside the ranges above, or if `variance_floor` and `eps` are both 0.
+
+    References:
+        Li et al. (2022), arXiv:2212.00309 (DP-AdaGrad, a baseline there).
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        *,
+        lr_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        unbiased: bool = False,
+        variance_floor: float | None = None,
+        noise: NoiseLevel | None = None,
+        filter: Filter | None = None,
+    ):
+        defaults = dict(
+            lr=lr, lr_decay=lr_decay, initial_accumulator_value=initial_accumulator_value, eps=eps,
+            weight_decay=weight_decay, unbiased=unbiased, variance_floor=variance_floor,
+        )  # fmt: skip
+        super().__init__(params, defaults, noise=noise, filter=filter)
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        for name in ("lr_decay", "initial_accumulator_value"):
+            check_range(name, group[name], 0, float("inf"))
+
+    def _accumulate(self, group: Group, states: list[State], grads: Tensors) -> Tensors:
+        for state, g in zip(states, grads, strict=True):
+            if "sum" not in state:
+                state["sum"] = torch.full_like(g, group["initial_accumulator_value"])
+        sums = [state["sum"] for state in states]
+        torch._foreach_addcmul_(sums, grads, grads, value=1)
+        return sums
+
+    def _noise(self, group: Group, state: State, variance: float) -> tuple[float, float]:
+        state["noise_sum"] = state.get("noise_sum", 0.0) + variance
+        return state["noise_sum"], 1.0
+
+    def _step_sizes(self, group: Group, states: list[State]) -> list[float]:
+        return [-group["lr"] / (1 + (state["step"] - 1) * group["lr_decay"]) for state in states]
