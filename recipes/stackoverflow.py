@@ -5,7 +5,8 @@ The tasks of the StackOverflow benchmark of federated learning (arXiv:2003.00295
 
     accelerate launch recipes/stackoverflow.py                    # no arguments: the embedded job, offline
     accelerate launch recipes/stackoverflow.py --train_file stackoverflow.sqlite.lzma \
-        --validation_file stackoverflow.sqlite.lzma --validation_split heldout --vocabulary_file word_counts.txt
+        --validation_file stackoverflow.sqlite.lzma --validation_split heldout \
+        --vocabulary_file stackoverflow.word_count
     accelerate launch recipes/stackoverflow.py --train_file messages.jsonl.gz --validation_file held_out.jsonl.gz \
         --user_id_column author --text_column text --vocabulary_file words.txt --target_epsilon 8 \
         --local_training '{"learning_rate": 0.5}' --optim sgd --optim_args momentum=0.95 --learning_rate 1
@@ -38,7 +39,16 @@ from transformers import Trainer
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals import check_arguments
 from recipes import options, processes, running
-from recipes.stackoverflow_data import Collator, Vocabulary, read_users, sentences, tagged
+from recipes.stackoverflow_data import (
+    TOKENS,
+    Collator,
+    Vocabulary,
+    read_users,
+    sentences,
+    separate_words,
+    tagged,
+    texts_of,
+)
 from recipes.stackoverflow_model import TagModel, first_learn, language_model, tag_losses, tag_metrics, word_metrics
 from recipes.tables import Table, check_columns
 
@@ -90,10 +100,14 @@ class DataTrainingArguments:
     validation_file: str | None = field(default=None, metadata={"help": "The same, of users who are held out."})
     train_split: str = field(default="train", metadata={"help": "Of an sqlite file: which rows."})
     validation_split: str = field(default="heldout", metadata={"help": "Of an sqlite file: which rows."})
-    text_column: str = field(default="text", metadata={"help": "Column of texts; of the layouts: their tokens."})
+    text_column: str = field(
+        default=TOKENS,
+        metadata={"help": "Column of texts. `tokens` holds words separated by blanks; any other, raw text."},
+    )
     tags_column: str = field(default="tags", metadata={"help": "Column of tags, separated by | , or blanks."})
     vocabulary_file: str | None = field(
-        default=None, metadata={"help": "Public list of words, one per line, the most frequent first."}
+        default=None,
+        metadata={"help": "Public words, the most frequent first: the benchmark's word_count, a list, or JSON."},
     )
     public_file: str | None = field(
         default=None, metadata={"help": "Public texts to count words in, if there is no vocabulary_file."}
@@ -227,7 +241,8 @@ def load(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -
     texts: list[str] = []
     if data_args.public_file:
         public = read_users(data_args.public_file, data_args.train_split)
-        texts = [str(text) for text in public.columns.get(data_args.text_column, next(iter(public.columns.values())))]
+        column = data_args.text_column if data_args.text_column in public.columns else next(iter(public.columns))
+        texts = texts_of(public, column)
     if data_args.vocabulary_file:
         return tables, Vocabulary.read(data_args.vocabulary_file, data_args.vocabulary_size), texts
     return tables, Vocabulary.of(texts, data_args.vocabulary_size), texts
@@ -246,7 +261,8 @@ def load_embedded(data_args: DataTrainingArguments) -> Loaded:
         rows = [i for i, name in enumerate(files) if (name in held_out) == (split == "validation")]
         columns = {"text": [texts[i] for i in rows], "file": [files[i] for i in rows]}
         tables[split] = Table(f"Python {platform.python_version()}'s standard library [{split}]", columns)
-    return tables, Vocabulary.of(corpus.public_text, data_args.vocabulary_size), corpus.public_text
+    public_texts = [separate_words(text) for text in corpus.public_text]
+    return tables, Vocabulary.of(public_texts, data_args.vocabulary_size), public_texts
 
 
 def read_tags(data_args: DataTrainingArguments) -> list[str]:

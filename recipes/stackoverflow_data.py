@@ -6,6 +6,8 @@ Shape legend: N = records, T = words of a record, V = words of the vocabulary, K
 from __future__ import annotations
 
 import collections
+import itertools
+import json
 import lzma
 import re
 import sqlite3
@@ -26,6 +28,8 @@ WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?|[^\w\s]")
 PAD, BEGIN, END, UNKNOWN = range(4)
 SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
 IGNORED = -100
+TOKENS = "tokens"  # column of the layouts: words separated by blanks
+COUNT = re.compile(r"\s+\d+$")
 TAG_SEPARATOR = re.compile(r"[|,\s]+")
 LAYOUTS = (".h5", ".hdf5", ".sqlite", ".sqlite.lzma")
 
@@ -40,7 +44,7 @@ def read_users(path: str | Path, split: str) -> Table:
     * .sqlite, .sqlite.lzma: the table ``examples`` of (split_name, client_id, serialized_example_proto).
     * csv, tsv, json(l) and parquet, as everywhere.
 
-    Both layouts of TensorFlow Federated give the columns ``user`` and ``text`` (its tokens), and what else is there.
+    Both layouts of TensorFlow Federated give the columns ``user`` and ``tokens``, and what else is there.
 
     Args:
         split: which rows of an sqlite file: train, heldout or test.
@@ -69,7 +73,6 @@ def _table(path: str | Path, rows: Iterable[dict[str, Any]]) -> Table:
     columns: dict[str, list[Any]] = collections.defaultdict(list)
     num_rows = 0
     for row in rows:
-        row["text"] = row.pop("tokens", row.get("text", ""))
         for name, value in row.items():
             columns[name] += [""] * (num_rows - len(columns[name])) + [value]
         num_rows += 1
@@ -152,9 +155,9 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 # --- words -----------------------------------------------------------------------------------------------------------
 
 
-def words_of(text: str) -> list[str]:
-    """Lower case; words, and punctuation marks one by one."""
-    return WORD.findall(text.lower())
+def separate_words(text: str) -> str:
+    """Return raw text in the benchmark's format: lower case, words and punctuation marks separated by blanks."""
+    return " ".join(WORD.findall(text.lower()))
 
 
 @dataclass(frozen=True)
@@ -173,41 +176,78 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(SPECIAL) + len(self.words)
 
-    def ids(self, text: str) -> list[int]:
-        """Of all words."""
-        return [self._ids.get(word, UNKNOWN) for word in words_of(text)]  # type: ignore[attr-defined]
+    def ids(self, words: Iterable[str]) -> list[int]:
+        """Return one id per word; words outside the vocabulary share `UNKNOWN`."""
+        return [self._ids.get(word, UNKNOWN) for word in words]  # type: ignore[attr-defined]
 
     def sentence(self, text: str, max_words: int) -> list[int]:
-        """Begin, at most `max_words` words, and an end if the text is over."""
-        words = self.ids(text)
-        return [BEGIN, *words[:max_words], *([END] if len(words) <= max_words else [])]
+        """Return the begin id, the first `max_words` words, and the end id if there are fewer words than that.
+
+        Args:
+            text: words separated by single blanks, as the benchmark stores them.
+        """
+        words = self.ids(text.split(" ")[:max_words])
+        return [BEGIN, *words, *([END] if len(words) < max_words else [])]
 
     @classmethod
     def read(cls, path: str | Path, size: int) -> Vocabulary:
-        """One word per line, the most frequent first; what follows a tab or blank (a count) is not read.
-
-        Raises:
-            DPConfigError: if there is no such file, or it is empty.
-        """
-        if not Path(path).is_file():
-            raise DPConfigError(f"vocabulary_file={path} is not a file. Give a public list of words, one per line.")
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        words = dict.fromkeys(line.split()[0].lower() for line in lines if line.strip())
-        if not words:
-            raise DPConfigError(f"{path} holds no words. Give a public list of words, one per line.")
-        return cls(tuple(words)[:size])
+        """Read the benchmark's ``stackoverflow.word_count``, or any list; see `read_names`."""
+        return cls(read_names(path, "vocabulary_file", size))
 
     @classmethod
     def of(cls, texts: Iterable[str], size: int) -> Vocabulary:
-        """The most frequent words of public texts; of equals, the one that comes first in the alphabet."""
-        counts = collections.Counter(word for text in texts for word in words_of(text))
+        """Take the most frequent words of public texts; ties are broken alphabetically."""
+        counts = collections.Counter(word for text in texts for word in text.split(" ") if word)
         return cls(tuple(sorted(counts, key=lambda word: (-counts[word], word))[:size]))
+
+
+def read_names(path: str | Path, option: str, size: int) -> tuple[str, ...]:
+    """Read a public list of words or tags, the most frequent first.
+
+    Args:
+        path: one name per line, optionally followed by a count, as in ``stackoverflow.word_count``; or a JSON object
+            of name -> count, as in ``stackoverflow.tag_count``, or a JSON list of names.
+        option: option that names the file, for messages.
+        size: largest number of names.
+
+    Raises:
+        DPConfigError: if the file is missing or empty.
+    """
+    if not Path(path).is_file():
+        raise DPConfigError(f"{option}={path} is not a file. Give a public list, one name per line, or JSON.")
+    with Path(path).open(encoding="utf-8") as file:
+        first = file.readline()
+        file.seek(0)
+        if first.lstrip().startswith(('{"', '["')):
+            found = _read_json(file, f"{option}={path}")
+        else:  # the benchmark's list has six million lines
+            lines = (COUNT.sub("", line.strip()) for line in file if line.strip())
+            found = list(itertools.islice(lines, size))
+    if not found:
+        raise DPConfigError(f"{option}={path} is empty. Give a public list, one name per line, or JSON.")
+    return tuple(dict.fromkeys(found))[:size]
+
+
+def _read_json(file: Any, name: str) -> list[str]:
+    try:
+        found = json.load(file)
+    except json.JSONDecodeError as error:
+        raise DPConfigError(f"{name}: line {error.lineno} is not valid JSON ({error.msg}). Write it again.") from None
+    if isinstance(found, dict):
+        found = sorted(found, key=found.__getitem__, reverse=True)  # stable: equal counts keep the file's order
+    return [str(value) for value in found]
 
 
 def sentences(table: Table, text: str, user: str, vocabulary: Vocabulary, max_words: int) -> Dataset:
     """For the next word: the ids of each text, and its user."""
-    ids = [vocabulary.sentence(str(value), max_words) for value in table.columns[text]]
+    ids = [vocabulary.sentence(value, max_words) for value in texts_of(table, text)]
     return Dataset.from_dict({"input_ids": ids, user: list(table.columns[user])})
+
+
+def texts_of(table: Table, text: str) -> list[str]:
+    """Texts in the benchmark's format: the column `tokens` is kept as it is, a column of another name is raw text."""
+    values = map(str, table.columns[text])
+    return list(values if text == TOKENS else map(separate_words, values))
 
 
 def tagged(
@@ -216,8 +256,8 @@ def tagged(
     """For tag prediction: the distinct words of a post that are known, and which of the `known` tags it has."""
     places = {tag: k for k, tag in enumerate(known)}
     words, labels = [], []
-    for value, names in zip(table.columns[text], table.columns[tags], strict=True):
-        distinct = dict.fromkeys(i for i in vocabulary.ids(str(value)) if i != UNKNOWN)
+    for value, names in zip(texts_of(table, text), table.columns[tags], strict=True):
+        distinct = dict.fromkeys(i for i in vocabulary.ids(value.split(" ")) if i != UNKNOWN)
         words.append([BEGIN, *list(distinct)[:max_words]])  # never empty
         row = [0.0] * len(known)
         for name in TAG_SEPARATOR.split(str(names)):

@@ -18,8 +18,7 @@ from recipes import stackoverflow
 from recipes.stackoverflow_data import (
     BEGIN,
     END,
-    IGNORED,
-    PAD,
+    SPECIAL,
     UNKNOWN,
     Collator,
     Vocabulary,
@@ -72,13 +71,24 @@ def _example(row: dict) -> bytes:
     return _message((1, _message(*entries)))
 
 
-def _sqlite(path: Path) -> Path:
+def _sqlite(path: Path, rows: list[dict] = ROWS, num_train: int = 18) -> Path:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)")
-        for i, row in enumerate(ROWS):
-            split = "train" if i < 18 else "heldout"
+        for i, row in enumerate(rows):
+            split = "train" if i < num_train else "heldout"
             features = {k: v for k, v in row.items() if k != "user"}
             connection.execute("INSERT INTO examples VALUES (?, ?, ?)", (split, row["user"], _example(features)))
+    return path
+
+
+def _h5(path: Path, rows: list[dict] = ROWS) -> Path:
+    h5py = pytest.importorskip("h5py")
+    with h5py.File(path, "w") as file:
+        for user in sorted({row["user"] for row in rows}):
+            mine = [row for row in rows if row["user"] == user]
+            group = file.create_group(f"examples/{user}")
+            for name in mine[0].keys() - {"user", "score"}:
+                group.create_dataset(name, data=[row[name].encode() for row in mine])
     return path
 
 
@@ -95,23 +105,74 @@ def test_the_sqlite_layout(tmp_path, packed):
         path = path.with_suffix(".sqlite.lzma")
     table = read_users(path, "train")
     assert len(table) == 18 and len(read_users(path, "heldout")) == 6
-    rows = sorted(zip(table.columns["user"], table.columns["text"], table.columns["tags"], strict=True))
+    rows = sorted(zip(table.columns["user"], table.columns["tokens"], table.columns["tags"], strict=True))
     assert rows == sorted((r["user"], r["tokens"], r["tags"]) for r in ROWS[:18])
     with pytest.raises(DPConfigError, match="holds no examples"):
         read_users(path, "nothing")
 
 
 def test_the_hdf5_layout(tmp_path):
-    h5py = pytest.importorskip("h5py")
-    path = tmp_path / "stackoverflow_train.h5"
-    with h5py.File(path, "w") as file:
-        for user in ("u0", "u1"):
-            mine = [r for r in ROWS if r["user"] == user]
-            group = file.create_group(f"examples/{user}")
-            for name in ("tokens", "tags"):
-                group.create_dataset(name, data=[r[name].encode() for r in mine])
-    table = read_users(path, "train")
-    assert list(table.columns["text"]) == [r["tokens"] for u in ("u0", "u1") for r in ROWS if r["user"] == u]
+    table = read_users(_h5(tmp_path / "stackoverflow_train.h5"), "train")
+    assert list(table.columns["tokens"]) == [r["tokens"] for u in range(6) for r in ROWS if r["user"] == f"u{u}"]
+
+
+# --- the benchmark ---------------------------------------------------------------------------------------------------
+
+KNOWN = ["the", ".", "one-liner", "<URL>", "don't", "c#", "größe", "\u540d\u524d", "in-vocabulary", "``", "\ufffd"]
+
+
+def made_up_rows(num_rows: int) -> list[dict]:
+    """Rows as the benchmark stores them: hyphens, apostrophes, URLs, unicode, runs of blanks, empty texts, no words."""
+    rng = np.random.default_rng(0)
+    unknown = ["my_var", "One-Liner", "<url>", "größen", "naïve", "don`t", "", "\u00a0", "x\ty", "the."]
+    tags = ["python", "c#", "vb . net", "sql-server", "r", "unheard-of"]
+    rows = []
+    for i in range(num_rows):
+        words = [str(w) for w in rng.choice(KNOWN + unknown, int(rng.integers(0, 26)))]
+        title = " ".join(map(str, rng.choice(KNOWN + unknown, int(rng.integers(0, 5)))))
+        names = "|".join(rng.choice(tags, int(rng.integers(0, 4)), replace=False))
+        rows.append({"user": f"{i % 37:05}", "tokens": " ".join(words), "title": title, "tags": names, "score": i})
+    return rows
+
+
+def reference_sentence(tokens: str, vocabulary: list[str], longest: int) -> list[str]:
+    """The next-word records of TensorFlow Federated's `stackoverflow_word_prediction`, character by character."""
+    words, word = [], ""
+    for character in tokens:
+        if character == " ":
+            words.append(word)
+            word = ""
+        else:
+            word += character
+    words.append(word)
+    out = ["<begin>"]
+    for position in range(min(longest, len(words))):
+        out.append(words[position] if words[position] in vocabulary else "<unknown>")
+    if len(out) - 1 < longest:
+        out.append("<end>")
+    return out
+
+
+@pytest.mark.parametrize("layout", ["h5", "sqlite"])
+def test_records_of_next_words_are_those_of_the_benchmark(tmp_path, layout):
+    rows = made_up_rows(1000)
+    counts = tmp_path / "stackoverflow.word_count"
+    counts.write_text("".join(f"{word} {900 - i}\n" for i, word in enumerate([*KNOWN, "beyond-the-size"])))
+    vocabulary = Vocabulary.read(counts, len(KNOWN))
+    if layout == "h5":
+        path = _h5(tmp_path / "stackoverflow_train.h5", rows)
+        rows = sorted(rows, key=lambda row: row["user"])  # stable: groups of a file come in the order of their names
+    else:
+        path = _sqlite(tmp_path / "stackoverflow.sqlite", rows, len(rows))
+    found = sentences(read_users(path, "train"), "tokens", "user", vocabulary, max_words=20)
+    by_user: dict[str, list[list[str]]] = {}
+    for ids, user in zip(found["input_ids"], found["user"], strict=True):
+        by_user.setdefault(user, []).append([(*SPECIAL, *vocabulary.words)[i] for i in ids])
+    expected: dict[str, list[list[str]]] = {}
+    for row in rows:
+        expected.setdefault(row["user"], []).append(reference_sentence(row["tokens"], KNOWN, 20))
+    assert by_user == expected
+    assert {len(ids) for ids in found["input_ids"]} == set(range(3, 22))  # from one word, the empty one, to 20
 
 
 @pytest.mark.parametrize(
@@ -134,13 +195,13 @@ VOCABULARY = Vocabulary(("a", "is", "how", "list", "null", "class"))
 
 
 def test_words_have_ids_and_sentences_an_end():
-    table = Table("t", {"text": ["How is a List?", "a a a a"], "user": ["x", "y"]})
+    table = Table("t", {"text": ["How is a List?", "a a a"], "user": ["x", "y"]})
     found = sentences(table, "text", "user", VOCABULARY, max_words=4)
-    assert found["input_ids"] == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, 4, END]]  # the first is longer than 4 words
-    assert found["user"] == ["x", "y"] and VOCABULARY.ids("pointer") == [UNKNOWN]
+    assert found["input_ids"] == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, END]]  # raw text; the first has 5 words
+    assert found["user"] == ["x", "y"] and VOCABULARY.ids(["pointer"]) == [UNKNOWN]
     assert Vocabulary.of(["b b a", "c a b"], 2).words == ("b", "a")
     batch = Collator(predicts_words=True)(found.remove_columns("user").to_list())
-    assert batch["labels"].tolist()[0] == [BEGIN, 6, 5, 4, 7, IGNORED] and batch["input_ids"][0, -1] == PAD
+    assert batch["labels"].tolist()[0] == [BEGIN, 6, 5, 4, 7] and batch["labels"].tolist()[1][-1] == END
 
 
 class Fixed(torch.nn.Module):
@@ -212,7 +273,7 @@ def write_files(folder: Path) -> None:
 def arguments(_: str = "", **changes: str | None) -> list[str]:
     return words({
         "train_file": "train.jsonl.gz", "validation_file": "held_out.jsonl.gz", "user_id_column": "author",
-        "vocabulary_file": "words.txt", "target_epsilon": "8", "target_delta": "1e-2", "max_steps": "3",
+        "text_column": "text", "vocabulary_file": "words.txt", "target_epsilon": "8", "target_delta": "1e-2", "max_steps": "3",
         "expected_batch_size": "3", "records_per_user": "2", "width": "32", "layers": "1", "report_to": "none",
         "disable_tqdm": "true", "use_cpu": "true", "save_strategy": "no", "output_dir": "out", **changes,
     })  # fmt: skip

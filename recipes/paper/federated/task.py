@@ -10,7 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import GPT2LMHeadModel
 
-from recipes.stackoverflow_data import END, PAD, UNKNOWN, Collator, Vocabulary, sentences
+from recipes.stackoverflow_data import END, PAD, UNKNOWN, Collator, Vocabulary, sentences, separate_words
 from recipes.stackoverflow_model import first_learn, language_model, word_metrics
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
@@ -68,7 +68,7 @@ def read_task(folder: Path, public_file: Path, size: Size) -> Task:
     Raises:
         DPConfigError: if a file is not there.
     """
-    texts = [str(text) for text in read_table(public_file, kinds=TEXT_EXTENSIONS).columns["text"]]
+    texts = [separate_words(str(text)) for text in read_table(public_file, kinds=TEXT_EXTENSIONS).columns["text"]]
     vocabulary = Vocabulary.of(texts, size.vocabulary)
     columns = read_table(folder / "messages.jsonl.gz", kinds=TEXT_EXTENSIONS).columns
     splits = dict.fromkeys(columns["split"])
