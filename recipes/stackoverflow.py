@@ -24,6 +24,7 @@ import logging
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +42,10 @@ from hf_dpopt.huggingface.refusals import check_arguments
 from recipes import options, processes, running
 from recipes.stackoverflow_data import (
     TOKENS,
+    UNKNOWN,
     Collator,
     Vocabulary,
+    read_names,
     read_users,
     sentences,
     separate_words,
@@ -55,7 +58,7 @@ from recipes.tables import Table, check_columns
 logger = logging.getLogger("recipes.stackoverflow")
 
 SOURCES = ("train_file", "validation_file")
-COUNTS = ("max_words", "vocabulary_size", "width", "layers", "max_train_samples", "max_eval_samples")
+COUNTS = ("max_words", "vocabulary_size", "num_tags", "width", "layers", "max_train_samples", "max_eval_samples")
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-4,
@@ -104,7 +107,7 @@ class DataTrainingArguments:
         default=TOKENS,
         metadata={"help": "Column of texts. `tokens` holds words separated by blanks; any other, raw text."},
     )
-    tags_column: str = field(default="tags", metadata={"help": "Column of tags, separated by | , or blanks."})
+    tags_column: str = field(default="tags", metadata={"help": "Column of tags, separated by |."})
     vocabulary_file: str | None = field(
         default=None,
         metadata={"help": "Public words, the most frequent first: the benchmark's word_count, a list, or JSON."},
@@ -112,7 +115,10 @@ class DataTrainingArguments:
     public_file: str | None = field(
         default=None, metadata={"help": "Public texts to count words in, if there is no vocabulary_file."}
     )
-    tags_file: str | None = field(default=None, metadata={"help": "Public list of tags, one per line."})
+    tags_file: str | None = field(
+        default=None, metadata={"help": "Public tags: the benchmark's tag_count, a list, or JSON."}
+    )
+    num_tags: int = field(default=500, metadata={"help": "Tags that are predicted: the first of tags_file."})
     vocabulary_size: int = field(default=10_000, metadata={"help": "Words that have an id of their own."})
     max_words: int = field(default=20, metadata={"help": "Words of a text that are used."})
     public_steps: int = field(
@@ -140,7 +146,9 @@ def main(argv: list[str]) -> None:
     tables, vocabulary, public_texts = load(data_args, training_args)
     user = training_args.user_id_column
     assert user is not None
-    known_tags = read_tags(data_args) if data_args.task == "tags" else []
+    known_tags: tuple[str, ...] = ()
+    if data_args.task == "tags":
+        known_tags = read_names(str(data_args.tags_file), "tags_file", data_args.num_tags)
     splits = {
         name: records(table, data_args, user, vocabulary, known_tags, getattr(data_args, f"max_{limit}_samples"))
         for (name, table), limit in zip(tables.items(), ("train", "eval"), strict=False)
@@ -152,7 +160,7 @@ def main(argv: list[str]) -> None:
     else:
         size = dict(width=model_args.width, layers=model_args.layers, max_words=data_args.max_words)
         model = language_model(len(vocabulary), **size)
-    collate = Collator(data_args.task == "next_word")
+    collate = Collator(len(known_tags))
     if data_args.public_steps:
         known = [vocabulary.sentence(text, data_args.max_words) for text in public_texts]
         first_learn(model, known, collate, data_args.public_steps)
@@ -206,7 +214,7 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
                 "accounts for. Give --vocabulary_file <one word per line>, or --public_file <public texts>."
             )
         if data_args.task == "tags" and not data_args.tags_file:
-            raise DPConfigError("Tags are published with the model. Give --tags_file <public tags, one per line>.")
+            raise DPConfigError("Tags are published with the model. Give --tags_file <public tags>.")
         if data_args.public_steps and (data_args.task == "tags" or not data_args.public_file):
             raise DPConfigError(
                 "public_steps trains the next word on public texts. Add --public_file, or leave public_steps out."
@@ -265,31 +273,30 @@ def load_embedded(data_args: DataTrainingArguments) -> Loaded:
     return tables, Vocabulary.of(public_texts, data_args.vocabulary_size), public_texts
 
 
-def read_tags(data_args: DataTrainingArguments) -> list[str]:
-    """The public tags, in the order of the file."""
-    path = Path(str(data_args.tags_file))
-    if not path.is_file():
-        raise DPConfigError(f"tags_file={path} is not a file. Give public tags, one per line.")
-    return list(
-        dict.fromkeys(line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
-    )
-
-
 def records(
     table: Table,
     data_args: DataTrainingArguments,
     user: str,
     vocabulary: Vocabulary,
-    known_tags: list[str],
+    known_tags: Sequence[str],
     limit: int | None,
 ) -> Dataset:
     """The records of a split; only the first `limit`."""
     if data_args.task == "tags":
-        found = tagged(
-            table, data_args.text_column, data_args.tags_column, user, vocabulary, known_tags, data_args.max_words
-        )
+        found = tagged(table, data_args.text_column, data_args.tags_column, user, vocabulary, known_tags)
+        if not any(found["tags"]):
+            raise DPConfigError(
+                f"tags_file={data_args.tags_file}: {table.name} has none of its {len(known_tags)} tags, such as "
+                f"{known_tags[0]!r}. Give the tags of these posts, or the column that holds them: --tags_column."
+            )
     else:
         found = sentences(table, data_args.text_column, user, vocabulary, data_args.max_words)
+    if not any(i > UNKNOWN for ids in found["input_ids"] for i in ids):
+        raise DPConfigError(
+            f"vocabulary_file={data_args.vocabulary_file}: {table.name} has none of its {len(vocabulary.words)} "
+            f"words, such as {vocabulary.words[0]!r}. Give a vocabulary of these texts, or their column, "
+            "--text_column."
+        )
     return found if limit is None else found.select(range(min(limit, len(found))))
 
 

@@ -28,9 +28,8 @@ WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?|[^\w\s]")
 PAD, BEGIN, END, UNKNOWN = range(4)
 SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
 IGNORED = -100
-TOKENS = "tokens"  # column of the layouts: words separated by blanks
+TOKENS, TITLE = "tokens", "title"  # columns of the layouts; tokens are words separated by blanks
 COUNT = re.compile(r"\s+\d+$")
-TAG_SEPARATOR = re.compile(r"[|,\s]+")
 LAYOUTS = (".h5", ".hdf5", ".sqlite", ".sqlite.lzma")
 
 
@@ -250,42 +249,41 @@ def texts_of(table: Table, text: str) -> list[str]:
     return list(values if text == TOKENS else map(separate_words, values))
 
 
-def tagged(
-    table: Table, text: str, tags: str, user: str, vocabulary: Vocabulary, known: Sequence[str], max_words: int
-) -> Dataset:
-    """For tag prediction: the distinct words of a post that are known, and which of the `known` tags it has."""
-    places = {tag: k for k, tag in enumerate(known)}
-    words, labels = [], []
-    for value, names in zip(texts_of(table, text), table.columns[tags], strict=True):
-        distinct = dict.fromkeys(i for i in vocabulary.ids(value.split(" ")) if i != UNKNOWN)
-        words.append([BEGIN, *list(distinct)[:max_words]])  # never empty
-        row = [0.0] * len(known)
-        for name in TAG_SEPARATOR.split(str(names)):
-            if name in places:
-                row[places[name]] = 1.0
-        labels.append(row)
-    return Dataset.from_dict({"input_ids": words, "labels": labels, user: list(table.columns[user])})
+def tagged(table: Table, text: str, tags: str, user: str, vocabulary: Vocabulary, known: Sequence[str]) -> Dataset:
+    """For tag prediction: all known words of text and title, and the numbers of the `known` tags."""
+    titles = table.columns.get(TITLE, [""] * len(table))
+    words = [
+        [i for i in vocabulary.ids(f"{value} {title}".split()) if i != UNKNOWN]
+        for value, title in zip(texts_of(table, text), titles, strict=True)
+    ]
+    numbers = {tag: k for k, tag in enumerate(known)}
+    found = [[numbers[tag] for tag in str(value).split("|") if tag in numbers] for value in table.columns[tags]]
+    return Dataset.from_dict({"input_ids": words, "tags": found, user: list(table.columns[user])})
 
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads on the right. For next-word prediction the labels are the ids themselves.
+    """Pads on the right; the labels are the ids themselves, or the tags of each record, (B, K).
 
     Args:
-        predicts_words: whether the labels are words; else they are those of the records.
-        ignored: ids that are nothing to predict. In the benchmark that is the padding; where unknown words or ends are
-            frequent, a model that learns to predict them says little else.
+        num_tags: K; 0 to predict the next word.
+        ignored: ids that are not predicted, with the padding. Where unknown words or ends are frequent, a model that
+            learns to predict them says little else.
     """
 
-    predicts_words: bool
-    ignored: tuple[int, ...] = (PAD,)
+    num_tags: int = 0
+    ignored: tuple[int, ...] = ()
 
     def __call__(self, records: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        width = max(len(record["input_ids"]) for record in records)
-        ids_BT = torch.full((len(records), width), PAD)
+        rows = [torch.tensor(record["input_ids"] or [PAD]) for record in records]  # a post may have no known word
+        ids_BT = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+        lengths_B1 = torch.tensor([[len(record["input_ids"])] for record in records])
+        mask_BT = torch.arange(ids_BT.size(1)) < lengths_B1
+        batch = {"input_ids": ids_BT, "attention_mask": mask_BT.long()}
+        if not self.num_tags:
+            is_ignored_BT = ~mask_BT | torch.isin(ids_BT, torch.tensor(self.ignored, dtype=torch.long))
+            return batch | {"labels": ids_BT.masked_fill(is_ignored_BT, IGNORED)}
+        labels_BK = torch.zeros(len(records), self.num_tags)
         for b, record in enumerate(records):
-            ids_BT[b, : len(record["input_ids"])] = torch.tensor(record["input_ids"])
-        batch = {"input_ids": ids_BT, "attention_mask": (ids_BT != PAD).long()}
-        if self.predicts_words:
-            return batch | {"labels": ids_BT.masked_fill(torch.isin(ids_BT, torch.tensor(self.ignored)), IGNORED)}
-        return batch | {"labels": torch.tensor([record["labels"] for record in records])}
+            labels_BK[b, record["tags"]] = 1.0
+        return batch | {"labels": labels_BK}

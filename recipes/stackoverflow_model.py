@@ -51,7 +51,7 @@ def first_learn(
 
 
 class TagModel(nn.Module):
-    """Logistic regression on which words a post has, as a table of one row per word: (V, K), and a bias."""
+    """Logistic regression on the normalised bag of a post's words: a table of one row per word, (V, K), and a bias."""
 
     def __init__(self, vocabulary_size: int, num_tags: int):
         super().__init__()
@@ -122,23 +122,21 @@ def word_metrics(
 def tag_metrics(
     model: nn.Module, dataset: Any, users: Sequence[Any], collate: Callable[[Any], dict[str, torch.Tensor]], size: int
 ) -> dict[str, float]:
-    """Recall of a post's tags among the five (or K) likeliest; posts without a known tag do not count.
+    """Share of all tags of all posts that are among the five (or K) most likely of their post.
 
     Returns:
-        ``recall_at_5`` over posts, and ``user_recall_at_5``, the mean over users of their own.
+        ``recall_at_5`` as the StackOverflow benchmark defines it, and ``user_recall_at_5``, the mean over users.
     """
-    recalls: dict[Any, list[float]] = collections.defaultdict(list)
+    tallies: dict[Any, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
     at = 0
     for logits_BK, labels_BK in _batches(model, dataset, collate, size):
         found_BK = torch.zeros_like(labels_BK)
         found_BK.scatter_(1, logits_BK.topk(min(RECALL_AT, labels_BK.size(1))).indices, 1.0)
-        for right, tags in zip((found_BK * labels_BK).sum(dim=1).tolist(), labels_BK.sum(dim=1).tolist(), strict=True):
-            if tags:
-                recalls[users[at]].append(right / tags)
+        for tally in torch.stack([(found_BK * labels_BK).sum(dim=1), labels_BK.sum(dim=1)], dim=1).numpy():
+            tallies[users[at]] += tally
             at += 1
-    of_users = [float(np.mean(values)) for values in recalls.values()]
-    of_posts = [value for values in recalls.values() for value in values]
+    right, tags = np.stack(list(tallies.values())).T
     return {
-        f"recall_at_{RECALL_AT}": float(np.mean(of_posts)) if of_posts else 0.0,
-        f"user_recall_at_{RECALL_AT}": float(np.mean(of_users)) if of_users else 0.0,
+        f"recall_at_{RECALL_AT}": float(right.sum() / max(1, tags.sum())),
+        f"user_recall_at_{RECALL_AT}": float((right[tags > 0] / tags[tags > 0]).mean()) if tags.any() else 0.0,
     }

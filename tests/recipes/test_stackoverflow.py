@@ -23,6 +23,7 @@ from recipes.stackoverflow_data import (
     Collator,
     Vocabulary,
     parse_example,
+    read_names,
     read_users,
     sentences,
     tagged,
@@ -189,6 +190,60 @@ def test_bad_files_are_refused(tmp_path, name, content, message):
         read_users(tmp_path / name, "train")
 
 
+def reference_bag(tokens: str, title: str, vocabulary: list[str]) -> list[float]:
+    """The features of TensorFlow Federated's `stackoverflow_tag_prediction`: shares of all known words."""
+    counts = [0] * len(vocabulary)
+    for word in (tokens + " " + title).split():
+        for i, known in enumerate(vocabulary):
+            counts[i] += word == known
+    return [count / sum(counts) if sum(counts) else 0.0 for count in counts]
+
+
+@pytest.mark.parametrize("layout", ["h5", "sqlite"])
+def test_records_of_tags_are_those_of_the_benchmark(tmp_path, layout):
+    """The weights of the linear model are the features' places, so that its outputs are features and tags."""
+    rows = sorted(made_up_rows(1000), key=lambda row: row["user"])
+    path = _h5(tmp_path / "a.h5", rows) if layout == "h5" else _sqlite(tmp_path / "a.sqlite", rows, len(rows))
+    (tmp_path / "stackoverflow.tag_count").write_text(json.dumps({"r": 1, "c#": 9, "vb . net": 5, "python": 20}))
+    tags = read_names(tmp_path / "stackoverflow.tag_count", "tags_file", 3)
+    assert tags == ("python", "c#", "vb . net")
+    vocabulary = Vocabulary(tuple(KNOWN))
+    data = tagged(read_users(path, "train"), "tokens", "tags", "user", vocabulary, tags)
+    model = TagModel(len(vocabulary), len(KNOWN))
+    with torch.no_grad():
+        model.words.weight[len(SPECIAL) :] = torch.eye(len(KNOWN))
+    batch = Collator(3)(data.remove_columns("user").to_list())
+    expected = torch.tensor([reference_bag(row["tokens"], row["title"], KNOWN) for row in rows])
+    labels = batch.pop("labels")
+    torch.testing.assert_close(model(**batch).logits, expected)
+    assert labels.tolist() == [[float(tag in row["tags"].split("|")) for tag in tags] for row in rows]
+    assert expected.sum(dim=1).min() == 0 and labels.sum(dim=0).min() > 100
+
+
+@pytest.mark.parametrize(
+    ("content", "names"),
+    [
+        ("the 9\n\n<URL> 8\nc#\nthe 3\n", ("the", "<URL>", "c#")),
+        ("vb . net\t7\nms sql 12\n", ("vb . net", "ms sql")),
+        ('["b", "a", "b"]', ("b", "a")),
+        ('{"b": 1, "a": 2, "c": 1}', ("a", "b", "c")),
+        ('{ 7\n" 5', ("{", '"')),
+    ],
+    ids=["counts", "blanks in names", "JSON list", "JSON counts", "braces are words"],
+)
+def test_lists_of_names(tmp_path, content, names):
+    (tmp_path / "names").write_text(content)
+    assert read_names(tmp_path / "names", "tags_file", 100) == names
+    assert read_names(tmp_path / "names", "tags_file", 1) == names[:1]
+
+
+@pytest.mark.parametrize(("content", "message"), [("\n", "is empty"), ('{"a": 1', "line 1 is not valid JSON")])
+def test_bad_lists_are_refused(tmp_path, content, message):
+    (tmp_path / "names").write_text(content)
+    with pytest.raises(DPConfigError, match=message):
+        read_names(tmp_path / "names", "tags_file", 100)
+
+
 # --- words and metrics -----------------------------------------------------------------------------------------------
 
 VOCABULARY = Vocabulary(("a", "is", "how", "list", "null", "class"))
@@ -200,7 +255,7 @@ def test_words_have_ids_and_sentences_an_end():
     assert found["input_ids"] == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, END]]  # raw text; the first has 5 words
     assert found["user"] == ["x", "y"] and VOCABULARY.ids(["pointer"]) == [UNKNOWN]
     assert Vocabulary.of(["b b a", "c a b"], 2).words == ("b", "a")
-    batch = Collator(predicts_words=True)(found.remove_columns("user").to_list())
+    batch = Collator()(found.remove_columns("user").to_list())
     assert batch["labels"].tolist()[0] == [BEGIN, 6, 5, 4, 7] and batch["labels"].tolist()[1][-1] == END
 
 
@@ -222,7 +277,7 @@ def test_words_that_do_not_count_and_the_mean_over_users():
     texts = ["a list", "a pointer a", "a a a", "null"]
     table = Table("t", {"text": texts, "user": ["x", "y", "y", "x"]})
     data = sentences(table, "text", "user", VOCABULARY, max_words=8)
-    found = word_metrics(Fixed(4), data.remove_columns("user"), data["user"], Collator(True), size=3)
+    found = word_metrics(Fixed(4), data.remove_columns("user"), data["user"], Collator(), size=3)
     # x: a, list, null -> 1 of 3; y: a, a, a, a, a -> 5 of 5 (the pointer does not count)
     assert found["accuracy"] == pytest.approx(6 / 8)
     assert found["user_accuracy"] == pytest.approx((1 / 3 + 1) / 2)
@@ -233,17 +288,19 @@ def test_words_that_do_not_count_and_the_mean_over_users():
 
 
 def test_tags_are_recalled_and_their_losses_are_of_one_post():
-    table = Table("t", {"text": ["how is a list", "null", "?"], "tags": ["b|c", "a", "none"], "user": [1, 1, 2]})
-    data = tagged(table, "text", "tags", "user", VOCABULARY, list("abcdefg"), max_words=9)
-    assert data["labels"][0] == [0, 1, 1, 0, 0, 0, 0] and data["input_ids"][2] == [BEGIN]
+    table = Table("t", {"tokens": ["how is a list", "null", "?"], "tags": ["b|c", "a", "none"], "user": [1, 1, 2]})
+    data = tagged(table, "tokens", "tags", "user", VOCABULARY, list("abcdefg"))
+    assert data["tags"][0] == [1, 2] and data["input_ids"][2] == []
     model = TagModel(len(VOCABULARY), 7)
     with torch.no_grad():
         model.bias.weight[1] = 3.0
         model.bias.weight[0] = -3.0
         model.bias.weight[2] = 1.0
-    found = tag_metrics(model, data.remove_columns("user"), data["user"], Collator(False), size=2)
-    assert found["recall_at_5"] == pytest.approx(0.5) and found["user_recall_at_5"] == pytest.approx(0.5)
-    batch = Collator(False)(data.remove_columns("user").to_list())
+    found = tag_metrics(model, data.remove_columns("user"), data["user"], Collator(7), size=2)
+    assert (
+        found["recall_at_5"] == pytest.approx(2 / 3) == found["user_recall_at_5"]
+    )  # all tags of all posts: b, c, not a
+    batch = Collator(7)(data.remove_columns("user").to_list())
     labels = batch.pop("labels")
     losses = tag_losses(model(**batch), labels)
     assert losses.shape == (3,)
@@ -268,6 +325,8 @@ def write_files(folder: Path) -> None:
             file.write("\n".join(lines))
     (folder / "words.txt").write_text("a 90\nis 80\nlist 7\nhow 5\n")
     (folder / "tags.txt").write_text("python\nc\n")
+    (folder / "other_tags.json").write_text('{"javascript": 9, "html": 5}')
+    (folder / "other_words.txt").write_text("zebra 9\n")
 
 
 def arguments(_: str = "", **changes: str | None) -> list[str]:
@@ -323,6 +382,8 @@ REFUSED: dict[str, tuple[dict[str, str | None], str]] = {
     "no vocabulary": ({"vocabulary_file": None}, "Words need public ids"),
     "no such vocabulary": ({"vocabulary_file": "nothing.txt"}, "nothing.txt is not a file"),
     "no tags": ({"task": "tags"}, "Give --tags_file"),
+    "no tag in the posts": ({"task": "tags", "tags_file": "other_tags.json"}, "none of its 2 tags.*--tags_column"),
+    "no word in the texts": ({"vocabulary_file": "other_words.txt"}, "none of its 1 words.*--text_column"),
     "no such column": ({"user_id_column": "writer"}, "no column 'writer'"),
     "an odd width": ({"width": "50"}, "multiple of 32"),
     "no words": ({"max_words": "0"}, "max_words=0"),

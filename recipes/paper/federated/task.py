@@ -10,13 +10,13 @@ import torch
 from datasets import Dataset
 from transformers import GPT2LMHeadModel
 
-from recipes.stackoverflow_data import END, PAD, UNKNOWN, Collator, Vocabulary, sentences, separate_words
+from recipes.stackoverflow_data import END, UNKNOWN, Collator, Vocabulary, sentences, separate_words
 from recipes.stackoverflow_model import first_learn, language_model, word_metrics
 from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 USER = "user"
 # what counts in the metric is what is learned: 1 word in 5 is unknown to the public vocabulary, messages are short
-COLLATE = Collator(predicts_words=True, ignored=(PAD, UNKNOWN, END))
+COLLATE = Collator(ignored=(UNKNOWN, END))
 EVALUATION_BATCH = 256
 
 
