@@ -3,9 +3,7 @@
 import importlib.util
 import sys
 
-from hf_dpopt.common.extras import missing
-
-for _name in ("datasets", "evaluate"):
+for _name in ("datasets", "rouge_score", "sacrebleu", "sklearn"):
     if importlib.util.find_spec(_name) is None:
-        sys.stderr.write(f"error: {missing(_name, 'recipes/', 'it is not installed')}\n")
+        sys.stderr.write(f"error: recipes/ need the package {_name}. Run: pip install 'hf-dpopt[recipes]'\n")
         sys.exit(2)

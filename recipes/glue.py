@@ -44,7 +44,7 @@ from hf_dpopt.huggingface.evaluation import planned_evaluations
 from recipes import processes, running
 from recipes.frozen import can_train_on_features, feature_splits
 from recipes.glue_data import ClassificationData
-from recipes.glue_metrics import compute_metrics_with, load_metric
+from recipes.glue_metrics import metrics_of
 from recipes.glue_model import is_own, is_pooled, load_model, save_merged
 from recipes.glue_options import DataTrainingArguments, ModelArguments, parse
 from recipes.glue_sources import load_data
@@ -91,9 +91,7 @@ def main(argv: list[str]) -> None:
         needed = {name: split for name, split in splits.items() if name != SPLIT}
         inputs = feature_splits(model, needed, collate, training_args, is_private=not data_args.non_private)
         collate = default_data_collator
-    metric = load_metric(data_args.task_name, is_regression=data.labels is None, cache_dir=model_args.cache_dir)
-
-    compute_metrics = compute_metrics_with(metric, is_regression=data.labels is None)
+    compute_metrics = metrics_of(data_args.task_name, is_regression=data.labels is None)
     trainer_class = Trainer if data_args.non_private else DPTrainer
     trainer = trainer_class(
         model=model,

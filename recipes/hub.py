@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import datasets
-import evaluate
 import huggingface_hub.constants
 import requests
 
@@ -33,7 +32,6 @@ def is_reachable() -> bool:
     if not reachable:  # what HF_HUB_OFFLINE=1 does when the libraries are imported, done now
         huggingface_hub.constants.HF_HUB_OFFLINE = True
         datasets.config.HF_HUB_OFFLINE = True
-        evaluate.config.HF_EVALUATE_OFFLINE = True
     return reachable
 
 

@@ -51,7 +51,7 @@ from hf_dpopt.convex import (
 )
 from recipes import options, running
 from recipes.glue import evaluation_splits, tokenize
-from recipes.glue_metrics import compute_metrics_with, load_metric
+from recipes.glue_metrics import metrics_of
 from recipes.glue_model import load_model
 from recipes.glue_options import SOURCES, DataTrainingArguments, ModelArguments
 from recipes.glue_sources import load_data
@@ -128,9 +128,9 @@ def main(argv: list[str]) -> None:
     publish(run, model, tokenizer, len(data.labels), training_args)
     results = {}
     if training_args.do_eval:
-        metric = load_metric(data_args.task_name, is_regression=False, cache_dir=model_args.cache_dir)
+        measure = metrics_of(data_args.task_name, is_regression=False)
         for name, split in evaluation_splits(splits).items():
-            results |= evaluate(model, split, collate, compute_metrics_with(metric, is_regression=False), name)
+            results |= evaluate(model, split, collate, measure, name)
     print(running.result_text(summary(plan, data.description, model_args, results, splits, training_args, start)))
 
 

@@ -10,7 +10,6 @@ from hf_dpopt.common.errors import DPConfigError
 EXTRAS = {
     "cvxpy": "convex",
     "datasets": "recipes",
-    "evaluate": "recipes",
     "h5py": "recipes",
     "matplotlib": "plots",
     "opacus": "verify",
