@@ -34,10 +34,6 @@ from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.statement import round_up
 
 BYTES = 4  # of a float32
-AHEAD = (
-    " Ahead below: learning rate x curvature of a quadratic, below which the last weights have less noise than with "
-    "independent noise."
-)
 
 
 def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epochs: float | None) -> int:
@@ -211,7 +207,6 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "step_stddev": row.step_stddev,
         "rmse": row.rmse,
         "max_error": row.max_error,
-        "ahead_below": row.ahead_below,
         "memory_bytes": row.cost.kept * num_parameters * BYTES,
         "seconds_per_step": (row.cost.draws * draw + row.cost.passes * one_pass) * num_parameters,
         "epsilon": plan.epsilon(),
@@ -220,9 +215,8 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
 
 
 def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None:
-    """Print all rows, the one to take first; how far one is ahead only where that is known of one of them."""
+    """Print all rows, the one to take first."""
     plan = rows[0].plan
-    is_curved = any(row.ahead_below is not None for row in rows)
     listed = [mechanism_facts(row, num_parameters) for row in rows]
     columns = {
         "mechanism": [facts["mechanism"] for facts in listed],
@@ -233,12 +227,9 @@ def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None
         "one step": [f"{facts['step_stddev']:.4g}" for facts in listed],
         "RMSE": [f"{facts['rmse']:.4g}" for facts in listed],
         "max error": [f"{facts['max_error']:.4g}" for facts in listed],
-        "ahead below": ["" if (far := facts["ahead_below"]) is None else f"{far:.2g}" for facts in listed],
         "memory": [f"{facts['memory_bytes'] / 2**20:.4g} MiB" for facts in listed],
         "s / step": [f"{facts['seconds_per_step']:.2g}" for facts in listed],
     }
-    if not is_curved:
-        del columns["ahead below"]
     print_table(
         f"Noise mechanisms at epsilon {plan.config.target_epsilon:g}, delta {plan.delta:g}",
         [*columns],
@@ -248,6 +239,5 @@ def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None
             "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
             "max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer and "
             f"schedule. Memory and time of the noise for {num_parameters:,} trained coordinates on this CPU."
-            + (AHEAD if is_curved else "")
         ),
     )

@@ -28,7 +28,6 @@ from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
 from hf_dpopt.huggingface.private_metrics import announce_metrics
 from hf_dpopt.huggingface.shards import is_in_shards
-from hf_dpopt.plan.compare import as_text
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
 from hf_dpopt.records.losses import RecordLosses
@@ -233,8 +232,6 @@ class TrainingSession:
         if self._planned.users is not None and args.log_unprivatized:
             logger.warning(self._planned.users.describe_unprivatized())
         self.stages.announce()
-        if plan.compared:
-            logger.debug(f"Compared for this run, the one that is taken first:\n{as_text(plan.compared)}")
         logger.debug(f"Clipping engine: {self.stages.engine.name}, {self._engine_reason}.")
         if args.explain_clipping:
             logger.info(explain(self.engine))

@@ -2,9 +2,7 @@
 
 The predicted error is that of the optimizer's linear map applied to the noise (`Workload`), at the clipping norm 1 and
 at the noise that the budget asks for. It knows nothing of the data: clipping bias, curvature and the second moments of
-adaptive optimizers are outside of it. What curvature would change is told beside it, for a quadratic loss and a run of
-this length: curvature forgets noise, of independent draws as of correlated ones, and the less there is to take back,
-the less correlation gains (`ahead_below`).
+adaptive optimizers are outside of it.
 """
 
 from __future__ import annotations
@@ -17,13 +15,10 @@ import numpy as np
 
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.noise import NoiseStrategy, StreamCost, Workload
-from hf_dpopt.noise.finite_time import last_iterate_errors
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import ScaleChanges
 
 INDIFFERENT = 0.02  # relative difference of predicted errors below which memory decides
-CURVATURES = 49  # of learning rate times curvature, from a hundredth of 1 / steps to 1, at which noise is compared
-MAX_CURVED_STEPS = 4096  # of a run that is compared there; for some noise it takes n^2 numbers
 MAX_SCALED_STEPS = 4096  # of a run whose scales are taken into account; matrices of longer ones take gigabytes
 MAX_WORKLOAD_STEPS = 2048  # of one whose optimizer is, too, by a product of two matrices
 
@@ -41,10 +36,6 @@ class ComparedNoise:
         score: what decides; the smaller, the better. `rmse` for SGD. For an adaptive optimizer its geometric mean with
             the noise of a single step, which shortens every step: a rule that was measured, not derived
             (docs/mechanisms.md).
-        ahead_below: learning rate times curvature of a quadratic loss below which the weights after the last step have
-            less noise than with independent noise at the same budget; 0 for never, 1 for all that were compared. None
-            for independent noise, where there is none to compare with, and where it is not known: an adaptive
-            optimizer, a preconditioner, or more than `MAX_CURVED_STEPS` steps.
     """
 
     plan: PrivacyPlan
@@ -52,7 +43,6 @@ class ComparedNoise:
     max_error: float
     cost: StreamCost
     score: float
-    ahead_below: float | None = None
 
     @property
     def mechanism(self) -> str:
@@ -77,57 +67,10 @@ def ranked(plans: Sequence[PrivacyPlan], workload: Workload | None) -> list[Comp
         plans: one or more, with the same budget.
         workload: what the optimizer makes of the gradients; None for plain sums.
     """
-    rows = _with_curvature([compare_row(plan, workload) for plan in plans], workload)
-    rows.sort(key=lambda row: row.score)
+    rows = sorted((compare_row(plan, workload) for plan in plans), key=lambda row: row.score)
     as_good = [row for row in rows if row.score <= (1 + INDIFFERENT) * rows[0].score]
     best = min(as_good, key=lambda row: row.cost.kept)
     return [best, *(row for row in rows if row is not best)]
-
-
-def _with_curvature(rows: list[ComparedNoise], workload: Workload | None) -> list[ComparedNoise]:
-    """The rows with `ahead_below`, where it is known."""
-    independent = [row for row in rows if row.plan.strategy.is_independent]
-    is_adaptive = workload is not None and workload.adaptive
-    if not independent or is_adaptive or rows[0].plan.num_steps > MAX_CURVED_STEPS:
-        return rows
-    if any(row.plan.preclip.changes(row.plan.config.clipping_norm) is not None for row in rows):
-        return rows
-    curvatures = np.geomspace(0.01 / rows[0].plan.num_steps, 1.0, CURVATURES)
-    best = min(independent, key=lambda row: row.rmse)
-    other = last_iterate_stddevs(best.plan, curvatures, workload)
-    return [
-        row
-        if row.plan.strategy.is_independent
-        else dataclasses.replace(
-            row, ahead_below=_crossing(curvatures, last_iterate_stddevs(row.plan, curvatures, workload) / other)
-        )
-        for row in rows
-    ]
-
-
-def _crossing(curvatures: np.ndarray, ratios: np.ndarray) -> float:
-    """Curvature up to which all ratios are below 1, interpolated between logarithms."""
-    behind = np.flatnonzero(ratios >= 1)
-    if not len(behind):
-        return float(curvatures[-1])
-    first = behind[0]
-    if first == 0:
-        return 0.0
-    x, y = np.log(curvatures[first - 1 : first + 1]), np.log(ratios[first - 1 : first + 1])
-    return float(np.exp(x[0] - y[0] * (x[1] - x[0]) / (y[1] - y[0])))
-
-
-def last_iterate_stddevs(plan: PrivacyPlan, curvatures: np.ndarray, workload: Workload | None = None) -> np.ndarray:
-    """Stddev of a coordinate of the weights after the last step on a quadratic loss, due to the noise, (X,).
-
-    In clipping norms times the learning rate; for curvature 0 it is the last of `predicted_errors`.
-
-    Args:
-        plan: plan of a run whose scales stay.
-        curvatures: learning rate of the mean gradient times curvature, (X,).
-        workload: what SGD makes of the gradients; None for plain sums.
-    """
-    return _draw_stddev(plan) * np.sqrt(last_iterate_errors(plan.strategy, plan.num_steps, curvatures, workload))
 
 
 def predicted_errors(plan: PrivacyPlan, workload: Workload | None = None) -> np.ndarray:
@@ -200,15 +143,3 @@ def compare_row(plan: PrivacyPlan, workload: Workload | None) -> ComparedNoise:
         cost=plan.cost,
         score=math.sqrt(rmse * step_stddev(plan)) if is_adaptive else rmse,
     )
-
-
-def as_text(rows: tuple[ComparedNoise, ...] | list[ComparedNoise]) -> str:
-    """The comparison as plain lines, for a log."""
-    lines = ["mechanism    sampler            noise of a step   RMSE    max error  copies kept  adjacency"]
-    for row in rows:
-        plan = row.plan
-        lines.append(
-            f"{row.mechanism:12} {plan.sampler.name:18} {row.step_stddev:11.4f} {row.rmse:11.4g} "
-            f"{row.max_error:10.4g} {row.cost.kept:9.3g}     {plan.adjacency}"
-        )
-    return "\n".join(lines)

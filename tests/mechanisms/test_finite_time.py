@@ -1,4 +1,4 @@
-"""Errors after finitely many steps against second moments of the whole state, simulations, and the workload at 0."""
+"""Excess loss of linear regression after finitely many steps: the reference against second moments of the state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     Restarted,
     TreeAggregation,
-    Workload,
-    linear_cooldown,
-    momentum_workload,
 )
-from hf_dpopt.noise.finite_time import last_iterate_errors
 from tests.reference.linear_regression import LinearRegression
 
 STRATEGIES = {
@@ -91,8 +87,6 @@ def test_without_sampling_the_bound_of_the_noise_is_exact():
     strategy, n = NuDPFTRL(0.1), 50
     np.testing.assert_allclose(at_minimum.excess(strategy, n, 0.8), at_minimum.excess_bound(strategy, n, 0.8))
     curvatures = 0.1 * EIGENVALUES
-    last = (0.1 * 0.8) ** 2 * last_iterate_errors(strategy, n, curvatures)
-    assert at_minimum.excess(strategy, n, 0.8)[-1] == pytest.approx(0.5 * EIGENVALUES @ last, rel=1e-9)
     start = 0.5 * (EIGENVALUES * (1 - curvatures) ** (2 * n)) @ START**2
     assert problem.excess(strategy, n, 0.8)[-1] == pytest.approx(
         start + at_minimum.excess(strategy, n, 0.8)[-1], rel=1e-9
@@ -106,49 +100,3 @@ def test_a_bound_at_too_large_a_rate_is_refused():
         LinearRegression(eigenvalues=np.zeros(2), start=np.zeros(2), learning_rate=0.1)
     with pytest.raises(DPConfigError, match="learning_rate=-1"):
         regression(learning_rate=-1)
-
-
-# --- the last iterate on a quadratic, with momentum and schedule ---
-
-
-def slow_last_iterate(noising: np.ndarray, curvature: float, momentum: float, sizes: list[float]) -> float:
-    """torch's SGD on a quadratic, one draw at a time."""
-    total = 0.0
-    for draw in noising.T:
-        weight, buffer = 0.0, 0.0
-        for noise, size in zip(draw, sizes, strict=True):
-            buffer = momentum * buffer + curvature * weight + noise
-            weight -= size * buffer
-        total += weight**2
-    return total
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("is_scheduled", [False, True])
-def test_the_last_iterate_is_that_of_sgd(name, momentum, is_scheduled):
-    strategy, n = STRATEGIES[name], 25
-    sizes = linear_cooldown(n, 10) if is_scheduled else None
-    curvatures = np.array([0.0, 0.03, 0.4, 1.0])
-    found = last_iterate_errors(strategy, n, curvatures, momentum_workload(n, momentum, sizes))
-    slow = [slow_last_iterate(strategy.noising_matrix(n), x, momentum, sizes or [1.0] * n) for x in curvatures]
-    np.testing.assert_allclose(found, slow, rtol=1e-8)
-    workload = momentum_workload(n, momentum, sizes)
-    assert found[0] == pytest.approx(strategy.per_query_error(n, workload)[-1], rel=1e-8)
-    if momentum == 0 and not is_scheduled:
-        np.testing.assert_allclose(last_iterate_errors(strategy, n, curvatures), found, rtol=1e-12)
-
-
-def test_learning_rates_have_any_unit():
-    """Curvatures are relative to the largest one."""
-    n, sizes, curvatures = 12, linear_cooldown(12, 6), np.array([0.03, 0.4, 1.0])
-    one, other = (momentum_workload(n, 0.5, [unit * size for size in sizes]) for unit in (1.0, 0.02))
-    errors = last_iterate_errors(NuDPFTRL(0.1), n, curvatures, one)
-    np.testing.assert_allclose(last_iterate_errors(NuDPFTRL(0.1), n, curvatures, other), errors, rtol=1e-10)
-
-
-def test_workloads_without_momentum_of_their_own_are_refused():
-    with pytest.raises(DPConfigError, match="momentum_workload"):
-        last_iterate_errors(NuDPFTRL(0.1), 4, np.array([0.5]), Workload((1.0, 1.0, 3.0, 4.0)))
-    with pytest.raises(DPConfigError, match="4 steps"):
-        last_iterate_errors(NuDPFTRL(0.1), 5, np.array([0.5]), Workload((1.0, 1.0, 3.0, 4.0)))
