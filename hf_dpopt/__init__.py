@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from hf_dpopt.plan.choose import compare_mechanisms, make_plan
     from hf_dpopt.plan.config import PrivacyConfig
     from hf_dpopt.plan.plan import PrivacyPlan
-    from hf_dpopt.plan.users import plan_for_users
     from hf_dpopt.postprocess.low_pass import LowPassFilter
     from hf_dpopt.report.facts import RunFacts
     from hf_dpopt.report.release_scan import scan_for_secrets
@@ -69,7 +68,6 @@ __all__ = [
     "compare_mechanisms",
     "make_engine",
     "make_plan",
-    "plan_for_users",
     "private_step",
     "read_report",
     "scan_for_secrets",
@@ -95,7 +93,6 @@ _EXPORTS = {
     "plan.choose": ("compare_mechanisms", "make_plan"),
     "plan.config": ("PrivacyConfig",),
     "plan.plan": ("PrivacyPlan",),
-    "plan.users": ("plan_for_users",),
     "postprocess.low_pass": ("LowPassFilter",),
     "report.facts": ("RunFacts",),
     "report.release_scan": ("scan_for_secrets",),

@@ -24,7 +24,7 @@ GROUPS = {
         "DPSFTTrainer", "DPSFTConfig",
     ),
     "Planning": (
-        "PrivacyConfig", "make_plan", "PrivacyPlan", "compare_mechanisms", "plan_for_users",
+        "PrivacyConfig", "make_plan", "PrivacyPlan", "compare_mechanisms",
         "calibrate_noise_multiplier", "advise", "TrainingJob", "Advice",
     ),
     "A loop of one's own": (

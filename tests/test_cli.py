@@ -213,7 +213,6 @@ def test_a_plan_with_a_batch_says_what_would_be_better(run: Run) -> None:
         (["--epsilon", "8", "--objective", "generation", "--finetuning", "head"], "Use --finetuning lora or full"),
         (["--epsilon", "8", "--weights", "125M", "--trained", "200M"], "more than the 125000000 weights"),
         (["--epsilon", "8", "--optimizer", "sgd"], "--optimizer plans a run"),
-        (["--epsilon", "8", "--users", "100"], "--users plans a run"),
         (["--epsilon", "8", "--passes", "1e9"], "100000 passes at most"),
         (["--epsilon", "8", "--delta", "0"], "target_delta=0.0 is outside (0, 1)"),
         (["--epsilon", "8", "--steps", "100"], "--steps plans a run, which needs a batch"),

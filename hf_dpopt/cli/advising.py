@@ -40,7 +40,7 @@ PARTS: dict[Kind, str] = {
 }
 ADVISED = {  # flags of `plan` that advice reads, or that change none of it
     "num_examples", "target_epsilon", "target_delta", "epochs", "num_parameters", "weights", "finetuning", "objective",
-    "as_json", "allow_large_delta", "amplification_samples", "records_per_user",
+    "as_json", "allow_large_delta", "amplification_samples",
 }  # fmt: skip
 UNITS = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9}
 
@@ -208,8 +208,8 @@ class Beside:
 
 
 def advice_beside(plan: PrivacyPlan, given: Mapping[str, Any]) -> Beside | None:
-    """Judge a planned run, and look for better batches of as many records; None for one that is not private."""
-    if not plan.is_private or not 0 < plan.epsilon() < math.inf:
+    """Judge a planned run, and look for better batches of as many records; None for users, and without privacy."""
+    if plan.unit == "user" or not plan.is_private or not 0 < plan.epsilon() < math.inf:
         return None
     batch = plan.sampler.expected_batch_size
     spent = {"target_epsilon": plan.epsilon(), "target_delta": plan.delta}

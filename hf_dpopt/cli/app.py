@@ -26,7 +26,6 @@ from hf_dpopt.cli.flags import (
 )
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.common.version import __version__
-from hf_dpopt.plan.options import RECORDS_PER_USER
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -85,17 +84,13 @@ def demo(
 @takes(
     "expected_batch_size", "target_epsilon", "noise_multiplier", "target_delta", "allow_large_delta", "sampling",
     "adjacency", "noise_mechanism", "noise_kwargs", "noise_restart_every", "noise_at_changes", "preconditioner",
-    "preconditioner_kwargs", "amplification_samples", "tuned_runs", "tuned_shape",
+    "preconditioner_kwargs", "amplification_samples", "tuned_runs", "tuned_shape", "privacy_unit", "records_per_user",
 )  # fmt: skip
 def plan(
     ctx: typer.Context,
     num_examples: NumExamples,
     steps: Steps = None,
     epochs: Epochs = None,
-    users: Annotated[
-        int | None, typer.Option(help="Users in the training set: they are protected, and ways to train compared.")
-    ] = None,
-    records_per_user: Annotated[int, flag("records_per_user", says_default=False)] = RECORDS_PER_USER,
     optimizer: Annotated[str, typer.Option(help="adamw (any adaptive one) or sgd.")] = "adamw",
     momentum: Annotated[float, typer.Option(help="Of SGD; noise is tuned for it.")] = 0.0,
     schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
@@ -124,7 +119,7 @@ def plan(
     from hf_dpopt.cli import planning
 
     num_steps = planning.steps_of_run(num_examples, options["expected_batch_size"], steps=steps, epochs=epochs)
-    (planning.plan_run if users is None else planning.plan_users)(given, num_steps)
+    planning.plan_run(given, num_steps)
 
 
 @app.command()

@@ -28,7 +28,6 @@ from hf_dpopt.plan.compare import ComparedNoise
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.plan.users import plan_for_users
 from hf_dpopt.report.facts import spell_infinity
 from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.statement import round_up
@@ -105,35 +104,9 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
             typer.echo(line)
 
 
-def plan_users(given: Mapping[str, Any], num_steps: int) -> None:
-    """Print two plans that protect users, one that samples users and one that samples records."""
-    config = config_of(given)
-    compared = plan_for_users(
-        config,
-        num_users=given["users"],
-        records_per_user=given["records_per_user"],
-        records_per_step=config.expected_batch_size,
-        num_steps=num_steps,
-    )
-    if given["as_json"]:
-        plans = {"by_users": compared.by_users, "by_records": compared.by_records}
-        print_json({name: plan.record.to_json() for name, plan in plans.items()})
-        return
-    for label, plan, kind, noise in (
-        ("users sampled", compared.by_users, "users", compared.noise_by_users),
-        ("records sampled", compared.by_records, "records", compared.noise_by_records),
-    ):
-        typer.echo(
-            f"{label}: {plan.config.expected_batch_size} {kind} a step of {plan.num_examples}, noise multiplier "
-            f"{plan.noise_multiplier:.4g}, noise in the mean gradient {noise:.3g} clipping norms of a {kind[:-1]}; "
-            f"epsilon {plan.epsilon():.4g} at delta {plan.delta:g} for a user"
-        )
-    typer.echo(compared.advice())
-
-
 def config_of(given: Mapping[str, Any]) -> PrivacyConfig:
     """Make the settings of a run from flags that have the names of its fields; some are JSON."""
-    names = {field.name for field in dataclasses.fields(PrivacyConfig)} - {"records_per_user"}  # of `plan_users` alone
+    names = {field.name for field in dataclasses.fields(PrivacyConfig)}
     asked = {name: value for name, value in given.items() if name in names}
     for name, example in (("noise_kwargs", '{"num_buffers": 3}'), ("preconditioner_kwargs", '{"clipping_norm": 5}')):
         text, flag = asked[name], f"--{name.replace('_', '-')}"

@@ -14,7 +14,6 @@ from hf_dpopt import (
     TrainingJob,
     advise,
     make_plan,
-    plan_for_users,
 )
 from hf_dpopt.convex import HeadRun, HeadTrainingArguments, SubspaceHeadConfig, make_head_plan, make_subspace_plan
 from hf_dpopt.noise import MECHANISMS
@@ -217,19 +216,10 @@ def plans_case() -> st.SearchStrategy[Case]:
         values = {"num_units": 10_000, "target_epsilon": 8.0, **{k: v for k, v in given.items() if k in known}}
         return Case("plans", f"advise(TrainingJob({shown(values)}))", lambda folder: advise(TrainingJob(**values)))
 
-    def users(given: dict[str, Any]) -> Case:
-        values = {"num_users": 1000, "records_per_user": 4, "records_per_step": 128, "num_steps": 100, **given}
-        config = PrivacyConfig(noise_multiplier=1.0, expected_batch_size=128)
-        return Case("plans", f"plan_for_users({shown(values)})", lambda folder: plan_for_users(config, **values))
-
-    counts = st.dictionaries(
-        st.sampled_from(("num_users", "records_per_user", "records_per_step", "num_steps")), numbers(), max_size=2
-    )
     return st.one_of(
         st.builds(plan, config, sizes, steps, batch),
         st.builds(plan, config, sizes, steps, batch),
         jobs.map(job),
-        counts.map(users),
     )
 
 

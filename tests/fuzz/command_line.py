@@ -25,7 +25,7 @@ WORDS = (*map(str, NUMBERS), *TEXTS, *BAD_JSON, "1k", "7B", "-7B", "0.3M", "1e40
 PLAN = (
     "--num-examples", "--batch", "--steps", "--epochs", "--epsilon", "--noise-multiplier", "--delta", "--sampling",
     "--adjacency", "--noise-mechanism", "--noise-kwargs", "--noise-restart-every", "--noise-at-changes",
-    "--preconditioner", "--preconditioner-kwargs", "--amplification-samples", "--users", "--records-per-user",
+    "--preconditioner", "--preconditioner-kwargs", "--amplification-samples", "--privacy-unit", "--records-per-user",
     "--optimizer", "--momentum", "--schedule", "--trained", "--weights", "--finetuning",
     "--objective", "--compare", "--json", "--allow-large-delta", "--unknown",
 )  # fmt: skip
