@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_dpopt.noise import BandedInverse, BandedToeplitz, NoiseStrategy
-from hf_dpopt.noise.streams import measure_speed
+from hf_dpopt.noise.streams import StreamCost
 from hf_dpopt.randomness.cipher import make_noise_source
 
 
@@ -36,6 +36,47 @@ def ways(bands: int) -> dict[str, tuple[NoiseStrategy, str, int]]:
         "again": (of_b, "regenerate", 1),
         "all again": (dense_inverse(bands), "regenerate", 16),
     }
+
+
+TIMED = {"cpu": 2**19, "cuda": 2**24}  # coordinates that are drawn to learn how fast a device is
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """Speed of a device at noise, for one float32 coordinate.
+
+    Attributes:
+        draw_s: seconds to draw a normal.
+        pass_s: seconds of a multiply-add.
+    """
+
+    draw_s: float
+    pass_s: float
+
+    def seconds(self, cost: StreamCost, coordinates: int) -> float:
+        """Seconds of the noise of a step, on average over a run, for so many trained coordinates."""
+        return (cost.draws * self.draw_s + cost.passes * self.pass_s) * coordinates
+
+
+def measure_speed(device: torch.device) -> Speed:
+    """Speed of a device: the fastest of three short trials, after one that builds what is to be built."""
+    num = TIMED.get(device.type, TIMED["cpu"])
+    source, total = make_noise_source("secure", bytes(32)), torch.zeros(num, device=device)
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    trials = []
+    for trial in range(4):
+        start = now()
+        normal = source.normal((num,), step=trial, tensor=0, device=device)
+        middle = now()
+        total.add_(normal, alpha=0.5)
+        trials.append((middle - start, now() - middle))
+    draws, passes = zip(*trials[1:], strict=True)
+    return Speed(min(draws) / num, min(passes) / num)
 
 
 def dense_inverse(bands: int) -> BandedToeplitz:

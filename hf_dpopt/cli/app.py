@@ -96,7 +96,7 @@ def plan(
     schedule: Annotated[str, typer.Option(help="Learning rate: constant, or linear down to 0.")] = "linear",
     num_parameters: Annotated[
         str | None,
-        typer.Option("--num-parameters", "--trained", help="Trained coordinates (0.3M), for advice, memory and time."),
+        typer.Option("--num-parameters", "--trained", help="Trained coordinates (0.3M), for advice and memory."),
     ] = None,
     weights: Annotated[str | None, typer.Option(help="Weights of the model, frozen ones included (125M).")] = None,
     finetuning: Finetuning = None,

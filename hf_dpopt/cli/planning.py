@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 import typer
 
 from hf_dpopt.cli.advising import advice_beside
@@ -20,7 +18,6 @@ from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.registry import check_length
-from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.noise.workloads import MAX_SCHEDULED_STEPS
 from hf_dpopt.plan.bounds import check_sizes, steps_of
 from hf_dpopt.plan.choose import compare_mechanisms, make_plan
@@ -159,16 +156,8 @@ def _unit(made: PrivacyPlan) -> str:
 # --- the comparison of mechanisms ---
 
 
-@functools.cache
-def seconds_per_coordinate() -> tuple[float, float]:
-    """Time of a secure draw, and of a multiply-add, on this machine's CPU: the faster of three short trials."""
-    speed = measure_speed(torch.device("cpu"))
-    return speed.draw_s, speed.pass_s
-
-
 def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
-    """One row as plain values; memory in bytes, time in seconds for so many trained coordinates."""
-    draw, one_pass = seconds_per_coordinate()
+    """One row as plain values; memory in bytes for so many trained coordinates."""
     plan = row.plan
     return {
         "mechanism": row.mechanism,
@@ -181,7 +170,6 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
         "rmse": row.rmse,
         "max_error": row.max_error,
         "memory_bytes": row.cost.kept * num_parameters * BYTES,
-        "seconds_per_step": (row.cost.draws * draw + row.cost.passes * one_pass) * num_parameters,
         "epsilon": plan.epsilon(),
         "accountant": plan.spent.accountant,
     }
@@ -201,7 +189,6 @@ def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None
         "RMSE": [f"{facts['rmse']:.4g}" for facts in listed],
         "max error": [f"{facts['max_error']:.4g}" for facts in listed],
         "memory": [f"{facts['memory_bytes'] / 2**20:.4g} MiB" for facts in listed],
-        "s / step": [f"{facts['seconds_per_step']:.2g}" for facts in listed],
     }
     print_table(
         f"Noise mechanisms at epsilon {plan.config.target_epsilon:g}, delta {plan.delta:g}",
@@ -211,6 +198,6 @@ def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None
         caption=(
             "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
             "max error: of the iterates, in clipping norms x learning rate / batch size, for this optimizer and "
-            f"schedule. Memory and time of the noise for {num_parameters:,} trained coordinates on this CPU."
+            f"schedule. Memory of the noise for {num_parameters:,} trained coordinates."
         ),
     )

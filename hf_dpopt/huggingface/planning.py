@@ -6,9 +6,6 @@ import dataclasses
 import functools
 from pathlib import Path
 
-import torch
-from torch import nn
-
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.huggingface import refusals
@@ -19,9 +16,8 @@ from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.private_metrics import complete_metrics
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise.registry import check_length, is_independent
-from hf_dpopt.noise.streams import measure_speed
 from hf_dpopt.plan.bounds import check_sizes, steps_of
-from hf_dpopt.plan.choose import fit_backend, leaves_backend_open, make_plan, with_backend
+from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.records.unit import check_unit
@@ -30,8 +26,6 @@ from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import reading_plan, recorded_plan
 from hf_dpopt.self_check.conditions import free_bytes
 from hf_dpopt.users import UserData
-
-TRAINED_BYTES = 16  # of a trained coordinate: its sum, its gradient and two moments, each in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,9 +160,8 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
 
     def planned() -> PrivacyPlan:
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.
-        is_open = leaves_backend_open(config) and recorded is None
-        plan = make_plan(
-            with_backend(config, {}) if is_open else config,
+        return make_plan(
+            config,
             num_examples=num_examples,
             num_steps=num_steps,
             workload=workload,
@@ -177,37 +170,9 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
             advised=advised.recorded,
             earlier=earlier_runs_for(args.earlier_runs, output_dir, recorded, args.private_state_dir),
         )
-        if not is_open:
-            return plan
-        trained, room = room_for_noise(check_is_whole(inputs.model, inputs.peft_config), args.device)
-        return fit_backend(plan, coordinates=trained, room=room, speed=measure_speed(args.device))
 
     # tuning on other hardware may end in other digits
     with reading_plan(recorded, output_dir):
         plan = ranks.same(planned)
     advised.apply(args)
     return PlannedRun(plan, advised, users, declared)
-
-
-def room_for_noise(model: nn.Module, device: torch.device) -> tuple[int, int]:
-    """Trained coordinates, and bytes that noise may keep: half of the rest once weights, sums and moments have theirs.
-
-    The other half is for activations, which nothing tells before the first batch.
-
-    Args:
-        model: the model as it will be trained.
-        device: where it will be trained.
-    """
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    to_come = sum(p.numel() * p.element_size() for p in model.parameters() if p.device.type != device.type)
-    return trained, max(0, free_bytes(device) - to_come - TRAINED_BYTES * trained) // 2
-
-
-def check_is_whole(model: object, peft_config: object) -> nn.Module:
-    """Refuse to choose for a model that is not there yet, or will get its adapters later."""
-    if not isinstance(model, nn.Module) or peft_config is not None:
-        raise DPConfigError(
-            "noise_kwargs={'backend': 'fit'} chooses by the number of trained parameters, and the model is not whole "
-            "yet. Hand over a loaded model with its adapters, or name the backend (auto, history, regenerate)."
-        )
-    return model

@@ -24,7 +24,6 @@ from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError, PrivacyWarni
 from hf_dpopt.noise import MECHANISMS, NoiseStrategy, Setting, Workload, banded, from_parameters, is_whole
 from hf_dpopt.noise.gaussian import IdentityStrategy
 from hf_dpopt.noise.registry import is_independent, make_strategy
-from hf_dpopt.noise.streams import Speed, StreamCost, cheapest
 from hf_dpopt.plan.bounds import check_sizes
 from hf_dpopt.plan.compare import MAX_SCALED_STEPS, ComparedNoise, errors_across, ranked
 from hf_dpopt.plan.config import PrivacyConfig
@@ -37,8 +36,6 @@ from hf_dpopt.sampling import SAMPLERS, Sampler
 SPENT = 0.9  # of a budget that calibration spends, at least
 MAX_CHOSEN_BANDS = 16  # each but the first keeps a copy of the gradient; more have to be asked for
 MAX_COMPARED_STEPS = 10**5  # of a run whose mechanisms are compared, each tuned for it
-FIT = "fit"  # the backend that stands for a choice of how noise is kept
-BLOCKS = (1, 2, 4, 8, 16, 32, 64)  # steps that one pass over the earlier draws may serve
 
 
 def make_plan(
@@ -463,10 +460,7 @@ def _warn_of_unspent(epsilon: float, target: float) -> None:
 
 
 def _as_recorded(config: PrivacyConfig, recorded: PlanRecord) -> PrivacyConfig:
-    """Replace "auto", and an open backend, by what the recorded run decided on."""
-    if leaves_backend_open(config):
-        kept = recorded.noise_kwargs
-        config = with_backend(config, {name: kept[name] for name in ("backend", "block") if name in kept})
+    """Replace "auto" by what the recorded run decided on."""
     if config.noise_mechanism != "auto":
         return config
     _refuse_options_of_auto(config)
@@ -495,44 +489,3 @@ def _kept_certificate(recorded: PlanRecord, strategy: NoiseStrategy) -> Certific
     if recorded.certificate is None or not same_noise:  # other noise is refused by the ledger
         return None
     return Certificate.read(recorded.certificate, strategy)
-
-
-# --- how correlated noise is kept, where that is left to a cost model ------------------------------------------------
-
-
-def leaves_backend_open(config: PrivacyConfig) -> bool:
-    """Whether the config asks for the fastest backend that fits; independent noise keeps nothing, and has none."""
-    mechanism = MECHANISMS.get(config.noise_mechanism)
-    return mechanism is not None and not mechanism.is_independent and config.noise_kwargs.get("backend") == FIT
-
-
-def with_backend(config: PrivacyConfig, backend: Mapping[str, Any]) -> PrivacyConfig:
-    """The config with other options of how noise is kept; none of them for the strategy's own backend."""
-    others = {name: value for name, value in config.noise_kwargs.items() if name not in ("backend", "block")}
-    return dataclasses.replace(config, noise_kwargs={**others, **backend})
-
-
-def fit_backend(plan: PrivacyPlan, *, coordinates: int, room: float, speed: Speed) -> PrivacyPlan:
-    """Give a plan the backend of its noise that takes the least time among those that fit.
-
-    Backends differ in the rounding of the noise and in nothing else. The choice depends on the machine, so it is
-    recorded, and a run that goes on keeps it: the bits of its noise stay what they were.
-
-    Formal guarantee: strategy, noise level, sampler and epsilon are those of the plan that was given.
-
-    Args:
-        plan: the plan of a run that begins.
-        coordinates: trained coordinates, >= 1.
-        room: bytes that the noise may keep on the device.
-        speed: that of the device.
-    """
-    backends: list[dict[str, Any]] = [{}]
-    if plan.strategy.is_square:  # a tree has one backend, for its nodes are drawn as they are completed
-        again = [{"backend": "regenerate", **({} if block == 1 else {"block": block})} for block in BLOCKS]
-        backends += [{"backend": "history"}, *again]
-    costs: dict[str, StreamCost] = {
-        str(i): plan.strategy.cost(plan.noise_steps, **{"backend": "auto", **options})
-        for i, options in enumerate(backends)
-    }
-    best = backends[int(cheapest(costs, coordinates=coordinates, room=room, speed=speed))]
-    return dataclasses.replace(plan, config=with_backend(plan.config, best))

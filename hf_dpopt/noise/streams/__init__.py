@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_dpopt.noise.streams.base import BACKENDS, CorrelatedStream, NoiseStream, State
-from hf_dpopt.noise.streams.cost import Speed, StreamCost, cheapest, cost_of_rows, measure_speed
+from hf_dpopt.noise.streams.cost import StreamCost, cost_of_rows
 from hf_dpopt.noise.streams.recurrent import RecurrentStream
 from hf_dpopt.noise.streams.rows import HistoryStream, RegeneratedStream, Rows
 
@@ -15,10 +15,7 @@ __all__ = [
     "RecurrentStream",
     "RegeneratedStream",
     "Rows",
-    "Speed",
     "State",
     "StreamCost",
-    "cheapest",
     "cost_of_rows",
-    "measure_speed",
 ]
