@@ -24,7 +24,6 @@ from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.earlier import earlier_runs_for
 from hf_dpopt.run.keys import private_folder
 from hf_dpopt.run.run import reading_plan, recorded_plan
-from hf_dpopt.self_check.conditions import free_bytes
 from hf_dpopt.users import UserData
 
 

@@ -40,7 +40,7 @@ class Dividing(Preclip):
             check_clipping_norm("clipping_norm", self.clipping_norm)
 
     def factor(self, clipping_norm: float) -> float:
-        """What a divided release is multiplied by, for the C of the clipping rule."""
+        """Factor of a divided release, for the C of the clipping rule."""
         return self.learning_rate_ratio * (self.clipping_norm or clipping_norm) / clipping_norm
 
     def step(self, parts: Parts, clipping_norm: float, *, unscale: bool = False) -> ScaledStep:

@@ -247,7 +247,9 @@ class Ledger:
             case {"kind": "chain"} if self._is_new_chain(record):
                 fields = {name: record[name] for name in PUBLIC["chain"]}
                 self._chains[record["chain_id"]] = ChainRecord(**fields, plan=self.plan)
-            case {"kind": "step"} if chain and step > chain.start_step and step not in chain.steps:
+            case {"kind": "step"} if (
+                chain and step is not None and step > chain.start_step and step not in chain.steps
+            ):
                 chain.charge(step)
             case {"kind": "lost"} if chain and step in chain.steps and step not in chain.lost:
                 chain.lost.add(step)
