@@ -7,6 +7,7 @@
 #   EXTRAS   optional dependencies of pyproject.toml
 #   WORKERS  test processes; each of them uses one thread
 #   MARKS    which tests `make test` runs, by their marks; 'not nightly' adds the slow ones
+#   PATH_ARGS options of tests/path.py, e.g. make path PATH_ARGS=--files
 #   GPU_ARGS options of benchmarks/gpu_queue.py, e.g. make gpu GPU_ARGS='--minutes 9 --data FOLDER'
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,6 +21,7 @@ WORKERS ?= 2
 MARKS ?= not slow and not nightly
 PYTEST_ARGS ?=
 GPU_ARGS ?=
+PATH_ARGS ?=
 
 comma := ,
 BIN := $(VENV)/bin
@@ -34,7 +36,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 HF_EVALUATE_OFFLINE=1 TOKENIZE
 # Compiled files are kept, also where the environment says otherwise: they are a third of the start.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
-.PHONY: help env demo check test audit nightly frozen package lint format bench gpu clean
+.PHONY: help env demo check test audit nightly path frozen package lint format bench gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z]+):[^#]*## */  make \1\t/' | expand -t 16
@@ -70,6 +72,9 @@ nightly: lint  ## all tests, those marked nightly too, and a kill storm of 200 k
 	$(PYTEST) $(PYTEST_ARGS)
 	mkdir -p build && rm -f build/kill_storm.json
 	OMP_NUM_THREADS=1 $(OFFLINE) $(BIN)/python -m tests.kill_storm --out build/kill_storm.json
+
+path: env  ## statements of the package that a default run executes, of all
+	$(OFFLINE) $(BIN)/python -m tests.path $(PATH_ARGS)
 
 frozen: env  ## compare plans, statements, noise and released gradients with the frozen ones, to the last bit
 	$(OFFLINE) $(BIN)/python -m tests.frozen
