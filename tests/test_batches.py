@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import datasets
@@ -16,7 +17,14 @@ from torch.utils.data import DataLoader
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan
 from hf_dpopt.common.collectives import DataParallel
-from hf_dpopt.run.batches import LogicalBatch, LogicalBatchSampler, Records, StepIndices, keep_uncollated
+from hf_dpopt.run.batches import (
+    LogicalBatch,
+    LogicalBatchSampler,
+    Records,
+    StepIndices,
+    fastest_tokens,
+    keep_uncollated,
+)
 
 NUM_RECORDS, NUM_STEPS = 50, 12
 SAMPLINGS = ["poisson", "truncated_poisson", "fixed_order"]
@@ -229,6 +237,29 @@ def test_physical_batches_are_ordered_by_length():
     flat = [n for batch in lengths for n in batch]
     assert flat == sorted((len(row["input_ids"]) for row in rows), reverse=True)
     assert all(mask.size(1) == max(batch) for mask, batch in zip(masks, lengths, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 24, 60, 10_000])
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_limit_on_tokens_holds_for_every_batch_of_several_records(size, tokens):
+    batches = list(LogicalBatch(records(), 1).physical(size, _collate, tokens))
+    assert Counter(i for b in batches for i in b["labels"].tolist()) == Counter(range(NUM_RECORDS))
+    shapes = [tuple(b["input_ids"].shape) for b in batches]
+    assert all(num <= size and (num == 1 or num * width <= tokens) for num, width in shapes)
+    for (num, width), (_, next_width) in pairwise(shapes):  # and no batch could take one record more
+        assert num == size or (num + 1) * width > tokens, (num, width, next_width)
+
+
+@pytest.mark.parametrize("rows", [[{"pixels": i} for i in range(9)], list(range(9))])
+def test_a_limit_on_tokens_leaves_records_without_tokens_alone(rows):
+    batches = LogicalBatch(rows, 1).physical(4, lambda part: {"x": torch.zeros(len(part)), "rows": part}, 1)
+    assert [len(b["rows"]) for b in batches] == [4, 4, 1]
+
+
+def test_the_fastest_batches_follow_from_public_numbers():
+    assert fastest_tokens(22_700_000, torch.device("cpu")) == 512
+    assert fastest_tokens(400_000, torch.device("cpu")) == 25_000
+    assert fastest_tokens(22_700_000, torch.device("cuda")) is None
 
 
 def test_records_without_tokens_keep_their_order():

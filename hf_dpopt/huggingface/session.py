@@ -31,7 +31,7 @@ from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
 from hf_dpopt.records.losses import RecordLosses
-from hf_dpopt.run.batches import LogicalBatch, explain_out_of_memory
+from hf_dpopt.run.batches import LogicalBatch, explain_out_of_memory, fastest_tokens
 from hf_dpopt.run.journal import GIGABYTE
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of, private_step, replay_step
@@ -97,6 +97,8 @@ class TrainingSession:
             if engine == "auto":
                 engine, self._engine_reason = choose_engine(model)
             self.engine = make_engine(model, self.plan.clipper, engine)
+            weights = list(model.parameters())
+            self._tokens_at_once = fastest_tokens(sum(p.numel() for p in weights), weights[0].device)
             self.losses = RecordLosses(
                 model, inputs.per_example_loss_func or "auto", label_smoothing=args.label_smoothing_factor
             )
@@ -294,7 +296,8 @@ class TrainingSession:
 
     def _physical_batches(self, batch: LogicalBatch) -> Iterator[Any]:
         before = self.kept.content_of_trained()
-        for part in batch.physical(self._args.per_device_train_batch_size, self._collation):
+        size = self._args.per_device_train_batch_size
+        for part in batch.physical(size, self._collation, self._tokens_at_once):
             yield part
             self.kept.check(is_thorough=False)  # before the next one
         self.kept.check_trained(before)  # before the sum is released

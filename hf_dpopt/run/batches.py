@@ -59,28 +59,51 @@ class LogicalBatch:
     def __init__(self, records: list[Any], step: int):
         self.records, self.step = records, step
 
-    def physical(self, size: int, collate: Collation | Collator) -> Iterator[Any]:
-        """Collated batches of at most `size` records, of similar length: the sum does not care about the order."""
-        for some in physical_parts(self.records, size, collate):
+    def physical(self, size: int, collate: Collation | Collator, tokens: int | None = None) -> Iterator[Any]:
+        """Collated batches of records of similar length: the sum does not care about the order.
+
+        Args:
+            size: most records of a batch; >= 1.
+            collate: the collation of the run, or a collator.
+            tokens: most tokens of a batch of several records, padding included; None for no limit.
+        """
+        for some in physical_parts(self.records, size, collate, tokens=tokens):
             yield from (part.batch for part in some)
 
 
 def physical_parts(
-    records: list[Any], size: int, collate: Collation | Collator, *, by_length: bool = True
+    records: list[Any], size: int, collate: Collation | Collator, *, tokens: int | None = None
 ) -> Iterator[list[Part]]:
-    """Yield what is made of every `size` records: one batch, mostly, whose places count from the first of them.
+    """Yield what is made of records of similar length: one batch, mostly, whose places count from the first of them.
+
+    The longest come first: what does not fit is found at once, and shorter batches reuse the memory of longer ones.
 
     Args:
         records: records of one logical batch.
-        size: >= 1.
-        collate: the collation of the run, or a collator.
-        by_length: longest first: what does not fit is found at once, and shorter batches reuse the memory of longer
-            ones. False keeps the order.
+        size, collate, tokens: see `LogicalBatch.physical`.
     """
     collation = Collation.of(collate)
-    ordered = sorted(records, key=length_of, reverse=True) if by_length else records
-    for start in range(0, len(ordered), size):
-        yield collation.parts(ordered[start : start + size])
+    ordered = sorted(records, key=length_of, reverse=True)
+    start = 0
+    while start < len(ordered):
+        longest = length_of(ordered[start])
+        num = size if tokens is None or not longest else min(size, max(1, tokens // longest))
+        yield collation.parts(ordered[start : start + num])
+        start += num
+
+
+def fastest_tokens(num_weights: int, device: torch.device) -> int | None:
+    """Tokens of a physical batch that a device computes fastest; None for as many as fit.
+
+    On a CPU the layers' inputs should stay in the caches (512 tokens for encoders of 20 million weights: full steps
+    took 0.88, with LoRA 0.8 times the time of batches of 64 records), unless a model is so small that the calls
+    themselves take the time. It depends on public numbers alone, so that a resumed run adds in the same order.
+
+    Args:
+        num_weights: weights of the model, frozen ones included.
+        device: where it is.
+    """
+    return max(512, 10**10 // num_weights) if device.type == "cpu" else None
 
 
 @contextlib.contextmanager

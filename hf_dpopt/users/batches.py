@@ -125,9 +125,12 @@ class UserBatch(LogicalBatch):
         super().__init__(records, step)
         self.sizes, self.weight, self.are_users = tuple(sizes), weight, are_users
 
-    def physical(self, size: int, collate: Collation | Collator) -> Iterator[UsersBatch | UserInParts]:
+    def physical(
+        self, size: int, collate: Collation | Collator, tokens: int | None = None
+    ) -> Iterator[UsersBatch | UserInParts]:
         """Yield batches of at most `size` records; users of similar size come together, large ones first.
 
+        `tokens` has no influence: users are filled up to the largest, and more of them side by side waste less.
         Users in a batch are filled up to the largest at quadratic cost, so at most `MAX_FILLED` times their rows.
         """
         collation = Collation.of(collate)

@@ -147,8 +147,8 @@ class LocalUserBatch(LogicalBatch):
         super().__init__(records, step)
         self.sizes, self.seeds, self.training = sizes, seeds, training
 
-    def physical(self, size: int, collate: Collation | Collator) -> Iterator[LocalUser]:
-        """Yield the users, large ones first; `size` has no influence, for a batch on the device is a local one."""
+    def physical(self, size: int, collate: Collation | Collator, tokens: int | None = None) -> Iterator[LocalUser]:
+        """Yield the users, large ones first; `size` and `tokens` have no influence: batches are local ones."""
         collation = Collation.of(collate)
         users = sorted(zip(by_user(self.records, self.sizes), self.seeds, strict=True), key=lambda u: -len(u[0]))
         for mine, seed in users:
