@@ -28,16 +28,18 @@ def plan_for(*, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, noise_of_record=
     changes = {"expected_batch_size": 1024, "target_delta": DELTA, **changes}
     if "target_epsilon" not in changes:
         changes.setdefault("noise_multiplier", 0.7)
-    return make_plan(
-        PrivacyConfig(**changes), num_examples=num_examples, num_steps=num_steps, noise_multiplier=noise_of_record
-    )
+    config, sizes = PrivacyConfig(**changes), {"num_examples": num_examples, "num_steps": num_steps}
+    recorded = None
+    if noise_of_record is not None:
+        recorded = dataclasses.replace(make_plan(config, **sizes).record, noise_multiplier=noise_of_record)
+    return make_plan(config, **sizes, recorded=recorded)
 
 
 @pytest.mark.parametrize("noise", [-0.7, math.nan, math.inf, "0.7"])
 def test_the_noise_of_a_record_is_checked_like_that_of_the_options(noise):
-    """It comes from a ledger, or from a caller: of a negative one only the square would be seen."""
+    """It comes from a ledger: of a negative one only the square would be seen."""
     with pytest.raises(DPConfigError, match="noise_multiplier=.*finite number > 0"):
-        plan_for(noise_of_record=noise)
+        plan_for(target_epsilon=3.0, noise_of_record=noise)
 
 
 # --- numbers ---

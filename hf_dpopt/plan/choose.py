@@ -43,7 +43,6 @@ def make_plan(
     *,
     num_examples: int,
     num_steps: int,
-    noise_multiplier: float | None = None,
     workload: Workload | None = None,
     recorded: PlanRecord | None = None,
     preclip: Preclip | None = None,
@@ -56,12 +55,10 @@ def make_plan(
         config: what was asked for.
         num_examples: records in the training set, or users if they are what is sampled; >= 1. Treated as public.
         num_steps: optimizer steps of the whole run; >= 1.
-        noise_multiplier: overrides the config, for a resumed run: the noise its first part had. ``target_epsilon``
-            stays the budget, but `PrivacyPlan.epsilon` may then exceed it.
         workload: what the optimizer makes of the gradients, for which correlated noise is tuned; it has no influence
             on privacy. None for plain sums.
         recorded: `PrivacyPlan.record` of the run that this one continues; it keeps that noise, and that delta
-            unless another is asked for.
+            unless another is asked for. ``target_epsilon`` stays the budget, but `PrivacyPlan.epsilon` may exceed it.
         preclip: a preconditioner of one's own; None for the one that ``config`` names.
         advised: options that were chosen for the user, which the plan notes down; see `hf_dpopt.plan.advice`.
         earlier: runs on the same records that were charged before: ``target_epsilon`` is for them and this run.
@@ -84,8 +81,8 @@ def make_plan(
     if recorded is not None:
         config = _as_recorded(config, recorded)
     choice = _Choice(config, recorded=recorded, **run)
-    made = choice.plan(noise_multiplier, compared=tuple(rows), advised=dict(advised or {}))
-    if recorded is None and noise_multiplier is None and config.target_epsilon is not None and made.is_private:
+    made = choice.plan(compared=tuple(rows), advised=dict(advised or {}))
+    if recorded is None and config.target_epsilon is not None and made.is_private:
         _warn_of_unspent(made.epsilon(), config.target_epsilon)
     return made
 
@@ -96,7 +93,6 @@ def compare_mechanisms(
     num_examples: int,
     num_steps: int,
     workload: Workload | None = None,
-    candidates: Sequence[tuple[str, str]] | None = None,
     preclip: Preclip | None = None,
     earlier: Sequence[EarlierRun] = (),
 ) -> list[ComparedNoise]:
@@ -106,7 +102,6 @@ def compare_mechanisms(
         config: budget, batch size, and what else was asked for: a sampler or an adjacency leaves the others out.
         num_examples, num_steps: size of the training set and length of the run.
         workload: what the optimizer makes of the gradients; None for plain sums.
-        candidates: (mechanism, sampler) to compare; None for all that their registrations name.
         preclip: a preconditioner of one's own, which may ask for more noise, or for noise that starts anew; None for
             the one that ``config`` names.
         earlier: runs on the same records that the budget includes.
@@ -122,7 +117,7 @@ def compare_mechanisms(
         "so long a run takes minutes to compare. Name a mechanism: gaussian, or nu_dpftrl up to 1,000,000 steps.",
     )  # fmt: skip
     plans, refused = [], []
-    for name, sampling in all_candidates() if candidates is None else candidates:
+    for name, sampling in all_candidates():
         longest = MECHANISMS[name].max_compared_steps
         if config.sampling not in ("auto", sampling) or (longest is not None and num_steps > longest):
             continue
@@ -180,15 +175,9 @@ class _Choice:
         """Changes of the coordinates of the clip; None for never."""
         return self.stage.changes(self.config.clipping_norm)
 
-    def plan(self, noise_multiplier: float | None = None, **notes: Any) -> PrivacyPlan:
-        """Plan of the best candidate, with noise for the budget.
-
-        Args:
-            noise_multiplier: noise that is given; None for that of the config or the record, or to calibrate it.
-            **notes: further fields of the plan.
-        """
+    def plan(self, **notes: Any) -> PrivacyPlan:
+        """Plan of the best candidate, with noise for the budget; `notes` are further fields of it."""
         check_sizes(self.num_examples, self.num_steps)
-        delta = self.delta
         self.stage.check_steps(self.num_steps)
         config, release = self._best()
         self.stage.check_config(config)
@@ -199,28 +188,31 @@ class _Choice:
                 f"{self.num_steps} were asked for. Stop at {release.horizon}, or start over in another output_dir "
                 "(what was spent stays spent)."
             )
-        proof: Certificate | None = None
-        if noise_multiplier is None and config.target_epsilon is not None and self.recorded is not None:
-            noise_multiplier = self.recorded.noise_multiplier
-        elif noise_multiplier is None and config.target_epsilon is not None:
-            samples = config.amplification_samples
-            noise_multiplier, proof = release.calibrate(config.target_epsilon, delta, num_samples=samples)
-        elif noise_multiplier is None:
-            noise_multiplier = config.noise_multiplier
-        assert noise_multiplier is not None
-        check_noise_multiplier(noise_multiplier)
-        if self.recorded is not None:
-            proof = _kept_certificate(self.recorded, release.strategy)
-        elif proof is None and config.is_private:
-            proof = release.certify(noise_multiplier, delta, num_samples=config.amplification_samples)
-        if proof is not None and not release.is_proven_by(proof, noise_multiplier, self.num_steps, delta):
-            proof = None  # a run that was made longer has none
+        noise_multiplier, proof = self._noise(config, release)
         plan = PrivacyPlan(
-            config=config, release=release, num_steps=int(self.num_steps), delta=delta, certificate=proof,
+            config=config, release=release, num_steps=int(self.num_steps), delta=self.delta, certificate=proof,
             noise_multiplier=noise_multiplier, clipper=make_clipper(config), preclip=self.stage, **notes,
         )  # fmt: skip
         _ = plan.mechanism, plan.sensitivity_ratio  # they refuse now what would fail in the first step
         return plan
+
+    def _noise(self, config: PrivacyConfig, release: Release) -> tuple[float, Certificate | None]:
+        """Noise multiplier, and a proof by samples of a smaller epsilon than the computed one; None without."""
+        given, recorded, samples = config.noise_multiplier, self.recorded, config.amplification_samples
+        if recorded is not None:
+            given = recorded.noise_multiplier if given is None else given
+            proof = _kept_certificate(recorded, release.strategy)
+        else:
+            proof = None
+            if given is None:
+                assert config.target_epsilon is not None
+                given, proof = release.calibrate(config.target_epsilon, self.delta, num_samples=samples)
+            if proof is None and config.is_private:
+                proof = release.certify(given, self.delta, num_samples=samples)
+        check_noise_multiplier(given)
+        if proof is not None and not release.is_proven_by(proof, given, self.num_steps, self.delta):
+            proof = None  # a run that was made longer has none
+        return given, proof
 
     # --- candidates and their score ----------------------------------------------------------------------------------
 

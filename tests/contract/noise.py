@@ -205,9 +205,7 @@ def check_json(name: str) -> None:
         np.testing.assert_array_equal(read.noising_matrix(NUM_STEPS), plan.strategy.noising_matrix(NUM_STEPS))
     recorded = PlanRecord.from_json(json.loads(json.dumps(plan.record.to_json())))
     assert recorded == plan.record
-    resumed = make_plan(
-        plan.config, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, noise_multiplier=0.7, recorded=recorded
-    )
+    resumed = make_plan(plan.config, num_examples=NUM_EXAMPLES, num_steps=NUM_STEPS, recorded=recorded)
     assert resumed.strategy == plan.strategy and resumed.epsilon() == plan.epsilon()
 
 
