@@ -28,8 +28,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import types
-from collections.abc import Mapping
 
 from hf_dpopt.accounting.delta import default_delta
 from hf_dpopt.accounting.rough import rough_noise_multiplier
@@ -147,24 +145,19 @@ class TrainingJob:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Options that are advised for a job, with the reasons.
+    """Options that are advised for a job.
 
     Attributes:
         job: what was asked.
         batch: expected records (or users) of a step.
         learning_rate: peak rate of AdamW.
         outlook: noise, signal and reach of the run with these.
-        reasons: option -> why, in words with numbers; read-only.
     """
 
     job: TrainingJob
     batch: int
     learning_rate: float
     outlook: Outlook
-    reasons: Mapping[str, str]
-
-    def __reduce__(self) -> tuple:  # rank 0 sends it to the others, and a read-only view cannot be pickled
-        return _unpickled, (self.job, self.batch, self.learning_rate, self.outlook, dict(self.reasons))
 
     @property
     def values(self) -> dict[str, int | float | str]:
@@ -178,6 +171,47 @@ class Advice:
             "clipping_norm": CLIP_ON_HEAD if self.job.has_trained_head else CLIP,
             "optim": "adamw_torch",
             "noise_mechanism": "gaussian",
+        }
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Option -> why it is so, in words with numbers."""
+        job, outlook = self.job, self.outlook
+        passes = "1 pass" if job.passes == 1 else f"{job.passes:g} passes"
+        batch = (
+            f"{passes} over {job.num_units:,} are {outlook.num_steps} steps; the noise of their mean is "
+            f"{outlook.noise:.2g} clips, {outlook.step_ratio:.2g} of the signal, and they are worth "
+            f"{outlook.useful_steps:.3g} steps without noise"
+        )
+        if outlook.step_ratio > 0.5:
+            smaller = max(1, self.batch // 4)
+            batch += f" (batch {smaller}: {job.outlook(smaller).useful_steps:.3g})"
+        if job.kind == "head":
+            reference, size = "a head on features of norm 4", ""
+        else:
+            reference = f"{job.kind} {job.objective} with {REFERENCE_SIZE / 1e6:.0f} million weights"
+            size = f"{job.model_size / 1e6:.3g} million and "
+        rate = (
+            f"{RATES[job.kind, job.objective]:g} for {reference} and {REFERENCE_STEPS} steps, here {size}"
+            f"{outlook.num_steps}"
+        )
+        if outlook.step_ratio > 1:
+            rate += f", and less as noise is {outlook.step_ratio:.2g} of the signal"
+        return {
+            "expected_batch_size": batch,
+            "learning_rate": rate,
+            "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
+            "warmup_steps": "the first steps of Adam know no second moment yet",
+            "clipping": "one norm over all weights; by layer, every layer has noise of its own",
+            "clipping_norm": (
+                "less noise for the signal than 1; the runs on a trained head had it, and a higher loss"
+                if job.has_trained_head
+                else "near the norm of a record's gradient; far below it the loss doubles, accuracy does not fall"
+            ),
+            "optim": "adaptive steps bear noise on coordinates without signal",
+            "noise_mechanism": (
+                "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)"
+            ),
         }
 
 
@@ -202,8 +236,7 @@ def advise(job: TrainingJob) -> Advice:
         assert refused is not None
         raise refused
     batch = max(tried, key=lambda size: (tried[size].useful_steps, size))
-    rate = job.learning_rate(tried[batch])
-    return Advice(job, batch, rate, tried[batch], _reasons(job, batch, rate, tried[batch]))
+    return Advice(job, batch, job.learning_rate(tried[batch]), tried[batch])
 
 
 def head_instead(job: TrainingJob) -> Advice | None:
@@ -226,10 +259,6 @@ def head_instead(job: TrainingJob) -> Advice | None:
     return head if head.outlook.useful_steps > outlook.useful_steps else None
 
 
-def _unpickled(job: TrainingJob, batch: int, rate: float, outlook: Outlook, reasons: dict[str, str]) -> Advice:
-    return Advice(job, batch, rate, outlook, types.MappingProxyType(reasons))
-
-
 def _batches(job: TrainingJob) -> list[int]:
     """Batch sizes to try: records that can be processed, cut into more and more steps."""
     records = job.passes * job.num_units
@@ -238,47 +267,3 @@ def _batches(job: TrainingJob) -> list[int]:
     count = max(1, math.ceil(math.log(most / fewest, RATIO)))
     steps = [fewest * (most / fewest) ** (i / count) for i in range(count + 1)]
     return sorted({min(max(1, round(records / step)), job.num_units) for step in steps})
-
-
-def _reference(job: TrainingJob) -> str:
-    """Describe the run that the rate was tuned on."""
-    if job.kind == "head":
-        return "a head on features of norm 4"
-    return f"{job.kind} {job.objective} with {REFERENCE_SIZE / 1e6:.0f} million weights"
-
-
-def _size(job: TrainingJob) -> str:
-    """Say how large this model is, where that matters."""
-    return "" if job.kind == "head" else f"{job.model_size / 1e6:.3g} million and "
-
-
-def _why_clip(job: TrainingJob) -> str:
-    """Say why the clip is as it is."""
-    if job.has_trained_head:
-        return "less noise for the signal than 1; the runs on a trained head had it, and a higher loss"
-    return "near the norm of a record's gradient; far below it the loss doubles, accuracy does not fall"
-
-
-def _reasons(job: TrainingJob, batch: int, rate: float, outlook: Outlook) -> Mapping[str, str]:
-    smaller = max(1, batch // 4)
-    passes = "1 pass" if job.passes == 1 else f"{job.passes:g} passes"
-    reasons = {
-        "expected_batch_size": (
-            f"{passes} over {job.num_units:,} are {outlook.num_steps} steps; the noise of their mean is "
-            f"{outlook.noise:.2g} clips, {outlook.step_ratio:.2g} of the signal, and they are worth "
-            f"{outlook.useful_steps:.3g} steps without noise"
-            + (f" (batch {smaller}: {job.outlook(smaller).useful_steps:.3g})" if outlook.step_ratio > 0.5 else "")
-        ),
-        "learning_rate": (
-            f"{RATES[job.kind, job.objective]:g} for {_reference(job)} and {REFERENCE_STEPS} steps, here {_size(job)}"
-            f"{outlook.num_steps}"
-            + (f", and less as noise is {outlook.step_ratio:.2g} of the signal" if outlook.step_ratio > 1 else "")
-        ),
-        "lr_scheduler_type": "ends at 0, so the last weights need no averaging",
-        "warmup_steps": "the first steps of Adam know no second moment yet",
-        "clipping": "one norm over all weights; by layer, every layer has noise of its own",
-        "clipping_norm": _why_clip(job),
-        "optim": "adaptive steps bear noise on coordinates without signal",
-        "noise_mechanism": "independent noise: correlated noise fills the second moment of AdamW (docs/mechanisms.md)",
-    }
-    return types.MappingProxyType(reasons)  # `advise` remembers its answers

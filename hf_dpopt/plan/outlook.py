@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from typing import Literal
 
-from hf_dpopt.common.errors import PrivacyWarning
-from hf_dpopt.plan.choose import make_plan
+from hf_dpopt.accounting.rough import rough_noise_multiplier
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.plan.compare import predicted_errors, step_stddev
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -169,20 +168,14 @@ def outlook_of(
 
 
 def with_independent_noise(plan: PrivacyPlan, kind: Kind) -> Outlook:
-    """Make the outlook of the same run with independent noise, at the epsilon of the plan; its batches are sampled."""
-    config = dataclasses.replace(
-        plan.config, noise_mechanism="gaussian", noise_kwargs={}, noise_restart_every=None, noise_at_changes="auto",
-        sampling="auto",
-        adjacency=plan.config.adjacency if plan.earlier else "auto", target_epsilon=plan.epsilon(),
-        noise_multiplier=None, target_delta=plan.delta, allow_large_delta=True,
-    )  # fmt: skip
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyWarning)  # of the delta, which the plan itself told
-        other = make_plan(
-            config,
-            num_examples=plan.num_examples,
-            num_steps=plan.num_steps,
-            preclip=plan.preclip,
-            earlier=plan.earlier,
-        )
-    return outlook_of(other, kind)
+    """Make the outlook of the same run with independent noise in sampled batches, at the epsilon of the plan alone.
+
+    The noise is a rough one, some percent above what a plan would calibrate.
+    """
+    batch, alone = plan.sampler.expected_batch_size, dataclasses.replace(plan.release, earlier=(), tuned=None)
+    epsilon = alone.epsilon(plan.secret_noise_multiplier, plan.delta, plan.num_steps).epsilon
+    multiplier = rough_noise_multiplier(batch / plan.num_examples, plan.num_steps, epsilon, plan.delta)
+    noise = multiplier * SENSITIVITY_FACTOR[plan.adjacency] / batch
+    return Outlook(
+        num_steps=plan.num_steps, noise=noise, run_noise=noise / math.sqrt(plan.num_steps), signal=signal_of(kind)
+    )
