@@ -12,15 +12,7 @@ import typer
 from hf_dpopt.cli.show import print_json, print_table, warn
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.plan.advice import (
-    HEAD_PASSES,
-    REFERENCE_SIZE,
-    Advice,
-    TrainingJob,
-    advise,
-    head_instead,
-    kind_of,
-)
+from hf_dpopt.plan.advice import HEAD_PASSES, REFERENCE_SIZE, Advice, TrainingJob, advise, head_instead, kind_of
 from hf_dpopt.plan.outlook import Kind, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -173,42 +165,16 @@ def show_advice(job: TrainingJob, *, as_json: bool) -> None:
     typer.echo(f"--num_train_epochs {job.passes:g} --target_epsilon {job.target_epsilon:g} {flags}")
 
 
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """Advice beside a plan that was asked for.
+def judge(plan: PrivacyPlan, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]] | None:
+    """Say what the noise leaves of a planned run, and what would be better for as many records.
 
-    Attributes:
-        job: training of as many records at the same budget.
-        outlook: noise and signal of the plan.
-        learning_rate: peak rate of AdamW for the plan as it is.
-        better: advice that is worth clearly more; None where there is none.
+    Args:
+        plan: the run.
+        given: flags of the command.
+
+    Returns:
+        For programs, and lines for people; None for users, and without privacy.
     """
-
-    job: TrainingJob
-    outlook: Outlook
-    learning_rate: float
-    better: Advice | None
-
-    def lines(self) -> list[str]:
-        """Lines that say what the noise leaves of the plan, and what would be better."""
-        rate = f"Learning rate for AdamW: about {self.learning_rate:g}."
-        lines = [f"Outlook ({self.job.kind}): {self.outlook.describe()}. {rate}"]
-        if self.better is not None:
-            lines.append(
-                f"Advice: as many records in batches of {self.better.batch} with --learning_rate "
-                f"{self.better.learning_rate:g} are worth {self.better.outlook.useful_steps:.3g} steps. Without "
-                "--batch this command says why."
-            )
-        return lines
-
-    def facts(self) -> dict[str, Any]:
-        """The same for programs."""
-        better = None if self.better is None else {**self.better.values, "num_steps": self.better.outlook.num_steps}
-        return {**_outlook_facts(self.outlook), "learning_rate": self.learning_rate, "better": better}
-
-
-def advice_beside(plan: PrivacyPlan, given: Mapping[str, Any]) -> Beside | None:
-    """Judge a planned run, and look for better batches of as many records; None for users, and without privacy."""
     if plan.unit == "user" or not plan.is_private or not 0 < plan.epsilon() < math.inf:
         return None
     batch = plan.sampler.expected_batch_size
@@ -216,12 +182,19 @@ def advice_beside(plan: PrivacyPlan, given: Mapping[str, Any]) -> Beside | None:
     job = job_of({**given, **spent, "epochs": plan.num_steps * batch / plan.num_examples})
     outlook = outlook_of(plan, job.kind, size=job.model_size, is_adaptive=given["optimizer"] == "adamw")
     rate = job.learning_rate(job.outlook(batch, noise_multiplier=plan.noise_multiplier))
+    lines = [f"Outlook ({job.kind}): {outlook.describe()}. Learning rate for AdamW: about {rate:g}."]
+    better = None
     try:
         advice = advise(job)
     except DPConfigError:  # a plan stands, whether there is a better one or not
-        return Beside(job, outlook, rate, None)
-    is_better = advice.outlook.useful_steps > 1.2 * outlook.useful_steps
-    return Beside(job, outlook, rate, advice if is_better else None)
+        advice = None
+    if advice is not None and advice.outlook.useful_steps > 1.2 * outlook.useful_steps:
+        better = {**advice.values, "num_steps": advice.outlook.num_steps}
+        lines.append(
+            f"Advice: as many records in batches of {advice.batch} with --learning_rate {advice.learning_rate:g} are "
+            f"worth {advice.outlook.useful_steps:.3g} steps. Without --batch this command says why."
+        )
+    return {**_outlook_facts(outlook), "learning_rate": rate, "better": better}, lines
 
 
 def _outlook_facts(outlook: Outlook) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from hf_dpopt.cli.advising import advice_beside
+from hf_dpopt.cli.advising import judge
 from hf_dpopt.cli.show import print_facts, print_json, print_table, warn
 from hf_dpopt.common import log
 from hf_dpopt.common.checks import check_count
@@ -30,6 +30,10 @@ from hf_dpopt.report.meaning import plan_rows
 from hf_dpopt.report.statement import round_up
 
 BYTES = 4  # of a float32
+NUMBERS = {  # column of the comparison -> name in JSON
+    "sigma": "noise_multiplier", "sigma_z": "draw_stddev", "one step": "step_stddev", "RMSE": "rmse",
+    "max error": "max_error",
+}  # fmt: skip
 
 
 def steps_of_run(num_examples: int, batch_size: int, *, steps: int | None, epochs: float | None) -> int:
@@ -67,7 +71,7 @@ def workload_of(given: Mapping[str, Any], num_steps: int) -> Workload:
 
 
 def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
-    """Print the plan of a run, and beside it that of every mechanism at the same budget.
+    """Print the plan of a run, and with it the plan of every mechanism at the same budget.
 
     Args:
         given: flags of the command, those with the names of fields of `PrivacyConfig` among them.
@@ -88,17 +92,17 @@ def plan_run(given: Mapping[str, Any], num_steps: int) -> None:
         rows = _compare(config, made, sizes) if compares else []
     for message in dict.fromkeys(str(warning.message) for warning in caught):
         warn(message)
-    beside, meaning = advice_beside(made, given), meaning_of_plan(made)
+    advice, meaning = judge(made, given), meaning_of_plan(made)
     if given["as_json"]:
         listed = {"mechanisms": [mechanism_facts(row, num_parameters) for row in rows]} if rows else {}
         listed |= {"meaning": spell_infinity(meaning)}
-        print_json(made.record.to_json() | listed | ({} if beside is None else {"outlook": beside.facts()}))
-    else:
-        print_facts("Private run", _facts(made))
-        if rows:
-            print_mechanisms(rows, num_parameters)
-        for line in [] if beside is None else beside.lines():
-            typer.echo(line)
+        print_json(made.record.to_json() | listed | ({} if advice is None else {"outlook": advice[0]}))
+        return
+    print_facts("Private run", _facts(made, meaning))
+    if rows:
+        print_mechanisms(rows, num_parameters)
+    for line in [] if advice is None else advice[1]:
+        typer.echo(line)
 
 
 def config_of(given: Mapping[str, Any]) -> PrivacyConfig:
@@ -127,7 +131,7 @@ def _compare(config: PrivacyConfig, made: PrivacyPlan, sizes: dict[str, Any]) ->
         return []
 
 
-def _facts(made: PrivacyPlan) -> dict[str, Any]:
+def _facts(made: PrivacyPlan, meaning: Mapping[str, Any]) -> dict[str, Any]:
     """The plan for people."""
     replaced = made.epsilon_replace_one()
     way = made.config.noise_at_changes
@@ -145,12 +149,8 @@ def _facts(made: PrivacyPlan) -> dict[str, Any]:
         "sampling": made.describe_sampling(),
         "optimizer steps": made.num_steps,
         "accountant": made.spent.accountant,
-        **plan_rows(meaning_of_plan(made), _unit(made)),
+        **plan_rows(meaning, "record" if made.unit == "example" else made.unit),
     }
-
-
-def _unit(made: PrivacyPlan) -> str:
-    return "record" if made.unit == "example" else made.unit
 
 
 # --- the comparison of mechanisms ---
@@ -177,23 +177,15 @@ def mechanism_facts(row: ComparedNoise, num_parameters: int) -> dict[str, Any]:
 
 def print_mechanisms(rows: Sequence[ComparedNoise], num_parameters: int) -> None:
     """Print all rows, the one to take first."""
-    plan = rows[0].plan
-    listed = [mechanism_facts(row, num_parameters) for row in rows]
-    columns = {
-        "mechanism": [facts["mechanism"] for facts in listed],
-        "sampling": [facts["sampler"]["name"] for facts in listed],
-        "adjacency": [facts["adjacency"] for facts in listed],
-        "sigma": [f"{facts['noise_multiplier']:.4g}" for facts in listed],
-        "sigma_z": [f"{facts['draw_stddev']:.4g}" for facts in listed],
-        "one step": [f"{facts['step_stddev']:.4g}" for facts in listed],
-        "RMSE": [f"{facts['rmse']:.4g}" for facts in listed],
-        "max error": [f"{facts['max_error']:.4g}" for facts in listed],
-        "memory": [f"{facts['memory_bytes'] / 2**20:.4g} MiB" for facts in listed],
-    }
+    plan, listed = rows[0].plan, []
+    for facts in (mechanism_facts(row, num_parameters) for row in rows):
+        names = (facts["mechanism"], facts["sampler"]["name"], facts["adjacency"])
+        numbers = [f"{facts[name]:.4g}" for name in NUMBERS.values()]
+        listed.append([*names, *numbers, f"{facts['memory_bytes'] / 2**20:.4g} MiB"])
     print_table(
         f"Noise mechanisms at epsilon {plan.config.target_epsilon:g}, delta {plan.delta:g}",
-        [*columns],
-        zip(*columns.values(), strict=True),
+        ("mechanism", "sampling", "adjacency", *NUMBERS, "memory"),
+        listed,
         width=148,
         caption=(
             "sigma: noise multiplier; sigma_z: of the draws; one step: noise of a step, in clipping norms. RMSE and "
