@@ -5,7 +5,7 @@ All of it is made of released and public values, so it lies beside the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,6 @@ class Stages:
         self.preclip = run.start_preclip(engine, public=public)
         self.engine = self.preclip.engine(engine)
         self.chain, self.after = tuple(chain), tuple(after)
-        self._noise = _describe_noise(run)
         self._optimizer, self._spec = optimizer, run.plan.preclip.parameters()
         self._metrics = run.metrics
         for place, stage in enumerate(self.chain):
@@ -71,8 +70,6 @@ class Stages:
         if self._spec is not None:
             given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
             logger.debug(f"Preconditioner: {self._spec['name']} ({given}).")
-        for say, line in self._noise:
-            say(line)
         maps: list[Postprocess | AfterStep] = [*self.chain, *self._inner_filter, *self.after]
         named = [_describe(stage) for stage in maps]
         if named:
@@ -167,30 +164,6 @@ class Stages:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
         maps: list[Postprocess | AfterStep] = [*self.chain, *self.after]
         return [_describe(stage) for stage in maps] + [type(self._optimizer).__name__]
-
-
-def _describe_noise(run: PrivateRun) -> list[tuple[Callable[[str], None], str]]:
-    """Lines of the log about correlated noise where the scales change, and how each is said."""
-    plan = run.plan
-    changes = plan.preclip.changes(plan.config.clipping_norm)
-    if changes is None or plan.strategy.is_independent:
-        return []
-    ways = {
-        "carry_on": "goes on where the scales of the preconditioner change",
-        "by_phase": "has a stream for each kind of phase of the preconditioner",
-    }
-    way = ways.get(plan.config.noise_at_changes, f"starts anew after every {changes.every} steps, with the scales")
-    lines: list[tuple[Callable[[str], None], str]] = [
-        (logger.debug, f"The {plan.config.noise_mechanism} noise {way}.")
-    ]
-    period = sum(changes.lengths) if way == ways["by_phase"] else changes.every
-    if way != ways["carry_on"] and run.first_step % period:
-        late = (
-            f"This run goes on after step {run.first_step} with noise of its own, which counts its phases of {period} "
-            "steps from there, and the scale from the start: less noise is taken back. Epsilon is right."
-        )
-        lines.append((logger.warning, late))
-    return lines
 
 
 def _join_names(names: Sequence[str]) -> str:

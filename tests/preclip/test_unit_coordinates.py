@@ -39,7 +39,6 @@ from hf_dpopt.preclip import (
     QuantileClipping,
     ScaleChanges,
 )
-from hf_dpopt.run.stages import _describe_noise
 from hf_dpopt.sampling import SAMPLERS
 from tests.preclip.loop import CLIP_SGD, NUM_RECORDS, Loop, plan
 
@@ -340,15 +339,6 @@ def test_long_runs_are_planned_without_their_matrices(variant):
     made = make_plan(config, num_examples=100_000, num_steps=100_000, preclip=spec, workload=workload)
     assert time.monotonic() - begun < 60
     assert made.config.noise_at_changes == ("restart" if variant == "noise_first" else "carry_on")
-
-
-@pytest.mark.parametrize(("way", "first", "warns"), [("restart", 2, False), ("restart", 3, True),
-                                                     ("by_phase", 2, True), ("by_phase", 4, False)])  # fmt: skip
-def test_noise_whose_phases_are_at_other_steps_is_told(tmp_path, way, first, warns):
-    loop = Loop(tmp_path, plan(STEPS, DelayedPreconditioner(delay=2), noise_at_changes=way, **NU))
-    loop.run.first_step = first
-    lines = [line for _, line in _describe_noise(loop.run)]
-    assert any("counts its phases" in line for line in lines) == warns
 
 
 @pytest.mark.parametrize("mechanism", ["dense", "fft", "honaker", "banded"])
