@@ -16,7 +16,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import any_sharded, gathered, has_shards, is_sharded, scattered
 from hf_dpopt.optim import NoiseAwareOptimizer
-from hf_dpopt.postprocess import Filter, Postprocess
+from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.postprocess.iterates import AfterStep
 from hf_dpopt.preclip import PublicSource
 from hf_dpopt.run.run import PrivateRun
@@ -70,10 +70,7 @@ class Stages:
         if self._spec is not None:
             given = ", ".join(f"{name}={value}" for name, value in self._spec.items() if name != "name")
             logger.debug(f"Preconditioner: {self._spec['name']} ({given}).")
-        maps: list[Postprocess | AfterStep] = [*self.chain, *self._inner_filter, *self.after]
-        named = [_describe(stage) for stage in maps]
-        if named:
-            logger.debug(f"After the noise: {'; '.join(named)}; optimizer {type(self._optimizer).__name__}.")
+        logger.debug(f"After the noise: {'; '.join(self.made_of)}.")
 
     def finish(self) -> None:
         """Give the model its averaged weights, where there is an average: after the last step."""
@@ -85,12 +82,6 @@ class Stages:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    @property
-    def _inner_filter(self) -> tuple[Filter, ...]:
-        """The filter inside of the optimizer, if there is one."""
-        inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
-        return () if inner is None else (inner,)
 
     @property
     def _has_state(self) -> bool:
@@ -142,8 +133,8 @@ class Stages:
         kept, mine = state["made_of"], self.made_of
         if kept != mine:
             raise DPConfigError(
-                f"{path} was written by a run with {_join_names(kept)} after the noise, and this one has "
-                f"{_join_names(mine)}. Resume with the options that the run began with."
+                f"{path} was written by a run with {', '.join(kept)} after the noise, and this one has "
+                f"{', '.join(mine)}. Resume with the options that the run began with."
             )
         self.preclip.load_state_dict(state["preclip"])
         self._metrics.load_state_dict(state.get("private_metrics", {}))
@@ -162,14 +153,7 @@ class Stages:
     @property
     def made_of(self) -> list[str]:
         """Maps of the gradients, of the weights, and the optimizer, with their public options."""
-        maps: list[Postprocess | AfterStep] = [*self.chain, *self.after]
-        return [_describe(stage) for stage in maps] + [type(self._optimizer).__name__]
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(name.strip() for name in names)
-
-
-def _describe(stage: Postprocess | AfterStep) -> str:
-    parameters = stage.parameters()
-    return f"{stage.label} {parameters or ''}"
+        inner = self._optimizer.filter if isinstance(self._optimizer, NoiseAwareOptimizer) else None
+        maps: list[Postprocess | AfterStep] = [*self.chain, *filter(None, [inner]), *self.after]
+        described = [f"{stage.label} {stage.parameters() or ''}".strip() for stage in maps]
+        return [*described, type(self._optimizer).__name__]
