@@ -16,9 +16,9 @@ from hf_dpopt.common.types import ClippedSums
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.run.checkpoint import MANIFEST, write_manifest
+from hf_dpopt.run.earlier import recorded_plan
 from hf_dpopt.run.keys import private_dir
 from hf_dpopt.run.log import RunLog
-from hf_dpopt.run.run import recorded_plan
 
 NUM_STEPS, EXPECTED, SIZE = 6, 4, 5
 

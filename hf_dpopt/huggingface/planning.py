@@ -21,9 +21,8 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.records.unit import check_unit
-from hf_dpopt.run.earlier import earlier_runs_for
+from hf_dpopt.run.earlier import earlier_runs_for, reading_plan, recorded_plan
 from hf_dpopt.run.keys import private_folder
-from hf_dpopt.run.run import reading_plan, recorded_plan
 from hf_dpopt.users import UserData
 
 

@@ -1,14 +1,17 @@
-"""Earlier private runs, read from the ledgers that they left."""
+"""Earlier private runs, and the earlier part of this one, read from the logs and ledgers that they left."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import dataclasses
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.collectives import current_ranks
+from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.plan.record import PlanRecord, earlier_runs_of
 from hf_dpopt.plan.release import EarlierRun
-from hf_dpopt.run.keys import default_private_dir
+from hf_dpopt.run.keys import default_private_dir, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import find_run
 
@@ -87,3 +90,72 @@ def read_earlier_runs(
         for run in earlier_runs_of(ledger.plan, ledger.charged, ledger.digest(), where=str(folder)):
             found[run.ledger_digest] = run
     return tuple(found.values())
+
+
+# --- the earlier part of a run in its own folder ---
+
+
+@contextlib.contextmanager
+def reading_plan(recorded: PlanRecord | None, output_dir: str | Path) -> Iterator[None]:
+    """Say of a recorded plan that cannot be read that it was edited; of one that anybody may have made.
+
+    Args:
+        recorded: what `recorded_plan` returned.
+        output_dir: folder of the run.
+    """
+    try:
+        yield
+    except (DPBudgetExceeded, DPConfigError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if recorded is None or recorded.delta is not None:
+            raise
+        raise _unreadable(output_dir, error) from error
+
+
+def _unreadable(output_dir: str | Path, error: Exception) -> DPConfigError:
+    return DPConfigError(
+        f"output_dir={output_dir}: the plan in its ledger is that of a run of another kind, or was edited "
+        f"({type(error).__name__}). Put the original ledger back, or choose another output_dir."
+    )
+
+
+def recorded_plan(
+    output_dir: str | Path,
+    private_state_dir: str | Path | None,
+    *,
+    keeps_budget: bool,
+    num_examples: int | None = None,
+) -> PlanRecord | None:
+    """The plan that an earlier run in this folder was charged under, or None. What rank 0 finds counts.
+
+    From a ledger without its log, no delta is taken over, and no proof of an epsilon.
+
+    Raises:
+        DPConfigError: if that run was on another number of records or users, or if a budget is to be kept and it had
+            no noise.
+    """
+    if current_ranks().rank != 0 or not Path(output_dir).is_dir():
+        return None
+    found = find_run(Path(output_dir), private_dir(private_state_dir, output_dir, is_read=True))
+    known = found.known
+    if known is None or known.plan is None or (found.log is None and not known.num_charged):
+        return None
+    try:
+        plan = PlanRecord.from_json(known.plan)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise _unreadable(output_dir, error) from error
+    if found.log is None:  # anybody who writes there may have made it
+        plan = dataclasses.replace(plan, delta=None, certificate=None)
+    if num_examples not in (None, plan.num_examples):
+        raise DPConfigError(
+            f"output_dir={output_dir}: holds a run on another dataset, of {plan.num_examples} "
+            f"records or users; this one has {num_examples}. Continue that run with its own dataset, or choose "
+            "another output_dir."
+        )
+    if keeps_budget and plan.noise_multiplier == 0:
+        raise DPConfigError(
+            f"The run recorded in {known.path} had no noise (noise_multiplier 0), so a budget cannot be kept on top "
+            "of it. Choose another output_dir."
+        )
+    return plan
