@@ -30,7 +30,7 @@ from hf_dpopt.plan.meaning import meaning_of_plan
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.plan.vetting import unvetted_stages
-from hf_dpopt.randomness.cipher import FastGaussian
+from hf_dpopt.randomness.cipher import FastGaussian, source_of
 from hf_dpopt.report.facts import RunFacts, collect_versions
 from hf_dpopt.report.model_card import add_privacy_section, strip_training_losses
 from hf_dpopt.report.release_scan import ALLOWED_NAMES, LINK, UNCHECKED, refuse_release, scan_for_secrets
@@ -116,7 +116,7 @@ class ReleaseGuard:
             delta=plan.delta,
             steps_charged=spent.num_steps,
             steps_planned=plan.num_steps,
-            noise_generator="none yet" if session is None else session.run.noise_generator_class,
+            noise_generator="none yet" if session is None else source_of(plan.config.noise_rng).__name__,
             secure=FastGaussian.stream not in plan.noise_generators(),
             chains=len(ledger.chains) if ledger else 0,
             steps_lost=ledger.num_lost if ledger else 0,

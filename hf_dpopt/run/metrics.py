@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from hf_dpopt.clipping.measures import MEASURES, Measures
+from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.types import Released
+from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.private_metrics import PrivateMetrics
 from hf_dpopt.preclip.base import check_keys
 
@@ -98,6 +100,15 @@ class MetricsAtWork(NoMetrics):
         self._centre = min(max(float(state["centre"]), 0.0), self._spec.loss_bound)
         self._num_steps, self._loss_sum = int(state["num_steps"]), float(state["private_loss"])
         self._counts = state["counts"].tolist()
+
+
+def metrics_of(plan: PrivacyPlan) -> NoMetrics:
+    """The numbers that a plan releases with its gradients."""
+    if plan.private_metrics is None:
+        return NoMetrics()
+    total = plan.sensitivity / SENSITIVITY_FACTOR[plan.adjacency]
+    norm, has_one_norm = plan.clipper.clipping_norm, plan.config.clipping == "flat"
+    return MetricsAtWork(plan.private_metrics, total=total, clipping_norm=norm, has_one_norm=has_one_norm)
 
 
 def quantile_of(counts: list[float], ends: tuple[float, ...], share: float) -> float:

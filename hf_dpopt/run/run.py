@@ -37,7 +37,7 @@ from hf_dpopt.run.journal import JOURNAL, OPENING, STEP, Journal
 from hf_dpopt.run.keys import Chain, Keys, fixed_chain, new_chain, opening_key, private_dir
 from hf_dpopt.run.ledger import LEDGER, Ledger
 from hf_dpopt.run.log import RunLog
-from hf_dpopt.run.metrics import MetricsAtWork, NoMetrics
+from hf_dpopt.run.metrics import metrics_of
 from hf_dpopt.run.resume import Resume, decide
 from hf_dpopt.sampling.check import ParticipationCheck
 
@@ -67,6 +67,7 @@ class _Door(enum.Enum):
     ASKING = enum.auto()  # a step is charged, and the query before it is asked
     OPENED = enum.auto()  # that query was answered
     BEGUN = enum.auto()  # a step is charged, and its sums may be released
+    CLOSED = enum.auto()  # no step may be charged
 
 
 class PrivateRun:
@@ -135,7 +136,6 @@ class PrivateRun:
         self._journal_limit = journal_limit if plan.is_private else 0.0
         self.log: RunLog | None = None
         self._journal: Journal | None = None
-        self._is_closed = False
         self._door, self._step = _Door.IDLE, 0
         with contextlib.ExitStack() as undo:
             undo.callback(self._let_go)
@@ -162,20 +162,8 @@ class PrivateRun:
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
             else None
         )
-        spec = plan.private_metrics
-        self.metrics = (
-            NoMetrics()
-            if spec is None
-            else MetricsAtWork(
-                spec,
-                total=plan.sensitivity / SENSITIVITY_FACTOR[plan.adjacency],
-                clipping_norm=plan.clipper.clipping_norm,
-                has_one_norm=plan.config.clipping == "flat",
-            )
-        )
+        self.metrics = metrics_of(plan)
         self._preclip = None if plan.preclip.needs_start else self._started({})
-        self.noise_generator = source.name
-        self.noise_generator_class = type(drawn_from).__name__
 
     def _open(
         self,
@@ -337,7 +325,7 @@ class PrivateRun:
         Raises:
             DPConfigError: for a step beyond the plan, whose steps alone were found affordable, and after `close`.
         """
-        if self._is_closed:
+        if self._door is _Door.CLOSED:
             raise DPConfigError(f"Step {step} cannot run: the run was closed, and its ledger takes no more steps.")
         if self.charged[-1] >= self.plan.num_steps - self.first_step:  # all of them were affordable at the start
             raise DPConfigError(
@@ -627,7 +615,7 @@ class PrivateRun:
                     f"Training ended after step {last} of {self.plan.num_steps}. Keys, and the journal in "
                     f"{self.output_dir / JOURNAL}, stay, so that it can go on; delete the journal if it will not."
                 )
-        self.log, self._is_closed = None, True
+        self.log, self._door = None, _Door.CLOSED
 
 
 def spent_for(plan: PrivacyPlan, charged: Sequence[int]) -> PrivacySpent:
