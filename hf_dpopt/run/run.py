@@ -148,17 +148,15 @@ class PrivateRun:
             self._taken = done  # steps of this chain that the model has taken
             drawn_from = make_noise_source(plan.config.noise_rng, self.chain.noise_key)
             self._shards = ShardedSource(drawn_from, self.ranks) if is_sharded else None
-            source = drawn_from if self._shards is None else self._shards
+            source, first = self._shards or drawn_from, self.first_step + 1
             num_steps = max(1, plan.num_steps - self.first_step)
-            self.noise = plan.mechanism.stream(
-                source, plan.sensitivity, first_step=self.first_step + 1, num_steps=num_steps
-            )
+            self.noise = plan.mechanism.stream(source, plan.sensitivity, first_step=first, num_steps=num_steps)
             self.noise.continue_at(self.charged[-1])
             if not is_sharded:  # else each rank has its own sums
                 self.noise.share_over(self.ranks)
             undo.pop_all()
         self._participations = (
-            ParticipationCheck(plan.sampler, self.chain.sampling_key, self.first_step + 1)
+            ParticipationCheck(plan.sampler, self.chain.sampling_key, first)
             if ParticipationCheck.is_needed(plan.sampler, num_steps)
             else None
         )
@@ -208,9 +206,8 @@ class PrivateRun:
     ) -> dict[str, Any]:
         """Check that what is executed is what the run was charged for; return its public values."""
         assert self.log is not None
-        state, public = self.log.state, self.plan.record.to_json()
-        if training is not None:
-            public[TRAINING] = dict(training)
+        state = self.log.state
+        public = self.plan.record.to_json() | ({} if training is None else {TRAINING: dict(training)})
         origin = resume.chain if manifest is None or resume.chain is not None else state.chain(manifest.chain)
         before = state.plan_of(origin) or {}
         # trained anew, a run may be another one; a loop of one's own need not say its options
@@ -273,14 +270,9 @@ class PrivateRun:
         assert self.log is not None
         self.log.check_intact()
         state, step = self.log.state, self.first_step + self.charged[-1]
-        if state.chain(self.chain.chain_id) is not None:
-            return state.run, self.chain.chain_id, step
-        # no step was left: the weights are those of a chain before
-        return (
-            state.run,
-            next(one.chain_id for one in state.chains if one.start_step <= step <= one.reached),
-            step,
-        )
+        reached = (one for one in state.chains if one.start_step <= step <= one.reached)
+        # where no step was left, the weights are those of a chain before
+        return state.run, (state.chain(self.chain.chain_id) or next(reached)).chain_id, step
 
     def secrets(self) -> list[bytes]:
         """Secrets that no release may contain: keys of the run."""
@@ -394,11 +386,10 @@ class PrivateRun:
                 "private_step(.., everything=lambda: batches of all records)."
             )
         scales = self.preclip.scales()
-        planned = self.plan.preclip.num_queries
-        if len(scales) != planned:
+        if len(scales) != self.plan.preclip.num_queries:
             raise DPConfigError(
                 f"The preconditioner asks for {len(scales)} clipped sums in a step, and the noise was calibrated to "
-                f"{planned}. Let num_queries of its spec say how many there are."
+                f"{self.plan.preclip.num_queries}. Let num_queries of its spec say how many there are."
             )
         self._check_clip(engine)
         # what one unit moves: a clipped sum for each query, and the counts beside them
@@ -469,9 +460,8 @@ class PrivateRun:
         self._door = _Door.IDLE
         if self._shards is not None:
             self._shards.place(sums)
-        mine = {
-            name: local_of(total) for name, total in sums.items()
-        }  # in place: they are the sums, or shards of them
+        # in place: they are the sums, or shards of them
+        mine = {name: local_of(total) for name, total in sums.items()}
         self.noise.add_(mine, step)
         torch._foreach_div_(list(mine.values()), self.plan.config.expected_batch_size)
         return self._write_down(STEP, Released(sums), step)
@@ -603,10 +593,10 @@ class PrivateRun:
         """
         last = self.first_step + self.charged[-1]
         is_over = is_finished and last >= self.plan.num_steps
-        if is_over and self.log is not None:
-            self.keys.secrets()  # still known to the scan of what is released
-            self.keys.destroy()
         if self.log is not None:
+            if is_over:
+                self.keys.secrets()  # still known to the scan of what is released
+                self.keys.destroy()
             self._let_go()
             if is_over and self._journal is not None:
                 self._journal.remove()
