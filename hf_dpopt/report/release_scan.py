@@ -37,7 +37,6 @@ SECRET, LINK, UNCHECKED = "secret", "link", "unchecked"  # kinds of findings
 MIN_SECRET_BYTES = 16  # a shorter secret would be found by chance
 WINDOW = 2**24  # bytes of a file that are held at once
 EDGE = 2**20  # bytes at each end of a larger file that are read at a save
-MAX_CANDIDATES = 10_000  # places of a window compared one by one; beyond, it is searched needle by needle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +206,9 @@ def _decoded(name: str) -> str:
 class Needles:
     """Secrets of a run, and how they may be spelled.
 
-    A search reads one word of 32 bits per stride S: a needle of L bytes covers a multiple of S <= L - 3 and the whole
-    word that begins there, wherever the needle is. So the number of needles hardly matters.
+    A search compares one word of 32 bits per stride S with the words of all needles: a needle of L bytes covers a
+    multiple of S <= L - 3 and the whole word that begins there, wherever it is. Needles with a word that is found are
+    looked for as a whole.
 
     Args:
         secrets: root keys and keys derived from them.
@@ -224,36 +224,19 @@ class Needles:
                 f"{MIN_SECRET_BYTES} bytes or more; keys have 32."
             )
         self._kinds = {text: kind for secret in secrets for kind, text in _spellings(bytes(secret))}
-        self._needles = list(self._kinds)
-        self.longest = max(map(len, self._needles), default=0)
-        if not secrets:
-            return
-        self._stride = (min(map(len, self._needles)) - 3) // 4 * 4
-        places = [(n, j) for n in range(len(self._needles)) for j in range(self._stride)]
-        words = np.array([int.from_bytes(self._needles[n][j : j + 4], "little") for n, j in places], dtype=np.uint32)
-        order = np.argsort(words, kind="stable")
-        self._words, self._places = words[order], [places[i] for i in order]
-        self._low = np.zeros(2**16, dtype=bool)
-        self._low[words & 0xFFFF] = True
+        self.longest = max(map(len, self._kinds), default=0)
+        shortest = min(map(len, self._kinds), default=MIN_SECRET_BYTES)
+        self._stride = (shortest - 3) // 4 * 4
+        found = {text[j : j + 4] for text in self._kinds for j in range(self._stride)}
+        self._words = np.sort(np.frombuffer(b"".join(found), dtype="<u4"))
 
     def find(self, data: bytes) -> set[str]:
         """Return the spellings in which a secret occurs."""
-        if not self._needles or len(data) < MIN_SECRET_BYTES:
-            return set()
-        count = (len(data) - 4) // self._stride + 1
-        half = np.frombuffer(data, dtype="<u2", count=len(data) // 2)
-        positions = np.flatnonzero(self._low.take(half[:: self._stride // 2][:count])) * self._stride
-        words = half[positions // 2].astype(np.uint32) | half[positions // 2 + 1].astype(np.uint32) << 16
-        first, last = (np.searchsorted(self._words, words, side=side) for side in ("left", "right"))
-        hits = np.flatnonzero(first < last)
-        if len(hits) > MAX_CANDIDATES:  # zeros, or another pattern that a needle shares
-            return {kind for text, kind in self._kinds.items() if text in data}
-        return {
-            self._kinds[self._needles[n]]
-            for hit in hits
-            for n, j in self._places[first[hit] : last[hit]]
-            if positions[hit] >= j and data.startswith(self._needles[n], int(positions[hit]) - j)
-        }
+        words = np.frombuffer(data, dtype="<u4", count=len(data) // 4)[:: self._stride // 4]
+        places = np.searchsorted(self._words, words)
+        hits = words[self._words.take(places, mode="clip") == words] if self._kinds else words[:0]
+        seen = {word.tobytes() for word in np.unique(hits)}
+        return {kind for text, kind in self._kinds.items() if any(word in text for word in seen) and text in data}
 
 
 def _spellings(secret: bytes) -> Iterator[tuple[str, bytes]]:
