@@ -10,17 +10,7 @@ import torch
 
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.types import Gradients
-from hf_dpopt.postprocess.base import Filter
-from hf_dpopt.postprocess.buffers import (
-    Shapes,
-    arithmetic,
-    check_same_filter,
-    check_shapes,
-    check_storage,
-    on_host,
-    storage_name,
-)
+from hf_dpopt.postprocess.buffers import BufferedFilter, arithmetic, on_host
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import start_up_gain
 
@@ -29,7 +19,7 @@ NOISE_SLACK = 1e-9  # by which an adaptive filter may raise the noise of a step:
 MAX_TAPS = 256
 
 
-class AdaptiveFIR(Filter):
+class AdaptiveFIR(BufferedFilter):
     r"""A weighted mean of the last released gradients; the weights are estimated every `refresh_every` steps.
 
     .. math::
@@ -55,7 +45,7 @@ class AdaptiveFIR(Filter):
         taps: gradients that are kept and weighted, the present one included; >= 2.
         noise: noise level of the released gradient; asked once per step, and replaceable until the first.
         refresh_every: steps between two estimates; the first is made when `taps` steps can be compared.
-        dtype: type they are kept in: None (float32, float64 for float64), ``torch.float32`` or ``torch.bfloat16``.
+        dtype: type they are kept in; see `BufferedFilter`.
         as_printed: the paper's estimate, nothing subtracted at any lag, and no check of the weights: they may be
             negative, and may raise the noise of a step or turn the gradient around.
 
@@ -88,73 +78,50 @@ class AdaptiveFIR(Filter):
             raise DPConfigError(
                 f"taps={taps} leaves the gradient as it is. Use 2 or more, 8 for instance, or no filter."
             )
-        check_storage(dtype)
-        self.taps, self.noise, self.refresh_every, self.dtype = taps, noise, refresh_every, dtype
+        super().__init__(dtype)  # of its buffers, the newest is the first
+        self.taps, self.noise, self.refresh_every = taps, noise, refresh_every
         self.as_printed = bool(as_printed)
         self.b: tuple[float, ...] = (1.0,) + (0.0,) * (taps - 1)
-        self.num_steps = 0
-        self._shapes: Shapes | None = None
-        self._kept: list[list[torch.Tensor]] = []  # age, tensor; the newest first
         self._signal = torch.zeros(0, dtype=torch.float64)  # max(|g|^2 - d k(0), 0) of the kept ones
         self._sums = torch.zeros(taps, dtype=torch.float64)
         self._counts = [0] * taps
 
     def parameters(self) -> dict[str, Any]:
-        """Description of the filter, as JSON can hold it."""
-        return {
-            "taps": self.taps,
-            "refresh_every": self.refresh_every,
-            "dtype": storage_name(self.dtype),
-            "as_printed": self.as_printed,
-        }
+        own = {"taps": self.taps, "refresh_every": self.refresh_every, "as_printed": self.as_printed}
+        return own | super().parameters()
 
     def set_noise(self, level: NoiseLevel) -> None:
         self.noise = level
 
-    @torch.no_grad()
-    def update(self, grads: Gradients) -> Gradients:
-        """One step.
-
-        Args:
-            grads: name -> released gradient; the same names and shapes in every step. Left as they are.
-
-        Returns:
-            Name -> filtered gradient, of the same dtype, in memory of the caller's own.
-
-        Raises:
-            DPConfigError: if names or shapes changed.
-        """
-        self._shapes = check_shapes(self._shapes, grads)
+    def _filtered(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         if not grads:
-            return {}
-        g = [grads[name].detach().to(arithmetic(grads[name])) for name in self._shapes]
+            return []
+        g = [x.to(arithmetic(x)) for x in grads]
         self._keep(g)
-        self.num_steps += 1
         self._compare(g)
         if self.num_steps % self.refresh_every == 0:
             self._refresh()
         m = list(torch._foreach_mul(g, self.b[0]))
-        for weight, old in zip(self.b[1:], self._kept[1:], strict=False):  # none of those not yet there has a weight
+        for weight, old in zip(self.b[1:], self._buffers[1:], strict=False):  # those not yet there have no weight
             if weight:
                 torch._foreach_add_(m, old, alpha=weight)
-        by_name = dict(zip(self._shapes, m, strict=True))
-        return {name: by_name[name].to(grads[name].dtype) for name in grads}
+        return m
 
     def _keep(self, g: list[torch.Tensor]) -> None:
         """Put a copy of g first; the oldest of all leaves its place in memory for it."""
-        kept = [[old.to(x.device) for old, x in zip(row, g, strict=True)] for row in self._kept]
+        kept = [[old.to(x.device) for old, x in zip(row, g, strict=True)] for row in self._buffers]
         if len(kept) == self.taps:
             newest = kept.pop()
             torch._foreach_copy_(newest, g)
         else:
             newest = [x.to(self.dtype or x.dtype, copy=True) for x in g]
-        self._kept = [newest, *kept]
+        self._buffers = [newest, *kept]
 
     def _compare(self, g: list[torch.Tensor]) -> None:
         """Add this step to the means; all numbers stay on the device."""
         device, d = g[0].device, sum(x.numel() for x in g)
         variance = self.noise.variance()
-        products = [_dot(g, g, device), *(_dot(g, old, device) for old in self._kept[1:])]
+        products = [_dot(g, g, device), *(_dot(g, old, device) for old in self._buffers[1:])]
         signal = (products[0] - d * variance).clamp(min=0)
         self._signal = torch.cat([signal.reshape(1), self._signal.to(device)[: len(products) - 1]])
         covariances = [0.0] * len(products)
@@ -177,31 +144,13 @@ class AdaptiveFIR(Filter):
         self._sums, self._counts = torch.zeros_like(self._sums), [0] * self.taps
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, in the host's memory."""
-        kept = [[on_host(x) for x in row] for row in self._kept]
-        return {
-            "parameters": self.parameters(),
-            "num_steps": self.num_steps,
-            "shapes": None if self._shapes is None else dict(self._shapes),
-            "b": list(self.b),
-            "signal": on_host(self._signal),
-            "sums": on_host(self._sums),
-            "counts": list(self._counts),
-            "kept": {name: [row[j] for row in kept] for j, name in enumerate(self._shapes or {})},
-        }
+        means = {"signal": on_host(self._signal), "sums": on_host(self._sums), "counts": list(self._counts)}
+        return super().state_dict() | {"b": list(self.b), **means}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, bit for bit, on the device of the next gradients.
-
-        Raises:
-            DPConfigError: for the state of another filter.
-        """
-        check_same_filter(state.get("parameters", {}), self.parameters())
-        self.num_steps, self.b, self._counts = state["num_steps"], tuple(state["b"]), list(state["counts"])
-        self._shapes = None if state["shapes"] is None else dict(state["shapes"])
+        super().load_state_dict(state)
+        self.b, self._counts = tuple(state["b"]), list(state["counts"])
         self._signal, self._sums = on_host(state["signal"]), on_host(state["sums"])
-        rows = [state["kept"][name] for name in self._shapes or {}]
-        self._kept = [[x.clone() for x in row] for row in zip(*rows, strict=True)]
 
 
 def _dot(x: list[torch.Tensor], y: list[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -12,18 +12,8 @@ import scipy.signal
 import torch
 
 from hf_dpopt.common.errors import DPConfigError, shown
-from hf_dpopt.common.types import Gradients
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
-from hf_dpopt.postprocess.base import Filter
-from hf_dpopt.postprocess.buffers import (
-    Shapes,
-    arithmetic,
-    check_same_filter,
-    check_shapes,
-    check_storage,
-    on_host,
-    storage_name,
-)
+from hf_dpopt.postprocess.buffers import BufferedFilter, arithmetic
 from hf_dpopt.postprocess.noise_level import NoiseLevel
 from hf_dpopt.postprocess.recursion import Recursion, check_start_up
 
@@ -52,7 +42,7 @@ ADAPTIVE = ("adaptive", "adaptive_as_printed")
 CHUNK = 2**22  # coordinates worked on at a time: so much of what is stored as bfloat16 is there as float32
 
 
-class LowPassFilter(Filter):
+class LowPassFilter(BufferedFilter):
     r"""A linear recursive filter of every coordinate of the released gradient g_t.
 
     .. math::
@@ -66,8 +56,7 @@ class LowPassFilter(Filter):
     Args:
         b: weights of the gradients, the newest first.
         a: weights of the earlier outputs, without the leading 1: momentum is ``b=[0.1], a=[-0.9]``.
-        dtype: type of the buffers: None (that of the arithmetic), ``torch.float32`` or ``torch.bfloat16``.
-        bias_correction: divide by c_t. Without it the first outputs are too small.
+        dtype: type of the buffers; see `BufferedFilter`.
 
     Raises:
         DPConfigError: if a pole is not strictly inside the unit circle, if the gain at frequency 0 is not 1
@@ -84,16 +73,11 @@ class LowPassFilter(Filter):
         b: Sequence[float],
         a: Sequence[float] = (),
         dtype: torch.dtype | None = None,
-        bias_correction: bool = True,
     ):
-        check_storage(dtype)
+        super().__init__(dtype)
         self._recursion = Recursion(b, a)
         self.b, self.a = self._recursion.b, self._recursion.a
-        if bias_correction:
-            check_start_up(self.b, self.a)
-        self.dtype, self.bias_correction, self.num_steps = dtype, bool(bias_correction), 0
-        self._shapes: Shapes | None = None
-        self._buffers: list[list[torch.Tensor]] = []  # buffer, tensor
+        check_start_up(self.b, self.a)
         self._ones = [[torch.zeros((), dtype=torch.float64)] for _ in range(self.num_buffers)]
 
     @property
@@ -104,12 +88,12 @@ class LowPassFilter(Filter):
     # --- which filter ------------------------------------------------------------------------------------------------
 
     @classmethod
-    def preset(cls, name: str, **options: Any) -> LowPassFilter:
-        """A filter of the paper, by its name in `PRESETS`; `options` are ``dtype`` and ``bias_correction``."""
+    def preset(cls, name: str, *, dtype: torch.dtype | None = None) -> LowPassFilter:
+        """A filter of the paper, by its name in `PRESETS`."""
         if name not in PRESETS:
             raise DPConfigError(f"{name!r} is no preset. Use one of: {', '.join(PRESETS)}.")
         b, a = PRESETS[name]
-        return cls(b=b, a=a, **options)
+        return cls(b=b, a=a, dtype=dtype)
 
     @classmethod
     def butterworth(cls, order: int, cutoff: float, **options: Any) -> LowPassFilter:
@@ -186,78 +170,35 @@ class LowPassFilter(Filter):
         return AdaptiveFIR(numbers[0], noise, refresh_every=numbers[1], dtype=dtype, as_printed=as_printed)
 
     def parameters(self) -> dict[str, Any]:
-        """Description of the filter, as JSON can hold it."""
-        return {
-            "b": list(self.b),
-            "a": list(self.a),
-            "dtype": storage_name(self.dtype),
-            "bias_correction": self.bias_correction,
-        }
+        return {"b": list(self.b), "a": list(self.a), **super().parameters()}
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def update(self, grads: Gradients) -> Gradients:
-        """One step.
-
-        Args:
-            grads: name -> released gradient; the same names and shapes in every step. Left as they are.
-
-        Returns:
-            Name -> filtered gradient, of the same dtype, in memory of the caller's own; the filter ``none`` gives
-            back what it got.
-
-        Raises:
-            DPConfigError: if names or shapes changed.
-        """
-        shapes = check_shapes(self._shapes, grads)
-        names, outputs = list(shapes), []
-        if self._shapes is None:
-            given = [(grads[name], self.dtype or arithmetic(grads[name])) for name in names]
+    def _filtered(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
+        if not self._buffers:
+            given = [(g, self.dtype or arithmetic(g)) for g in grads]
             self._buffers = [[torch.zeros_like(g, dtype=dtype) for g, dtype in given] for _ in range(self.num_buffers)]
+        outputs: list[torch.Tensor] = []
         c_t = float(self._recursion.advance([torch.ones((), dtype=torch.float64)], self._ones)[0])
-        for part in _chunks([grads[name].numel() for name in names]):
-            g = [grads[name].detach().to(arithmetic(grads[name])) for name in names[part]]
+        for part in _chunks([g.numel() for g in grads]):
+            g = [x.to(arithmetic(x)) for x in grads[part]]
             x = [
                 [s.to(like.device, like.dtype) for s, like in zip(row[part], g, strict=True)] for row in self._buffers
             ]
             m = self._recursion.advance(g, x)
             for row, new in zip(self._buffers, x, strict=True):
                 row[part] = [s.to(self.dtype or s.dtype) for s in new]
-            if self.bias_correction and abs(c_t - 1) > 1e-12:  # dividing by what float32 rounds to 1 changes nothing
+            if abs(c_t - 1) > 1e-12:  # dividing by what float32 rounds to 1 changes nothing
                 torch._foreach_div_(m, c_t)
-            outputs += [y.to(grads[name].dtype) for y, name in zip(m, names[part], strict=True)]
-        self._shapes, self.num_steps = shapes, self.num_steps + 1
-        by_name = dict(zip(names, outputs, strict=True))
-        return {name: by_name[name] for name in grads}
-
-    # --- state: made of released values, so it may be stored and published -------------------------------------------
+            outputs += [y.to(like.dtype) for y, like in zip(m, grads[part], strict=True)]
+        return outputs
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, in the host's memory."""
-        buffers = [[on_host(s) for s in row] for row in self._buffers]
-        return {
-            "parameters": self.parameters(),
-            "form": self._recursion.form,
-            "num_steps": self.num_steps,
-            "shapes": None if self._shapes is None else dict(self._shapes),
-            "ones": [float(row[0]) for row in self._ones],
-            "buffers": {name: [row[j] for row in buffers] for j, name in enumerate(self._shapes or {})},
-        }
+        return super().state_dict() | {"ones": [float(row[0]) for row in self._ones]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken, bit for bit, on the device of the next gradients.
-
-        Raises:
-            DPConfigError: for the state of another filter.
-        """
-        theirs = {**state.get("parameters", {}), "form": state.get("form")}
-        check_same_filter(theirs, {**self.parameters(), "form": self._recursion.form})
-        self.num_steps = state["num_steps"]
-        self._shapes = None if state["shapes"] is None else dict(state["shapes"])
+        super().load_state_dict(state)
         self._ones = [[torch.tensor(value, dtype=torch.float64)] for value in state["ones"]]
-        kept = [state["buffers"][name] for name in self._shapes or {}]
-        self._buffers = [[buffers[i].clone() for buffers in kept] for i in range(self.num_buffers)]
 
 
 def _chunks(sizes: Sequence[int]) -> list[slice]:

@@ -114,7 +114,7 @@ def check_start_up(b: Sequence[float], a: Sequence[float]) -> None:
             what = f"comes so near 0 that the noise is multiplied by {gain:.3g}"
         raise DPConfigError(
             f"The step response of this filter, by which its first outputs are divided, {what}. Use a b[0] > 0 "
-            f"(it is {b[0]:.3g}) and fewer negative coefficients b, or bias_correction=False."
+            f"(it is {b[0]:.3g}) and fewer negative coefficients b."
         )
 
 

@@ -97,7 +97,7 @@ def test_bfloat16_keeps_the_gradients_and_nothing_else_coarse():
     wanted, wanted_weights = adaptive_fir(recorded.double().numpy(), covariance, 5, 10)
     np.testing.assert_allclose(weights, wanted_weights, atol=2e-2)
     assert np.linalg.norm(outputs.numpy() - wanted) < 2e-2 * np.linalg.norm(wanted)
-    assert {x.dtype for kept in low_pass.state_dict()["kept"].values() for x in kept} == {torch.bfloat16}
+    assert {x.dtype for kept in low_pass.state_dict()["buffers"].values() for x in kept} == {torch.bfloat16}
 
 
 def test_a_gradient_that_stays_is_averaged_whatever_the_noise():

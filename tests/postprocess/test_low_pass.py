@@ -40,10 +40,6 @@ FILTERS = {
     **{f"chebyshev:{n}:{c}": LowPassFilter.chebyshev(n, c, 0.5) for n in (1, 2, 3, 4) for c in (0.05, 0.2, 0.6)},
     "mean of 7": LowPassFilter(b=[1 / 7] * 7),
     "difference": LowPassFilter(b=[3, -2]),
-    "delay": LowPassFilter(b=[0, 0, 0, 0.5, 0.5], bias_correction=False),
-    **{f"{name}, uncorrected": LowPassFilter(b=PRESETS[name][0], a=PRESETS[name][1], bias_correction=False)
-       for name in ("momentum", "second_order", "f6")},
-    "from zero, uncorrected": LowPassFilter(b=[0.0, 1.0], bias_correction=False),
     "many zeros, slow pole": LowPassFilter(b=[0.01] * 5, a=[0.0, -0.95]),
 }  # fmt: skip
 
@@ -68,11 +64,11 @@ def run(low_pass, recorded: torch.Tensor) -> torch.Tensor:
     return torch.stack(outputs)
 
 
-def expected(b, a, recorded: torch.Tensor, *, bias_correction: bool = True) -> np.ndarray:
+def expected(b, a, recorded: torch.Tensor) -> np.ndarray:
     x = recorded.double().numpy()
     m = scipy.signal.lfilter(b, [1.0, *a], x, axis=0)
     c = scipy.signal.lfilter(b, [1.0, *a], np.ones(len(x)))
-    return m / c[:, None] if bias_correction else m
+    return m / c[:, None]
 
 
 def relative_error(actual: torch.Tensor, wanted: np.ndarray) -> float:
@@ -94,7 +90,7 @@ def test_equals_lfilter_over_lfilter_of_ones(name, dtype, tolerance):
     """float32 is within 3e-6 of the largest output also for filters whose plain form is off by 1e-3."""
     low_pass = fresh(FILTERS[name])
     recorded = recordings(300, dtype=dtype)
-    wanted = expected(low_pass.b, low_pass.a, recorded, bias_correction=low_pass.bias_correction)
+    wanted = expected(low_pass.b, low_pass.a, recorded)
     assert relative_error(run(low_pass, recorded), wanted) < tolerance
 
 
@@ -197,7 +193,6 @@ def test_the_state_of_another_filter_is_refused():
     for other in (
         LowPassFilter(b=[0.2], a=[-0.8]),
         LowPassFilter.preset("momentum", dtype=torch.bfloat16),
-        LowPassFilter.preset("momentum", bias_correction=False),
     ):
         with pytest.raises(DPConfigError, match=r"b=\[0.1\], a=\[-0.9\].*Continue with the filter"):
             other.load_state_dict(state)
@@ -283,7 +278,7 @@ def test_unknown_texts_are_refused_with_what_is_allowed(text):
     ([0.1 + 2e-9], [-0.9], r"gain 1\.00000002 at frequency 0"),  # more than 1e-9 away
     ([1.0, -1.0], [], "gain 0 at frequency 0.*must not add up to 0"),
     ([], [], "gain 0 at frequency 0"),
-    ([0.0, 1.0], [], r"is not positive in every step\. Use a b\[0\] > 0 \(it is 0\).*bias_correction=False"),
+    ([0.0, 1.0], [], r"is not positive in every step\. Use a b\[0\] > 0 \(it is 0\)"),
     ([1.0, -2.0, 2.0], [], "is not positive in every step"),
     ([1.0, -0.99, 0.99], [], r"the noise is multiplied by 141"),
     ([float("nan")], [], "must be finite"),
