@@ -12,7 +12,9 @@ from dp_accounting import DpEvent, SelfComposedDpEvent
 
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.delta import resolve_delta
-from hf_dpopt.accounting.last_iterate import (
+from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.last_iterate import (
     ADJACENCY,
     OVERSIZED_SHARE,
     LastIterate,
@@ -22,8 +24,6 @@ from hf_dpopt.accounting.last_iterate import (
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.common.checks import check_count, check_noise_multiplier, check_positive, check_real
-from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.bounds import check_budget, check_sizes
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler

@@ -13,9 +13,9 @@ from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.calibrate import calibrate_gaussian, calibrate_noise_multiplier
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.accounting.events import flatten, gaussian_precision, noise_stddev_over_clip
-from hf_dpopt.accounting.last_iterate import ADJACENCY
 from hf_dpopt.common.checks import check_count, check_positive
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.last_iterate import ADJACENCY
 from hf_dpopt.convex.plan import HeadConfig
 from hf_dpopt.sampling import SAMPLERS
 from hf_dpopt.sampling.base import Sampler

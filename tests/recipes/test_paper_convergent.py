@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon
+from hf_dpopt.convex.last_iterate import ProjectedSGD, last_iterate_epsilon
 from recipes.paper.convergent import figure1, low_rank, utility
 from recipes.paper.convergent.sgd import FAR, iterates
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.accounting.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
+from hf_dpopt.convex.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
 from recipes.paper.convergent.sgd import FAR
 from recipes.paper.correlated_noise.output import panels, run, save
 

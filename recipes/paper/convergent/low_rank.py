@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.accounting.last_iterate import ProjectedSGD
+from hf_dpopt.convex.last_iterate import ProjectedSGD
 from recipes.paper.convergent.sgd import FAR, iterates, noise_of
 from recipes.paper.correlated_noise.output import panels, plain_ticks, run, save
 from recipes.paper.subspace.risk import NUM_RECORDS, RANK, TUNING_SEEDS, make_data

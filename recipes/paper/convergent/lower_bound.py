@@ -27,9 +27,9 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import sparse, special
 
-from hf_dpopt.accounting.last_iterate import ProjectedSGD
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.last_iterate import ProjectedSGD
 
 ERROR = 1e-10  # of a probability: a hundred times the largest difference to finer panels that was found
 NODES = 12  # of the polynomial on a panel

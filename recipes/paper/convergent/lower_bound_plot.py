@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_dpopt.accounting.last_iterate import last_iterate_epsilon
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.last_iterate import last_iterate_epsilon
 from hf_dpopt.convex.plan import HeadConfig, HeadPlan, make_head_plan
 from hf_dpopt.report.figures import pyplot, save_figure
 from recipes.paper.convergent.lower_bound import last_iterate_lower_epsilons

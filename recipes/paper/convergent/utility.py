@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from transformers import AutoModel, AutoTokenizer
 
-from hf_dpopt.accounting.last_iterate import ProjectedSGD, plateau
+from hf_dpopt.convex.last_iterate import ProjectedSGD, plateau
 from recipes.paper.convergent.sgd import iterates, noise_of
 from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.runs import KeptRuns

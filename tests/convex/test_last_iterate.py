@@ -12,14 +12,14 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from scipy import optimize, stats
 
 from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting.last_iterate import (
+from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.convex.last_iterate import (
     LastIterate,
     ProjectedSGD,
     calibrate_last_iterate,
     last_iterate_epsilon,
     plateau,
 )
-from hf_dpopt.common.errors import DPConfigError
 from tests.reference import random_walk
 
 pytestmark = pytest.mark.slow
