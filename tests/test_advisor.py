@@ -393,13 +393,13 @@ def test_only_one_linear_layer_gets_the_rate_of_a_head(tmp_path, model_class, co
     for parameter in model.base_model.parameters():
         parameter.requires_grad_(False)
     args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
-    assert Trained.of(args, TrainerInputs(model=model)).kind == kind
+    assert Trained.of(TrainerInputs(args=args, model=model)).kind == kind
 
 
 def test_the_head_of_a_warm_start_has_the_signal_of_a_head(tmp_path):
     """A model that is one linear layer and nothing else: `glue.py --start pooled` trains it first."""
     head = HeadForSequenceClassification(transformers.BertConfig(num_labels=3), torch.nn.Linear(8, 3))
     args = DPTrainingArguments(output_dir=str(tmp_path), target_epsilon=8.0, expected_batch_size=8, use_cpu=True)
-    found = Trained.of(args, TrainerInputs(model=head))
+    found = Trained.of(TrainerInputs(args=args, model=head))
     assert (found.kind, found.objective) == ("head", "classification")
     assert signal_of(found.kind, found.size) == SIGNAL["head"] == 2e-3

@@ -113,19 +113,20 @@ def test_the_stated_memory_is_what_a_stream_keeps(name):
 
 
 def test_the_workload_is_that_of_optimizer_and_schedule():
-    linear = workload_of(arguments(lr_scheduler_type="linear", warmup_steps=2), 6)
+    def workload(num_steps: int = 3, given: dict | None = None, **options):
+        return workload_of(TrainerInputs(args=arguments(**options), **(given or {})), num_steps)
+
+    linear = workload(6, lr_scheduler_type="linear", warmup_steps=2)
     assert linear.adaptive and linear.coefs == (1.0,) * 6
     assert linear.step_sizes == pytest.approx((0.0, 0.5, 1.0, 0.75, 0.5, 0.25))
-    assert workload_of(arguments(lr_scheduler_type="constant"), 6).step_sizes is None
-    assert not workload_of(arguments(optim="sgd"), 6).adaptive
+    assert workload(6, lr_scheduler_type="constant").step_sizes is None
+    assert not workload(6, optim="sgd").adaptive
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1, momentum=0.5)
-    given = workload_of(arguments(lr_scheduler_type="constant"), 3, TrainerInputs(optimizers=(sgd, None)))
+    given = workload(given={"optimizers": (sgd, None)}, lr_scheduler_type="constant")
     assert given.coefs == (1.0, 1.5, 1.75) and not given.adaptive
-    named = arguments(lr_scheduler_type="constant", optim="sgd", optim_args="momentum=0.5")
-    assert workload_of(named, 3) == given
-    by_class = TrainerInputs(optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.1, "momentum": 0.5}))
-    assert workload_of(arguments(lr_scheduler_type="constant"), 3, by_class) == given
+    assert workload(lr_scheduler_type="constant", optim="sgd", optim_args="momentum=0.5") == given
+    by_class = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.5})}
+    assert workload(given=by_class, lr_scheduler_type="constant") == given
     adam = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    assert workload_of(arguments(), 3, TrainerInputs(optimizers=(adam, None))).adaptive
-    plateau = arguments(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps")
-    assert workload_of(plateau, 3).step_sizes is None
+    assert workload(given={"optimizers": (adam, None)}).adaptive
+    assert workload(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps").step_sizes is None

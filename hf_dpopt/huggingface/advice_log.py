@@ -28,13 +28,12 @@ MUCH = 1.5  # times the noise of a step under independent noise: nu_dpftrl, nu 0
 APART = 4.0
 
 
-def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised) -> None:
+def announce(plan: PrivacyPlan, inputs: TrainerInputs, advised: Advised) -> None:
     """Say what was chosen, what the noise leaves, and what would be better; warn of a run that cannot learn.
 
     Args:
         plan: plan of the run.
-        args: its arguments, with what was chosen.
-        inputs: what the trainer was given, with the model that is trained.
+        inputs: what the trainer was given, with what was chosen and the model that is trained.
         advised: what was chosen, and the advice it is from.
     """
     if current_ranks().rank != 0:
@@ -46,8 +45,8 @@ def announce(plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs
     is_long = plan.num_steps > MAX_CORRELATED_STEPS and not plan.strategy.is_independent
     try:
         if plan.is_private and not is_long:
-            trained = Trained.of(args, inputs)
-            outlook = _outlook(plan, args, inputs, advised, trained)
+            args, trained = inputs.args, Trained.of(inputs)
+            outlook = _outlook(plan, inputs, advised, trained)
             chosen += f"Outlook: {outlook.describe()}."
             rate = _given_rate(outlook, advised, args)
             head, better = _of_the_head(outlook), _better(outlook, advised, plan, args, trained)
@@ -77,10 +76,8 @@ def spelled(values: Mapping[str, Any]) -> str:
     )
 
 
-def _outlook(
-    plan: PrivacyPlan, args: DPTrainingArguments, inputs: TrainerInputs, advised: Advised, trained: Trained
-) -> Outlook:
-    reach = usual = None
+def _outlook(plan: PrivacyPlan, inputs: TrainerInputs, advised: Advised, trained: Trained) -> Outlook:
+    args, reach, usual = inputs.args, None, None
     if advised.job is not None and trained.is_tuned and trained.size is not None:
         reach = args.learning_rate * plan.num_steps * mean_step_size(args, plan.num_steps)
         batch = plan.sampler.expected_batch_size
@@ -90,7 +87,7 @@ def _outlook(
         plan,
         trained.kind,
         size=trained.size,
-        is_adaptive=is_adaptive(args, inputs),
+        is_adaptive=is_adaptive(inputs),
         has_trained_head=plan.advised.get(TRAINED_HEAD, False),
         reach=reach,
         advised_reach=usual,

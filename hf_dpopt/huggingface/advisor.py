@@ -55,9 +55,9 @@ class Trained:
     is_glue: bool = False
 
     @classmethod
-    def of(cls, args: DPTrainingArguments, inputs: TrainerInputs) -> Trained:
-        """Look at arguments of the run and at what the trainer was given."""
-        model, adapters = inputs.model, inputs.peft_config
+    def of(cls, inputs: TrainerInputs) -> Trained:
+        """Look at what the trainer was given."""
+        args, model, adapters = inputs.args, inputs.model, inputs.peft_config
         name = str(getattr(args.optim, "value", args.optim))
         own = inputs.optimizers not in (None, (None, None)) or inputs.optimizer_cls_and_kwargs is not None
         plain = args.preconditioner == "none" and inputs.preclip is None
@@ -111,7 +111,6 @@ class Advised:
 
 
 def ask_advisor(
-    args: DPTrainingArguments,
     inputs: TrainerInputs,
     *,
     num_units: int,
@@ -122,7 +121,6 @@ def ask_advisor(
     """Choose values for what was left open. Nothing is changed yet.
 
     Args:
-        args: arguments of the run.
         inputs: what the trainer was given.
         num_units: records, or users.
         batch: logical batch where none is chosen.
@@ -132,7 +130,7 @@ def ask_advisor(
     Raises:
         DPConfigError: for recorded options that no run wrote.
     """
-    trained = Trained.of(args, inputs)
+    args, trained = inputs.args, Trained.of(inputs)
     if recorded is not None:
         before, open_ = read_advised(recorded), _open_options(args, trained)
         if typed_batch(args) is None and args.gradient_accumulation_steps == 1:
@@ -146,17 +144,16 @@ def ask_advisor(
         return Advised(recorded=_declared(args))
 
 
-def ask_again(advised: Advised, args: DPTrainingArguments, inputs: TrainerInputs, plan: PrivacyPlan) -> Advised:
+def ask_again(advised: Advised, inputs: TrainerInputs, plan: PrivacyPlan) -> Advised:
     """Choose what depends on the size of the model, for trainers that load it themselves; the batch is the plan's.
 
     Args:
         advised: what was chosen without the model.
-        args: arguments of the run.
         inputs: what the trainer was given, with the model that it loaded.
         plan: plan of the run.
     """
     later = ask_advisor(
-        args, inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
+        inputs, num_units=plan.num_users or plan.num_examples, batch=plan.sampler.expected_batch_size,
         recorded=advised.recorded if advised.job is None else None,  # a run that goes on chooses nothing
         batch_stays=True,
     )  # fmt: skip

@@ -8,16 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from transformers import Trainer
+
+from hf_dpopt.huggingface.arguments import DPTrainingArguments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerInputs:
-    """Arguments of a trainer, apart from the training arguments; see `DPTrainerMixin` and transformers' `Trainer`.
+    """Arguments of a trainer; see `DPTrainerMixin` and transformers' `Trainer`.
 
     Attributes:
+        trainer_class: class of the trainer, which errors name.
         peft_config: adapter that the trainer itself puts around the model; None for no adapter.
     """
 
+    args: DPTrainingArguments
+    trainer_class: type = Trainer
     model: Any = None
     train_dataset: Any = None
     eval_dataset: Any = None
@@ -48,7 +54,7 @@ class TrainerInputs:
             **own: those of the mixin.
         """
         stock = inspect.signature(make).bind_partial(*positional, **named).arguments
-        known = {field.name for field in dataclasses.fields(cls)}
+        known = {field.name for field in dataclasses.fields(cls)} - own.keys()
         return cls(**{name: value for name, value in stock.items() if name in known}, **own)
 
     @property

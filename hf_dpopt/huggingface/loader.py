@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from hf_dpopt.huggingface.inputs import TrainerInputs
@@ -71,7 +70,6 @@ class TrainingRecords:
     def of(
         cls,
         inputs: TrainerInputs,
-        args: TrainingArguments,
         planned: PlannedRun,
         columns: Collection[str],
         *,
@@ -82,7 +80,6 @@ class TrainingRecords:
 
         Args:
             inputs: what the trainer was given, and made of it.
-            args: training arguments.
             planned: plan of the run.
             columns: that the model reads.
             remove: takes the others from a stored dataset.
@@ -90,7 +87,7 @@ class TrainingRecords:
         """
         dataset = without_unused(remove, "training", inputs.train_dataset)
         public = without_unused(remove, "public", inputs.public_dataset)
-        sees_all = has_columns(dataset) or not args.remove_unused_columns
+        sees_all = has_columns(dataset) or not inputs.args.remove_unused_columns
         return cls(dataset, inputs.data_collator, None if sees_all else columns, planned.users, public, place)
 
     def loader(self, args: Any, steps_per_epoch: int, current_run: Callable[[], PrivateRun]) -> DataLoader:

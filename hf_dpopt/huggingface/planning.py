@@ -42,32 +42,30 @@ class PlannedRun:
     users: UserData | None
     unit_declared: str | None
 
-    def completed(self, inputs: TrainerInputs, args: DPTrainingArguments) -> PlannedRun:
+    def completed(self, inputs: TrainerInputs) -> PlannedRun:
         """The same with a learning rate for a model that the trainer loaded by itself."""
-        advised = ask_again(self.advised, args, inputs, self.plan)
-        advised.apply(args)
+        advised = ask_again(self.advised, inputs, self.plan)
+        advised.apply(inputs.args)
         plan = dataclasses.replace(self.plan, advised=advised.recorded)
         return dataclasses.replace(self, plan=plan, advised=advised)
 
-    def after_check(self, inputs: TrainerInputs, args: DPTrainingArguments, trainer_class: type) -> PlannedRun:
+    def after_check(self, inputs: TrainerInputs) -> PlannedRun:
         """The same after a look at the records to train on: some trainers prepare those that they are given.
 
         Args:
             inputs: what the trainer has now.
-            args: training arguments.
-            trainer_class: named in errors.
 
         Raises:
             DPConfigError: if a record did not stay one record.
         """
-        declared = declared_unit(inputs, args)
+        declared = declared_unit(inputs)
         dataset = inputs.train_dataset
         if self.users is not None:
             self.users.check(dataset)
         elif len(dataset) != self.plan.num_examples:
             raise DPConfigError(
-                f"{trainer_class.__name__} made {len(dataset)} training records of {self.plan.num_examples} (packing, "
-                "splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
+                f"{inputs.trainer_class.__name__} made {len(dataset)} training records of {self.plan.num_examples} "
+                "(packing, splitting or filtering), so the plan does not fit. Prepare the dataset before the trainer."
             )
         return dataclasses.replace(self, unit_declared=declared)
 
@@ -83,22 +81,21 @@ def plan_of(planned: PlannedRun | None) -> PrivacyPlan:
     return planned.plan
 
 
-def plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks) -> PlannedRun | None:
+def plan_run(inputs: TrainerInputs, ranks: Ranks) -> PlannedRun | None:
     """Plan the training of the records that a trainer was given; None if it was given none, to evaluate only.
 
-    Sets in `args` what the advisor chose, and the logical batch: one loader item is one logical batch, and the user's
-    accumulation becomes part of its expected size.
+    Sets in `inputs.args` what the advisor chose, and the logical batch: one loader item is one logical batch, and the
+    user's accumulation becomes part of its expected size.
 
     Args:
         inputs: what the trainer was given, after `refusals.check_inputs`.
-        args: its training arguments.
         ranks: processes of the run, which all plan the same.
 
     Raises:
         DPConfigError: for what cannot be planned, naming the option.
     """
-    expected = batch_asked_for(args)
-    planned = None if inputs.train_dataset is None else _plan_run(inputs, args, ranks, expected)
+    args, expected = inputs.args, batch_asked_for(inputs.args)
+    planned = None if inputs.train_dataset is None else _plan_run(inputs, ranks, expected)
     args.expected_batch_size = args.expected_batch_size or expected
     args.gradient_accumulation_steps = 1
     args.average_tokens_across_devices = False  # a token count over the batch would couple the records
@@ -113,7 +110,7 @@ def batch_asked_for(args: DPTrainingArguments) -> int:
     return args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
-def declared_unit(inputs: TrainerInputs, args: DPTrainingArguments) -> str | None:
+def declared_unit(inputs: TrainerInputs) -> str | None:
     """Refuse rows that are not what the statement will call them: a record, a block, or rows of a user.
 
     Returns:
@@ -122,11 +119,11 @@ def declared_unit(inputs: TrainerInputs, args: DPTrainingArguments) -> str | Non
     tokenizers = (inputs.processing_class, getattr(inputs.data_collator, "tokenizer", None))
     known = [getattr(tokenizer, "pad_token_id", None) for tokenizer in tokenizers if tokenizer is not None]
     padding_id = next((i for i in known if i is not None), None)
-    return check_unit(inputs.train_dataset, args, model=inputs.model, padding_id=padding_id)
+    return check_unit(inputs.train_dataset, inputs.args, model=inputs.model, padding_id=padding_id)
 
 
-def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, expected: int) -> PlannedRun:
-    declared = declared_unit(inputs, args)
+def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
+    args, declared = inputs.args, declared_unit(inputs)
     complete_metrics(args, inputs.model, inputs.per_example_loss_func)
     config = args.privacy_config(expected)
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
@@ -143,7 +140,7 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
         )  # fmt: skip
         with reading_plan(recorded, output_dir):
             before = None if recorded is None else recorded.advised or {}
-            return recorded, ask_advisor(args, inputs, num_units=num_examples, batch=expected, recorded=before)
+            return recorded, ask_advisor(inputs, num_units=num_examples, batch=expected, recorded=before)
 
     recorded, advised = ranks.same(chosen)
     settled = advised.applied_to(args)  # args themselves change once there is a plan
@@ -154,7 +151,11 @@ def _plan_run(inputs: TrainerInputs, args: DPTrainingArguments, ranks: Ranks, ex
     check_sizes(num_examples, num_steps)
     if recorded is None:  # noise that was tuned stays
         check_length(config.noise_mechanism, num_steps, config.noise_restart_every)
-    workload = None if is_independent(config.noise_mechanism) else workload_of(settled, num_steps, inputs)
+    workload = (
+        None
+        if is_independent(config.noise_mechanism)
+        else workload_of(dataclasses.replace(inputs, args=settled), num_steps)
+    )
 
     def planned() -> PrivacyPlan:
         # A run that goes on keeps the noise it began with; what was asked for now is the budget it must stay in.

@@ -17,7 +17,6 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
-from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.gradient_options import gradient_options
@@ -51,13 +50,11 @@ class TrainingSession:
     After its end it says what was trained, until the next one begins.
 
     Args:
-        inputs: what the trainer was given.
-        args: its training arguments.
+        inputs: what the trainer was given, and made of it.
         planned: its plan.
         records: its training records.
         model: the model that is trained, on its device.
         optimizer: the one that steps.
-        processing_class: the Trainer's.
         resume_step: optimizer step to go on from, see `PrivateRun`.
         checkpoint: folder that the model was loaded from; None for none.
 
@@ -73,17 +70,16 @@ class TrainingSession:
     def __init__(
         self,
         inputs: TrainerInputs,
-        args: DPTrainingArguments,
         planned: PlannedRun,
         records: TrainingRecords,
         *,
         model: nn.Module,
         optimizer: Any,
-        processing_class: Any,
         resume_step: int | None,
         checkpoint: str | None,
     ):
-        self._inputs, self._args, self._planned, self._records = inputs, args, planned, records
+        args = self._args = inputs.args
+        self._inputs, self._planned, self._records = inputs, planned, records
         self.plan, self.model, self.is_open = planned.plan, model, True
         self._optimizer = optimizer
         self._unprivatized = UnprivatizedStatistics()
@@ -107,7 +103,7 @@ class TrainingSession:
             self._check_optimizer(optimizer)
             self._collation, self._sample = records.collation(model, self.losses)
             with self.losses.named_first():
-                self.self_check = self._run_self_check(processing_class)
+                self.self_check = self._run_self_check()
             self.kept.check()
             self.kept.release_trained()
             stage_options.check_preclip(self.plan, self.engine, self._public)  # before the ledger is opened
@@ -149,11 +145,11 @@ class TrainingSession:
                 "their gradients would not be noised. Build the optimizer from model.parameters()."
             )
 
-    def _run_self_check(self, processing_class: Any) -> str:
+    def _run_self_check(self) -> str:
         if self._args.skip_self_check:
             logger.warning("The start-up self-check is off (--skip_self_check); the privacy report says so.")
             return "skipped by the user"
-        padding_id, padding_side = padding_of(self._collation, self._sample, processing_class)
+        padding_id, padding_side = padding_of(self._collation, self._sample, self._inputs.processing_class)
         like, is_whole = self._collation.parts(self._sample[:2])[0].batch, not self.engine.is_collective
         done = self_check(
             self.engine,
@@ -224,7 +220,7 @@ class TrainingSession:
             f"{sum(run.charged)} already charged. Protected: each {'record' if plan.unit == 'example' else plan.unit} "
             f"({plan.adjacency}). Keys, to be kept private: {run.keys.folder}"
         )
-        announce(plan, args, self._inputs, self._planned.advised)
+        announce(plan, self._inputs, self._planned.advised)
         announce_metrics(run)
         if not plan.strategy.is_independent:
             logger.debug(

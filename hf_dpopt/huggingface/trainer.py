@@ -105,6 +105,8 @@ class DPTrainerMixin(_Trainer):
             super().__init__,
             (model, args, *positional),
             kwargs,
+            args=args,
+            trainer_class=type(self),
             per_example_loss_func=per_example_loss_func,
             public_dataset=public_dataset,
             preclip=preclip,
@@ -112,8 +114,8 @@ class DPTrainerMixin(_Trainer):
         )
         training = TrainingRows(inputs.train_dataset)
         refusals.check_overrides(type(self), DPTrainerMixin)
-        refusals.check_inputs(type(self), inputs, args, training)
-        self._inputs, self._planned = inputs, plan_run(inputs, args, collectives.current_ranks())
+        refusals.check_inputs(inputs, training)
+        self._inputs, self._planned = inputs, plan_run(inputs, collectives.current_ranks())
         self._checkpoints, self._goes_on = Checkpoints(args), False
         self._preemption = Preemption(replaces_handlers=bool(args.enable_jit_checkpoint))
         with self._preemption.in_place_of_jit(args):
@@ -122,11 +124,11 @@ class DPTrainerMixin(_Trainer):
         keep_layout(self.model)
         made = self._as_made()  # some trainers load the model or wrap it in an adapter themselves
         if model is not None and not inputs.has_final_model:
-            refusals.check_model_with_records(self.model, made)
+            refusals.check_model_with_records(made)
         if self._planned is not None and not inputs.has_final_model:
-            self._planned = self._planned.completed(made, args)
+            self._planned = self._planned.completed(made)
         if self._planned is not None:
-            self._planned = self._planned.after_check(made, args, type(self))
+            self._planned = self._planned.after_check(made)
         self._lengths = TokenizerLengths(self.processing_class, self.data_collator)
         self._evaluation = EvaluationGuard(
             args,
@@ -164,7 +166,7 @@ class DPTrainerMixin(_Trainer):
 
     def _as_made(self) -> TrainerInputs:
         """The inputs with what the Trainer made of them so far."""
-        names = ("model", "train_dataset", "processing_class", "data_collator")
+        names = ("args", "model", "train_dataset", "processing_class", "data_collator")
         return dataclasses.replace(self._inputs, **{name: getattr(self, name) for name in names})
 
     @contextlib.contextmanager
@@ -237,13 +239,11 @@ class DPTrainerMixin(_Trainer):
         is_resumed = resume_from_checkpoint is not None or self._goes_on
         assert self._planned is not None
         self._session = TrainingSession(
-            dataclasses.replace(self._inputs, model=self.model),
-            self.args,
+            self._as_made(),
             self._planned,
             self._records,
             model=model,
             optimizer=self.optimizer,
-            processing_class=self.processing_class,
             resume_step=self.state.global_step if is_resumed else None,
             checkpoint=resume_from_checkpoint,
         )
@@ -263,11 +263,10 @@ class DPTrainerMixin(_Trainer):
         plan_of(self._planned)
         assert self._planned is not None
         # once more: the records may have been replaced since the trainer was made
-        planned = self._planned = self._planned.after_check(self._as_made(), self.args, type(self))
+        planned = self._planned = self._planned.after_check(self._as_made())
         self._set_signature_columns_if_needed()
         self._records = TrainingRecords.of(
             self._as_made(),
-            self.args,
             planned,
             self._signature_columns or (),
             remove=self._remove_unused_columns,

@@ -14,7 +14,7 @@ from hf_dpopt.noise import Workload, momentum_workload
 from hf_dpopt.noise.workloads import MAX_SCHEDULED_STEPS
 
 
-def workload_of(args: TrainingArguments, num_steps: int, inputs: TrainerInputs | None = None) -> Workload:
+def workload_of(inputs: TrainerInputs, num_steps: int) -> Workload:
     """Learning rates and momentum of a run, as a linear map from gradients to iterates.
 
     An adaptive optimizer divides by a second moment, which no linear map has. Its proxy is the plain sum of gradients,
@@ -22,25 +22,23 @@ def workload_of(args: TrainingArguments, num_steps: int, inputs: TrainerInputs |
     the second moment and shortens the steps (docs/mechanisms.md has the measurement).
 
     Args:
-        args: training arguments of the run.
-        num_steps: optimizer steps.
         inputs: what the Trainer was given; ``optimizers`` replaces what `args` say.
+        num_steps: optimizer steps.
 
     Returns:
         A workload that has no influence on privacy: nothing in it depends on the data.
     """
-    inputs = inputs or TrainerInputs()
-    _, options, scheduler = _optimizer(args, inputs)
+    _, options, scheduler = _optimizer(inputs)
     # a scheduler that has begun cannot be asked without moving it
     is_unknown = scheduler is not None or num_steps > MAX_SCHEDULED_STEPS
     momentum = float(options.get("momentum", 0.0))
-    workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(args, num_steps))
-    return dataclasses.replace(workload, adaptive=is_adaptive(args, inputs))
+    workload = momentum_workload(num_steps, momentum, None if is_unknown else _step_sizes(inputs.args, num_steps))
+    return dataclasses.replace(workload, adaptive=is_adaptive(inputs))
 
 
-def is_adaptive(args: TrainingArguments, inputs: TrainerInputs) -> bool:
-    """Whether the optimizer divides by a second moment; arguments as for `workload_of`."""
-    kind = _optimizer(args, inputs)[0]
+def is_adaptive(inputs: TrainerInputs) -> bool:
+    """Whether the optimizer divides by a second moment."""
+    kind = _optimizer(inputs)[0]
     return not (isinstance(kind, type) and issubclass(kind, torch.optim.SGD))  # it may be a function that makes one
 
 
@@ -52,12 +50,12 @@ def mean_step_size(args: TrainingArguments, num_steps: int) -> float:
     return 1.0 if sizes is None else sum(sizes) / (len(sizes) * max(sizes))
 
 
-def _optimizer(args: TrainingArguments, inputs: TrainerInputs) -> tuple[type, Mapping[str, Any], Any]:
+def _optimizer(inputs: TrainerInputs) -> tuple[type, Mapping[str, Any], Any]:
     """Class, options and scheduler of the run's optimizer; no scheduler where the arguments name it."""
     optimizer, scheduler = inputs.optimizers or (None, None)
     if optimizer is not None:
         return type(optimizer), optimizer.param_groups[0], scheduler
-    kind, options = inputs.optimizer_cls_and_kwargs or _named(args)
+    kind, options = inputs.optimizer_cls_and_kwargs or _named(inputs.args)
     return kind, options, scheduler
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.noise import momentum_workload
 from recipes.paper.federated import task, training
@@ -71,7 +72,7 @@ def test_a_run_is_what_it_says(words: task.Task, mechanism: str, monkeypatch: py
     assert trainer.plan.unit == "user" and trainer.plan.num_examples == 24
     assert result["epsilon_spent"] <= 8.0 and [step for step, _ in result["curve"]] == list(range(1, 9))
     assert trainer.optimizer.optimizer.param_groups[0]["momentum"] == 0.95
-    workload = workload_of(trainer.args, 8)
+    workload = workload_of(TrainerInputs(args=trainer.args), 8)
     assert workload.coefs == momentum_workload(8, 0.95).coefs and not workload.adaptive
     assert workload.step_sizes is not None
     assert workload.step_sizes[:7] == (1.0,) * 7 and workload.step_sizes[7] < 0.6

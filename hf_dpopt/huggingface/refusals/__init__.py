@@ -3,7 +3,6 @@
 One file for each thing that is examined; a new refusal is one line of a table there.
 """
 
-from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.refusals.arguments import check_accelerator, check_accumulation, check_arguments
 from hf_dpopt.huggingface.refusals.data import (
@@ -35,27 +34,23 @@ __all__ = [
 ]
 
 
-def check_inputs(
-    trainer_class: type, inputs: TrainerInputs, args: DPTrainingArguments, training: TrainingRows
-) -> None:
+def check_inputs(inputs: TrainerInputs, training: TrainingRows) -> None:
     """Refuse what a trainer was given and cannot train privately; nothing is touched yet.
 
     Args:
-        trainer_class: class of the trainer.
         inputs: what it was given.
-        args: its training arguments.
         training: rows of the training set.
 
     Raises:
         DPConfigError: naming the option and the way out.
         UnsupportedModuleError: for a model whose records cannot be told apart, or a layer that is not covered.
     """
-    check_loss(trainer_class, inputs, args)
-    check_arguments(args)
-    check_model_given(inputs, trainer_class)
+    check_loss(inputs)
+    check_arguments(inputs.args)
+    check_model_given(inputs)
     check_datasets(inputs)
-    check_private_evaluation(args, inputs)
+    check_private_evaluation(inputs)
     if inputs.has_final_model:
-        check_model_with_records(inputs.model, inputs)
-    check_stages(args, inputs)
-    check_data(training, inputs)
+        check_model_with_records(inputs)
+    check_stages(inputs)
+    check_data(inputs, training)

@@ -12,7 +12,6 @@ from transformers import DataCollatorWithFlattening
 from hf_dpopt.common.checks import check_at_most, check_count
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.refusal import Refusal, refuses
-from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.bounds import MAX_UNITS
 from hf_dpopt.records.overlap import TrainingRows
@@ -64,9 +63,9 @@ def _check_public(public_dataset: Any) -> None:
 
 
 @refuses
-def check_data(training: TrainingRows, inputs: TrainerInputs) -> Iterator[Refusal]:
+def check_data(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refusal]:
     """Refuse datasets that cannot be sampled, or whose evaluation would release the training data."""
-    train_dataset, data_collator = training.dataset, inputs.data_collator
+    train_dataset, data_collator = inputs.train_dataset, inputs.data_collator
     if train_dataset is None:
         return
     yield (
@@ -166,8 +165,9 @@ def _contents(row: Any) -> str:
 
 
 @refuses
-def check_private_evaluation(args: DPTrainingArguments, inputs: TrainerInputs) -> Iterator[Refusal]:
+def check_private_evaluation(inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse options that release more of a private evaluation set than noisy metrics, or that have no budget."""
+    args = inputs.args
     is_private = args.eval_data_privacy == "private"
     for name in BUDGET:
         yield (

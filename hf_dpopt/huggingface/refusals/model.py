@@ -70,13 +70,9 @@ def check_model(model: nn.Module) -> Iterator[Refusal]:
     yield from _on_adapters(model)
 
 
-def check_model_with_records(model: nn.Module, inputs: TrainerInputs) -> None:
-    """Refuse a model that cannot be trained, or not on these records.
-
-    Args:
-        model: the model that will be trained.
-        inputs: what the trainer was given besides.
-    """
+def check_model_with_records(inputs: TrainerInputs) -> None:
+    """Refuse a model that cannot be trained, or not on these records."""
+    model = inputs.model
     check_model(model)
     Capture(model)
     if inputs.train_dataset is not None:
@@ -84,15 +80,10 @@ def check_model_with_records(model: nn.Module, inputs: TrainerInputs) -> None:
         refuse_malformed(inputs.train_dataset, Limits.of(model, kind), form=None)
 
 
-def check_model_given(inputs: TrainerInputs, trainer_class: type) -> None:
-    """Refuse what is no model, before the Trainer moves it to a device.
-
-    Args:
-        inputs: what the trainer was given.
-        trainer_class: trainers other than transformers' own may load a model by its name.
-    """
-    model = inputs.model
-    makes = next(cls for cls in trainer_class.__mro__ if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
+def check_model_given(inputs: TrainerInputs) -> None:
+    """Refuse what is no model, before the Trainer moves it to a device."""
+    model, order = inputs.model, inputs.trainer_class.__mro__  # other trainers may load a model by its name
+    makes = next(cls for cls in order if "__init__" in vars(cls) and not cls.__name__.startswith("DP"))
     if isinstance(model, nn.Module) or makes not in (Trainer, Seq2SeqTrainer):
         return
     if model is None and callable(inputs.model_init):

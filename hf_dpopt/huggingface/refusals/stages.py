@@ -22,26 +22,28 @@ MAX_SHARED = 0.1  # of the public records, that the training set may hold too: s
 
 
 @refuses
-def check_stages(args: Any, inputs: TrainerInputs) -> Iterator[Refusal]:
+def check_stages(inputs: TrainerInputs) -> Iterator[Refusal]:
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
+    args = inputs.args
     check_count("public_batch_size", args.public_batch_size)
     check_positive(ball_radius=args.ball_radius)
     filter_options = check_mapping("filter_kwargs", args.filter_kwargs or {}, '{"dtype": "bfloat16"}')
     if "dtype" in filter_options:
         check_choice("filter_kwargs dtype", filter_options["dtype"], FILTER_DTYPES)
     options = check_mapping("preconditioner_kwargs", args.preconditioner_kwargs or {}, '{"clipping_norm": 5}')
-    yield from _on_kinds(args, inputs, sorted(filter_options.keys() - {"dtype"}))
-    low_pass, optimizer = low_pass_of(args), _optimizer(args, inputs)
-    yield from _on_what_is_given_twice(args, inputs, optimizer)
+    yield from _on_kinds(inputs, sorted(filter_options.keys() - {"dtype"}))
+    low_pass, optimizer = low_pass_of(args), _optimizer(inputs)
+    yield from _on_what_is_given_twice(inputs, optimizer)
     preclip = inputs.preclip or make_preclip(args.preconditioner, options)
-    yield from _on_public_records(args, inputs, preclip)
+    yield from _on_public_records(inputs, preclip)
     inner = optimizer.filter if isinstance(optimizer, NoiseAwareOptimizer) else None
     before = [] if low_pass is None or inner is not None else [low_pass]
     yield from _on_noise_level(args, preclip, optimizer, [*before, *inputs.postprocess], inner)
 
 
-def _optimizer(args: Any, inputs: TrainerInputs) -> Any:
+def _optimizer(inputs: TrainerInputs) -> Any:
     """The optimizer that was given, or one like it; None for one of transformers'. Refuses what is out of range."""
+    args = inputs.args
     given, cls_and_kwargs = (inputs.optimizers or (None, None))[0], inputs.optimizer_cls_and_kwargs
     one = [torch.nn.Parameter(torch.zeros(1))]
     if cls_and_kwargs is not None:
@@ -52,7 +54,8 @@ def _optimizer(args: Any, inputs: TrainerInputs) -> Any:
     return given if ours is None else ours[0](one, **{**ours[1], "weight_decay": args.weight_decay})
 
 
-def _on_kinds(args: Any, inputs: TrainerInputs, unknown: Sequence[str]) -> Iterator[Refusal]:
+def _on_kinds(inputs: TrainerInputs, unknown: Sequence[str]) -> Iterator[Refusal]:
+    args = inputs.args
     yield bool(unknown), f"`filter_kwargs` has {', '.join(unknown)}, which no filter knows. It takes: dtype."
     yield (
         args.filter is not None and not isinstance(args.filter, str),
@@ -73,7 +76,8 @@ def _on_kinds(args: Any, inputs: TrainerInputs, unknown: Sequence[str]) -> Itera
         )
 
 
-def _on_what_is_given_twice(args: Any, inputs: TrainerInputs, optimizer: Any) -> Iterator[Refusal]:
+def _on_what_is_given_twice(inputs: TrainerInputs, optimizer: Any) -> Iterator[Refusal]:
+    args = inputs.args
     is_given = (inputs.optimizers or (None, None))[0] is not None or inputs.optimizer_cls_and_kwargs is not None
     yield (
         inputs.preclip is not None and args.preconditioner != "none",
@@ -96,8 +100,8 @@ def _on_what_is_given_twice(args: Any, inputs: TrainerInputs, optimizer: Any) ->
     )
 
 
-def _on_public_records(args: Any, inputs: TrainerInputs, preclip: Preclip) -> Iterator[Refusal]:
-    public = inputs.public_dataset
+def _on_public_records(inputs: TrainerInputs, preclip: Preclip) -> Iterator[Refusal]:
+    args, public = inputs.args, inputs.public_dataset
     yield (
         preclip.needs_public_records and public is None,
         f"preconditioner={preclip.name!r} learns from public records, and there are none. Pass public_dataset to the "

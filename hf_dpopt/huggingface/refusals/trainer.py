@@ -57,7 +57,7 @@ def check_arguments_given(args: Any, trainer_class: type) -> None:
         )
 
 
-def check_loss(trainer_class: type, inputs: TrainerInputs, args: Any) -> None:
+def check_loss(inputs: TrainerInputs) -> None:
     """Refuse losses of the whole batch.
 
     With `per_example_loss_func` training uses nothing else; evaluation still uses the others.
@@ -65,11 +65,12 @@ def check_loss(trainer_class: type, inputs: TrainerInputs, args: Any) -> None:
     Raises:
         DPConfigError: naming a way out.
     """
+    trainer_class: Any = inputs.trainer_class
     stock: tuple[Any, ...] = (Trainer.compute_loss, Seq2SeqTrainer.compute_loss)  # replaced by losses of records
     owner = _owner(trainer_class, "compute_loss").__module__
     if owner == "trl.trainer.sft_trainer":
-        _check_sft(args)
-        stock = (*stock, trainer_class.compute_loss)  # type: ignore[attr-defined]
+        _check_sft(inputs.args)
+        stock = (*stock, trainer_class.compute_loss)
     elif owner.startswith("trl."):
         what, fix = PREFERENCES.get(owner.rpartition(".")[2], OTHER_TRL)
         raise DPConfigError(f"{_owner(trainer_class, 'compute_loss').__name__} {what} {fix}")
@@ -81,7 +82,7 @@ def check_loss(trainer_class: type, inputs: TrainerInputs, args: Any) -> None:
     )
     if inputs.compute_loss_func is not None:
         raise DPConfigError(f"A compute_loss_func returns one number for the batch, which mixes records. {fix}")
-    if trainer_class.compute_loss not in stock:  # type: ignore[attr-defined]
+    if trainer_class.compute_loss not in stock:
         raise DPConfigError(
             f"{trainer_class.__name__} overrides compute_loss, which returns one number for the batch and would not "
             f"be used. {fix} Training then uses that, and evaluation goes on using compute_loss."

@@ -15,6 +15,7 @@ import numpy as np
 from transformers import TrainerCallback
 
 from hf_dpopt import DPTrainer, DPTrainingArguments, make_plan
+from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import workload_of
 from hf_dpopt.plan.compare import compare_row, predicted_errors
 from recipes.paper.federated.task import COLLATE, USER, Task, evaluate
@@ -152,7 +153,7 @@ def predicted(run: Run, num_users: int) -> dict[str, float] | None:
         return None
     with TemporaryDirectory() as folder:
         args = run.arguments(Path(folder))
-    workload = workload_of(args, run.num_rounds)
+    workload = workload_of(TrainerInputs(args=args), run.num_rounds)
     plan = make_plan(
         args.privacy_config(run.users), num_examples=num_users, num_steps=run.num_rounds, workload=workload
     )
