@@ -27,12 +27,10 @@ from hf_dpopt.run.checkpoint import (
     STATE,
     UNFINISHED,
     Checkpoint,
-    Manifest,
     clean,
     examine,
     last_whole,
     refuse,
-    step_of,
     write_manifest,
 )
 from hf_dpopt.run.journal import JOURNAL
@@ -81,8 +79,7 @@ class Checkpoints:
         """
         place = Path(output_dir) / f"checkpoint-{state.global_step}"
         unfinished, was_there, self._pushes = place.parent / UNFINISHED, place.exists(), []
-        saves, ranks = self._args.should_save, run.ranks  # rank 0, and with save_on_each_node one of each machine
-        if saves:
+        if self._args.should_save:
             make_folder(unfinished)
             remove(unfinished / place.name)  # of a save that failed in this process
         self.folder = unfinished
@@ -92,9 +89,12 @@ class Checkpoints:
             self.folder = None
         self._name_best(place, state)
         made, standing = unfinished / place.name, run.stand()
-        ranks.every(lambda: self._finish(made, place, state, standing, adopts=not was_there) if saves else None)
-        # when the new one is whole on every machine: a kill leaves one that all have
-        ranks.every(lambda: self._remove_older(unfinished, place, state, is_extra=is_extra) if saves else None)
+
+        def finish() -> None:
+            self._finish(made, place, state, standing, adopts=not was_there)
+            self._remove_older(unfinished, place, state, is_extra=is_extra)  # a kill before leaves a whole one
+
+        run.ranks.same(finish)
         self.last_saved, self._extra = state.global_step, place if is_extra else None
         return str(place) if self._pushes else None
 
@@ -148,53 +148,15 @@ class Checkpoints:
             because it has not taken a step yet.
 
         Raises:
-            DPConfigError: if the one that was asked for is torn or no folder, if torn ones are all there is, or if
-                none could be saved whole.
+            DPConfigError: if the one that was asked for is torn or no folder, if torn ones are all there is, if none
+                could be saved whole, or if a process does not see it.
         """
         if isinstance(asked, str):  # as a command line gives it
             asked = {"true": True, "false": False}.get(asked.lower(), asked)
-        ranks, without, said = collectives.current_ranks(), frozenset[int](), ""
-        while True:
-            folder, goes_on, wanted = ranks.same(lambda: self._choose(asked, without))  # noqa: B023
-            if folder is None and without:
-                raise DPConfigError(f"No checkpoint is whole on all machines: {said}")
-            if folder is None:
-                return None, goes_on
-            said = self._wrong_somewhere(Path(folder), wanted)
-            if not said:
-                return folder, goes_on
-            if asked is not True:
-                raise DPConfigError(f"{folder} is no checkpoint to resume from: {said}")
-            logger.warning(f"{Path(folder).name} is skipped: {said}")
-            without |= {step_of(Path(folder))}
-
-    def _wrong_somewhere(self, folder: Path, wanted: Manifest | None) -> str:
-        """Say what is wrong with a checkpoint on the first machine on which something is; all ranks together."""
-        found = collectives.current_ranks().every(lambda: self._wrong_here(folder, wanted))
-        rank = next((rank for rank, reason in enumerate(found) if reason), None)
-        if rank is None:
-            return ""
-        return (
-            f"on the machine of process {rank}, {found[rank]}. Put output_dir on a disk that all machines see, or "
-            "save with --save_on_each_node and resume on the same machines, each with its own folder."
-        )
-
-    def _wrong_here(self, folder: Path, wanted: Manifest | None) -> str:
-        """Say what is wrong with the copy of a checkpoint that this process reads; an empty text if nothing is.
-
-        Args:
-            folder: the checkpoint that rank 0 chose, and found whole on its disk.
-            wanted: its manifest there.
-        """
-        if not folder.is_dir():
-            return "it is not there"
-        if collectives.rank() == 0 or not self._args.save_on_each_node or not self._args.should_save:
-            return ""
-        found = examine(folder, None, needed={*NEEDED, *({} if wanted is None else wanted.files)})
-        mine = found.manifest
-        if found.is_whole and wanted and mine and (mine.run, mine.origin) != (wanted.run, wanted.origin):
-            return "it is that of another run, or of another moment"
-        return "; ".join(found.reasons)
+        folder, goes_on = collectives.current_ranks().same(lambda: self._choose(asked))
+        if folder is not None:
+            _check_seen_by_all(Path(folder))
+        return folder, goes_on
 
     def check_best(self, state: TrainerState, run: PrivateRun) -> None:
         """Refuse to load the best checkpoint at the end if its files are not those that were saved.
@@ -209,37 +171,30 @@ class Checkpoints:
         best = self._output_dir / Path(state.best_model_checkpoint).name
         state.best_model_checkpoint = str(best)
 
-        def check() -> Manifest | None:
+        def check() -> None:
             found = examine(best, run.ledger)
             if not found.is_whole:
                 raise refuse(found)
-            return found.manifest
 
-        if said := self._wrong_somewhere(best, run.ranks.same(check)):
-            raise DPConfigError(f"The best checkpoint, {best}, cannot be loaded: {said}")
+        run.ranks.same(check)
+        _check_seen_by_all(best)
 
-    def _choose(
-        self, asked: str | os.PathLike[str] | bool | None, without: frozenset[int]
-    ) -> tuple[str | None, bool, Manifest | None]:
-        """Choose as `choose`, on rank 0; return also the manifest of the checkpoint.
-
-        Args:
-            without: steps of checkpoints that other machines do not have.
-        """
+    def _choose(self, asked: str | os.PathLike[str] | bool | None) -> tuple[str | None, bool]:
+        """Choose as `choose`, on rank 0."""
         output_dir = self._output_dir
         if self._args.save_strategy != "no":
             check_renames(output_dir / UNFINISHED)
         if asked is None or asked is False:
-            return None, False, None
+            return None, False
         known = found_by(self._args)
         if known.known is not None:  # finish or remove what a killed run left, under its locks
             with open_log(self._args) as log:
                 clean(output_dir, log.state)
             known = found_by(self._args)
         if asked is True:
-            newest = self._newest(output_dir, known, without)
+            newest = self._newest(output_dir, known)
             if newest is None:
-                return None, True, None
+                return None, True
             found = newest
         else:
             found = examine(Path(str(asked)), known.known, needed=NEEDED)
@@ -247,11 +202,11 @@ class Checkpoints:
                 raise refuse(found)
         with loading(str(found.folder)):
             TrainerState.load_from_json(str(found.folder / STATE))
-        return str(found.folder), False, found.manifest
+        return str(found.folder), False
 
-    def _newest(self, output_dir: Path, known: Found, without: frozenset[int]) -> Checkpoint | None:
+    def _newest(self, output_dir: Path, known: Found) -> Checkpoint | None:
         """The last whole checkpoint, None if none is needed; say which ones after it are skipped, and why."""
-        last, skipped = last_whole(output_dir, known.known, needed=NEEDED, without=without)
+        last, skipped = last_whole(output_dir, known.known, needed=NEEDED)
         if last is None:
             torn = "".join(f" {one.folder.name}: {'; '.join(one.reasons)}." for one in skipped)
             if skipped and not (output_dir / JOURNAL).is_dir():  # which may lead on from the initial weights
@@ -265,6 +220,16 @@ class Checkpoints:
         for one in skipped:
             logger.warning(f"{one.folder.name} is skipped: {'; '.join(one.reasons)}. Resuming from {last.folder}.")
         return last
+
+
+def _check_seen_by_all(folder: Path) -> None:
+    """Refuse a checkpoint that rank 0 chose, and that another machine does not have; all ranks together."""
+    sees = collectives.current_ranks().every(folder.is_dir)
+    if not all(sees):
+        raise DPConfigError(
+            f"{folder} is not there on the machine of process {sees.index(False)}. Put output_dir on a disk that all "
+            "machines see."
+        )
 
 
 @contextlib.contextmanager
@@ -310,19 +275,3 @@ def surplus(output_dir: Path, limit: int | None, state: Any) -> list[str]:
         kept.add(str(Path(state.best_model_checkpoint)))
     others = [folder for folder in found if folder not in kept]
     return others[: max(0, len(found) - limit)]
-
-
-@contextlib.contextmanager
-def written_on_this_machine(model: Any, args: Any) -> Iterator[None]:
-    """Let the process that saves for its machine write the model, too (`save_on_each_node`).
-
-    transformers 5 leaves weights to the first process of all, and writes a checkpoint without them on other machines.
-    """
-    if not (args.should_save and collectives.rank() and hasattr(model, "should_save_on_this_rank")):
-        yield
-        return
-    model.should_save_on_this_rank = lambda is_main_process: is_main_process
-    try:
-        yield
-    finally:
-        del model.should_save_on_this_rank

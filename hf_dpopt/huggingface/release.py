@@ -169,8 +169,6 @@ class ReleaseGuard:
     def write_report(self, released: Mapping[str, str] | None = None) -> None:
         """Write `privacy/statement.md` and `privacy/report.json`; rank 0 only, and not without the run's ledger.
 
-        Other machines have no ledger, and could not say how many keys were used (`save_on_each_node`).
-
         Args:
             released: see `facts`.
         """

@@ -24,7 +24,7 @@ from hf_dpopt.common.sharding import give_back
 from hf_dpopt.common.storage import naming
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.arguments import RefuseStockTraining
-from hf_dpopt.huggingface.checkpoints import Checkpoints, loading, written_on_this_machine
+from hf_dpopt.huggingface.checkpoints import Checkpoints, loading
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import changed_by_a_forward, keep_layout, refuse_spoilt
@@ -382,9 +382,9 @@ class DPTrainerMixin(_Trainer):
 
     @explains_storage_faults
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        folder, model = Path(output_dir or self.args.output_dir), self.accelerator.unwrap_model(self.model)
+        folder = Path(output_dir or self.args.output_dir)
         give_back(self.model)
-        with self._writing(folder), written_on_this_machine(model, self.args), self._lengths.saved():
+        with self._writing(folder), self._lengths.saved():
             super()._save(output_dir, state_dict=whole_state(state_dict, keeps=self.args.should_save))
         self._release.note_saved(folder)
 

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,17 +201,11 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def last_whole(
-    output_dir: Path, ledger: Ledger | None, *, needed: Sequence[str] = (), without: Collection[int] = ()
+    output_dir: Path, ledger: Ledger | None, *, needed: Sequence[str] = ()
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The newest checkpoint that a run can go on from, and those after it that it cannot.
-
-    Args:
-        without: steps of checkpoints that are left out.
-    """
+    """The newest checkpoint that a run can go on from, and those after it that it cannot."""
     skipped: list[Checkpoint] = []
     for folder in checkpoints(output_dir):
-        if step_of(folder) in without:
-            continue
         found = examine(folder, ledger, needed=needed)
         if found.is_whole:
             return found, skipped

@@ -65,6 +65,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"preserve_rng_state": True}},
         "Reentrant.*'use_reentrant': False",
     ),
+    "save_on_each_node": ({"save_on_each_node": True}, "put output_dir on a disk that all machines see"),
     "debug": ({"debug": "underflow_overflow"}, "Remove --debug"),
     "tokens seen": ({"include_num_input_tokens_seen": True}, "include_num_input_tokens_seen.*Leave it at 'no'"),
     "tokens seen, text": ({"include_num_input_tokens_seen": "non_padding"}, "Leave it at 'no'"),

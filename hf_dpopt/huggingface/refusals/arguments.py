@@ -28,6 +28,7 @@ def check_arguments(args: Any) -> Iterator[Refusal]:
     yield from _on_devices(args)
     yield from _on_batching(args)
     yield from _on_backward(args)
+    yield from _on_saving(args)
     yield from _on_side_channels(args)
 
 
@@ -139,6 +140,14 @@ def _on_backward(args: Any) -> Iterator[Refusal]:
         is_reentrant(checkpointing),
         "Reentrant checkpointing runs a second backward inside the first. Use "
         "activation_checkpointing_kwargs={'use_reentrant': False}, the default.",
+    )
+
+
+def _on_saving(args: Any) -> Iterator[Refusal]:
+    yield (
+        bool(args.save_on_each_node),
+        "`save_on_each_node` writes checkpoints that lie apart from the ledger, which one machine has. Remove "
+        "--save_on_each_node, and put output_dir on a disk that all machines see.",
     )
 
 
