@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from scipy.special import softmax
 from hf_dpopt.clipping.clipped_sum import COUNT
 from hf_dpopt.clipping.scaling import Diagonal, Scale
 from hf_dpopt.clipping.squared_sum import COLUMNS, ROWS, squared_sensitivity
-from hf_dpopt.common.types import Released
-from hf_dpopt.noise import make_noise_source
+from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import OneQuery
+from recipes.paper.steps import PrivateSteps, Scales
 
 WEIGHTS = "w"
 SMALLEST = 1e-30  # of a norm that something is divided by
@@ -136,14 +136,6 @@ def squared_sum(records: Records, weights_WK: np.ndarray, clip: float, *, by_row
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-class Preconditioner(Protocol):
-    """The part of `hf_dpopt.preclip.Preconditioning` that a run asks."""
-
-    def scales(self) -> tuple[Scale | None, ...]: ...
-
-    def receive(self, released: Released) -> Released: ...
-
-
 class PublicMean:
     """Gradients of all public records, every time: a `hf_dpopt.preclip.base.PublicSource`.
 
@@ -165,16 +157,15 @@ class PublicMean:
         assert not state
 
 
-class PrivateGradients:
-    """Releases of one run, step after step, as `hf_dpopt.run.step` makes them, without its ledger: data are public.
+class PrivateGradients(PrivateSteps):
+    """Releases of one run, as arrays.
 
     Args:
         records: training records.
         weights_WK: weights of the run, which its optimizer changes in place.
         plan: made for a clipping norm of 1; the noise grows with the clip.
         clip: bound on the norm of ``g_b / D``.
-        keys: of the sampling and of the noise; 32 bytes each.
-        start: makes the preconditioner of the run from the level of its noise.
+        keys, start: see `PrivateSteps`.
     """
 
     def __init__(
@@ -185,40 +176,25 @@ class PrivateGradients:
         *,
         clip: float,
         keys: tuple[bytes, bytes],
-        start: Callable[[MechanismLevel], Preconditioner],
+        start: Callable[[MechanismLevel], Any],
     ):
-        self._records, self._weights_WK, self._plan, self._clip = records, weights_WK, plan, clip
-        self._sampling_key, noise_key = keys
-        self._noise = plan.mechanism.stream(
-            make_noise_source("fast", noise_key), clip * plan.sensitivity, first_step=1
-        )
-        self._batch, self.steps_done = plan.config.expected_batch_size, 0
-        self.stddev = self._noise.draw_stddev / self._batch  # of the noise in a coordinate of the mean
-        level = MechanismLevel(
-            plan.mechanism, stddev=self.stddev, num_steps=plan.num_steps, steps_done=lambda: self.steps_done
-        )
-        self.preconditioner = start(level)
+        self._records, self._weights_WK, self._clip = records, weights_WK, clip
         self._known: tuple[Scale | None, np.ndarray | None] = (None, None)  # a scale, and 1 / D of it
+        super().__init__(plan, self._sums, keys=keys, start=start, sensitivity=clip * plan.sensitivity)
 
     def __call__(self) -> np.ndarray:
         """What the optimizer sees of the next step, float64, (W, K)."""
-        step = self.steps_done + 1
-        batch = self._records[self._plan.sampler.draw(self._sampling_key, step)]
-        (scale,) = self.preconditioner.scales()
-        total_WK, within_B = clipped_sum(batch, self._weights_WK, self._inverse(scale), self._clip)
+        return super().__call__()[WEIGHTS].double().numpy()
+
+    def _sums(self, rows: np.ndarray, scales: Scales) -> ClippedSums:
+        (scale,) = scales
+        if scale is not self._known[0]:
+            self._known = (scale, inverse_of(scale, self._weights_WK.shape))
+        total_WK, within_B = clipped_sum(self._records[rows], self._weights_WK, self._known[1], self._clip)
         sums = {WEIGHTS: torch.tensor(total_WK, dtype=torch.float32)}
         if scale is not None and scale.count_weight:
             sums[COUNT] = torch.tensor([scale.count_weight * (within_B - 0.5).sum()], dtype=torch.float32)
-        self._noise.add_(sums, step)
-        self.steps_done = step
-        means = Released({name: value.div_(self._batch) for name, value in sums.items()})
-        return self.preconditioner.receive(means)[WEIGHTS].double().numpy()
-
-    def _inverse(self, scale: Scale | None) -> np.ndarray | None:
-        """1 / D, (W, K); None for no D."""
-        if scale is not self._known[0]:
-            self._known = (scale, inverse_of(scale, self._weights_WK.shape))
-        return self._known[1]
+        return ClippedSums(sums)
 
 
 def inverse_of(scale: Scale | None, shape: tuple[int, ...]) -> np.ndarray | None:

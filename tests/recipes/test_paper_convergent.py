@@ -71,15 +71,17 @@ def test_both_ways_keep_the_budget_and_learn(data: utility.Data) -> None:
 def test_features_have_norm_one_with_the_constant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utility, "HELD_OUT", 5)
 
-    def embed(texts: list[str], model: str) -> np.ndarray:
+    def embed(texts: list[str], model: Path) -> np.ndarray:
         return np.eye(4, dtype=np.float32)[[len(text) % 4 for text in texts]]
 
     monkeypatch.setattr(utility, "embed", embed)
     folder = tmp_path / "ag-news"
     folder.mkdir()
     for name, num in (("train", 20), ("test", 6)):
-        (folder / f"{name}.tsv").write_text("".join(f'{"x" * i} "\t{"AB"[i % 2]}\n' for i in range(num)))
-    found = utility.read_data(tmp_path, "ag_news", "model", tmp_path)
+        (folder / f"{name}.tsv").write_text(
+            "".join(f'{"x" * i} "\t{("Business", "Sci/Tech")[i % 2]}\n' for i in range(num))
+        )
+    found = utility.read_data(tmp_path, "ag_news", Path("model"), tmp_path)
     assert (len(found.train), len(found.held_out), len(found.test), found.num_labels) == (15, 5, 6, 2)
     norms = found.train.features.double().norm(dim=1)
     assert norms.max() <= 1 and norms.min() > 0.99

@@ -97,11 +97,11 @@ def test_climbing_ends_at_the_maximum(peak: int) -> None:
         asked.append(rate)
         return -abs(math.log2(rate / 0.3) - peak)
 
-    tried = training.climb(score, 0.3)
+    tried = runs.climb(score, 0.3)
     assert max(tried, key=lambda rate: tried[rate]) == pytest.approx(0.3 * 2.0**peak)
     assert {0.3 * 2.0 ** (peak - 1), 0.3 * 2.0 ** (peak + 1)} <= set(tried), "a worse rate on both sides"
     assert sorted(asked) == sorted(tried), "no rate twice"
-    assert len(training.climb(lambda rate: rate, 1.0)) == runs.MAX_RATES
+    assert len(runs.climb(lambda rate: rate, 1.0)) == runs.MAX_RATES
 
 
 # --- what filters do ---

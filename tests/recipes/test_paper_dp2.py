@@ -87,13 +87,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loop_is_private_step(case, task, tmp_path, monkeypatch):
+def test_the_loop_is_private_step(case, task, tmp_path):
     """Same keys, same bits, for a run with a ledger, keys on disk and the step of the library."""
     method, hyper = CASES[case]
     plan = training.make(method, hyper, Setting(8, 7, noise_multiplier=0.5), len(task.train))
     chain = fixed_chain(KEY)
-    monkeypatch.setattr(training, "keys", lambda seed: (chain.sampling_key, chain.noise_key))
-    found = training.train_once(task, plan, method, hyper, 0, evaluate_every=7).model
+    keys = chain.sampling_key, chain.noise_key
+    found = training.train_once(task, plan, method, hyper, keys, evaluate_every=7).model
 
     model = task.model()
     engine = make_engine(model, plan.clipper)
@@ -103,7 +103,7 @@ def test_the_loop_is_private_step(case, task, tmp_path, monkeypatch):
     public = training.public_gradients(task, model)
     run.start_preclip(engine, public=public)
     steps = [PublicMirrorDescent(public, num_steps=7)] if method.mirror else []
-    optimizer = training.make_optimizer(method, hyper, model.parameters())
+    optimizer = training.make_optimizer(method.optimizer, hyper, model.parameters())
     for step in range(1, 8):
         features, labels = task.train.batch(torch.tensor(run.draw(step)))
         batches = [{"features": features, "labels": labels}] if len(labels) else []

@@ -10,6 +10,7 @@ from scipy.sparse import csr_matrix
 from hf_dpopt.preclip import OneQuery
 from recipes.paper.linear import TwoClasses, with_bias
 from recipes.paper.one_query import words
+from recipes.paper.steps import inverse_scale
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,8 @@ def test_the_scale_is_that_of_the_preconditioner():
     moment_W = np.abs(np.random.default_rng(2).standard_normal(WORDS)) - 0.2
     made = OneQuery(floor=1.5, by_rows=False).start({"w": torch.zeros(WORDS)}, clipping_norm=1.0)
     made.receive_opening({"w": torch.tensor(moment_W)})
-    np.testing.assert_allclose(made.inverse()["w"].inverse.numpy(), words.scale_of(moment_W, 1.5), rtol=1e-6)
+    expected = inverse_scale({"w": torch.tensor(moment_W)}, 1.5)["w"]
+    np.testing.assert_allclose(made.inverse()["w"].inverse.numpy(), expected.numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", words.METHODS)

@@ -12,9 +12,9 @@ from transformers import BertConfig, BertModel
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.types import Released
-from recipes.paper.one_query.words import scale_of
+from recipes.paper import steps
 from recipes.paper.top_layer import one_query, task, training
-from recipes.paper.top_layer.training import Queries, Releases, Run, TopLayer
+from recipes.paper.top_layer.training import Queries, Run, TopLayer
 
 pytestmark = pytest.mark.slow
 
@@ -71,8 +71,8 @@ def test_only_adapters_and_head_are_trained(made):
 def test_clipped_sums_are_those_of_a_slow_loop(made):
     model = TopLayer(made.layer, 1)
     engine = make_engine(model, make_clipping("flat", 0.1))
-    query, rows = engine.empty_sum(None), torch.arange(45)  # more than one pass
-    training.add(engine, query, made.train, rows)
+    rows = torch.arange(45)  # more than one pass
+    sums = steps.EngineSums(engine, lambda rows: training.parts(model, made.train, rows))(rows.numpy(), [None])
     want = {name: torch.zeros_like(p) for name, p in engine.parameters.items()}
     for row in rows:
         ((states, mask, label),) = made.train.batches(row.unsqueeze(0))
@@ -81,26 +81,23 @@ def test_clipped_sums_are_those_of_a_slow_loop(made):
         norm = sum(g.square().sum() for g in gradients).sqrt()
         for name, gradient in zip(want, gradients, strict=True):
             want[name] += gradient * min(1.0, 0.1 / float(norm))
-    for name, value in query.result().items():
-        torch.testing.assert_close(value.float(), want[name], rtol=1e-4, atol=1e-6)
+    for name, value in sums.items():
+        torch.testing.assert_close(value, want[name], rtol=1e-4, atol=1e-6)
 
 
-def test_an_average_of_releases_makes_the_scale_of_the_preconditioner(made):
-    releases, generator = Releases(floor=2.0), torch.Generator().manual_seed(0)
-    values = [torch.randn(5, generator=generator) for _ in range(training.FIRST_DIVIDED)]
-    for value in values:
-        assert releases.scale() is None
-        releases.receive(Released({"w": value}))
+def test_an_average_of_releases_makes_the_scale():
+    releases, generator = steps.FromReleases(floor=2.0), torch.Generator().manual_seed(0)
     average = torch.zeros(5)
-    for value in values:
+    for _ in range(steps.FIRST_DIVIDED):
+        assert releases.scales() == (None,)
+        value = torch.randn(5, generator=generator)
+        releases.receive(Released({"w": value}))
         average = 0.95 * average + 0.05 * value.square()
-    want = scale_of((average / (1 - 0.95 ** len(values))).numpy(), 2.0)
-    np.testing.assert_allclose(releases.inverse["w"].numpy(), want, rtol=1e-5)
-    undone = releases.inverse["w"].clone()
-    releases.receive(Released({"w": undone}))  # a gradient of ones, divided by D
-    average = 0.95 * average + 0.05
-    want = scale_of((average / (1 - 0.95 ** (len(values) + 1))).numpy(), 2.0)
-    np.testing.assert_allclose(releases.inverse["w"].numpy(), want, rtol=1e-5)
+    for num in (steps.FIRST_DIVIDED, steps.FIRST_DIVIDED + 1):
+        want = steps.inverse_scale({"w": average / (1 - 0.95**num)}, 2.0)["w"]
+        torch.testing.assert_close(releases.inverse["w"].float(), want, rtol=1e-5, atol=0)
+        releases.receive(Released({"w": releases.inverse["w"].clone()}))  # a gradient of ones, divided by D
+        average = 0.95 * average + 0.05
 
 
 CASES = [
@@ -127,7 +124,7 @@ def test_every_method_runs_and_seeds_say_all(made, given, monkeypatch):
 
 def test_the_query_is_asked_once_for_a_seed_and_a_clip(made, monkeypatch):
     asked = []
-    monkeypatch.setattr(training, "add", lambda *given: asked.append(given))
+    monkeypatch.setattr(training, "parts", lambda *given: asked.append(given) or [])
     queries, run = Queries(), Run(epsilon=3.0, rate=1.0, seed=0, scale="query")
     engine = make_engine(TopLayer(made.layer, 0), make_clipping("flat", 0.1))
     first = queries.result(run, engine, made.train)

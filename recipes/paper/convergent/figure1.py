@@ -14,7 +14,7 @@ import numpy as np
 
 from hf_dpopt.convex.last_iterate import ProjectedSGD, last_iterate_epsilon, plateau
 from recipes.paper.convergent.sgd import FAR
-from recipes.paper.correlated_noise.output import panels, run, save
+from recipes.paper.runs import experiment, panels, save
 
 NUM_EXAMPLES, BATCH, DELTA, NOISE = 67_349, 1024, 1e-5, 4.0
 RADII = (0.1, 1.0)
@@ -30,7 +30,7 @@ def setting(radius: float, num_steps: int, l2: float = 0.0) -> ProjectedSGD:
     )  # fmt: skip
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any = None) -> dict[str, Any]:
     """For each radius and bound: epsilon at every number of steps."""
     found = []
     for name, form in (("composition, Renyi", "rdp"), ("composition, PLD", "pld")):
@@ -77,9 +77,7 @@ def plot(numbers: dict[str, Any], path: Any) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    run("figure1", compute, plot, package="recipes.paper.convergent", file="convergent_figure1")
-
+main = experiment("convergent_figure1", compute, plot)
 
 if __name__ == "__main__":
     main()

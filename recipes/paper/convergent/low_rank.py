@@ -15,17 +15,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_dpopt.convex.last_iterate import ProjectedSGD
 from recipes.paper.convergent.sgd import FAR, iterates, noise_of
-from recipes.paper.correlated_noise.output import panels, plain_ticks, run, save
-from recipes.paper.subspace.risk import NUM_RECORDS, RANK, TUNING_SEEDS, make_data
+from recipes.paper.runs import experiment, panels, save
+from recipes.paper.subspace.risk import NUM_RECORDS, RANK, TUNING_SEEDS, draw_risks, make_data, risks, slope_of
 
 EPSILON, DELTA, BATCH, NUM_STEPS, NUM_SEEDS = 2.0, 1e-6, 100, 300, 20
 DIMENSIONS = (4, 16, 64, 256, 1024)
@@ -77,50 +75,29 @@ def excess(curve: Curve, p: int, rate: float, seed: int) -> float:
     return torch.nn.functional.cross_entropy(logits, labels).item() - least
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any) -> dict[str, Any]:
     points: list[dict[str, Any]] = []
     for name, curve in CURVES.items():
-        for p in DIMENSIONS:
-            if curve.rank is None and p > NUM_RECORDS // 8:
-                continue  # the records are separable, or nearly: no finite weights have the least risk
-            tried = {rate: np.mean([excess(curve, p, rate, seed) for seed in TUNING_SEEDS]) for rate in RATES}
-            best = min(tried, key=lambda rate: tried[rate])
-            risks = [excess(curve, p, best, seed) for seed in range(NUM_SEEDS)]
-            points.append({
-                "curve": name, "p": p, "rate": best, "excess": risks, "mean": float(np.mean(risks)),
-                "noise_multiplier": setting(curve, best).noise_multiplier,
-            })  # fmt: skip
-    slopes = {}
-    for name in CURVES:
-        line = [point for point in points if point["curve"] == name]
-        by_seed = np.polyfit(np.log([x["p"] for x in line]), np.log([x["excess"] for x in line]), 1)[0]
-        error = by_seed.std(ddof=1) / math.sqrt(len(by_seed))
-        slopes[name] = {"mean": float(by_seed.mean()), "standard_error": float(error)}
-    used = dict(
-        num_records=NUM_RECORDS, rank=RANK, batch=BATCH, num_steps=NUM_STEPS, epsilon=EPSILON, delta=DELTA,
-        rates=RATES, tuning_seeds=TUNING_SEEDS, seeds=NUM_SEEDS,
-    )  # fmt: skip
-    return {**used, "slopes": slopes, "points": points}
+        run = functools.partial(excess, curve)
+        found = risks(run, RATES, DIMENSIONS, NUM_SEEDS, is_full=curve.rank is None)
+        noise = ({"noise_multiplier": setting(curve, point["rate"]).noise_multiplier} for point in found)
+        points += [{"curve": name, **point, **more} for point, more in zip(found, noise, strict=True)]
+    return {
+        "num_records": NUM_RECORDS, "rank": RANK, "batch": BATCH, "num_steps": NUM_STEPS, "epsilon": EPSILON,
+        "delta": DELTA, "rates": RATES, "tuning_seeds": TUNING_SEEDS, "seeds": NUM_SEEDS,
+        "slopes": {name: slope_of([point for point in points if point["curve"] == name]) for name in CURVES},
+        "points": points,
+    }  # fmt: skip
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
     figure, (axis,) = panels(1, width=5.4, height=4.2)
-    for i, (name, slope) in enumerate(numbers["slopes"].items()):
-        line = [point for point in numbers["points"] if point["curve"] == name]
-        errors = [2 * statistics.stdev(x["excess"]) / math.sqrt(len(x["excess"])) for x in line]
-        axis.errorbar(
-            [x["p"] for x in line], [x["mean"] for x in line], errors, marker="o", markersize=4, capsize=2,
-            color=f"C{i}", label=f"{name}: slope {slope['mean']:.2f}",
-        )  # fmt: skip
-    axis.set(xscale="log", yscale="log", xlabel="dimension p", ylabel="excess empirical risk (2 standard errors)")
-    plain_ticks(axis, sorted({x["p"] for x in numbers["points"]}))
+    draw_risks(axis, numbers["points"], numbers["slopes"])
     axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # lines fill the panel
     save(figure, path)
 
 
-def main() -> None:
-    run("low_rank", compute, plot, package="recipes.paper.convergent", file="convergent_low_rank")
-
+main = experiment("convergent_low_rank", compute, plot)
 
 if __name__ == "__main__":
     main()

@@ -126,11 +126,6 @@ def best_damped(eigenvalues: np.ndarray, eta: float, **options: bool) -> tuple[f
     return float(found.fun), float(np.exp(found.x))
 
 
-def slope(x: list[float] | np.ndarray, y: list[float] | np.ndarray) -> float:
-    """Of a straight line through the logarithms."""
-    return float(np.polyfit(np.log(x), np.log(y), 1)[0])
-
-
 def power_law(d: int, exponent: float = 1.0) -> np.ndarray:
     """Eigenvalues ``k^-exponent``, k = 1 .. d."""
     return np.arange(1, d + 1) ** -float(exponent)

@@ -14,7 +14,8 @@ import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
 from hf_dpopt.noise import NuDPFTRL
-from recipes.paper.correlated_noise import exact, output
+from recipes.paper.correlated_noise import exact
+from recipes.paper.runs import experiment, log_slope, panels, plain_ticks, save
 
 DIMENSIONS = [8, 16, 32, 64, 128]
 EXPONENTS = [0.4, 0.6, 0.8, 1.0]
@@ -57,7 +58,7 @@ def simulate(
     return {name: (float(loss_MR[m].mean()), float(errors_M[m])) for m, name in enumerate(("sgd", "nu"))}
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any = None) -> dict[str, Any]:
     settings = {(d, 1.0, ETA) for d in DIMENSIONS} | {(D, a, ETA) for a in EXPONENTS} | {(D, 1.0, eta) for eta in ETAS}
     points = []
     for d, exponent, eta in sorted(settings):
@@ -80,7 +81,7 @@ def compute() -> dict[str, Any]:
     slopes = {
         f"{name}_{along}": {
             "paper": PAPER.get(f"{name}_{along}"),
-            **{how: exact.slope([p[along] for p in sweep], [p[name][how] for p in sweep])
+            **{how: log_slope([p[along] for p in sweep], [p[name][how] for p in sweep])
                for how in ("exact", "simulated", "linearised")},
         }
         for along, sweep in sweeps.items() for name in ("sgd", "nu")
@@ -90,7 +91,7 @@ def compute() -> dict[str, Any]:
     for low, high in ((0.01, 0.08), (0.01, 0.1), (0.02, 0.16), (0.02, 0.2)):
         etas = np.geomspace(low, high, 8)
         by_name = {
-            name: exact.slope(etas, [formula(eigenvalues, eta) for eta in etas])
+            name: log_slope(etas, [formula(eigenvalues, eta) for eta in etas])
             for name, formula in (("sgd", exact.regression_sgd), ("nu", exact.regression_nu))
         }
         ranges.append({"low": low, "high": high, **by_name})
@@ -101,7 +102,7 @@ def compute() -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    figure, axes = output.panels(3, width=3.7)
+    figure, axes = panels(3, width=3.7)
     points, slopes = numbers["points"], numbers["slopes"]
     labels = {"sgd": "DP-SGD", "nu": r"$\nu$-DP-FTRL"}
     wanted = {
@@ -113,7 +114,7 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
         sweep = sorted((p for p in points if chosen(p)), key=lambda p: p[along])
         xs = [p[along] for p in sweep]
         for name in ("sgd", "nu"):
-            color, fitted = output.COLORS[name], slopes[f"{name}_{along}"]
+            color, fitted = {"sgd": "C0", "nu": "C1"}[name], slopes[f"{name}_{along}"]
             axis.loglog(
                 xs,
                 [p[name]["exact"] for p in sweep],
@@ -125,12 +126,14 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
                 fmt="o", color=color, markersize=4, capsize=2,
             )  # fmt: skip
         axis.set_xlabel(label)
-        output.plain_ticks(axis, [round(x, 2) if along == "eta" else round(x) for x in xs])
+        plain_ticks(axis, [round(x, 2) if along == "eta" else round(x) for x in xs])
         axis.legend(fontsize=8)
     figure.suptitle("lines: exact formula, with its slope; points: simulated, two standard errors", fontsize=9)
     axes[0].set_ylabel(r"excess loss, units of $G^2/2\rho$")
-    output.save(figure, path)
+    save(figure, path)
 
+
+main = experiment("figure2", compute, plot)
 
 if __name__ == "__main__":
-    output.run("figure2", compute, plot)
+    main()

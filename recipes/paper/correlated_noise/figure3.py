@@ -13,7 +13,7 @@ from typing import Any
 
 from hf_dpopt.experimental.strongly_convex import optimize_strongly_convex, strongly_convex_bound
 from hf_dpopt.noise import IdentityStrategy, NuDPFTRL
-from recipes.paper.correlated_noise import output
+from recipes.paper.runs import experiment, panels, plain_ticks, save
 
 ETA, L = 0.3, 1.0
 KAPPAS = [2, 5, 10, 20, 50, 100, 200]
@@ -36,7 +36,7 @@ def bounds(kappa: float, *, symmetric: bool, tau_max: int = 15, optimise: bool =
     return row | {"seconds": round(time.perf_counter() - began, 2)}
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any = None) -> dict[str, Any]:
     result: dict[str, Any] = {"eta": ETA, "L": L, "units": "d G^2 / (2 rho)"}
     for name, symmetric in (("every_loss", False), ("symmetric_losses", True)):
         result[name] = [bounds(kappa, symmetric=symmetric) for kappa in KAPPAS]
@@ -47,26 +47,28 @@ def compute() -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    figure, axes = output.panels(2, width=4.4)
+    figure, axes = panels(2, width=4.4)
     titles = {
         "every_loss": "every smooth, strongly convex loss",
         "symmetric_losses": "losses symmetric around the minimum",
     }
     curves = [
-        ("sgd", "sgd", "o-", "DP-SGD, program"), ("sgd_by_contraction", "sgd", ":", "DP-SGD, by contraction (tight)"),
-        ("nu", "nu", "o-", r"$\nu$-DP-FTRL, $\nu = \eta\mu$"), ("optimised", "best", "s--", "optimised"),
+        ("sgd", "C0o-", "DP-SGD, program"), ("sgd_by_contraction", "C0:", "DP-SGD, by contraction (tight)"),
+        ("nu", "C1o-", r"$\nu$-DP-FTRL, $\nu = \eta\mu$"), ("optimised", "C2s--", "optimised"),
     ]  # fmt: skip
     for axis, (name, title) in zip(axes, titles.items(), strict=True):
         rows = numbers[name]
-        for key, color, style, label in curves:
+        for key, style, label in curves:
             xs = [row["kappa"] for row in rows]
-            axis.loglog(xs, [row[key] for row in rows], style, color=output.COLORS[color], label=label, markersize=4)
+            axis.loglog(xs, [row[key] for row in rows], style, label=label, markersize=4)
         axis.set(title=title, xlabel=r"condition number $L/\mu$", ylim=(0.06, 200))
-        output.plain_ticks(axis, KAPPAS)
+        plain_ticks(axis, KAPPAS)
         axis.legend(fontsize=8)
     axes[0].set_ylabel(r"bound on the excess loss, units of $dG^2/2\rho$")
-    output.save(figure, path)
+    save(figure, path)
 
+
+main = experiment("figure3", compute, plot)
 
 if __name__ == "__main__":
-    output.run("figure3", compute, plot)
+    main()

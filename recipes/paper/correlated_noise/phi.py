@@ -20,7 +20,7 @@ from hf_dpopt.noise import (
     optimize_nu,
     prefix_sum_workload,
 )
-from recipes.paper.correlated_noise import output
+from recipes.paper.runs import experiment, panels, save
 
 N, EPOCHS = 2000, 20
 NUS = [0.0, 1e-4, 10**-3.4, 1e-3, 10**-2.6, 10**-2.4, 1e-2, 10**-1.5, 0.1, 1.0]
@@ -36,7 +36,7 @@ def settings() -> dict[str, tuple[Participation, Workload]]:
     }
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any = None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "nus": NUS,
         "sensitivity": [NuDPFTRL(nu).sensitivity(N, Participation(EPOCHS, N // EPOCHS)) for nu in NUS],
@@ -51,24 +51,26 @@ def compute() -> dict[str, Any]:
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    figure, (axis,) = output.panels(1, width=5.6, height=3.8)
+    figure, (axis,) = panels(1, width=5.6, height=3.8)
     labels = {
-        "prefix_sums": ("prefix sums, 20 epochs", "nu"), "prefix_sums_one_epoch": ("prefix sums, one epoch", "sgd"),
-        "momentum": ("momentum 0.95", "best"), "momentum_and_cooldown": ("momentum 0.95, cooldown", "other"),
+        "prefix_sums": ("prefix sums, 20 epochs", "C1"), "prefix_sums_one_epoch": ("prefix sums, one epoch", "C0"),
+        "momentum": ("momentum 0.95", "C2"), "momentum_and_cooldown": ("momentum 0.95, cooldown", "C4"),
     }  # fmt: skip
     positive = np.array(numbers["nus"][1:])
     for name, (label, color) in labels.items():
         row = numbers[name]
         losses = np.array(row["mean_loss"][1:])
         style = "s--" if name == "momentum_and_cooldown" else "o-"  # which lies on the curve without cooldown
-        axis.loglog(positive, losses / row["least"], style, color=output.COLORS[color], label=label, markersize=3)
-        axis.plot([row["best_nu"]], [1.0], "*", color=output.COLORS[color], markersize=11)
+        axis.loglog(positive, losses / row["least"], style, color=color, label=label, markersize=3)
+        axis.plot([row["best_nu"]], [1.0], "*", color=color, markersize=11)
     axis.set(xlabel=r"damping $\nu$ (1 is DP-SGD; star: minimum)", ylabel=r"predicted error $\phi(\nu)$ / least")
     axis.set_yticks([1, 1.5, 2, 3, 5, 10], ["1", "1.5", "2", "3", "5", "10"])
     axis.minorticks_off()
     axis.legend()
-    output.save(figure, path)
+    save(figure, path)
 
+
+main = experiment("phi", compute, plot)
 
 if __name__ == "__main__":
-    output.run("phi", compute, plot)
+    main()

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from hf_dpopt.noise import AntiPGD, DampedAntiPGD, NuDPFTRL, Participation
-from recipes.paper.correlated_noise import exact, output
+from recipes.paper.correlated_noise import exact
+from recipes.paper.runs import experiment, log_slope
 
 NUS = [0.1, 0.01, 1e-3, 1e-4]
 ETAS = np.geomspace(1e-4, 1e-2, 9)
 D = 128
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any = None) -> dict[str, Any]:
     sensitivities = []
     for nu in NUS:
         long_enough = int(20 / nu)  # the coefficients have decayed by e^-20
@@ -42,10 +43,10 @@ def compute() -> dict[str, Any]:
             "best_damped_anti_pgd": [error for error, _ in damped],
             "nu_dpftrl": [exact.regression_nu(eigenvalues, eta, linearised=linearised) for eta in ETAS],
         }
-        local = {key: exact.slope(ETAS[:2], values[:2]) for key, values in errors.items()}
+        local = {key: log_slope(ETAS[:2], values[:2]) for key, values in errors.items()}
         slopes[name] = {
             "sampled_x": not linearised,
-            "slope_in_eta": {key: exact.slope(ETAS, values) for key, values in errors.items()},
+            "slope_in_eta": {key: log_slope(ETAS, values) for key, values in errors.items()},
             "slope_at_the_smallest_eta": local,
             "best_damping_over_root_of_eta_mean_eigenvalue": [
                 nu / float(np.sqrt(eta * eigenvalues.mean())) for eta, (_, nu) in zip(ETAS, damped, strict=True)
@@ -57,5 +58,7 @@ def compute() -> dict[str, Any]:
     }  # fmt: skip
 
 
+main = experiment("table2", compute)
+
 if __name__ == "__main__":
-    output.run("table2", compute, None)
+    main()

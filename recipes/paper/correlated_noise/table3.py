@@ -33,7 +33,7 @@ from hf_dpopt.noise import (
     optimize_nu,
 )
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
-from recipes.paper.correlated_noise import output
+from recipes.paper.runs import experiment
 
 N, PARTICIPATION = 2052, Participation(6, 342)
 D, NUM_STEPS = 2**18, 128
@@ -128,10 +128,12 @@ def transformed(source: NoiseSource, num_coordinates: int, num_steps: int, chunk
     return noise
 
 
-def compute() -> dict[str, Any]:
+def compute(given: Any = None) -> dict[str, Any]:
     about = {"threads": torch.get_num_threads(), "coordinates": D, "stream_steps": NUM_STEPS}
     return {**about, "generation": generation(), "streams": streams()}
 
 
+main = experiment("table3", compute)
+
 if __name__ == "__main__":
-    output.run("table3", compute, None)
+    main()

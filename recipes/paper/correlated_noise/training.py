@@ -20,11 +20,8 @@ Shape legend: N = records, B = records of a batch, V = buckets of words, W = wid
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
-import json
-import shlex
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -42,15 +39,13 @@ from hf_dpopt.plan.compare import predicted_errors
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.sampling.cyclic_poisson import CyclicPoissonSampler
-from recipes.paper.correlated_noise.output import panels, save
-from recipes.paper.dp2.output import versions
-from recipes.paper.runs import KeptRuns, climb, interval
+from recipes.paper.runs import Folder, KeptRuns, best_of, experiment, interval, panels, percent, save
+from recipes.paper.texts import bucket, sst2
 
 BUCKETS, WIDTH, MAX_WORDS = 8192, 16, 32
 NUM_TRAIN, NUM_TUNING, BATCH, MOMENTUM, DELTA = 25_000, 5_000, 250, 0.9, 1e-5
 EPSILONS = (2.0, 4.0, 8.0, 16.0)
 NUM_SEEDS, TUNING_SEEDS = 5, (1000, 1001)
-DATE = "2026-11-23"  # of the runs
 EPOCH = "epoch"  # stands for the steps of one: a stamped mechanism is the one of an epoch, over and over
 BLOCK = 100  # steps whose noise is made at once
 MECHANISMS: dict[str, dict[str, Any]] = {
@@ -127,7 +122,7 @@ def bags(phrases: Sequence[str], labels: Sequence[int]) -> Bags:
     """Words hashed to buckets and counted; a phrase without words is one word, of bucket 0."""
     places, columns, shares = [], [], []
     for i, phrase in enumerate(phrases):
-        words = [zlib.crc32(word.encode()) % BUCKETS for word in phrase.lower().split()[:MAX_WORDS]] or [0]
+        words = [bucket(word, BUCKETS) for word in phrase.lower().split()[:MAX_WORDS]] or [0]
         counts = Counter(words)
         places += [i] * len(counts)
         columns += list(counts)
@@ -138,10 +133,8 @@ def bags(phrases: Sequence[str], labels: Sequence[int]) -> Bags:
 
 def read_phrases(path: Path) -> Phrases:
     """The 25,000 records to train on, 5,000 to choose by, and the rest to report."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    every = bags([row["sentence"] for row in rows], [int(row["label"]) for row in rows])
-    order = np.random.default_rng(0).permutation(len(rows))
+    texts, labels = sst2(path)
+    every, order = bags(texts, labels), np.random.default_rng(0).permutation(len(texts))
     ends = NUM_TRAIN, NUM_TRAIN + NUM_TUNING
     return Phrases(every[order[: ends[0]]], every[order[ends[0] : ends[1]]], every[order[ends[1] :]])
 
@@ -273,34 +266,23 @@ def train(phrases: Phrases, plans: Plans, noise: Noise, run: Run) -> dict[str, A
     return {"tuning": accuracy(phrases.tuning, weights_D), "test": accuracy(phrases.test, weights_D)}
 
 
-def tune(runs: KeptRuns, mechanism: str, epsilon: float, num_steps: int) -> Run:
-    """The best learning rate of a climb: half and twice of it are worse on the records that choose."""
+def cells(runs: KeptRuns, plans: Plans, mechanism: str, epsilons: Sequence[float], num_steps: int) -> list[dict]:
+    """The cells of a row, each at the best learning rate of a climb; its accuracies are those of the seeds in %.
 
-    def score(rate: float) -> float:
-        some = [Run(mechanism, epsilon, rate, seed, num_steps) for seed in TUNING_SEEDS]
-        return float(np.mean([runs.result(run)["tuning"] for run in some]))
-
-    scores = climb(score, START[mechanism][EPSILONS.index(epsilon)])
-    return Run(mechanism, epsilon, max(scores, key=lambda rate: scores[rate]), 0, num_steps)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """What a mechanism reached at a budget: its best run, the test accuracies of the seeds in %, and its plan."""
-
-    run: Run
-    scores: np.ndarray
-    plan: dict[str, Any]
-
-
-def cells(runs: KeptRuns, plans: Plans, mechanism: str, epsilons: Sequence[float], num_steps: int) -> list[Cell]:
-    """The cells of a row; a seed of all budgets in turn, for they share its noise."""
-    best = [tune(runs, mechanism, epsilon, num_steps) for epsilon in epsilons]
-    found = [
-        [100 * runs.result(dataclasses.replace(run, seed=seed))["test"] for run in best] for seed in range(NUM_SEEDS)
-    ]
-    facts = [facts_of(plans(mechanism, epsilon, num_steps)) for epsilon in epsilons]
-    return [Cell(*values) for values in zip(best, np.array(found).T, facts, strict=True)]
+    A seed of all budgets in turn, for they share its noise.
+    """
+    best = []
+    for epsilon in epsilons:
+        run = Run(mechanism, epsilon, 0.0, 0, num_steps)
+        scores = runs.rates(run, START[mechanism][EPSILONS.index(epsilon)], TUNING_SEEDS, "tuning")
+        best.append(dataclasses.replace(run, rate=best_of(scores)))
+    found = [[runs.of_seeds(run, [seed])[0]["test"] for run in best] for seed in range(NUM_SEEDS)]
+    return [
+        {"mechanism": mechanism, "epsilon": run.epsilon, "accuracy": float(scores.mean()),
+         "stddev": float(scores.std(ddof=1)), "rate": run.rate, **facts_of(plans(mechanism, run.epsilon, num_steps)),
+         "_scores": scores}
+        for run, scores in zip(best, percent(found).T, strict=True)
+    ]  # fmt: skip
 
 
 def facts_of(plan: PrivacyPlan) -> dict[str, Any]:
@@ -316,26 +298,20 @@ def facts_of(plan: PrivacyPlan) -> dict[str, Any]:
 # --- table and plot --------------------------------------------------------------------------------------------------
 
 
-def table(found: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Accuracies at the best rates, and differences from the references with their intervals, in points."""
-    scores = {(cell.run.mechanism, cell.run.epsilon): cell.scores for cell in found}
-    rows = []
-    for (name, epsilon), cell in zip(scores, found, strict=True):
-        row = {
-            "mechanism": name, "epsilon": epsilon, "accuracy": float(cell.scores.mean()),
-            "stddev": float(cell.scores.std(ddof=1)), "rate": cell.run.rate, **cell.plan,
-        }  # fmt: skip
+def with_differences(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with their differences from the references and their intervals, in points."""
+    scores = {(row["mechanism"], row["epsilon"]): row["_scores"] for row in rows}
+    for row in rows:
         for column, reference in REFERENCES.items():
-            if name != reference and (reference, epsilon) in scores:
-                mean, half = interval(cell.scores - scores[reference, epsilon])
+            if row["mechanism"] != reference and (reference, row["epsilon"]) in scores:
+                mean, half = interval(row["_scores"] - scores[reference, row["epsilon"]])
                 row[column] = {"mean": mean, "half_of_95_interval": half}
-        rows.append(row)
     return rows
 
 
-def plot(rows: Sequence[dict[str, Any]], picture: Path) -> None:
+def plot(numbers: dict[str, Any], picture: Path) -> None:
     """Differences from DP-SGD with their intervals, a panel for each budget."""
-    reference = REFERENCES["over_dp_sgd"]
+    rows, reference = numbers["rows"], REFERENCES["over_dp_sgd"]
     epsilons = sorted({row["epsilon"] for row in rows})
     names = [name for name in dict.fromkeys(row["mechanism"] for row in rows) if name != reference]
     figure, axes = panels(len(epsilons), width=3.0, height=4.0)
@@ -353,58 +329,22 @@ def plot(rows: Sequence[dict[str, Any]], picture: Path) -> None:
     save(figure, picture)
 
 
-def line_of(row: dict[str, Any]) -> str:
-    """A row of the table for the terminal."""
-    differences = [
-        f"{column} {row[column]['mean']:+.2f} +- {row[column]['half_of_95_interval']:.2f}"
-        for column in REFERENCES
-        if column in row
-    ]
-    return (
-        f"{row['mechanism']:24} epsilon {row['epsilon']:4g}: {row['accuracy']:.2f} +- {row['stddev']:.2f}, rate "
-        f"{row['rate']:g}, predicted {row['predicted_error']:.0f}  {'  '.join(differences)}"
-    )
-
-
-def write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """The table, with the command and the versions."""
-    names = list(dict.fromkeys(row["mechanism"] for row in rows))
-    command = "python -m recipes.paper.correlated_noise.training --data FOLDER_WITH_train.tsv"
-    about = {
-        "command": command if names == list(MECHANISMS) else f"{command} --mechanisms {shlex.join(names)}",
-        **versions(),
-        "date": DATE,
-    }
-    (folder / "training.json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with SST-2's train.tsv")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--num_steps", type=int, default=2000)
-    parser.add_argument("--epsilons", type=float, nargs="+", default=list(EPSILONS), choices=EPSILONS)
-    parser.add_argument("--mechanisms", nargs="+", default=list(MECHANISMS), choices=list(MECHANISMS))
-    options = parser.parse_args()
-    options.output_dir.mkdir(parents=True, exist_ok=True)
+def compute(given: argparse.Namespace) -> dict[str, Any]:
     plans = functools.cache(make)
     noise = functools.lru_cache(maxsize=len(TUNING_SEEDS))(noise_of_a_run)
-    runs = KeptRuns(
-        options.output_dir / "training_runs.jsonl",
-        functools.partial(train, read_phrases(options.data / "train.tsv"), plans, noise),
-        lambda run, line: (
-            f"{run.mechanism} epsilon {run.epsilon:g} rate {run.rate:g} seed {run.seed}: "
-            f"{100 * line['tuning']:.2f} {100 * line['test']:.2f}"
-        ),
-    )
-    found: list[Cell] = []
-    for name in options.mechanisms:
-        epsilons = [epsilon for epsilon in options.epsilons if epsilon in BUDGETS[name]]
-        found += cells(runs, plans, name, epsilons, options.num_steps)
-        write(table(found), options.output_dir)  # row by row, for they take long
-    plot(table(found), options.output_dir / "training.png")
-    print("\n".join(line_of(row) for row in table(found)))
+    phrases = read_phrases(given.data / "train.tsv")
+    runs = KeptRuns(given.output_dir / "training_runs.jsonl", functools.partial(train, phrases, plans, noise))
+    rows: list[dict[str, Any]] = []
+    for name in given.mechanisms:
+        epsilons = [epsilon for epsilon in given.epsilons if epsilon in BUDGETS[name]]
+        rows += cells(runs, plans, name, epsilons, given.num_steps)
+    return {"rows": with_differences(rows)}
 
+
+main = experiment(
+    "training", compute, plot, data=Folder("folder with SST-2's train.tsv"), num_steps=2000, epsilons=EPSILONS,
+    mechanisms=tuple(MECHANISMS),
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

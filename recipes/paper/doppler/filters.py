@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +17,10 @@ import scipy.signal
 
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
-from recipes.paper.correlated_noise.output import panels, save
-from recipes.paper.doppler import output
-from recipes.paper.doppler.filter_plots import plot_filters
-from recipes.paper.doppler.task import Size, read_data
-from recipes.paper.doppler.training import PLAIN, START_RATES, Run, Runs, mean_and_error
+from recipes.paper.doppler.spectrum import frequency_response
+from recipes.paper.doppler.task import Size
+from recipes.paper.doppler.training import COLORS, NAMES, OPTIONS, PLAIN, Runs, gain
+from recipes.paper.runs import draw_bars, experiment, panels, percent, save
 
 DESIGNS = ("butterworth:2:0.1", "chebyshev:2:0.1:0.5")
 ADAPTIVE = "adaptive:8"
@@ -90,83 +87,65 @@ def noise_ratios(name: str, num_steps: int) -> dict[str, Any]:
     }
 
 
-def compute(arguments: argparse.Namespace) -> dict[str, Any]:
-    runs = Runs(arguments.output_dir / "doppler_runs.jsonl", read_data(arguments.data, Size()))
-    cells = []
-    for optimizer in arguments.optimizers:
-        plain: list[float] = []
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    runs, cells = Runs(given, Size()), []
+    for optimizer in given.optimizers:
+        plain = runs.cell(optimizer, PLAIN, given.epsilon)
         for name in FILTERS[optimizer]:
-            run = Run(
-                optimizer=optimizer, filter=name, epsilon=arguments.epsilon, rate=0.0, seed=0,
-                num_steps=arguments.num_steps,
-            )  # fmt: skip
-            cell = runs.cell(run, arguments.num_seeds, START_RATES[optimizer])
-            plain = plain or cell["accuracies"]
-            pairs = zip(cell["accuracies"], plain, strict=True)
-            gain, error = mean_and_error([100 * (filtered - without) for filtered, without in pairs])
-            cells.append({**cell, "gain": gain, "gain_error": error, **noise_ratios(name, arguments.num_steps)})
+            cell = runs.cell(optimizer, name, given.epsilon)
+            found = gain(cell, plain)
+            measured = {"gain": found["gain"], "gain_error": found["error"]}
+            cells.append({**cell, **measured, **noise_ratios(name, given.num_steps)})
     return {"cells": cells}
 
 
 def plot(numbers: dict[str, Any], path: Path) -> None:
-    """One bar per filter, and a dot per seed; the rate that was chosen beside it."""
+    """Accuracies by filter, the noise on a quadratic; and the responses of the filters in a picture of their own."""
     cells = numbers["cells"]
     optimizers = list(dict.fromkeys(cell["optimizer"] for cell in cells))
     figure, (*axes, quadratic) = panels(len(optimizers) + 1, width=5.4, height=5.0)
     for axis, optimizer in zip(axes, optimizers, strict=True):
-        mine = [cell for cell in cells if cell["optimizer"] == optimizer][::-1]
-        accuracies = 100 * np.array([cell["accuracies"] for cell in mine])
-        positions = np.arange(len(mine))
-        spread = accuracies.std(axis=1, ddof=1)
-        axis.barh(
-            positions, accuracies.mean(axis=1), xerr=spread, capsize=3, height=0.7, color=output.COLORS[optimizer],
-            alpha=0.6, error_kw={"elinewidth": 1},
-        )  # fmt: skip
-        for seed in range(accuracies.shape[1]):
-            axis.plot(accuracies[:, seed], positions, "k.", markersize=3)
-        axis.axvline(accuracies[-1].mean(), color="black", linewidth=0.8, linestyle=":")
-        axis.set_yticks(positions, [f"{cell['filter']}  (rate {cell['rate']:g})" for cell in mine])
-        low, high = accuracies.min(), accuracies.max()
-        axis.set(
-            xlabel="test accuracy, %", xlim=(low - 0.35 * (high - low) - 0.5, high + 0.5),
-            title=f"{output.NAMES[optimizer]}, epsilon {mine[0]['epsilon']:g}",
-        )  # fmt: skip
-        axis.grid(axis="y", visible=False)
+        mine = [cell for cell in cells if cell["optimizer"] == optimizer]
+        accuracies = [percent(cell["accuracies"]) for cell in mine]
+        labels = [f"{cell['filter']}  (rate {cell['rate']:g})" for cell in mine]
+        draw_bars(axis, labels, accuracies, [COLORS[optimizer]] * len(mine))
+        axis.axvline(np.mean(accuracies[0]), color="black", linewidth=0.8, linestyle=":")
+        axis.set(xlabel="test accuracy, %", title=f"{NAMES[optimizer]}, epsilon {mine[0]['epsilon']:g}")
     etas = np.geomspace(1e-3, 1.9, 200)
-    for i, name in enumerate(FIXED):
+    for name, style in zip(FIXED, STYLES, strict=False):
         ratios = [stationary_ratio(LowPassFilter.parse(name), eta) for eta in etas]  # type: ignore[arg-type]
-        quadratic.loglog(etas, ratios, color=f"C{i % 10}", linestyle="-" if i < 10 else "--", label=name)
+        quadratic.loglog(etas, ratios, label=name, **style)
     quadratic.set(
         xlabel="learning rate x curvature", ylabel="variance of the weights at rest / without a filter",
         title="noise on a quadratic", ylim=(0.05, 20),
     )  # fmt: skip
     quadratic.legend(fontsize=7, loc="lower left")
     save(figure, path)
+    plot_responses(path.with_name("doppler_responses.png"))
+
+
+STYLES = [{"color": f"C{i % 10}", "linestyle": "-" if i < 10 else "--"} for i in range(20)]
 
 
 def plot_responses(path: Path) -> None:
-    """Frequency and impulse responses of the filters with fixed coefficients."""
-    with tempfile.TemporaryDirectory() as folder:
-        pictures = plot_filters(Path(folder), {name: LowPassFilter.parse(name) for name in ("none", *FIXED)})
-        shutil.copyfile(next(picture for picture in pictures if picture.suffix == ".png"), path)
+    """Gain over frequency, and weights of the gradients of earlier steps; the legend has the noise that passes."""
+    figure, (gains, weights) = panels(2, width=6.2, height=5.2)
+    frequencies = np.geomspace(1e-3, 1, 600)
+    for name, style in zip(("none", *FIXED), STYLES, strict=False):
+        low_pass = LowPassFilter.parse(name)
+        response = impulse_response(low_pass.b, low_pass.a, 10_000)
+        decibels = 20 * np.log10(np.maximum(abs(frequency_response(low_pass, frequencies)), 1e-12))
+        noise = np.linalg.norm(response)
+        gains.semilogx(frequencies, decibels, label=f"{name} (noise x {noise:.2f})", **style)
+        weights.plot(np.arange(40), response[:40], marker=".", markersize=4, **style)
+    gains.set(title="gain", xlabel="frequency / Nyquist frequency", ylabel="decibels", ylim=(-60, 6))
+    gains.legend(fontsize=8, loc="lower left")
+    # the whole weight that `none` gives to the present gradient would hide the rest
+    weights.set(title="weight of a gradient", xlabel="steps ago", ylabel="weight", ylim=(None, 0.5))
+    save(figure, path)
 
 
-def main() -> None:
-    parser = output.parser("filters", __doc__)
-    parser.add_argument("--epsilon", type=float, default=2.0)
-    parser.add_argument("--num_steps", type=int, default=200)
-    parser.add_argument("--num_seeds", type=int, default=3)
-    parser.add_argument("--optimizers", nargs="+", default=list(FILTERS), choices=list(FILTERS))
-    arguments = parser.parse_args()
-    numbers = output.write("filters", arguments, lambda: compute(arguments))
-    for cell in numbers["cells"]:
-        print(
-            f"{cell['optimizer']:10} {cell['filter']:20} rate {cell['rate']:<7g} "
-            f"{100 * np.mean(cell['accuracies']):.1f} %, {cell['gain']:+.1f} +- {cell['gain_error']:.1f}"
-        )
-    plot(numbers, arguments.output_dir / "doppler_filters.png")
-    plot_responses(arguments.output_dir / "doppler_responses.png")
-
+main = experiment("doppler_filters", compute, plot, **OPTIONS, num_seeds=3, epsilon=2.0, optimizers=tuple(FILTERS))
 
 if __name__ == "__main__":
     main()

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from hf_dpopt.postprocess.low_pass import PRESETS, LowPassFilter
-from recipes.paper.correlated_noise.output import panels, save
-from recipes.paper.doppler import output
 from recipes.paper.doppler.filters import DESIGNS, passed_on
 from recipes.paper.doppler.spectrum import power_spectral_density, signal_to_noise
 from recipes.paper.doppler.task import Size, read_data
-from recipes.paper.doppler.training import PLAIN, Run, train
+from recipes.paper.doppler.training import OPTIONS, PLAIN, Run, train
+from recipes.paper.runs import experiment, panels, save
 
 FILTER = "first_order_v1"
 STAGES = ("signal", "released", "filtered")
@@ -81,18 +80,16 @@ def analyse(recorded: dict[str, torch.Tensor], noise_variance: float, segment: i
     }
 
 
-def compute(arguments: argparse.Namespace) -> dict[str, Any]:
-    data, runs = read_data(arguments.data, Size()), {}
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    data, runs = read_data(given.data, Size()), {}
     for name in (PLAIN, FILTER):
         run = Run(
-            optimizer="dp_sgd", filter=name, epsilon=arguments.epsilon, rate=arguments.rate, seed=0,
-            num_steps=arguments.num_steps,
-        )  # fmt: skip
+            optimizer="dp_sgd", filter=name, epsilon=given.epsilon, rate=given.rate, seed=0, num_steps=given.num_steps
+        )
         recorder = Recorder()
         result = train(run, data, observe=recorder)
         stddev = result["noise_multiplier"] * run.clipping_norm / run.batch
-        runs[name] = {**result, **analyse(recorder.recorded(), stddev**2, arguments.segment)}
-        print(f"{name}: {100 * result['accuracy']:.1f} % in {result['seconds']:.0f} s", flush=True)
+        runs[name] = {**result, **analyse(recorder.recorded(), stddev**2, given.segment)}
     return {"num_coordinates": NUM_COORDINATES, "runs": runs}
 
 
@@ -130,18 +127,9 @@ def plot(numbers: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def main() -> None:
-    parser = output.parser("spectra", __doc__)
-    parser.add_argument("--epsilon", type=float, default=2.0)
-    parser.add_argument("--rate", type=float, default=1.0, help="of both runs")
-    parser.add_argument("--num_steps", type=int, default=1024)
-    parser.add_argument("--segment", type=int, default=256, help="steps of a segment of Welch's method")
-    arguments = parser.parse_args()
-    numbers = output.write("spectra", arguments, lambda: compute(arguments))
-    for name, run in numbers["runs"].items():
-        print(f"{name}: SNR of a gradient {run['snr_of_a_gradient']:.3g}, of the way {run['snr_of_displacement']:.3g}")
-    plot(numbers, arguments.output_dir / "doppler_spectra.png")
-
+main = experiment(
+    "doppler_spectra", compute, plot, data=OPTIONS["data"], epsilon=2.0, rate=1.0, num_steps=1024, segment=256
+)
 
 if __name__ == "__main__":
     main()

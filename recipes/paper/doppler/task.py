@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,8 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
-CLASSES = ("World", "Sports", "Business", "Sci/Tech")
+from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, bucket
+
 PADDING = 0
 WORD = re.compile(r"[a-z]{2,}")
 
@@ -55,14 +55,11 @@ class Records:
 
 def read_records(path: Path, size: Size) -> Records:
     """A file of AG News: text, tab, class, no header. The first words of each record, hashed."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    words_BT = np.zeros((len(lines), size.max_words), dtype=np.int64)
-    labels = []
-    for i, line in enumerate(lines):
-        text, label = line.rsplit("\t", 1)
-        buckets = [1 + zlib.crc32(word.encode()) % (size.buckets - 1) for word in WORD.findall(text.lower())]
-        words_BT[i, : min(len(buckets), size.max_words)] = buckets[: size.max_words]
-        labels.append(CLASSES.index(label))
+    texts, labels = ag_news(path)
+    words_BT = np.zeros((len(texts), size.max_words), dtype=np.int64)
+    for row_T, text in zip(words_BT, texts, strict=True):
+        buckets = [1 + bucket(word, size.buckets - 1) for word in WORD.findall(text.lower())][: size.max_words]
+        row_T[: len(buckets)] = buckets
     return Records(torch.tensor(words_BT), torch.tensor(labels))
 
 
@@ -99,7 +96,10 @@ class Classifier(nn.Module):
             type_vocab_size=1, pad_token_id=PADDING, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
             initializer_range=size.initial_stddev,
         )  # fmt: skip
-        self.encoder, self.head = BertModel(config, add_pooling_layer=False), nn.Linear(size.width, len(CLASSES))
+        self.encoder, self.head = (
+            BertModel(config, add_pooling_layer=False),
+            nn.Linear(size.width, len(AG_NEWS_CLASSES)),
+        )
         nn.init.normal_(self.head.weight, std=size.initial_stddev)
         nn.init.zeros_(self.head.bias)
         embeddings = self.encoder.embeddings

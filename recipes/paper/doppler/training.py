@@ -6,34 +6,35 @@ initial weights, batches and noise, whatever their optimizer and filter, so that
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 from hf_dpopt.clipping import make_engine
-from hf_dpopt.noise import make_noise_source
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
-from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel, Released
+from hf_dpopt.postprocess import Gradients, IndependentNoise, NoiseLevel
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter
-from recipes.paper.doppler.task import Classifier, Data, Size, evaluate
-from recipes.paper.runs import KeptRuns, climb
+from recipes.paper.doppler.task import Classifier, Data, Size, evaluate, read_data
+from recipes.paper.runs import Folder, KeptRuns, best_of, draw_band, labelled, mean_and_error, percent
+from recipes.paper.steps import EngineSums, Part, PrivateSteps
 
 TUNING_SEED = 1000
 NUM_POINTS = 8  # of a learning curve
 PLAIN = "plain"
 START_RATES = {"dp_sgd": 0.5, "dp_adamw": 0.008, "dp_adam_bc": 0.001, "dp_galore": 0.008}
-OPTIONS: dict[str, dict[str, Any]] = {"dp_galore": {"rank": 8, "refresh_every": 50, "scale": 1.0}}
+OF_OPTIMIZER: dict[str, dict[str, Any]] = {"dp_galore": {"rank": 8, "refresh_every": 50, "scale": 1.0}}
 
 Observer = Callable[[int, Gradients, Gradients, Gradients], None]  # step; mean before noise, released, filtered
 
@@ -43,7 +44,7 @@ class Run:
     """All that a result depends on, the data aside.
 
     Args:
-        optimizer: ``dp_sgd``, without momentum, or a key of `OPTIMIZERS`, with its defaults and `OPTIONS`.
+        optimizer: ``dp_sgd``, without momentum, or a key of `OPTIMIZERS`, with its defaults and `OF_OPTIMIZER`.
         filter: ``plain``, or what `LowPassFilter.parse` reads. In Adam it takes the place of the first moment, which
             is the filter ``momentum``.
         epsilon: None for no noise at all.
@@ -86,32 +87,23 @@ def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, An
     model = Classifier(run.size)
     engine = make_engine(model, plan.clipper)
     key = np.random.default_rng(run.seed).bytes(32)
-    noise = plan.mechanism.stream(make_noise_source("fast", key), plan.sensitivity, first_step=1)
-    level = IndependentNoise(noise.draw_stddev / run.batch)
+
+    def parts(rows: torch.Tensor) -> list[Part]:
+        records = data.train[rows].trimmed()
+        return [(lambda: cross_entropy(model(records.words_BT), records.labels_B, reduction="none"), len(rows))]
+
+    sums = EngineSums(engine, parts)
+    steps = PrivateSteps(plan, sums, keys=(key, key))
+    level = IndependentNoise(steps.stddev)
     low_pass = None if run.filter == PLAIN else LowPassFilter.parse(run.filter, level)
     optimizer = make_optimizer(run, engine.parameters.values(), level, low_pass)
-    chain = [low_pass] if low_pass is not None and run.optimizer == "dp_sgd" else []
-    num_clipped = num_seen = 0
     curve = []
     for step in range(1, run.num_steps + 1):
-        rows = torch.tensor(plan.sampler.draw(key, step))
-        clipped = engine.empty_sum()
-        if len(rows):
-            records = data.train[rows].trimmed()
-
-            def losses(records=records) -> torch.Tensor:  # type: ignore[no-untyped-def]
-                return nn.functional.cross_entropy(model(records.words_BT), records.labels_B, reduction="none")
-
-            seen = engine.add_clipped_sum(clipped, losses, len(rows))
-            num_clipped, num_seen = num_clipped + seen.num_clipped, num_seen + seen.num_records
-        sums = {name: total.float() for name, total in clipped.result().items()}
-        before = {name: total / run.batch for name, total in sums.items()} if observe else {}
-        noise.add_(sums, step)
-        released = filtered = Released({name: total.div_(run.batch) for name, total in sums.items()})
-        for stage in chain:
-            filtered = stage(filtered)
+        released = filtered = steps()
+        if low_pass is not None and run.optimizer == "dp_sgd":
+            filtered = low_pass(released)
         if observe:
-            observe(step, before, released, filtered)
+            observe(step, steps.before, released, filtered)
         for name, p in engine.parameters.items():
             p.grad = filtered[name]
         optimizer.step()
@@ -125,7 +117,7 @@ def train(run: Run, data: Data, observe: Observer | None = None) -> dict[str, An
         "validation_accuracy": validation_accuracy,
         "validation_loss": validation_loss if math.isfinite(validation_loss) else None,
         "curve": curve,
-        "clipped": num_clipped / max(1, num_seen),
+        "clipped": sums.seen.num_clipped / max(1, sums.seen.num_records),
         "noise_multiplier": plan.noise_multiplier,
         "taps": list(low_pass.b) if isinstance(low_pass, AdaptiveFIR) else None,
         "seconds": round(time.process_time() - began, 1),
@@ -139,53 +131,63 @@ def make_optimizer(
     if run.optimizer == "dp_sgd":
         return torch.optim.SGD(parameters, lr=run.rate)
     make: Any = OPTIMIZERS[run.optimizer]
-    return make(parameters, lr=run.rate, noise=level, filter=low_pass, **OPTIONS.get(run.optimizer, {}))
+    return make(parameters, lr=run.rate, noise=level, filter=low_pass, **OF_OPTIMIZER.get(run.optimizer, {}))
 
 
 class Runs(KeptRuns):
-    """Runs on one set of data."""
+    """Runs of a command, on a model and records of `size`."""
 
-    def __init__(self, path: Path, data: Data):
-        super().__init__(path, lambda run: train(run, data), _line)
+    def __init__(self, given: argparse.Namespace, size: Size):
+        data = read_data(given.data, size)
+        super().__init__(given.output_dir / "doppler_runs.jsonl", lambda run: train(run, data))
+        self._fixed, self._num_seeds = {"num_steps": given.num_steps, "size": size}, given.num_seeds
 
-    def cell(self, run: Run, num_seeds: int, start: float) -> dict[str, Any]:
-        """The rate with the best validation accuracy on `TUNING_SEED`, then test accuracies at that rate.
-
-        Args:
-            run: its rate and seed are not used.
-            start: where the search for the rate begins.
-        """
-
-        def score(rate: float) -> float:
-            return self.result(dataclasses.replace(run, rate=rate, seed=TUNING_SEED))["validation_accuracy"]
-
-        tried = climb(score, start)
-        best = max(tried, key=lambda rate: tried[rate])
-        results = [self.result(dataclasses.replace(run, rate=best, seed=seed)) for seed in range(num_seeds)]
+    def cell(self, optimizer: str, low_pass: str, epsilon: float | None) -> dict[str, Any]:
+        """The rate with the best validation accuracy on `TUNING_SEED`, then test accuracies at that rate."""
+        run = Run(optimizer=optimizer, filter=low_pass, epsilon=epsilon, rate=0.0, seed=0, **self._fixed)
+        tried = self.rates(run, START_RATES[optimizer], (TUNING_SEED,), "validation_accuracy")
+        rate, seeds = best_of(tried), range(self._num_seeds)
+        results = self.of_seeds(dataclasses.replace(run, rate=rate), seeds)
         return {
-            "optimizer": run.optimizer,
-            "filter": run.filter,
-            "epsilon": run.epsilon,
-            "noise_multiplier": results[0]["noise_multiplier"],
-            "rate": best,
-            "tried": {f"{rate:g}": accuracy for rate, accuracy in tried.items()},
-            "seeds": list(range(num_seeds)),
-            "accuracies": [result["accuracy"] for result in results],
-            "losses": [result["loss"] for result in results],
-            "curves": [result["curve"] for result in results],
+            "optimizer": optimizer, "filter": low_pass, "epsilon": epsilon,
+            "noise_multiplier": results[0]["noise_multiplier"], "rate": rate, "tried": labelled(tried),
+            "seeds": list(seeds), "accuracies": [result["accuracy"] for result in results],
+            "losses": [result["loss"] for result in results], "curves": [result["curve"] for result in results],
             "taps": [result.get("taps") for result in results],
             "clipped": float(np.mean([result["clipped"] for result in results])),
             "seconds_per_run": float(np.mean([result["seconds"] for result in results])),
+        }  # fmt: skip
+
+
+def gain(cell: dict[str, Any], plain: dict[str, Any]) -> dict[str, float]:
+    """Points of a cell over one without the filter, seed by seed: mean and standard error."""
+    mean, error = mean_and_error(percent(cell["accuracies"]) - percent(plain["accuracies"]))
+    return {"gain": mean, "error": error}
+
+
+def gains(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gains of all cells with a filter over those without."""
+    by_key = {(c["optimizer"], c["filter"], c["epsilon"]): c for c in cells}
+    return [
+        {
+            "optimizer": optimizer,
+            "filter": low_pass,
+            "epsilon": epsilon,
+            **gain(cell, by_key[optimizer, PLAIN, epsilon]),
         }
+        for (optimizer, low_pass, epsilon), cell in by_key.items()
+        if low_pass != PLAIN and (optimizer, PLAIN, epsilon) in by_key
+    ]
 
 
-def _line(run: Run, result: dict[str, Any]) -> str:
-    return (
-        f"{run.optimizer:10} {run.filter:18} epsilon {run.epsilon} rate {run.rate:<8g} seed {run.seed:<4} "
-        f"{100 * result['accuracy']:.1f} % in {result['seconds']:.0f} s"
-    )
+# options of every command, and the names of their plots
+OPTIONS: dict[str, Any] = {"data": Folder("folder with train.tsv and test.tsv of AG News"), "num_steps": 200}
+COLORS = {"dp_sgd": "C0", "dp_adam_bc": "C1", "dp_adamw": "C2", "dp_galore": "C4"}
+NAMES = {"dp_sgd": "DPSGD", "dp_adam_bc": "DP-AdamBC", "dp_adamw": "DP-AdamW", "dp_galore": "DP-GaLore"}
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Mean, and its standard error."""
-    return float(np.mean(values)), float(np.std(values, ddof=1) / math.sqrt(len(values)))
+def draw_curves(axis: Any, cell: dict[str, Any], label: str, **style: Any) -> None:
+    """Validation accuracy over the steps."""
+    curves = np.array(cell["curves"])  # (seeds, points, 2): step, accuracy
+    draw_band(axis, curves[0, :, 0], percent(curves[..., 1]), label, **style)
+    axis.set(xlabel="step", ylabel="validation accuracy, %")

@@ -15,9 +15,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from recipes.paper.dp2 import output
 from recipes.paper.dp2.data import ag_news
+from recipes.paper.dp2.imdb import plot_curves
 from recipes.paper.dp2.training import Method, Runs, Setting
+from recipes.paper.runs import Folder, experiment
 
 DELAY = 65
 SETTING = Setting(batch=128, num_steps=24 * DELAY, noise_multiplier=1.0)  # 20 epochs
@@ -48,25 +49,21 @@ NO_BIAS = [
 ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test.tsv")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--num_seeds", type=int, default=3)
-    arguments = parser.parse_args()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    path = arguments.output_dir / "dp2_ag_news.jsonl"
-
+def compute(given: argparse.Namespace) -> dict[str, Any]:
     def table(methods: list[Method], *, bias: bool) -> list[dict[str, Any]]:
-        runs = Runs(path, ag_news(arguments.data, bias=bias), evaluate_every=DELAY)
-        return [runs.report(method, SETTING, runs.tune(method, SETTING), arguments.num_seeds) for method in methods]
+        path = given.output_dir / "dp2_ag_news.jsonl"
+        runs = Runs(path, ag_news(given.data, bias=bias), methods, evaluate_every=DELAY)
+        return runs.best([method.name for method in methods], SETTING, given.num_seeds)
 
-    rows, no_bias = table(METHODS, bias=True), table(NO_BIAS, bias=False)
-    numbers = {"table": rows, "no_bias": no_bias}
-    output.save_numbers(path.with_suffix(".json"), "python -m recipes.paper.dp2.ag_news", numbers)
+    return {"table": table(METHODS, bias=True), "no_bias": table(NO_BIAS, bias=False)}
+
+
+def plot(numbers: dict[str, Any], path: Path) -> None:
     names = [method.name for method in METHODS]
-    output.curves(rows, path.with_suffix(".png"), [("AG News, noise multiplier 1", names)])
+    plot_curves(numbers["table"], path, [("AG News, noise multiplier 1", names)])
 
+
+main = experiment("dp2_ag_news", compute, plot, data=Folder("folder with train.tsv and test.tsv"), num_seeds=3)
 
 if __name__ == "__main__":
     main()

@@ -6,12 +6,10 @@ Shape legend: N = records, W = words.
 from __future__ import annotations
 
 import collections
-import csv
 import dataclasses
 import gzip
 import json
 import re
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -20,12 +18,10 @@ import torch
 from scipy.sparse import csr_matrix
 from torch import nn
 
+from recipes.paper import texts
+
 NUM_WORDS = 10_000
 NUM_PUBLIC = 250  # labelled; 1 % of the paper's training set, which is what its public-data baselines get
-AG_NEWS_CLASSES = ("World", "Sports", "Business", "Sci/Tech")
-
-
-FEATURES = ("frequencies", "presence")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,15 +88,15 @@ def tokens(text: str) -> list[str]:
     return re.findall(r"[a-z0-9']+", text.lower())
 
 
-def vocabulary(texts: Iterable[str], size: int = NUM_WORDS) -> dict[str, int]:
+def vocabulary(passages: Iterable[str], size: int = NUM_WORDS) -> dict[str, int]:
     """The most frequent words; of equals, the one that comes first in the alphabet."""
-    counts = collections.Counter(word for text in texts for word in tokens(text))
+    counts = collections.Counter(word for text in passages for word in tokens(text))
     ranked = sorted(counts, key=lambda word: (-counts[word], word))
     return {word: i for i, word in enumerate(ranked[:size])}
 
 
 def bags(
-    texts: Iterable[str],
+    passages: Iterable[str],
     labels: Sequence[int],
     number_of: Callable[[str], int | None],
     size: int = NUM_WORDS,
@@ -114,7 +110,7 @@ def bags(
             "presence": 1 for a word that occurs.
     """
     counts_NW, divisors = np.zeros((len(labels), size), dtype=np.uint8), []
-    for row, text in zip(counts_NW, texts, strict=True):
+    for row, text in zip(counts_NW, passages, strict=True):
         words = tokens(text)
         for number, times in collections.Counter(map(number_of, words)).items():
             if number is not None:
@@ -171,10 +167,7 @@ def ag_news(folder: Path, *, bias: bool = True, num_tuning: int = 1350) -> Task:
     """
 
     def records(split: str) -> Records:
-        with (folder / f"{split}.tsv").open(newline="", encoding="utf-8") as file:
-            rows = list(csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-        labels = [AG_NEWS_CLASSES.index(label) for _, label in rows]
-        return bags((text for text, _ in rows), labels, lambda word: zlib.crc32(word.encode()) % NUM_WORDS)
+        return bags(*texts.ag_news(folder / f"{split}.tsv"), lambda word: texts.bucket(word, NUM_WORDS))
 
     held_out = records("test")
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(held_out)))

@@ -13,16 +13,27 @@ FOLDER holds train.jsonl.gz and test.jsonl.gz (text, label) and unsup.jsonl.gz (
 from __future__ import annotations
 
 import argparse
-import functools
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from recipes.paper.dp2 import output
 from recipes.paper.dp2.data import Task, imdb
 from recipes.paper.dp2.explain import decreases
 from recipes.paper.dp2.training import Hyper, Method, Runs, Setting, make, train_once
+from recipes.paper.runs import (
+    Folder,
+    draw_band,
+    draw_lines,
+    experiment,
+    panels,
+    percent,
+    plain_ticks,
+    same_range,
+    save,
+)
+from recipes.paper.steps import seeded_keys
 
 DELAY = 195  # the paper's
 SETTING = Setting(batch=64, num_steps=24 * DELAY, noise_multiplier=1.0)  # 99.8 epochs; the paper: 100
@@ -124,49 +135,40 @@ PANELS = [
 def table(runs: Runs, num_seeds: int) -> list[dict[str, Any]]:
     """Every method at its best and, where the paper prints hyper-parameters, at those."""
     rows = []
-    for method in METHODS:
-        best = runs.tune(method, SETTING)
-        row = runs.report(method, SETTING, best, SWEEP_SEEDS if method.name in MINOR else num_seeds)
-        if method.name in PAPER:
-            hyper, accuracy = PAPER[method.name]
-            row |= {"paper": accuracy, "at_the_papers_values": runs.report(method, SETTING, hyper, SWEEP_SEEDS)}
+    for name in (method.name for method in METHODS):
+        best = runs.tune(name, SETTING)
+        row = runs.report(name, SETTING, best, SWEEP_SEEDS if name in MINOR else num_seeds)
+        if name in PAPER:
+            hyper, accuracy = PAPER[name]
+            row |= {"paper": accuracy, "at_the_papers_values": runs.report(name, SETTING, hyper, SWEEP_SEEDS)}
         rows.append(row)
     # noise as if the extra query were free: a larger epsilon
     free = Setting(SETTING.batch, SETTING.num_steps, noise_multiplier=2**-0.5)
-    best = runs.tune(VARIANT_1, SETTING)
-    return [
-        *rows,
-        runs.report(VARIANT_1, free, best, SWEEP_SEEDS) | {"method": "variant 1, noise of DP-SGD per query"},
-    ]
+    row = runs.report(VARIANT_1.name, free, runs.tune(VARIANT_1.name, SETTING), SWEEP_SEEDS)
+    return [*rows, row | {"method": "variant 1, noise of DP-SGD per query"}]
 
 
 def budgets(runs: Runs, methods: list[Method]) -> list[dict[str, Any]]:
     """Smaller epsilons. Rates are chosen anew, among those that were best at noise multiplier 1 and smaller ones."""
     rows = []
-    for method in methods:
-        best = runs.tune(method, SETTING)
-        rows.append(runs.report(method, SETTING, best, SWEEP_SEEDS))
+    for name in (method.name for method in methods):
+        best = runs.tune(name, SETTING)
+        rows.append(runs.report(name, SETTING, best, SWEEP_SEEDS))
         for epsilon, factors in BUDGETS.items():
             setting = Setting(SETTING.batch, SETTING.num_steps, target_epsilon=epsilon)
             candidates = [
-                {name: value * factor if name.startswith("rate") else value for name, value in best.items()}
+                {key: value * factor if key.startswith("rate") else value for key, value in best.items()}
                 for factor in factors
             ]
-            rows.append(runs.report(method, setting, runs.tune(method, setting, candidates), SWEEP_SEEDS))
+            rows.append(runs.report(name, setting, runs.tune(name, setting, candidates), SWEEP_SEEDS))
     return rows
 
 
 def delays(runs: Runs) -> list[dict[str, Any]]:
     """The delay alone is changed."""
-    best = runs.tune(DP2_RMSPROP, SETTING)
-    return [
-        runs.report(dp2("DP2-RMSProp"), SETTING, best | {"delay": delay}, SWEEP_SEEDS) | {"delay": delay}
-        for delay in DELAYS
-    ]
-
-
-def other_features(runs: Runs, methods: list[Method]) -> list[dict[str, Any]]:
-    return [runs.report(method, SETTING, runs.tune(method, SETTING), SWEEP_SEEDS) for method in methods]
+    name = DP2_RMSPROP.name
+    best = runs.tune(name, SETTING)
+    return [runs.report(name, SETTING, best | {"delay": delay}, SWEEP_SEEDS) | {"delay": delay} for delay in DELAYS]
 
 
 def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -180,7 +182,7 @@ def refreshes(task: Task, hyper: Hyper, sigma: float) -> list[tuple[int, torch.T
             found.append((step, both[0].double(), both[1].double()))
 
     plan = make(DP2_RMSPROP, hyper, Setting(SETTING.batch, SETTING.num_steps, sigma), len(task.train))
-    train_once(task, plan, DP2_RMSPROP, hyper, 0, evaluate_every=SETTING.num_steps, observe=observe)
+    train_once(task, plan, DP2_RMSPROP, hyper, seeded_keys(0), evaluate_every=SETTING.num_steps, observe=observe)
     return found
 
 
@@ -210,30 +212,74 @@ def preconditioner(task: Task, hyper: Hyper) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train, test and unsup.jsonl.gz")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--num_seeds", type=int, default=5)
-    arguments = parser.parse_args()
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
-    make_runs = functools.partial(Runs, arguments.output_dir / "dp2_imdb.jsonl", evaluate_every=DELAY)
-    task = imdb(arguments.data)
-    runs, no_bias = make_runs(task), make_runs(imdb(arguments.data, bias=False))
-    presence = make_runs(imdb(arguments.data, features="presence"))
-    numbers: dict[str, Any] = {
-        "table": table(runs, arguments.num_seeds),
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    def runs_of(task: Task, methods: list[Method]) -> Runs:
+        return Runs(given.output_dir / "dp2_imdb.jsonl", task, methods, evaluate_every=DELAY)
+
+    task = imdb(given.data)
+    runs, no_bias = runs_of(task, METHODS), runs_of(imdb(given.data, bias=False), NO_BIAS)
+    presence = runs_of(imdb(given.data, features="presence"), PRESENCE)
+    return {
+        "table": table(runs, given.num_seeds),
         "delays": delays(runs),
         "preconditioner": preconditioner(task, PAPER["DP2-RMSProp"][0]),
-        "presence": other_features(presence, PRESENCE),
-        "no_bias": other_features(no_bias, NO_BIAS),
+        "presence": presence.best([method.name for method in PRESENCE], SETTING, SWEEP_SEEDS),
+        "no_bias": no_bias.best([method.name for method in NO_BIAS], SETTING, SWEEP_SEEDS),
         "budgets": budgets(runs, SWEPT) + budgets(no_bias, [NO_BIAS[0], NO_BIAS[-1]]),
     }
-    output.save_numbers(arguments.output_dir / "dp2_imdb.json", "python -m recipes.paper.dp2.imdb", numbers)
-    output.curves(numbers["table"], arguments.output_dir / "dp2_imdb.png", PANELS)
-    output.sweeps(numbers["delays"], numbers["budgets"], arguments.output_dir / "dp2_sweeps.png")
-    output.preconditioner(numbers["preconditioner"], arguments.output_dir / "dp2_preconditioner.png")
 
+
+def plot_curves(rows: list[dict[str, Any]], path: Path, groups: list[tuple[str, list[str]]]) -> None:
+    """Test accuracy over the steps, mean and range of the seeds; a panel for each group of methods."""
+    by_name = {row["method"]: row for row in rows}
+    figure, axes = panels(len(groups), width=5.6, height=4.4)
+    for axis, (title, names) in zip(axes, groups, strict=True):
+        for row in map(by_name.__getitem__, names):
+            label = f"{row['method']}: {100 * row['mean']:.1f}"
+            draw_band(axis, row["_steps"], percent(row["_curves"]), label)
+        axis.set(xlabel="step", ylabel="test accuracy, %", title=title)
+        axis.legend(fontsize=8, loc="lower right")
+    same_range(axes)
+    save(figure, path)
+
+
+def plot_sweeps(numbers: dict[str, Any], path: Path) -> None:
+    """Accuracy against the delay and against epsilon."""
+    figure, (left, right) = panels(2, width=5.0, height=4.2)
+    draw_lines(left, numbers["delays"], "delay", lambda row: percent(row["test"]), lambda row: row["method"])
+    plain_ticks(left, DELAYS)
+    left.set(xlabel="delay s, steps", ylabel="test accuracy, %", title="noise multiplier 1")
+    draw_lines(
+        right, numbers["budgets"], "epsilon", lambda row: percent(row["test"]),
+        lambda row: row["method"] + ", no bias" * row["task"].endswith("no bias"),
+    )  # fmt: skip
+    plain_ticks(right, sorted({round(row["epsilon"], 2) for row in numbers["budgets"]}))
+    right.set(xlabel="epsilon (delta 1e-5)", ylabel="test accuracy, %", title="The same steps, other noise")
+    save(figure, path)
+
+
+def plot_preconditioner(numbers: dict[str, Any], path: Path) -> None:
+    """Histograms of sqrt(v) over the words, one line per refresh, light to dark."""
+    figure, axes = panels(2, width=5.0, height=4.0)
+    for axis, name in zip(axes, ("without noise", "private"), strict=True):
+        histograms = numbers[name]["histograms"]
+        for i, histogram in enumerate(histograms):
+            shade = (0.1, 0.3, 0.6, 0.15 + 0.85 * (i + 1) / len(histograms))
+            axis.stairs(histogram, np.linspace(-7, -1, 61), color=shade)
+        level = np.log10(numbers["noise_in_the_mean"] * 0.1**0.5)
+        axis.axvline(level, color="C3", linestyle="--", label="noise alone")
+        axis.set(xlabel="log10 of sqrt(v)", ylabel="words", title=name)
+        axis.legend(fontsize=8)
+    save(figure, path)
+
+
+def plot(numbers: dict[str, Any], path: Path) -> None:
+    plot_curves(numbers["table"], path, PANELS)
+    plot_sweeps(numbers, path.with_name("dp2_sweeps.png"))
+    plot_preconditioner(numbers["preconditioner"], path.with_name("dp2_preconditioner.png"))
+
+
+main = experiment("dp2_imdb", compute, plot, data=Folder("folder with train, test and unsup.jsonl.gz"), num_seeds=5)
 
 if __name__ == "__main__":
     main()

@@ -35,9 +35,7 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, Preconditioning, PublicPreconditioner
-from recipes.paper.correlated_noise.output import panels, plain_ticks, save
 from recipes.paper.dp2.data import bags
-from recipes.paper.dp2.output import versions
 from recipes.paper.dp2.training import DELTA, make_optimizer
 from recipes.paper.linear import (
     WEIGHTS,
@@ -48,7 +46,20 @@ from recipes.paper.linear import (
     opening_answer,
     with_bias,
 )
-from recipes.paper.runs import KeptRuns, Move, ascend, interval
+from recipes.paper.runs import (
+    Folder,
+    KeptRuns,
+    Move,
+    ascend,
+    draw_lines,
+    experiment,
+    interval,
+    panels,
+    plain_ticks,
+    same_range,
+    save,
+)
+from recipes.paper.texts import bucket
 
 CLASSES = (  # site and kind; of the other pairs, there are no posts
     "alcohol, comment", "alcohol.meta, question", "alcohol.meta, answer", "alcohol.meta, comment",
@@ -61,7 +72,6 @@ BATCH, NUM_STEPS, DELAY = 256, 360, 30
 CHOOSE = range(NUM_STEPS - 15, NUM_STEPS + 1, 5)  # steps whose mean accuracy chooses; one alone is noisy
 EPSILONS = (8.0, 3.0, 1.0)  # a climb begins where that of the budget before it ended
 NUM_SEEDS, TUNING_SEEDS = 5, (1000, 1001)
-DATE = "2026-11-23"  # of the runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,14 +119,10 @@ def posts(folder: Path) -> tuple[list[str], list[int]]:
     return [row["text"] for row in rows], [CLASSES.index(name) for name in names]
 
 
-def bucket(word: str) -> int:
-    return zlib.crc32(word.encode()) % NUM_WORDS
-
-
 def make_task(folder: Path, name: str) -> Task:
     """The task with features of that name."""
     (texts, labels), bias = posts(folder), FEATURES[name].bias
-    x_NW = bags(texts, labels, bucket, NUM_WORDS).sparse_NW.astype(np.float64)
+    x_NW = bags(texts, labels, lambda word: bucket(word, NUM_WORDS), NUM_WORDS).sparse_NW.astype(np.float64)
     records = ManyClasses(with_bias(x_NW, bias) if bias else x_NW, np.array(labels))
     order = np.random.default_rng(0).permutation(len(records))
     ends = np.cumsum([NUM_TUNING, NUM_TEST, NUM_PUBLIC])
@@ -243,7 +249,7 @@ def train(tasks: Callable[[str], Task], run: Run, observe: Observer = lambda *st
     spec = method.preclip(run)
     if isinstance(spec, OneQuery):
         gradients.preconditioner.receive_opening(opening_answer(spec, task.train, weights_WK, run.clip, fresh))
-    optimizer = make_optimizer(method, {"rate": run.rate, "eps": run.floor}, [parameter])
+    optimizer = make_optimizer(method.optimizer, {"rate": run.rate, "eps": run.floor}, [parameter])
     tuning = []
     for step in range(1, plan.num_steps + 1):
         parameter.grad = torch.from_numpy(gradients())
@@ -262,8 +268,7 @@ def tune(runs: KeptRuns, task: str, method: str, epsilon: float, start: Run | No
 
     def score(*values: float) -> float:
         made = Run(task, method, epsilon, *values, seed=0)
-        some = [runs.result(dataclasses.replace(made, seed=seed))["tuning"] for seed in TUNING_SEEDS]
-        return float(np.mean(some))
+        return runs.mean(made, TUNING_SEEDS, "tuning")
 
     first = METHODS[method].start if start is None else tuple(getattr(start, name) for name in VALUES)
     _, values = ascend(score, first, FACTORS, METHODS[method].moves, is_eager=True)
@@ -282,12 +287,12 @@ def table(runs: KeptRuns) -> tuple[list[dict[str, Any]], Cells]:
             for method in features.methods or METHODS:
                 start = before.get(method) or ends.get((features.begins or "", epsilon, method))
                 best = ends[task, epsilon, method] = before[method] = tune(runs, task, method, epsilon, start)
-                made = [runs.result(dataclasses.replace(best, seed=seed)) for seed in range(NUM_SEEDS)]
+                made = runs.of_seeds(best, range(NUM_SEEDS))
                 scores = cells[task, epsilon, method] = 100 * np.array([line["test"] for line in made])
-                tuned = [runs.result(dataclasses.replace(best, seed=seed))["tuning"] for seed in TUNING_SEEDS]
                 rows.append({
                     "features": task, "epsilon": epsilon, "method": method, "accuracy": float(scores.mean()),
-                    "stddev": float(scores.std(ddof=1)), "tuning_accuracy": 100 * float(np.mean(tuned)),
+                    "stddev": float(scores.std(ddof=1)), "_test": scores,
+                    "tuning_accuracy": 100 * runs.mean(best, TUNING_SEEDS, "tuning"),
                     **differences(scores, {name: cells[task, epsilon, name] for name in COMPARED
                                            if (task, epsilon, name) in cells}),
                     **{name: getattr(best, name) for name in VALUES},
@@ -388,60 +393,27 @@ def explain(tasks: Callable[[str], Task], rows: list[dict[str, Any]]) -> dict[st
     return found
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Test accuracy against epsilon, mean and standard deviation over the seeds; a panel for each kind of features."""
-    drawn = [name for name, features in FEATURES.items() if len(features.epsilons) > 1 or name == PAPERS]
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    tasks = functools.cache(functools.partial(make_task, given.data))
+    rows, cells = table(KeptRuns(given.output_dir / "dp2_stackexchange.jsonl", functools.partial(train, tasks)))
+    found = with_best_features(rows, cells)
+    return {"rows": rows, "with_best_features": found, "explanation": explain(tasks, rows)}
+
+
+def plot(numbers: dict[str, Any], path: Path) -> None:
+    """Test accuracy against epsilon; a panel for each kind of features."""
+    drawn = [name for name, features in FEATURES.items() if len(features.epsilons) > 1]
     figure, axes = panels(len(drawn), width=4.4, height=3.8)
     for axis, name in zip(axes, drawn, strict=True):
-        for i, method in enumerate(METHODS):
-            own = sorted(
-                (r for r in rows if (r["features"], r["method"]) == (name, method)), key=lambda r: r["epsilon"]
-            )
-            if own:
-                values = [[row[key] for row in own] for key in ("epsilon", "accuracy", "stddev")]
-                axis.errorbar(*values, marker="o", markersize=4, capsize=3, color=f"C{i}", label=method)
-        axis.set_xscale("log")
+        own = [row for row in numbers["rows"] if row["features"] == name]
+        draw_lines(axis, own, "epsilon", lambda row: row["_test"], lambda row: row["method"])
         plain_ticks(axis, sorted(EPSILONS))
-        axis.set(xlabel="epsilon (delta 1e-5)", title=name)
-    low, high = min(axis.get_ylim()[0] for axis in axes), max(axis.get_ylim()[1] for axis in axes)
-    for axis in axes:
-        axis.set_ylim(low, high)
-    axes[0].set_ylabel("test accuracy, %")
-    axes[-1].legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="lower right")
+        axis.set(xlabel="epsilon (delta 1e-5)", ylabel="test accuracy, %", title=name)
+    same_range(axes)
     save(figure, path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder with posts.jsonl.gz")
-    parser.add_argument("--output_dir", type=Path, required=True)
-    options = parser.parse_args()
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    path = options.output_dir / "dp2_stackexchange.json"
-    tasks = functools.cache(functools.partial(make_task, options.data))
-    runs = KeptRuns(
-        path.with_suffix(".jsonl"),
-        functools.partial(train, tasks),
-        lambda run, line: (
-            f"{run.task}; {run.method} eps {run.epsilon:g} rate {run.rate:.3g} clip {run.clip:.2g} "
-            f"floor {run.floor:g} ratios {run.clip_ratio:g} {run.rate_ratio:g} seed {run.seed}: "
-            f"{100 * line['tuning']:.1f} {100 * line['test']:.1f}"
-        ),
-    )
-    rows, cells = table(runs)
-    made = {
-        "command": "python -m recipes.paper.dp2.stackexchange",
-        **versions(),
-        "date": DATE,
-        "rows": rows,
-        "with_best_features": with_best_features(rows, cells),
-        "explanation": explain(tasks, rows),
-    }
-    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    plot(rows, path.with_suffix(".png"))
-    for row in rows:
-        print(row["features"], row["epsilon"], row["method"], round(row["accuracy"], 1), row["over DP-SGD"])
-
+main = experiment("dp2_stackexchange", compute, plot, data=Folder("folder with posts.jsonl.gz"))
 
 if __name__ == "__main__":
     main()

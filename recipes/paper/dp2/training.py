@@ -1,11 +1,9 @@
-"""One private run of a method, the choice of its hyper-parameters, and a file that remembers every run."""
+"""One private run of a method, the choice of its hyper-parameters, and what the rows of a table hold."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,18 +11,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_dpopt.clipping import ClippingEngine, make_engine
-from hf_dpopt.clipping.scaling import Scale
-from hf_dpopt.common.types import ClippedSums, Released
-from hf_dpopt.noise import make_noise_source
+from hf_dpopt.clipping import make_engine
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
-from hf_dpopt.preclip import Preconditioning, queries
+from hf_dpopt.preclip import Preconditioning
 from hf_dpopt.public import PublicGradients
 from recipes.paper.dp2.data import Task
+from recipes.paper.runs import KeptRuns
+from recipes.paper.steps import EngineSums, Part, PrivateSteps, seeded_keys
 
 DELTA = 1e-5
 TUNING_SEED = 1000  # its runs choose hyper-parameters and are not reported
@@ -65,6 +62,17 @@ class Setting:
     target_epsilon: float | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """All that a result depends on."""
+
+    task: str
+    method: str
+    setting: Setting
+    hyper: Hyper
+    seed: int
+
+
 def make(method: Method, hyper: Hyper, setting: Setting, num_examples: int) -> PrivacyPlan:
     """The plan of a run: the clip norm and the preconditioner of the method, the noise of the setting."""
     options = dict(method.options)
@@ -75,22 +83,16 @@ def make(method: Method, hyper: Hyper, setting: Setting, num_examples: int) -> P
         if "rate_adaptive" in hyper:
             options["learning_rate_ratio"] = hyper["rate_adaptive"] / hyper["rate"]
     config = PrivacyConfig(
-        noise_multiplier=setting.noise_multiplier,
-        target_epsilon=setting.target_epsilon,
-        target_delta=DELTA,
-        clipping_norm=hyper["clip"],
-        expected_batch_size=setting.batch,
-        sampling="poisson",
-        noise_rng="fast",
-        preconditioner=method.preconditioner,
-        preconditioner_kwargs=options,
-    )
+        noise_multiplier=setting.noise_multiplier, target_epsilon=setting.target_epsilon, target_delta=DELTA,
+        clipping_norm=hyper["clip"], expected_batch_size=setting.batch, sampling="poisson", noise_rng="fast",
+        preconditioner=method.preconditioner, preconditioner_kwargs=options,
+    )  # fmt: skip
     return make_plan(config, num_examples=num_examples, num_steps=setting.num_steps)
 
 
-def make_optimizer(method: Method, hyper: Hyper, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def make_optimizer(name: str, hyper: Hyper, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     """A stock optimizer; RMSProp averages over as many steps as the paper's, ten."""
-    match method.optimizer:
+    match name:
         case "adam":
             return torch.optim.Adam(parameters, lr=hyper["rate"], eps=hyper["eps"])
         case "rmsprop":
@@ -98,12 +100,6 @@ def make_optimizer(method: Method, hyper: Hyper, parameters: Iterable[torch.nn.P
         case "adagrad":
             return torch.optim.Adagrad(parameters, lr=hyper["rate"], eps=hyper["eps"])
     return torch.optim.SGD(parameters, lr=hyper["rate"])
-
-
-def keys(seed: int) -> tuple[bytes, bytes]:
-    """Of the sampling and of the noise. Fixed, for the data are public and nothing is kept private here."""
-    rng = np.random.default_rng(seed)
-    return rng.bytes(32), rng.bytes(32)
 
 
 @dataclasses.dataclass
@@ -128,61 +124,44 @@ def public_gradients(task: Task, model: torch.nn.Linear) -> PublicGradients:
     return PublicGradients(model, losses, rows, lambda some: {"rows": torch.tensor(some)}, batch_size=len(rows))
 
 
-def clipped_sums(
-    engine: ClippingEngine, task: Task, rows: torch.Tensor, scales: Sequence[Scale | None]
-) -> ClippedSums:
-    """Of one batch, for every query."""
-    sums = [engine.empty_sum(scale) for scale in scales]
-    if len(rows):
-        features, labels = task.train.batch(rows)
-        for query in sums:
-            engine.add_clipped_sum(query, lambda: task.losses(engine.model(features), labels), len(rows))
-    return queries.join([query.result() for query in sums])
-
-
 def train_once(
     task: Task,
     plan: PrivacyPlan,
     method: Method,
     hyper: Hyper,
-    seed: int,
+    keys: tuple[bytes, bytes],
     *,
     evaluate_every: int,
     observe: Observer = lambda step, preclip, model: None,
 ) -> Outcome:
-    """One private run, as `private_step` does it, without ledger and with a fixed key: the data are public."""
+    """One private run."""
     model = task.model()
-    engine = make_engine(model, plan.clipper)
-    sampling_key, noise_key = keys(seed)
-    noise = plan.mechanism.stream(make_noise_source("fast", noise_key), plan.sensitivity, first_step=1)
-    batch, done = plan.config.expected_batch_size, 0
-    level = MechanismLevel(
-        plan.mechanism, stddev=noise.draw_stddev / batch, num_steps=plan.num_steps, steps_done=lambda: done
-    )
-    public = public_gradients(task, model)
-    preclip = plan.preclip.start(
-        engine.parameters, clipping_norm=plan.config.clipping_norm, noise=level, public=public
-    )
+    engine, public = make_engine(model, plan.clipper), public_gradients(task, model)
+
+    def parts(rows: torch.Tensor) -> list[Part]:
+        features, labels = task.train.batch(rows)
+        return [(lambda: task.losses(model(features), labels), len(rows))]
+
+    def start(level: MechanismLevel) -> Preconditioning:
+        clip = plan.config.clipping_norm
+        return plan.preclip.start(engine.parameters, clipping_norm=clip, noise=level, public=public)
+
+    steps = PrivateSteps(plan, EngineSums(engine, parts), keys=keys, start=start)
     chain = [PublicMirrorDescent(public, num_steps=plan.num_steps)] if method.mirror else []
-    optimizer = make_optimizer(method, hyper, model.parameters())
+    optimizer = make_optimizer(method.optimizer, hyper, model.parameters())
     outcome = Outcome([], [], [], model, 0.0)
     signals, noises = 0.0, 0.0
     for step in range(1, plan.num_steps + 1):
-        rows = torch.tensor(plan.sampler.draw(sampling_key, step))
-        scales = preclip.scales()
-        sums = clipped_sums(engine, task, rows, scales)
+        released = steps()
         if step > plan.num_steps // 2:
-            signals += sum(float(total.square().sum()) for total in sums.values())
-            noises += noise.draw_stddev**2 * sum(total.numel() for total in sums.values())
-        noise.add_(sums, step)
-        done = step
-        released = preclip.receive(Released({name: total.div_(batch) for name, total in sums.items()}))
+            signals += sum(float(mean.square().sum()) for mean in steps.before.values())
+            noises += steps.stddev**2 * sum(mean.numel() for mean in steps.before.values())
         for stage in chain:
             released = stage(released)
         for name, p in engine.parameters.items():
             p.grad = released[name]
         optimizer.step()
-        observe(step, preclip, model)
+        observe(step, steps.preconditioner, model)
         if step % evaluate_every == 0 or step == plan.num_steps:
             outcome.steps.append(step)
             outcome.tuning.append(task.accuracy(model, task.tuning))
@@ -191,78 +170,45 @@ def train_once(
     return outcome
 
 
-class Kept:
-    """Runs, a line each in a JSONL file; one that is there already is not made again.
-
-    Args:
-        path: the file; need not exist.
-        names: entries that tell a run from the others.
-    """
-
-    def __init__(self, path: Path, names: Sequence[str]):
-        self.path, self._names = path, names
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self._known = {self._key(run): run for run in map(json.loads, lines)}
-
-    def _key(self, run: Mapping[str, Any]) -> str:
-        return json.dumps([run[name] for name in self._names], sort_keys=True)
-
-    def get(self, wanted: dict[str, Any], compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The run of that description: what `compute` gives, and how long it took."""
-        key = self._key(wanted)
-        if key not in self._known:
-            wall, processor = time.monotonic(), time.process_time()
-            run = wanted | compute()
-            run["seconds"] = round(time.monotonic() - wall, 1)
-            run["processor_seconds"] = round(time.process_time() - processor, 1)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(run) + "\n")
-            print(*wanted.values(), "->", run.get("accuracy", run.get("test", [None])[-1]), flush=True)
-            self._known[key] = run
-        return self._known[key]
-
-
 class Runs:
     """All runs of a task."""
 
-    def __init__(self, path: Path, task: Task, *, evaluate_every: int):
-        self.task, self.evaluate_every = task, evaluate_every
-        self._kept = Kept(path, ("task", "method", "setting", "hyper", "seed"))
+    def __init__(self, path: Path, task: Task, methods: Iterable[Method], *, evaluate_every: int):
+        self.task, self._every = task, evaluate_every
+        self._methods = {method.name: method for method in methods}
+        self._kept = KeptRuns(path, self._train)
 
-    def run(self, method: Method, hyper: Hyper, setting: Setting, seed: int) -> dict[str, Any]:
-        """The record of a run: accuracies over the steps, what it spent, how long it took."""
-
-        def compute() -> dict[str, Any]:
-            plan = make(method, hyper, setting, len(self.task.train))
-            outcome = train_once(self.task, plan, method, hyper, seed, evaluate_every=self.evaluate_every)
-            return {
-                "epsilon": plan.epsilon(), "noise_multiplier": plan.noise_multiplier, "steps": outcome.steps,
-                "tuning": [round(a, 5) for a in outcome.tuning], "test": [round(a, 5) for a in outcome.test],
-                "signal_to_noise": round(outcome.signal_to_noise, 5),
-            }  # fmt: skip
-
-        wanted = {
-            "task": self.task.name, "method": method.name, "setting": dataclasses.asdict(setting), "hyper": hyper,
-            "seed": seed,
-        }  # fmt: skip
-        return self._kept.get(wanted, compute)
-
-    def tune(self, method: Method, setting: Setting, candidates: Sequence[Hyper] = ()) -> Hyper:
-        """The candidate (by default: of the method's) that is best on the tuning records, under a seed of its own."""
-        tried = [self.run(method, hyper, setting, TUNING_SEED) for hyper in candidates or method.candidates()]
-        return max(tried, key=lambda run: float(np.mean(run["tuning"][-LAST:])))["hyper"]
-
-    def report(self, method: Method, setting: Setting, hyper: Hyper, num_seeds: int) -> dict[str, Any]:
-        """Mean and standard deviation of the test accuracy of the last model, over the seeds."""
-        runs = [self.run(method, hyper, setting, seed) for seed in range(num_seeds)]
-        test = [run["test"][-1] for run in runs]
-        curves = np.array([run["test"] for run in runs])
+    def _train(self, run: Run) -> dict[str, Any]:
+        method = self._methods[run.method]
+        plan = make(method, run.hyper, run.setting, len(self.task.train))
+        keys = seeded_keys(run.seed)
+        outcome = train_once(self.task, plan, method, run.hyper, keys, evaluate_every=self._every)
         return {
-            "task": self.task.name, "method": method.name, "hyper": hyper, "epsilon": runs[0]["epsilon"],
+            "epsilon": plan.epsilon(), "noise_multiplier": plan.noise_multiplier, "steps": outcome.steps,
+            "tuning": [round(a, 5) for a in outcome.tuning], "test": [round(a, 5) for a in outcome.test],
+            "signal_to_noise": round(outcome.signal_to_noise, 5),
+        }  # fmt: skip
+
+    def tune(self, method: str, setting: Setting, candidates: Sequence[Hyper] = ()) -> Hyper:
+        """The candidate (by default: of the method's) that is best on the tuning records, under a seed of its own."""
+        tried = [Run(self.task.name, method, setting, hyper, TUNING_SEED)
+                 for hyper in candidates or self._methods[method].candidates()]  # fmt: skip
+        return max(tried, key=lambda run: float(np.mean(self._kept.result(run)["tuning"][-LAST:]))).hyper
+
+    def report(self, method: str, setting: Setting, hyper: Hyper, num_seeds: int) -> dict[str, Any]:
+        """Mean and standard deviation of the test accuracy of the last model, over the seeds."""
+        runs = self._kept.of_seeds(Run(self.task.name, method, setting, hyper, 0), range(num_seeds))
+        curves = np.array([run["test"] for run in runs])
+        test = curves[:, -1]
+        return {
+            "task": self.task.name, "method": method, "hyper": hyper, "epsilon": runs[0]["epsilon"],
             "noise_multiplier": runs[0]["noise_multiplier"], "mean": float(np.mean(test)),
-            "std": float(np.std(test, ddof=1)) if num_seeds > 1 else 0.0, "test": test,
+            "std": float(np.std(test, ddof=1)) if num_seeds > 1 else 0.0, "test": test.tolist(),
             "area": float(curves.mean()),
             "signal_to_noise": float(np.mean([run["signal_to_noise"] for run in runs])),
-            "seconds": float(np.mean([run["seconds"] for run in runs])),
-            "steps": runs[0]["steps"], "curve": curves.mean(axis=0).tolist(), "band": curves.std(axis=0).tolist(),
+            "_steps": runs[0]["steps"], "_curves": curves,
         }  # fmt: skip
+
+    def best(self, methods: Iterable[str], setting: Setting, num_seeds: int) -> list[dict[str, Any]]:
+        """Reports of methods, each at its best."""
+        return [self.report(method, setting, self.tune(method, setting), num_seeds) for method in methods]

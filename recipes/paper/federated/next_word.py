@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from recipes.paper.correlated_noise.output import panels, save
 from recipes.paper.federated.task import Size, Task, read_task
 from recipes.paper.federated.training import MECHANISMS, USUAL, Run, Runs
+from recipes.paper.runs import panels, save
 
 START_RATE = 0.2
 COLORS = {

@@ -14,12 +14,10 @@ Shape legend: N = records, W = words and the bias.
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import functools
 import itertools
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,8 +27,6 @@ import numpy as np
 import torch
 from scipy.sparse import csr_matrix
 
-from hf_dpopt.clipping.scaling import Diagonal, Scale
-from hf_dpopt.common.types import Released
 from hf_dpopt.noise import momentum_workload
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.plan.choose import make_plan
@@ -38,16 +34,16 @@ from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.preclip import DelayedPreconditioner, Identity, OneQuery, Preclip, QuantileClipping
 from recipes.paper.dp2.data import imdb
-from recipes.paper.dp2.output import versions
 from recipes.paper.linear import WEIGHTS, PrivateGradients, TwoClasses, opening_answer, with_bias
-from recipes.paper.runs import KeptRuns, ascend, interval
+from recipes.paper.runs import KeptRuns, OptionalFolder, ascend, best_of, experiment, interval, percent
+from recipes.paper.steps import FromReleases
+from recipes.paper.texts import bucket, sst2
 
 BUCKETS, MAX_WORDS, MOMENTUM, DELTA = 8192, 64, 0.9, 1e-5
 EPSILONS = (1.0, 3.0, 8.0)
 NUM_SEEDS, TUNING_SEEDS = 5, (1000, 1001)
 RATE, CLIP = 2.0, 3.0  # factors of a climb
 MOVES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1))
-DATE = "2026-11-23"  # of the runs
 DELAY = 30  # steps of a phase of DP^2
 
 
@@ -62,18 +58,16 @@ class Task:
     num_steps: int
 
 
-def sst2(folder: Path) -> Task:
-    """Phrases; 57,349 to train on, 5,000 that choose, 5,000 that are reported. Words are hashed: nothing is fitted."""
-    with (folder / "train.tsv").open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+def phrases(folder: Path) -> Task:
+    """Phrases of SST-2; 57,349 to train on, 5,000 that choose, 5,000 that are reported."""
+    texts, labels = sst2(folder / "train.tsv")
     places, columns = [], []
-    for i, row in enumerate(rows):
-        found = {zlib.crc32(word.encode()) % BUCKETS for word in row["sentence"].lower().split()[:MAX_WORDS]}
+    for i, text in enumerate(texts):
+        found = {bucket(word, BUCKETS) for word in text.lower().split()[:MAX_WORDS]}
         places += [i] * len(found)
         columns += sorted(found)
-    x_NW = with_bias(csr_matrix((np.ones(len(columns)), (places, columns)), shape=(len(rows), BUCKETS)))
-    words = TwoClasses(x_NW, np.array([int(row["label"]) for row in rows]))
-    order = np.random.default_rng(0).permutation(len(rows))
+    x_NW = with_bias(csr_matrix((np.ones(len(columns)), (places, columns)), shape=(len(texts), BUCKETS)))
+    words, order = TwoClasses(x_NW, np.array(labels)), np.random.default_rng(0).permutation(len(texts))
     return Task(words[order[10_000:]], words[order[:5000]], words[order[5000:10_000]], batch=1024, num_steps=400)
 
 
@@ -188,33 +182,6 @@ def schedule(num_steps: int) -> list[float]:
     return np.linspace(1.0, 0.05, num_steps).tolist()
 
 
-def scale_of(moment_W: np.ndarray, floor: float) -> np.ndarray:
-    """1 / D of a second moment, as `OneQuery` makes it; (W,)."""
-    rms = math.sqrt(max(float(moment_W.sum()), 0.0) / len(moment_W))
-    if rms == 0:
-        return np.ones_like(moment_W)
-    return (1 + floor) * rms / (np.sqrt(np.maximum(moment_W, 0)) + floor * rms)
-
-
-class FromReleases:
-    """D of an average of squared releases, from the tenth step on: free, and as late and as noisy as they are."""
-
-    def __init__(self, num_words: int, floor: float):
-        self._average_W1, self._inverse_W1 = np.zeros((num_words, 1)), np.ones((num_words, 1))
-        self._floor, self._t = floor, 0
-
-    def scales(self) -> tuple[Scale | None]:
-        return (Scale({WEIGHTS: Diagonal(torch.tensor(self._inverse_W1))}),)
-
-    def receive(self, released: Released) -> Released:
-        released_W1 = released[WEIGHTS].double().numpy()
-        self._average_W1 = 0.95 * self._average_W1 + 0.05 * (released_W1 / self._inverse_W1) ** 2
-        self._t += 1
-        if self._t >= 10:
-            self._inverse_W1 = scale_of(self._average_W1 / (1 - 0.95**self._t), self._floor)
-        return released
-
-
 def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
     """Accuracies of one run on the tuning and on the test records."""
     task, method = tasks(run.task), METHODS[run.method]
@@ -227,7 +194,7 @@ def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
 
     def start(level: MechanismLevel) -> Any:
         if method.scale == "releases":
-            return FromReleases(num_words, run.floor)
+            return FromReleases(run.floor)
         return preclip.start({WEIGHTS: torch.zeros(num_words, 1)}, clipping_norm=run.clip, noise=level)
 
     keys = sampling_key, fresh.bytes(32)
@@ -236,31 +203,15 @@ def train(tasks: Callable[[str], Task], run: Run) -> dict[str, Any]:
         rng = None if method.scale == "true" else fresh
         answer = opening_answer(preclip, task.train, weights_W1, run.clip, rng)
         gradients.preconditioner.receive_opening(answer)
-    update = _Adam(num_words) if method.adam else _Momentum(num_words)
+    parameter = torch.from_numpy(weights_W1)  # the same memory
+    optimizer: torch.optim.Optimizer = torch.optim.SGD([parameter], momentum=MOMENTUM)
+    if method.adam:
+        optimizer = torch.optim.AdamW([parameter], weight_decay=0.0)
     for rate in schedule(task.num_steps):
-        weights_W1 -= run.rate * rate * update(gradients())
+        parameter.grad = torch.from_numpy(gradients())
+        optimizer.param_groups[0]["lr"] = run.rate * rate
+        optimizer.step()
     return {"tuning": task.tuning.accuracy(weights_W1), "test": task.test.accuracy(weights_W1)}
-
-
-class _Momentum:
-    def __init__(self, size: int):
-        self._buffer = np.zeros((size, 1))
-
-    def __call__(self, gradient: np.ndarray) -> np.ndarray:
-        self._buffer = MOMENTUM * self._buffer + gradient
-        return self._buffer
-
-
-class _Adam:
-    def __init__(self, size: int):
-        self._first, self._second, self._t = np.zeros((size, 1)), np.zeros((size, 1)), 0
-
-    def __call__(self, gradient: np.ndarray) -> np.ndarray:
-        self._t += 1
-        self._first = 0.9 * self._first + 0.1 * gradient
-        self._second = 0.999 * self._second + 0.001 * gradient**2
-        root = np.sqrt(self._second / (1 - 0.999**self._t)) + 1e-8
-        return self._first / (1 - 0.9**self._t) / root
 
 
 # --- tuning and table ------------------------------------------------------------------------------------------------
@@ -272,14 +223,13 @@ def tune(runs: KeptRuns, task: str, method: str, epsilon: float) -> Run:
     start = {"rate": 3e-2 if made.adam else 4.0, "clip": 1.0}
 
     def score(rate: float, clip: float, floor: float) -> float:
-        some = [Run(task, method, epsilon, rate, clip, floor, seed) for seed in TUNING_SEEDS]
-        return float(np.mean([runs.result(run)["tuning"] for run in some]))
+        return runs.mean(Run(task, method, epsilon, rate, clip, floor, 0), TUNING_SEEDS, "tuning")
 
     def climb(floor: float) -> tuple[float, tuple[float, ...]]:
         return ascend(lambda *at: score(*at, floor), (start["rate"], start["clip"]), (RATE, CLIP), MOVES)
 
     best = {floor: climb(floor) for floor in made.floors}
-    floor = max(best, key=lambda floor: best[floor][0])
+    floor = best_of({floor: score for floor, (score, _) in best.items()})
     return Run(task, method, epsilon, *best[floor][1], floor, 0)
 
 
@@ -290,8 +240,7 @@ def table(runs: KeptRuns, cells: Iterable[tuple[str, float]]) -> list[dict[str, 
         scores: dict[str, np.ndarray] = {}
         for method in METHODS:
             best = tune(runs, task, method, epsilon)
-            found = [runs.result(dataclasses.replace(best, seed=seed))["test"] for seed in range(NUM_SEEDS)]
-            scores[method] = 100 * np.array(found)
+            scores[method] = percent([result["test"] for result in runs.of_seeds(best, range(NUM_SEEDS))])
             mean, half = interval(scores[method] - scores["DP-AdamW"]) if method != "DP-AdamW" else (0.0, 0.0)
             rows.append({
                 "task": task, "epsilon": epsilon, "method": method, "accuracy": float(scores[method].mean()),
@@ -301,44 +250,18 @@ def table(runs: KeptRuns, cells: Iterable[tuple[str, float]]) -> list[dict[str, 
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sst2", type=Path, help="folder with train.tsv of GLUE's SST-2")
-    parser.add_argument("--imdb", type=Path, help="folder with train, test and unsup .jsonl.gz")
-    parser.add_argument("--epsilons", type=float, nargs="+", default=EPSILONS)
-    parser.add_argument("--output_dir", type=Path, required=True)
-    options = parser.parse_args()
-    given = {"sst2": (sst2, options.sst2), "imdb": (reviews, options.imdb)}
-    names = [name for name, (_, folder) in given.items() if folder is not None]
-    cells = list(itertools.product(names, options.epsilons))
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    makers = {"sst2": phrases, "imdb": reviews}
+    folders = {name: getattr(given, name) for name in makers if getattr(given, name) is not None}
+    tasks = functools.cache(lambda name: makers[name](folders[name]))
+    runs = KeptRuns(given.output_dir / "one_query_words.jsonl", functools.partial(train, tasks))
+    return {"rows": table(runs, itertools.product(folders, given.epsilons))}
 
-    @functools.cache
-    def tasks(name: str) -> Task:
-        make, folder = given[name]
-        return make(folder)
 
-    options.output_dir.mkdir(parents=True, exist_ok=True)
-    runs = KeptRuns(
-        options.output_dir / "one_query_words.jsonl",
-        functools.partial(train, tasks),
-        lambda run, line: (
-            f"{run.task} {run.method} eps {run.epsilon:g} rate {run.rate:.3g} clip {run.clip:.2g} "
-            f"floor {run.floor:g} seed {run.seed}: {100 * line['tuning']:.1f} {100 * line['test']:.1f}"
-        ),
-    )
-    made = {
-        "command": "python -m recipes.paper.one_query.words",
-        **versions(),
-        "date": DATE,
-        "rows": table(runs, cells),
-    }
-    (options.output_dir / "one_query_words.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    for row in made["rows"]:
-        print(
-            f"{row['task']:6} eps {row['epsilon']:g} {row['method']:38} {row['accuracy']:.1f} +- {row['stddev']:.1f}  "
-            f"{row['over_dp_adamw']:+.2f} +- {row['half_of_95_interval']:.2f}"
-        )
-
+main = experiment(
+    "one_query_words", compute, sst2=OptionalFolder("folder with train.tsv of GLUE's SST-2"),
+    imdb=OptionalFolder("folder with train, test and unsup.jsonl.gz"), epsilons=list(EPSILONS),
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

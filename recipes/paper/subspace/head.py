@@ -17,7 +17,6 @@ import dataclasses
 import functools
 import statistics
 import tempfile
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,10 @@ from hf_dpopt.convex import (
     make_head_plan,
     make_subspace_plan,
 )
-from recipes.paper.correlated_noise.output import panels, save
-from recipes.paper.subspace import output
-from recipes.paper.subspace.task import CLASSES, NUM_PUBLIC, NUM_VALIDATION, Row, Task, accuracy, read
+from recipes.paper.runs import Folder, experiment
+from recipes.paper.subspace.task import CLASSES, NUM_PUBLIC, NUM_VALIDATION, Row, Task, accuracy, plot, read
 from recipes.paper.subspace.training import Recipe, Tensors, pick
+from recipes.paper.texts import bucket
 
 WIDTH, RADIUS, NUM_STEPS, DELTA = 512, 30.0, 60, 1e-5
 TUNING_SEED = 1000
@@ -62,7 +61,7 @@ def word_counts(texts: list[str]) -> Tensors:
     counts = torch.zeros(len(texts), WIDTH)
     for i, text in enumerate(texts):
         for word in text.lower().split():
-            counts[i, zlib.crc32(word.encode()) % WIDTH] += 1
+            counts[i, bucket(word, WIDTH)] += 1
     return {"features": nn.functional.normalize(counts, dim=1)}
 
 
@@ -132,13 +131,13 @@ ROWS: dict[str, tuple[Callable[[Task, float, Cell, int], nn.Module], list[Cell],
 }  # fmt: skip
 
 
-def report(name: str, arguments: argparse.Namespace, epsilon: float) -> dict[str, Any]:
+def report(name: str, given: argparse.Namespace, epsilon: float) -> dict[str, Any]:
     """The best cell of a row, under every seed."""
     train, grid, is_private = ROWS[name]
-    tuning = split(arguments.data, TUNING_SEED)
+    tuning = split(given.data, TUNING_SEED)
     tried = {cell: accuracy(train(tuning, epsilon, cell, TUNING_SEED), tuning.validation) for cell in grid}
     best = max(tried, key=lambda cell: tried[cell])
-    tasks = ((seed, split(arguments.data, seed)) for seed in range(arguments.num_seeds))
+    tasks = ((seed, split(given.data, seed)) for seed in range(given.num_seeds))
     found = [accuracy(train(task, epsilon, best, seed), task.test) for seed, task in tasks]
     return {
         "row": name, "epsilon": epsilon if is_private else None, "rate": best[0], "rank": best[1] or None,
@@ -147,45 +146,24 @@ def report(name: str, arguments: argparse.Namespace, epsilon: float) -> dict[str
     }  # fmt: skip
 
 
-def compute(arguments: argparse.Namespace) -> dict[str, Any]:
-    rows = []
-    for name, (_, _, is_private) in ROWS.items():
-        for epsilon in arguments.epsilons if is_private else arguments.epsilons[:1]:
-            rows.append(report(name, arguments, epsilon))
-            print(rows[-1], flush=True)
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    rows = [
+        report(name, given, epsilon)
+        for name, (_, _, is_private) in ROWS.items()
+        for epsilon in (given.epsilons if is_private else given.epsilons[:1])
+    ]
     return {
-        "num_private": len(files(arguments.data)[0]["labels"]) - NUM_PUBLIC, "num_public": NUM_PUBLIC,
-        "num_steps": NUM_STEPS, "head_radius": RADIUS, "delta": DELTA, "warm_rate": WARM,
-        "seeds": list(range(arguments.num_seeds)), "tuning_seed": TUNING_SEED,
-        "recipe": dataclasses.asdict(Recipe()), "rows": rows,
+        "num_private": len(files(given.data)[0]["labels"]) - NUM_PUBLIC, "num_public": NUM_PUBLIC,
+        "num_steps": NUM_STEPS, "head_radius": RADIUS, "delta": DELTA, "warm_rate": WARM, "coordinates": 2052,
+        "seeds": list(range(given.num_seeds)), "tuning_seed": TUNING_SEED, "recipe": dataclasses.asdict(Recipe()),
+        "rows": rows,
     }  # fmt: skip
 
 
-def plot(numbers: dict[str, Any], picture: Path) -> None:
-    figure, (axis,) = panels(1, width=7.0, height=3.4)
-    names = list(dict.fromkeys(row["row"] for row in numbers["rows"]))[::-1]
-    budgets = sorted({row["epsilon"] for row in numbers["rows"] if row["epsilon"]})
-    for row in numbers["rows"]:
-        color = f"C{budgets.index(row['epsilon'])}" if row["epsilon"] else "C7"
-        axis.errorbar(
-            100 * row["mean"], names.index(row["row"]), xerr=100 * row["stdev"], fmt="o", markersize=5, capsize=3,
-            color=color,
-        )  # fmt: skip
-    for i, budget in enumerate(budgets):
-        axis.plot([], [], "o", color=f"C{i}", label=f"epsilon {budget:g}")
-    axis.legend(fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    axis.set(xlabel="test accuracy, % (mean and standard deviation over seeds)", title="AG News, 2,052 weights")
-    save(figure, picture)
-
-
-def main() -> None:
-    parser = output.parser("head", __doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test.tsv")
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 1.0])
-    parser.add_argument("--num_seeds", type=int, default=5)
-    output.run("head", parser.parse_args(), compute, plot)
-
+main = experiment(
+    "subspace_head", compute, plot, data=Folder("folder with train.tsv and test.tsv"), epsilons=[0.25, 1.0],
+    num_seeds=5,
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

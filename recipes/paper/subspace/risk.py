@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,7 @@ from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.iterates import BallProjection, IterateAverage
-from recipes.paper.correlated_noise.output import panels, plain_ticks, save
-from recipes.paper.subspace import output
+from recipes.paper.runs import best_of, experiment, log_slope, mean_and_error, panels, plain_ticks, save
 from recipes.paper.subspace.training import Recipe, Tensors, public_gradients, train
 
 RANK, NUM_RECORDS, NUM_PUBLIC, NUM_STEPS = 4, 1000, 16, 60
@@ -113,75 +112,86 @@ def excess(
         return risk_of(model, private) - least
 
 
-def compute(arguments: argparse.Namespace) -> dict[str, Any]:
+def compute(given: argparse.Namespace) -> dict[str, Any]:
     config = PrivacyConfig(
         target_epsilon=EPSILON, target_delta=DELTA, expected_batch_size=NUM_RECORDS, sampling="fixed_order",
         adjacency="zero_out",
     )  # fmt: skip
     plan = make_plan(config, num_examples=NUM_RECORDS, num_steps=NUM_STEPS)
-    points = []
-    for panel, curves in CURVES.items():
-        for curve, (rank, recipe, in_ball) in curves.items():
-            for p in arguments.dimensions:
-                if rank is None and p > NUM_RECORDS // 8:
-                    continue  # the records are separable, or nearly: no finite weights have the least risk
-                tried = {
-                    rate: np.mean([excess(plan, p, rank, recipe, in_ball, rate, seed) for seed in TUNING_SEEDS])
-                    for rate in RATES[recipe.preconditioner]
-                }
-                best = min(tried, key=lambda rate: tried[rate])
-                risks = [excess(plan, p, rank, recipe, in_ball, best, seed) for seed in range(arguments.num_seeds)]
-                points.append(
-                    {
-                        "panel": panel,
-                        "curve": curve,
-                        "p": p,
-                        "rate": best,
-                        "excess": risks,
-                        "mean": float(np.mean(risks)),
-                    }
-                )
-                print(points[-1], flush=True)
+
+    def curve(rank: int | None, recipe: Recipe, in_ball: bool) -> list[dict[str, Any]]:
+        run = functools.partial(excess, plan)
+        return risks(
+            lambda p, rate, seed: run(p, rank, recipe, in_ball, rate, seed), RATES[recipe.preconditioner],
+            given.dimensions, given.num_seeds, is_full=rank is None,
+        )  # fmt: skip
+
+    points: list[dict[str, Any]] = []
     slopes: dict[str, dict[str, dict[str, float]]] = {}
     for panel, curves in CURVES.items():
-        for curve in curves:
-            line = [x for x in points if (x["panel"], x["curve"]) == (panel, curve)]
-            by_seed = np.polyfit(np.log([x["p"] for x in line]), np.log([x["excess"] for x in line]), 1)[0]
-            error = by_seed.std(ddof=1) / math.sqrt(len(by_seed))
-            slopes.setdefault(panel, {})[curve] = {"mean": float(by_seed.mean()), "standard_error": float(error)}
+        for name, setting in curves.items():
+            found = curve(*setting)
+            points += [{"panel": panel, "curve": name, **point} for point in found]
+            slopes.setdefault(panel, {})[name] = slope_of(found)
     return {
         "num_records": NUM_RECORDS, "rank": RANK, "num_public": NUM_PUBLIC, "num_steps": NUM_STEPS,
         "epsilon": plan.epsilon(), "delta": DELTA, "adjacency": plan.adjacency,
         "noise_multiplier": plan.noise_multiplier, "goe_share": Recipe().goe_share, "rates": RATES,
-        "seeds": list(range(arguments.num_seeds)), "tuning_seeds": TUNING_SEEDS, "slopes": slopes, "points": points,
+        "seeds": list(range(given.num_seeds)), "tuning_seeds": TUNING_SEEDS, "slopes": slopes, "points": points,
     }  # fmt: skip
+
+
+def risks(
+    excess: Callable[[int, float, int], float],
+    rates: Sequence[float],
+    dimensions: Sequence[int],
+    num_seeds: int,
+    *,
+    is_full: bool,
+) -> list[dict[str, Any]]:
+    """Excess risks by dimension, each at the step size that is best for the seeds that are not reported.
+
+    Args:
+        excess: of dimension, step size and seed.
+        is_full: whether the data have full rank.
+    """
+    points = []
+    for p in dimensions:
+        if is_full and p > NUM_RECORDS // 8:
+            continue  # the records are separable, or nearly: no finite weights have the least risk
+        best = best_of({rate: -np.mean([excess(p, rate, seed) for seed in TUNING_SEEDS]) for rate in rates})
+        found = [excess(p, best, seed) for seed in range(num_seeds)]
+        points.append({"p": p, "rate": best, "excess": found, "mean": float(np.mean(found))})
+    return points
+
+
+def slope_of(points: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Slope of the risk in the dimension, over the seeds."""
+    mean, error = mean_and_error(log_slope([x["p"] for x in points], [x["excess"] for x in points]))
+    return {"mean": mean, "standard_error": error}
+
+
+def draw_risks(axis: Any, points: Sequence[dict[str, Any]], slopes: dict[str, dict[str, float]]) -> None:
+    """Mean risk against the dimension, with two standard errors; a line for each curve."""
+    for name, slope in slopes.items():
+        line = [x for x in points if x["curve"] == name]
+        errors = [2 * mean_and_error(x["excess"])[1] for x in line]
+        style = {"marker": "o", "markersize": 4, "capsize": 2, "label": f"{name}: slope {slope['mean']:.2f}"}
+        axis.errorbar([x["p"] for x in line], [x["mean"] for x in line], errors, **style)
+    axis.set(yscale="log", xlabel="dimension p", ylabel="excess empirical risk (2 standard errors)")
+    plain_ticks(axis, sorted({x["p"] for x in points}))
+    axis.legend(fontsize=8)
 
 
 def plot(numbers: dict[str, Any], picture: Path) -> None:
     figure, axes = panels(len(CURVES), width=3.8, height=3.6)
-    for axis, (panel, curves) in zip(axes, CURVES.items(), strict=True):
-        for i, curve in enumerate(curves):
-            line = [x for x in numbers["points"] if (x["panel"], x["curve"]) == (panel, curve)]
-            errors = [2 * statistics.stdev(x["excess"]) / math.sqrt(len(x["excess"])) for x in line]
-            slope = numbers["slopes"][panel][curve]
-            axis.errorbar(
-                [x["p"] for x in line], [x["mean"] for x in line], errors, marker="o", markersize=4, capsize=2,
-                color=f"C{i}", label=f"{curve}: slope {slope['mean']:.2f}",
-            )  # fmt: skip
-        axis.set(xscale="log", yscale="log", xlabel="dimension p", title=panel)
-        axis.set_ylim(3e-4, 0.6)
-        plain_ticks(axis, sorted({x["p"] for x in numbers["points"] if x["panel"] == panel}))
-        axis.legend(fontsize=8)
-    axes[0].set_ylabel("excess empirical risk (2 standard errors)")
+    for axis, (panel, slopes) in zip(axes, numbers["slopes"].items(), strict=True):
+        draw_risks(axis, [x for x in numbers["points"] if x["panel"] == panel], slopes)
+        axis.set(title=panel, ylim=(3e-4, 0.6))
     save(figure, picture)
 
 
-def main() -> None:
-    parser = output.parser("risk", __doc__)
-    parser.add_argument("--dimensions", type=int, nargs="+", default=[4, 16, 64, 256, 1024])
-    parser.add_argument("--num_seeds", type=int, default=20)
-    output.run("risk", parser.parse_args(), compute, plot)
-
+main = experiment("subspace_risk", compute, plot, dimensions=[4, 16, 64, 256, 1024], num_seeds=20)
 
 if __name__ == "__main__":
     main()

@@ -18,12 +18,10 @@ FOLDER holds train.tsv and test.tsv (text, class name; no header).
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
 import itertools
 import statistics
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +34,11 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
-from recipes.paper.correlated_noise.output import panels, save
-from recipes.paper.subspace import output
+from recipes.paper.runs import Folder, OptionalFolder, draw_bars, experiment, panels, percent, save
 from recipes.paper.subspace.training import Recipe, Tensors, pick, public_gradients, train
+from recipes.paper.texts import AG_NEWS_CLASSES, ag_news, bucket
 
-BUCKETS, WIDTH, MAX_WORDS, CLASSES = 4096, 16, 64, ("World", "Sports", "Business", "Sci/Tech")
+BUCKETS, WIDTH, MAX_WORDS, CLASSES = 4096, 16, 64, AG_NEWS_CLASSES
 HIDDEN = 32
 NUM_PUBLIC, NUM_VALIDATION, PUBLIC_BATCH = 500, 1600, 100
 BATCH, NUM_STEPS, DELTA = 500, 380, 1e-5
@@ -87,13 +85,13 @@ def hashed_words(texts: list[str]) -> Tensors:
     """Words hashed to buckets, (N, T), and a mask."""
     words, mask = np.zeros((len(texts), MAX_WORDS), np.int64), np.zeros((len(texts), MAX_WORDS), np.float32)
     for i, text in enumerate(texts):
-        buckets = [zlib.crc32(word.encode()) % BUCKETS for word in text.lower().split()[:MAX_WORDS]] or [0]
+        buckets = [bucket(word, BUCKETS) for word in text.lower().split()[:MAX_WORDS]] or [0]
         words[i, : len(buckets)], mask[i, : len(buckets)] = buckets, 1
     return {"words": torch.tensor(words), "mask": torch.tensor(mask)}
 
 
 @torch.no_grad()
-def encoded(texts: list[str], name: str) -> Tensors:
+def encoded(texts: list[str], name: Path) -> Tensors:
     """Mean of the outputs of a pretrained encoder, of norm 1, (N, width)."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -110,10 +108,8 @@ def encoded(texts: list[str], name: str) -> Tensors:
 
 
 def read(path: Path, featurise: Callable[[list[str]], Tensors]) -> Tensors:
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.reader(file, delimiter="\t", quoting=csv.QUOTE_NONE) if row]
-    labels = torch.tensor([CLASSES.index(row[1]) for row in rows])
-    return featurise([row[0] for row in rows]) | {"labels": labels}
+    texts, labels = ag_news(path)
+    return featurise(texts) | {"labels": torch.tensor(labels)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +123,7 @@ class Task:
     test: Tensors
 
 
-def load(folder: Path, encoder: str | None = None) -> Task:
+def load(folder: Path, encoder: Path | None = None) -> Task:
     featurise = hashed_words if encoder is None else lambda texts: encoded(texts, encoder)
     train_data, test = read(folder / "train.tsv", featurise), read(folder / "test.tsv", featurise)
     rng = np.random.default_rng(0)
@@ -245,49 +241,39 @@ def report(name: str, task: Task, epsilon: float, num_seeds: int) -> dict[str, A
     }  # fmt: skip
 
 
-def compute(arguments: argparse.Namespace) -> dict[str, Any]:
-    task, rows = load(arguments.data, arguments.encoder), []
-    for name in arguments.rows:
-        for epsilon in arguments.epsilons if ROWS[name].recipe else arguments.epsilons[:1]:
-            rows.append(report(name, task, epsilon, arguments.num_seeds))
-            print(rows[-1], flush=True)
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    task = load(given.data, given.encoder)
+    rows = [
+        report(name, task, epsilon, given.num_seeds)
+        for name in given.rows
+        for epsilon in (given.epsilons if ROWS[name].recipe else given.epsilons[:1])
+    ]
     return {
         "num_private": len(task.private["labels"]), "num_public": NUM_PUBLIC, "batch_size": BATCH,
         "num_steps": NUM_STEPS, "delta": DELTA, "coordinates": sum(p.numel() for p in task.model().parameters()),
-        "recipe": dataclasses.asdict(Recipe()), "seeds": list(range(arguments.num_seeds)),
-        "tuning_seed": TUNING_SEED, "rows": rows,
+        "recipe": dataclasses.asdict(Recipe()), "seeds": list(range(given.num_seeds)), "tuning_seed": TUNING_SEED,
+        "rows": rows,
     }  # fmt: skip
 
 
 def plot(numbers: dict[str, Any], picture: Path) -> None:
-    figure, (axis,) = panels(1, width=7.0, height=4.0)
-    names = list(dict.fromkeys(row["row"] for row in numbers["rows"]))[::-1]
-    budgets = sorted({row["epsilon"] for row in numbers["rows"] if row["epsilon"]})
-    for row in numbers["rows"]:
-        color = f"C{budgets.index(row['epsilon'])}" if row["epsilon"] else "C7"
-        axis.errorbar(
-            100 * row["mean"], names.index(row["row"]), xerr=100 * row["stdev"], fmt="o", markersize=5, capsize=3,
-            color=color,
-        )  # fmt: skip
-    for i, budget in enumerate(budgets):
-        axis.plot([], [], "o", color=f"C{i}", label=f"epsilon {budget:g}")
-    axis.legend(fontsize=8)
-    axis.set_yticks(range(len(names)), names)
-    title = f"AG News, {numbers['coordinates']:,} coordinates"
-    axis.set(xlabel="test accuracy, % (mean and standard deviation over seeds)", title=title)
+    """Accuracies of the rows; a colour for every budget."""
+    rows = numbers["rows"]
+    figure, (axis,) = panels(1, width=7.0, height=0.24 * len(rows))
+    budgets = sorted({row["epsilon"] for row in rows if row["epsilon"]})
+    labels = [row["row"] + (f", epsilon {row['epsilon']:g}" if row["epsilon"] else "") for row in rows]
+    colors = [f"C{budgets.index(row['epsilon'])}" if row["epsilon"] else "C7" for row in rows]
+    draw_bars(axis, labels, [percent(row["accuracies"]) for row in rows], colors)
+    axis.set(xlabel="test accuracy, %", title=f"AG News, {numbers['coordinates']:,} coordinates")
     save(figure, picture)
 
 
-def main() -> None:
-    parser = output.parser("task", __doc__)
-    parser.add_argument("--data", type=Path, required=True, help="folder with train.tsv and test.tsv")
-    parser.add_argument("--encoder", help="folder or name of a pretrained encoder that stays frozen")
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[0.25, 2.0])
-    parser.add_argument("--num_seeds", type=int, default=3)
-    parser.add_argument("--rows", nargs="+", default=list(ROWS), choices=list(ROWS))
-    arguments = parser.parse_args()
-    output.run("task", arguments, compute, plot, name="features" if arguments.encoder else "task")
-
+main = experiment(
+    lambda given: f"subspace_{'features' if given.encoder else 'task'}", compute, plot,
+    data=Folder("folder with train.tsv and test.tsv"),
+    encoder=OptionalFolder("folder of a pretrained encoder that stays frozen"), epsilons=[0.25, 2.0], num_seeds=3,
+    rows=tuple(ROWS),
+)  # fmt: skip
 
 if __name__ == "__main__":
     main()

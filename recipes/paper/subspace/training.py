@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping import make_engine
+from hf_dpopt.common.types import ClippedSums, Released
 from hf_dpopt.experimental.goe import GoePreconditioner
 from hf_dpopt.experimental.subspace_accounting import goe_budget, split_budget
 from hf_dpopt.noise import independent_noise, make_noise_source
@@ -25,6 +26,7 @@ from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public import PublicGradients, RefreshedSubspace
 from hf_dpopt.public.subspace import COORDINATES
 from hf_dpopt.randomness.cipher import derive_key
+from recipes.paper.steps import EngineSums, Part, PrivateSteps, Scales
 
 Tensors = dict[str, torch.Tensor]
 Losses = Callable[[nn.Module, Tensors], torch.Tensor]
@@ -85,42 +87,35 @@ def train(
         What it cost: epsilon, and for "goe" both parts of it.
     """
     key = np.random.default_rng(seed).bytes(32)
-    config, num_steps = plan.config, plan.num_steps
-    sensitivity = plan.clipper.sensitivity(plan.adjacency)
+    num_steps, sensitivity = plan.num_steps, plan.clipper.sensitivity(plan.adjacency)
     multiplier, goe = plan.noise_multiplier, None
     if recipe.preconditioner == "goe":
         multiplier, goe = _goe(recipe, plan, key)
-    mechanism = independent_noise(multiplier)
-    noise = mechanism.stream(make_noise_source("fast", key), sensitivity, first_step=1)
-    level = IndependentNoise(multiplier * sensitivity / config.expected_batch_size)
+    level = IndependentNoise(multiplier * sensitivity / plan.config.expected_batch_size)
     subspace, chain = _chain(recipe, public, level, num_steps)
     if recipe.projection == "before_clip":
         assert subspace is not None
         engine: Any = ProjectingEngine(model, plan.clipper, subspace)
     else:
         engine = make_engine(model, plan.clipper)
-    version = 0
+
+    def parts(rows: torch.Tensor) -> list[Part]:
+        batch = pick(private, rows)
+        return [(lambda: losses(model, batch), len(rows))]
+
+    sums: Any = EngineSums(engine, parts)
+    start = None
+    if goe is not None:
+        assert subspace is not None
+        sums = preconditioner = _InSubspace(sums, subspace, goe, recipe.goe_every, plan.config.expected_batch_size)
+        chain, start = [], lambda level: preconditioner
+    steps = PrivateSteps(
+        plan, sums, keys=(key, key), start=start, sensitivity=sensitivity, mechanism=independent_noise(multiplier)
+    )
     for step in range(1, num_steps + 1):
-        rows = torch.tensor(plan.sampler.draw(key, step))
-        clipped = engine.empty_sum()
-        if len(rows):
-            batch = pick(private, rows)
-            engine.add_clipped_sum(clipped, lambda batch=batch: losses(model, batch), len(rows))
-        sums = {name: total.float() for name, total in clipped.result().items()}
-        if goe is not None and subspace is not None:
-            if version and version != subspace.version:
-                goe.rotate(subspace.transition)
-            version = subspace.version
-            goe.accumulate(sums[COORDINATES])
-        noise.add_(sums, step)
-        if goe is not None and subspace is not None:
-            if (step - 1) % recipe.goe_every == 0:
-                goe.release(step)
-            released = subspace.lift(goe.apply(sums[COORDINATES]))
-        else:
-            released = {name: total / config.expected_batch_size for name, total in sums.items()}
-            for postprocess in chain:
-                released = postprocess(released)
+        released = steps()
+        for postprocess in chain:
+            released = postprocess(released)
         for name, p in engine.parameters.items():
             p.grad = released[name]
         optimizer.step()
@@ -128,10 +123,43 @@ def train(
     if goe is None:
         return {"epsilon": plan.epsilon()}
     spent = goe_budget(
-        goe.releases, clipping_norm=config.clipping_norm, gradient_noise_multiplier=multiplier, delta=plan.delta,
+        goe.releases, clipping_norm=plan.config.clipping_norm, gradient_noise_multiplier=multiplier, delta=plan.delta,
         num_participations=plan.sampler.max_participations(num_steps), adjacency=plan.adjacency,
     )  # fmt: skip
     return {"epsilon": spent.epsilon, "rho_gradients": spent.gradients, "rho_preconditioner": spent.preconditioner}
+
+
+class _InSubspace:
+    """The paper's preconditioner around the sums of a run: it takes them in before the noise, for its own releases.
+
+    Args:
+        sums: clipped sums in the subspace.
+        subspace: of public gradients.
+        goe: the preconditioner.
+        every: steps between its releases.
+        batch: expected batch size, which the releases were divided by.
+    """
+
+    def __init__(self, sums: EngineSums, subspace: RefreshedSubspace, goe: GoePreconditioner, every: int, batch: int):
+        self._sums, self._subspace, self._goe, self._every, self._batch = sums, subspace, goe, every, batch
+        self._version = self._step = 0
+
+    def __call__(self, rows: np.ndarray, scales: Scales) -> ClippedSums:
+        sums, version = self._sums(rows, scales), self._subspace.version
+        if self._version not in (0, version):
+            self._goe.rotate(self._subspace.transition)
+        self._version = version
+        self._goe.accumulate(sums[COORDINATES])
+        return sums
+
+    def scales(self) -> tuple[None]:
+        return (None,)
+
+    def receive(self, released: Released) -> Any:
+        self._step += 1
+        if (self._step - 1) % self._every == 0:
+            self._goe.release(self._step)
+        return self._subspace.lift(self._goe.apply(released[COORDINATES] * self._batch))
 
 
 def _goe(recipe: Recipe, plan: PrivacyPlan, key: bytes) -> tuple[float, GoePreconditioner]:

@@ -11,44 +11,26 @@ Runs are kept in ``top_layer.jsonl``; those that are there are not made again.
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import argparse
 from typing import Any
 
 import numpy as np
 import torch
 
-from recipes.paper.dp2.output import versions
-from recipes.paper.runs import KeptRuns, interval
-from recipes.paper.top_layer import options
-from recipes.paper.top_layer.task import Task
-from recipes.paper.top_layer.training import Queries, Run, kept_runs, train, tune
+from recipes.paper.runs import experiment, interval, mean_and_error
+from recipes.paper.top_layer.task import Task, kept_task
+from recipes.paper.top_layer.training import OPTIONS, Queries, Run, cell, kept_runs, train
 
 FILTERS = ("plain", "first_order_v1")
 START = {"dp_sgd": 4.0, "dp_adam_bc": 0.008, "dp_adamw": 0.032}
 NUM_COORDINATES = 2048  # whose spectrum is taken
 
 
-def cell(runs: KeptRuns, optimizer: str, low_pass: str, epsilon: float, num_seeds: int) -> dict[str, Any]:
-    """Accuracies at the best learning rate, in %."""
-    run = Run(epsilon=epsilon, rate=0.0, seed=0, optimizer=optimizer, filter=low_pass)
-    tried = tune(runs, run, START[optimizer], options.TUNING_SEEDS)
-    rate = max(tried, key=lambda one: tried[one])
-    found = [runs.result(dataclasses.replace(run, rate=rate, seed=seed)) for seed in range(num_seeds)]
-    return {
-        "optimizer": optimizer, "filter": low_pass, "epsilon": epsilon, "rate": rate,
-        "tried": {f"{one:g}": accuracy for one, accuracy in tried.items()},
-        "test": [100 * one["test"] for one in found], "sentences": [100 * one["sentences"] for one in found],
-    }  # fmt: skip
-
-
 def gain(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Points that the filter adds, in pairs, with half of their 95 % interval and their standard error."""
     without, with_filter = (np.array(one["test"]) for one in cells)
-    differences = with_filter - without
-    mean, half = interval(differences)
-    error = float(differences.std(ddof=1) / np.sqrt(len(differences)))
-    return {"gain": mean, "half_of_95_interval": half, "standard_error": error}
+    mean, half = interval(with_filter - without)
+    return {"gain": mean, "half_of_95_interval": half, "standard_error": mean_and_error(with_filter - without)[1]}
 
 
 def spectra(task: Task, run: Run) -> dict[str, Any]:
@@ -78,26 +60,22 @@ def spectra(task: Task, run: Run) -> dict[str, Any]:
     return made
 
 
-def main() -> None:
-    parser = options.parser(__doc__)
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[8.0])
-    parser.add_argument("--optimizers", nargs="+", default=["dp_sgd", "dp_adam_bc"], choices=list(START))
-    given = parser.parse_args()
-    task = options.task(given)
-    runs = kept_runs(given.output_dir / "top_layer.jsonl", task)
-    rows = []
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    task = kept_task(given)
+    runs, rows = kept_runs(given, task), []
     for epsilon in given.epsilons:
         for optimizer in given.optimizers:
-            cells = [cell(runs, optimizer, low_pass, epsilon, given.num_seeds) for low_pass in FILTERS]
+            cells = []
+            for low_pass in FILTERS:
+                run = Run(epsilon=epsilon, rate=0.0, seed=0, optimizer=optimizer, filter=low_pass)
+                found = cell(runs, run, START[optimizer], given.num_seeds)
+                cells.append({"optimizer": optimizer, "filter": low_pass, **found})
             rows.append({"cells": cells, **gain(cells)})
-            print(f"eps {epsilon:g} {optimizer}: {rows[-1]['gain']:+.2f} +- {rows[-1]['half_of_95_interval']:.2f}")
-    rate = rows[0]["cells"][0]["rate"]
-    run = Run(epsilon=given.epsilons[0], rate=rate, seed=0, optimizer=given.optimizers[0])
-    about = {"command": "python -m recipes.paper.top_layer.low_pass", **versions(), "date": options.DATE}
-    numbers = {**about, "rows": rows, "spectra": spectra(task, run)}
-    path = given.output_dir / "doppler_top_layer.json"
-    path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    first = Run(epsilon=given.epsilons[0], rate=rows[0]["cells"][0]["rate"], seed=0, optimizer=given.optimizers[0])
+    return {"rows": rows, "spectra": spectra(task, first)}
 
+
+main = experiment("doppler_top_layer", compute, **OPTIONS, epsilons=[8.0], optimizers=["dp_sgd", "dp_adam_bc"])
 
 if __name__ == "__main__":
     main()

@@ -11,16 +11,14 @@ Runs are kept in ``top_layer.jsonl``; those that are there are not made again.
 
 from __future__ import annotations
 
-import dataclasses
-import json
+import argparse
 from typing import Any
 
 import numpy as np
 
-from recipes.paper.dp2.output import versions
-from recipes.paper.runs import KeptRuns, interval
-from recipes.paper.top_layer import options
-from recipes.paper.top_layer.training import Run, kept_runs, tune
+from recipes.paper.runs import experiment, interval
+from recipes.paper.top_layer.task import kept_task
+from recipes.paper.top_layer.training import OPTIONS, Run, cell, kept_runs
 
 METHODS: dict[str, dict[str, Any]] = {
     "DP-AdamW": {"optimizer": "dp_adamw"},
@@ -30,20 +28,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "independent noise, D from releases": {"scale": "releases"},
 }
 START = {"dp_adamw": 0.032, "dp_sgd_momentum": 1.0}
-
-
-def cell(runs: KeptRuns, method: str, epsilon: float, num_seeds: int) -> dict[str, Any]:
-    """Accuracies of a method at its best learning rate, in %."""
-    options_of = {"optimizer": "dp_sgd_momentum", **METHODS[method]}
-    run = Run(epsilon=epsilon, rate=0.0, seed=0, **options_of)
-    tried = tune(runs, run, START[run.optimizer], options.TUNING_SEEDS)
-    rate = max(tried, key=lambda one: tried[one])
-    found = [runs.result(dataclasses.replace(run, rate=rate, seed=seed)) for seed in range(num_seeds)]
-    return {
-        "method": method, "epsilon": epsilon, "rate": rate, "tried": {f"{one:g}": a for one, a in tried.items()},
-        "test": [100 * one["test"] for one in found], "sentences": [100 * one["sentences"] for one in found],
-        "tuning": [100 * one["tuning"] for one in found],
-    }  # fmt: skip
 
 
 def with_differences(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -57,22 +41,16 @@ def with_differences(cells: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return cells
 
 
-def main() -> None:
-    parser = options.parser(__doc__)
-    parser.add_argument("--epsilons", type=float, nargs="+", default=[1.0, 3.0, 8.0])
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    given = parser.parse_args()
-    runs = kept_runs(given.output_dir / "top_layer.jsonl", options.task(given))
-    made = [cell(runs, method, epsilon, given.num_seeds) for epsilon in given.epsilons for method in given.methods]
-    rows = with_differences(made)
-    about = {"command": "python -m recipes.paper.top_layer.one_query", **versions(), "date": options.DATE}
-    path = given.output_dir / "one_query_top_layer.json"
-    path.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    for row in rows:
-        over, half = row.get("over_dp_adamw", 0.0), row.get("half_of_95_interval", 0.0)
-        accuracy = f"{row['mean']:.2f} +- {row['stddev']:.2f}"
-        print(f"eps {row['epsilon']:g} {row['method']:38} {accuracy}  {over:+.2f} +- {half:.2f}")
+def compute(given: argparse.Namespace) -> dict[str, Any]:
+    runs, cells = kept_runs(given, kept_task(given)), []
+    for epsilon in given.epsilons:
+        for method in given.methods:
+            run = Run(epsilon=epsilon, rate=0.0, seed=0, **{"optimizer": "dp_sgd_momentum", **METHODS[method]})
+            cells.append({"method": method, **cell(runs, run, START[run.optimizer], given.num_seeds)})
+    return {"rows": with_differences(cells)}
 
+
+main = experiment("one_query_top_layer", compute, **OPTIONS, epsilons=[1.0, 3.0, 8.0], methods=tuple(METHODS))
 
 if __name__ == "__main__":
     main()

@@ -5,7 +5,7 @@ python -m recipes.paper.top_layer.scales --data FOLDER_OF_SST2 --model ENCODER -
 
 from __future__ import annotations
 
-import json
+import argparse
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,11 @@ import torch
 
 from hf_dpopt.clipping import ClippingEngine, make_engine
 from hf_dpopt.clipping.scaling import Factored
-from hf_dpopt.clipping.squared_sum import SquaredSum
 from hf_dpopt.common.types import Released
 from hf_dpopt.preclip import OneQuery
-from recipes.paper.dp2.output import versions
-from recipes.paper.top_layer import options
-from recipes.paper.top_layer.task import Task
-from recipes.paper.top_layer.training import Run, TopLayer, add, answer
+from recipes.paper.runs import experiment
+from recipes.paper.top_layer.task import Task, kept_task
+from recipes.paper.top_layer.training import OPTIONS, Run, TopLayer, answer, squared_sums
 
 PARTS = ("lora_A", "lora_B", "head")
 NUM_RECORDS = 6000  # whose mean squares stand for those of all
@@ -41,11 +39,9 @@ def measure(task: Task, run: Run, num_records: int = NUM_RECORDS) -> dict[str, A
     """Share of the mean squared norm of clipped gradients, and D, of each part; correlations are of logarithms."""
     engine = make_engine(TopLayer(task.layer, run.seed), run.plan(len(task.train)).clipper)
     rows = torch.arange(min(num_records, len(task.train)))
-    queries = {by_rows: SquaredSum(engine.parameters, by_rows=by_rows) for by_rows in (False, True)}
-    for query in queries.values():
-        add(engine, query, task.train, rows)
-    moments = {name: value / len(rows) for name, value in queries[False].result().items()}
-    of_all = {name: value * (len(task.train) / len(rows)) for name, value in queries[True].result().items()}
+    single, summed = (squared_sums(engine, task.train, rows, by_rows=by_rows) for by_rows in (False, True))
+    moments = {name: value / len(rows) for name, value in single.items()}
+    of_all = {name: value * (len(task.train) / len(rows)) for name, value in summed.items()}
     released = answer(run, of_all, len(task.train), np.random.default_rng(run.seed))  # type: ignore[arg-type]
     found, total = divisors(run, engine, released), sum(float(value.sum()) for value in moments.values())
     parts = {}
@@ -63,15 +59,12 @@ def measure(task: Task, run: Run, num_records: int = NUM_RECORDS) -> dict[str, A
     return parts
 
 
-def main() -> None:
-    given = options.parser(__doc__).parse_args()
+def compute(given: argparse.Namespace) -> dict[str, Any]:
     run = Run(epsilon=3.0, rate=0.0, seed=0, optimizer="dp_sgd_momentum", mechanism="banded", scale="query")
-    about = {"command": "python -m recipes.paper.top_layer.scales", **versions(), "date": options.DATE}
-    made = {**about, "epsilon": run.epsilon, "parts": measure(options.task(given), run)}
-    path = given.output_dir / "one_query_top_layer_scales.json"
-    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(made["parts"], indent=1))
+    return {"epsilon": run.epsilon, "parts": measure(kept_task(given), run)}
 
+
+main = experiment("one_query_top_layer_scales", compute, **OPTIONS)
 
 if __name__ == "__main__":
     main()

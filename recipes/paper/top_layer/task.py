@@ -9,7 +9,7 @@ Shape legend: N = records, B = records of a batch, T = tokens, D = width of the 
 
 from __future__ import annotations
 
-import csv
+import argparse
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModel, AutoTokenizer
+
+from recipes.paper.texts import sst2
 
 MAX_TOKENS = 48
 NUM_TUNING, NUM_TEST = 5000, 5000
@@ -83,13 +85,6 @@ def below_the_top(encoder: nn.Module, ids: list[list[int]], labels: list[int]) -
     return States(torch.cat(kept), offsets, torch.tensor(labels))
 
 
-def read(path: Path) -> tuple[list[str], list[int]]:
-    """Texts and labels of a file of GLUE's SST-2."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
-    return [row["sentence"] for row in rows], [int(row["label"]) for row in rows]
-
-
 def load_encoder(model: str) -> Any:
     """Load the BERT in the folder `model`."""
     return AutoModel.from_pretrained(model, add_pooling_layer=False, attn_implementation="eager").eval()
@@ -108,11 +103,11 @@ def make_states(data: Path, model: str) -> list[States]:
         ids = tokenizer(texts, truncation=True, max_length=MAX_TOKENS)["input_ids"]
         return below_the_top(encoder, ids, labels)
 
-    texts, labels = read(data / "train.tsv")
+    texts, labels = sst2(data / "train.tsv")
     order = np.random.default_rng(0).permutation(len(texts))
     cuts = (order[NUM_TUNING + NUM_TEST :], order[:NUM_TUNING], order[NUM_TUNING : NUM_TUNING + NUM_TEST])
     parts = [states([texts[i] for i in part], [labels[i] for i in part]) for part in cuts]
-    return [*parts, states(*read(data / "dev.tsv"))]
+    return [*parts, states(*sst2(data / "dev.tsv"))]
 
 
 def kept_states(cache: Path, make: Callable[[], list[States]]) -> list[States]:
@@ -122,7 +117,8 @@ def kept_states(cache: Path, make: Callable[[], list[States]]) -> list[States]:
     return [States(**tensors) for tensors in torch.load(cache, weights_only=True)]
 
 
-def kept_task(data: Path, model: str, cache: Path) -> Task:
-    """Return the task with the encoder in the folder `model`; see `make_states`."""
-    states = kept_states(cache, lambda: make_states(data, model))
+def kept_task(given: argparse.Namespace) -> Task:
+    """Return the task of a command: its `data` through its `model`, kept in the file `states` (1 GB)."""
+    model = str(given.model)
+    states = kept_states(given.states, lambda: make_states(given.data, model))
     return Task(*states, load_encoder(model).encoder.layer[-1])

@@ -8,12 +8,14 @@ Shape legend: B = records, T = tokens, D = width of the encoder.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import functools
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,10 +24,9 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from hf_dpopt.clipping import ClippingEngine, make_engine
-from hf_dpopt.clipping.scaling import Diagonal, Scale
 from hf_dpopt.clipping.squared_sum import SquaredSum, squared_sensitivity
 from hf_dpopt.common.types import ClippedSums, Released
-from hf_dpopt.noise import make_noise_source, momentum_workload
+from hf_dpopt.noise import momentum_workload
 from hf_dpopt.noise.level import MechanismLevel
 from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.plan.choose import make_plan
@@ -33,13 +34,13 @@ from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.preclip import Identity, OneQuery, Preclip
-from recipes.paper.runs import KeptRuns, climb
+from recipes.paper.runs import Folder, KeptRuns, best_of, labelled
+from recipes.paper.steps import EngineSums, FromReleases, Part, PrivateSteps
 from recipes.paper.top_layer.task import States, Task
 
 DELTA, MOMENTUM, RANK = 1e-5, 0.9, 8
 TARGETS = ["query", "value"]  # as PEFT has it for BERT
-DECAY = 0.95  # of the average of squared releases
-FIRST_DIVIDED = 10  # the step from which that average is used
+TUNING_SEEDS = (1000,)
 
 Observer = Callable[[int, ClippedSums, Released], None]  # step; mean before the noise, released
 
@@ -121,40 +122,22 @@ class TopLayer(nn.Module):
         return self.head(torch.einsum("btd,bt->bd", hidden_BTD, weights_BT))
 
 
-def add(engine: ClippingEngine, query: Any, records: States, rows: torch.Tensor) -> None:
-    """Add the clipped gradients of some records to a sum."""
+def parts(model: nn.Module, records: States, rows: torch.Tensor) -> Iterator[Part]:
+    """Some records in physical batches."""
     for states_BTD, mask_BT, labels_B in records.batches(rows):
 
         def losses(states_BTD=states_BTD, mask_BT=mask_BT, labels_B=labels_B) -> torch.Tensor:  # type: ignore[no-untyped-def]
-            return nn.functional.cross_entropy(engine.model(states_BTD, mask_BT), labels_B, reduction="none")
+            return nn.functional.cross_entropy(model(states_BTD, mask_BT), labels_B, reduction="none")
 
-        engine.add_clipped_sum(query, losses, len(labels_B))
+        yield losses, len(labels_B)
 
 
-class Releases:
-    """D of an average of squared releases, where no query was asked (after arXiv:2507.01129)."""
-
-    def __init__(self, floor: float):
-        self._floor, self._steps = floor, 0
-        self._average: dict[str, torch.Tensor] = {}
-        self.inverse: dict[str, torch.Tensor] = {}
-
-    def receive(self, released: Released) -> None:
-        """Learn from a release, in the coordinates after division by D."""
-        self._steps += 1
-        for name, value in released.items():
-            undone = value / self.inverse[name] if name in self.inverse else value
-            old = self._average.get(name, torch.zeros_like(value))
-            self._average[name] = DECAY * old + (1 - DECAY) * undone.square()
-        if self._steps >= FIRST_DIVIDED:
-            moments = {name: value / (1 - DECAY**self._steps) for name, value in self._average.items()}
-            count = sum(value.numel() for value in moments.values())
-            rms = (sum(float(value.sum()) for value in moments.values()) / count) ** 0.5
-            size, floor = (1 + self._floor) * rms, self._floor * rms
-            self.inverse = {name: size / (value.sqrt() + floor) for name, value in moments.items()}
-
-    def scale(self) -> Scale | None:
-        return Scale({name: Diagonal(value) for name, value in self.inverse.items()}) if self.inverse else None
+def squared_sums(engine: ClippingEngine, records: States, rows: torch.Tensor, *, by_rows: bool = True) -> ClippedSums:
+    """Sums of the squares of clipped gradients. Secret, without noise."""
+    query = SquaredSum(engine.parameters, by_rows=by_rows)
+    for losses, num in parts(engine.model, records, rows):
+        engine.add_clipped_sum(query, losses, num)
+    return query.result()
 
 
 class Queries:
@@ -166,9 +149,7 @@ class Queries:
     def result(self, run: Run, engine: ClippingEngine, records: States) -> ClippedSums:
         key = (run.seed, run.clip)
         if key not in self._known:
-            query = SquaredSum(engine.parameters, by_rows=True)
-            add(engine, query, records, torch.arange(len(records)))
-            self._known[key] = query.result()
+            self._known[key] = squared_sums(engine, records, torch.arange(len(records)))
         return self._known[key]
 
 
@@ -200,41 +181,33 @@ def train(task: Task, queries: Queries, run: Run, observe: Observer | None = Non
     plan = run.plan(len(task.train))
     model = TopLayer(task.layer, run.seed)
     engine = make_engine(model, plan.clipper)
-    sampling_key = np.random.default_rng(run.seed).bytes(32)
     fresh = np.random.default_rng([run.seed, zlib.crc32(repr(run).encode())])
-    noise = plan.mechanism.stream(make_noise_source("fast", fresh.bytes(32)), plan.sensitivity, first_step=1)
-    done, stddev = 0, noise.draw_stddev / run.batch
-    level = MechanismLevel(plan.mechanism, stddev=stddev, num_steps=run.num_steps, steps_done=lambda: done)
-    preclip = run.preclip.start(engine.parameters, clipping_norm=run.clip, noise=level)
-    if run.scale == "query":
-        preclip.receive_opening(answer(run, queries.result(run, engine, task.train), len(task.train), fresh))
-    releases = Releases(run.floor) if run.scale == "releases" else None
-    low_pass = None if run.filter == "plain" else LowPassFilter.parse(run.filter, level)
-    optimizer = make_optimizer(run, engine, level, low_pass)
+    keys = np.random.default_rng(run.seed).bytes(32), fresh.bytes(32)  # the same batches for the same sampler
+
+    def start(level: MechanismLevel) -> Any:
+        if run.scale == "releases":
+            return FromReleases(run.floor)
+        made = run.preclip.start(engine.parameters, clipping_norm=run.clip, noise=level)
+        if run.scale == "query":
+            made.receive_opening(answer(run, queries.result(run, engine, task.train), len(task.train), fresh))
+        return made
+
+    sums = EngineSums(engine, lambda rows: parts(model, task.train, rows))
+    steps = PrivateSteps(plan, sums, keys=keys, start=start)
+    low_pass = None if run.filter == "plain" else LowPassFilter.parse(run.filter, steps.level)
+    optimizer = make_optimizer(run, engine, steps.level, low_pass)
     for step, size in enumerate(run.schedule(), start=1):
-        (scale,) = preclip.scales()
-        scale = releases.scale() if releases else scale
-        query = engine.empty_sum(scale)
-        rows = torch.tensor(plan.sampler.draw(sampling_key, step))
-        if len(rows):
-            add(engine, query, task.train, rows)
-        sums = ClippedSums({name: value.float() for name, value in query.result().items()})
-        before = ClippedSums({name: value / run.batch for name, value in sums.items()} if observe else {})
-        noise.add_(sums, step)
-        done = step
-        released = preclip.receive(Released({name: value.div_(run.batch) for name, value in sums.items()}))
-        if releases:
-            releases.receive(released)
+        released = steps()
         if observe:
-            observe(step, before, released)
+            observe(step, steps.before, released)
         if low_pass is not None and run.optimizer.startswith("dp_sgd"):
             released = low_pass(released)
         for name, p in engine.parameters.items():
-            p.grad = released[name]
+            p.grad = released[name].to(p.dtype)
         optimizer.param_groups[0]["lr"] = run.rate * size
         optimizer.step()
-    parts = {"tuning": task.tuning, "test": task.test, "sentences": task.sentences}
-    accuracies = {name: accuracy(model, records) for name, records in parts.items()}
+    held_out = {"tuning": task.tuning, "test": task.test, "sentences": task.sentences}
+    accuracies = {name: accuracy(model, records) for name, records in held_out.items()}
     return {**accuracies, "noise": plan.draw_stddev, "seconds": round(time.process_time() - began, 1)}
 
 
@@ -247,25 +220,23 @@ def accuracy(model: nn.Module, records: States) -> float:
     return right / len(records)
 
 
-def tune(runs: KeptRuns, run: Run, start: float, seeds: Sequence[int]) -> dict[float, float]:
-    """Mean accuracy on the tuning phrases, by learning rate: a climb by factors of 2 up to worse neighbours."""
-
-    def score(rate: float) -> float:
-        some = [dataclasses.replace(run, rate=rate, seed=seed) for seed in seeds]
-        return float(np.mean([runs.result(one)["tuning"] for one in some]))
-
-    return climb(score, start)
-
-
-def kept_runs(path: Any, task: Task) -> KeptRuns:
+def kept_runs(given: argparse.Namespace, task: Task) -> KeptRuns:
     """Runs of the task in a JSONL file."""
     queries = Queries()
-    return KeptRuns(path, lambda run: train(task, queries, run), _line)
+    return KeptRuns(given.output_dir / "top_layer.jsonl", lambda run: train(task, queries, run))
 
 
-def _line(run: Run, result: dict[str, Any]) -> str:
-    return (
-        f"{run.optimizer} {run.mechanism} {run.scale} {run.filter} floor {run.floor:g} epsilon {run.epsilon:g} rate "
-        f"{run.rate:.3g} seed {run.seed}: {100 * result['tuning']:.1f} {100 * result['test']:.1f} "
-        f"{100 * result['sentences']:.1f} in {result['seconds']:.0f} s"
-    )
+def cell(runs: KeptRuns, run: Run, start: float, num_seeds: int) -> dict[str, Any]:
+    """Accuracies at the best learning rate of a climb that begins at `start`, in %."""
+    tried = runs.rates(run, start, TUNING_SEEDS, "tuning")
+    rate = best_of(tried)
+    found = runs.of_seeds(dataclasses.replace(run, rate=rate), range(num_seeds))
+    accuracies = {name: [100 * one[name] for one in found] for name in ("test", "sentences", "tuning")}
+    return {"epsilon": run.epsilon, "rate": rate, "tried": labelled(tried), **accuracies}
+
+
+# options of every command
+OPTIONS: dict[str, Any] = {
+    "data": Folder("folder with train.tsv and dev.tsv of GLUE's SST-2"),
+    "model": Folder("folder of a pretrained BERT"), "states": Path("top_layer_states.pt"), "num_seeds": 5,
+}  # fmt: skip

@@ -1,0 +1,144 @@
+"""The private loop of all experiments: `hf_dpopt.run.step` without its ledger, with keys made of a seed.
+
+The data are public, so nothing has to be kept. B = records of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from hf_dpopt.clipping import ClippingEngine, UnprivatizedStatistics
+from hf_dpopt.clipping.scaling import Diagonal, Scale
+from hf_dpopt.common.types import ClippedSums, Released
+from hf_dpopt.noise import NoiseMechanism, make_noise_source
+from hf_dpopt.noise.level import MechanismLevel
+from hf_dpopt.plan.plan import PrivacyPlan
+from hf_dpopt.preclip import Identity, queries
+
+Scales = Sequence[Scale | None]
+
+
+class Preconditioner(Protocol):
+    """The part of `hf_dpopt.preclip.Preconditioning` that a run asks."""
+
+    def scales(self) -> tuple[Scale | None, ...]: ...
+
+    def receive(self, released: Released) -> Released: ...
+
+
+def seeded_keys(seed: int) -> tuple[bytes, bytes]:
+    """Of the sampling and of the noise."""
+    rng = np.random.default_rng(seed)
+    return rng.bytes(32), rng.bytes(32)
+
+
+class PrivateSteps:
+    """Releases of one run, step after step.
+
+    Args:
+        plan: what runs.
+        clipped_sums: sums over the rows of a logical batch, at the scale of every query; float32, and secret.
+        keys: of the sampling and of the noise; 32 bytes each.
+        start: makes the preconditioner of the run from the level of its noise; None for none.
+        sensitivity: of the sums; None for the plan's.
+        mechanism: None for the plan's.
+
+    Attributes:
+        before: mean of the latest step before its noise; secret, unless the data are public.
+        steps_done: steps so far.
+        stddev: of the noise in a coordinate of the mean.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        clipped_sums: Callable[[np.ndarray, Scales], ClippedSums],
+        *,
+        keys: tuple[bytes, bytes],
+        start: Callable[[MechanismLevel], Any] | None = None,
+        sensitivity: float | None = None,
+        mechanism: NoiseMechanism | None = None,
+    ):
+        self._plan, self._clipped_sums, (self._sampling_key, noise_key) = plan, clipped_sums, keys
+        mechanism = plan.mechanism if mechanism is None else mechanism
+        sensitivity = plan.sensitivity if sensitivity is None else sensitivity
+        self._noise = mechanism.stream(make_noise_source("fast", noise_key), sensitivity, first_step=1)
+        self._batch, self.steps_done, self.before = plan.config.expected_batch_size, 0, ClippedSums({})
+        self.stddev = self._noise.draw_stddev / self._batch
+        self.level = MechanismLevel(
+            mechanism, stddev=self.stddev, num_steps=plan.num_steps, steps_done=lambda: self.steps_done
+        )
+        self.preconditioner = Identity().start() if start is None else start(self.level)
+
+    def __call__(self) -> Released:
+        """What the optimizer is given by the next step."""
+        step = self.steps_done + 1
+        sums = self._clipped_sums(self._plan.sampler.draw(self._sampling_key, step), self.preconditioner.scales())
+        self.before = ClippedSums({name: total / self._batch for name, total in sums.items()})
+        self._noise.add_(sums, step)
+        self.steps_done = step
+        return self.preconditioner.receive(Released({name: total.div_(self._batch) for name, total in sums.items()}))
+
+
+Part = tuple[Callable[[], torch.Tensor], int]  # makes the losses of some records, (B,); and how many they are
+
+
+class EngineSums:
+    """Clipped sums of a model over rows.
+
+    Args:
+        engine: clips.
+        parts: the physical batches of some rows.
+
+    Attributes:
+        seen: what the engine saw so far; secret, unless the data are public.
+    """
+
+    def __init__(self, engine: ClippingEngine, parts: Callable[[torch.Tensor], Iterable[Part]]):
+        self._engine, self._parts, self.seen = engine, parts, UnprivatizedStatistics()
+
+    def __call__(self, rows: np.ndarray, scales: Scales) -> ClippedSums:
+        sums = [self._engine.empty_sum(scale) for scale in scales]
+        for losses, num in self._parts(torch.tensor(rows)) if len(rows) else ():
+            for query in sums:
+                self.seen += self._engine.add_clipped_sum(query, losses, num)
+        return queries.join([query.result() for query in sums])
+
+
+# --- D of what was released ------------------------------------------------------------------------------------------
+
+DECAY, FIRST_DIVIDED = 0.95, 10  # of the average of squared releases; the step from which it is used
+
+
+def inverse_scale(moments: dict[str, torch.Tensor], floor: float) -> dict[str, torch.Tensor]:
+    """1 / D of second moments as `OneQuery` makes it, with a floor in root mean squares of a coordinate."""
+    total = sum(float(value.sum()) for value in moments.values())
+    rms = (max(total, 0.0) / sum(value.numel() for value in moments.values())) ** 0.5
+    if rms == 0:
+        return {name: torch.ones_like(value) for name, value in moments.items()}
+    return {name: (1 + floor) * rms / (value.clamp(min=0).sqrt() + floor * rms) for name, value in moments.items()}
+
+
+class FromReleases:
+    """D of an average of squared releases: free, and as late and as noisy as they are (after arXiv:2507.01129)."""
+
+    def __init__(self, floor: float):
+        self._floor, self._steps, self._average = floor, 0, dict[str, torch.Tensor]()
+        self.inverse: dict[str, torch.Tensor] = {}
+
+    def scales(self) -> tuple[Scale | None]:
+        return (Scale({name: Diagonal(value) for name, value in self.inverse.items()}) if self.inverse else None,)
+
+    def receive(self, released: Released) -> Released:
+        self._steps += 1
+        for name, value in released.items():
+            undone = value.double() / self.inverse.get(name, 1.0)
+            self._average[name] = DECAY * self._average.get(name, 0.0) + (1 - DECAY) * undone.square()
+        if self._steps >= FIRST_DIVIDED:
+            moments = {name: value / (1 - DECAY**self._steps) for name, value in self._average.items()}
+            self.inverse = inverse_scale(moments, self._floor)
+        return released
