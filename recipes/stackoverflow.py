@@ -11,20 +11,19 @@ The tasks of the StackOverflow benchmark of federated learning (arXiv:2003.00295
         --user_id_column author --text_column text --vocabulary_file words.txt --target_epsilon 8 \
         --local_training '{"learning_rate": 0.5}' --optim sgd --optim_args momentum=0.95 --learning_rate 1
 
-Files: the HDF5 and sqlite layouts of TensorFlow Federated, csv, tsv, json(l) and parquet (text files may be .gz). The
-vocabulary is published with the model, so it has to be public: a file, or the most frequent words of --public_file.
+Files: the HDF5 and sqlite layouts of TensorFlow Federated, csv, tsv, json(l) and parquet (text files may be .gz). They
+are read once and converted to ids, which all processes map: `stackoverflow_files.py`. The embedded job has a synthetic
+split in the benchmark's files: `stackoverflow_synthetic.py`. The vocabulary is published with the model, so it has to
+be public: a file, or the most frequent words of --public_file.
 Evaluation counts every word once, and every user once. A warning tells of users who are in both sets: metrics on their
 records are exact values of what a protected user wrote.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import platform
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,21 +38,20 @@ from transformers import Trainer
 
 from hf_dpopt import DPConfigError, DPTrainer, DPTrainingArguments
 from hf_dpopt.huggingface.refusals import check_arguments
-from recipes import options, processes, running
+from recipes import options, processes, running, stackoverflow_synthetic
 from recipes.stackoverflow_data import (
     TOKENS,
-    UNKNOWN,
     Collator,
+    Encoder,
+    NextWords,
+    Tags,
     Vocabulary,
     read_names,
-    read_users,
-    sentences,
-    separate_words,
-    tagged,
-    texts_of,
+    text_of,
 )
+from recipes.stackoverflow_files import convert
 from recipes.stackoverflow_model import TagModel, first_learn, language_model, tag_losses, tag_metrics, word_metrics
-from recipes.tables import Table, check_columns
+from recipes.tables import TEXT_EXTENSIONS, read_table
 
 logger = logging.getLogger("recipes.stackoverflow")
 
@@ -62,8 +60,6 @@ COUNTS = ("max_words", "vocabulary_size", "num_tags", "width", "layers", "max_tr
 EMBEDDED: dict[str, Any] = {
     "target_epsilon": 8.0,
     "target_delta": 1e-4,
-    "user_id_column": "file",
-    "text_column": "text",
     "expected_batch_size": 50,
     "records_per_user": 16,
     "per_device_train_batch_size": 256,
@@ -74,13 +70,13 @@ EMBEDDED: dict[str, Any] = {
     "user_weighting": "mean",
     "logging_steps": 20,
     "save_strategy": "no",
-    "public_steps": 300,
     "vocabulary_size": 4000,
     "width": 64,
     "layers": 1,
     "eval_data_privacy": "public",
-    "data_dependent_preprocessing": "none: vocabulary and first weights come from public text",
+    "data_dependent_preprocessing": "none: the vocabulary is a public file",
 }
+EMBEDDED_SIZE: dict[str, Any] = {"num_users": 2000, "rows_per_user": 20}
 
 
 @dataclass
@@ -124,6 +120,9 @@ class DataTrainingArguments:
     public_steps: int = field(
         default=0, metadata={"help": "Steps of ordinary training on the public texts first; next_word only."}
     )
+    converted_dir: str | None = field(
+        default=None, metadata={"help": "Folder for the records as ids; default: next to the file. Keep it private."}
+    )
     max_train_samples: int | None = field(default=None, metadata={"help": "Only the first so many training records."})
     max_eval_samples: int | None = field(default=None, metadata={"help": "Only the first so many evaluation records."})
 
@@ -134,7 +133,7 @@ class DataTrainingArguments:
 
     @property
     def embedded(self) -> bool:
-        """Whether the text comes from the Python installation."""
+        """Whether the split is a synthetic one."""
         return not any(self.files.values())
 
 
@@ -143,24 +142,15 @@ def main(argv: list[str]) -> None:
     start = time.monotonic()
     model_args, data_args, training_args = parse(argv)
     running.set_up(training_args)
-    tables, vocabulary, public_texts = load(data_args, training_args)
+    if data_args.embedded:
+        use_synthetic_split(data_args, training_args)
     user = training_args.user_id_column
     assert user is not None
-    known_tags: tuple[str, ...] = ()
-    if data_args.task == "tags":
-        known_tags = read_names(str(data_args.tags_file), "tags_file", data_args.num_tags)
-    splits = {
-        name: records(table, data_args, user, vocabulary, known_tags, getattr(data_args, f"max_{limit}_samples"))
-        for (name, table), limit in zip(tables.items(), ("train", "eval"), strict=False)
-    }
+    vocabulary, public_texts = read_vocabulary(data_args)
+    encoder, model = make_model(model_args, data_args, vocabulary, training_args.seed)
+    splits = read_splits(data_args, training_args, encoder, user)
     tell_of_shared_users(splits, user)
-    torch.manual_seed(training_args.seed)  # of the first weights, which are public
-    if data_args.task == "tags":
-        model: Any = TagModel(len(vocabulary), len(known_tags))
-    else:
-        size = dict(width=model_args.width, layers=model_args.layers, max_words=data_args.max_words)
-        model = language_model(len(vocabulary), **size)
-    collate = Collator(len(known_tags))
+    collate = Collator(len(encoder.tags) if isinstance(encoder, Tags) else 0)
     if data_args.public_steps:
         known = [vocabulary.sentence(text, data_args.max_words) for text in public_texts]
         first_learn(model, known, collate, data_args.public_steps)
@@ -171,10 +161,13 @@ def main(argv: list[str]) -> None:
         data_collator=collate,
         per_example_loss_func=tag_losses if data_args.task == "tags" else None,
     )
-    held_out = splits.get("validation")
     measure = tag_metrics if data_args.task == "tags" else word_metrics
-    results = functools.partial(measured, trainer, held_out, user, collate, measure)
-    before = results() if held_out is not None and training_args.do_eval else {}
+    size = training_args.per_device_eval_batch_size
+
+    def results() -> dict[str, float]:
+        return measure(trainer.model, splits["validation"], user, collate, size)
+
+    before = results() if "validation" in splits and training_args.do_eval else {}
     if training_args.do_train:
         running.train(trainer, training_args)
     after = results() if before else {}
@@ -182,7 +175,7 @@ def main(argv: list[str]) -> None:
     if trainer.is_world_process_zero():
         if after:
             trainer.save_metrics("eval", {f"eval_{name}": value for name, value in after.items()})
-        lines = summary(trainer, tables, splits, before, after)
+        lines = summary(trainer, data_args, splits, before, after)
         print(running.result_text(lines + running.closing_lines(training_args, start)))
 
 
@@ -219,92 +212,69 @@ def parse(argv: list[str]) -> tuple[ModelArguments, DataTrainingArguments, DPTra
             raise DPConfigError(
                 "public_steps trains the next word on public texts. Add --public_file, or leave public_steps out."
             )
-    elif data_args.task == "tags":
-        raise DPConfigError("The embedded text has no tags. Give --train_file with a column of tags.")
     training_args.do_eval = embedded or bool(data_args.validation_file)
     training_args.privacy_config(training_args.expected_batch_size or 1)
     check_arguments(training_args)
     return model_args, data_args, training_args
 
 
-Loaded = tuple[dict[str, Table], Vocabulary, list[str]]
+def use_synthetic_split(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -> None:
+    """Write the synthetic split next to the output, once, and name its files."""
+    folder = Path(training_args.output_dir).parent / "synthetic-stackoverflow"
+    with training_args.main_process_first(desc="writing the synthetic split"):
+        stackoverflow_synthetic.write(folder, **EMBEDDED_SIZE)
+    data_args.train_file = data_args.validation_file = str(folder / stackoverflow_synthetic.SQLITE)
+    data_args.vocabulary_file = str(folder / stackoverflow_synthetic.WORD_COUNT)
+    data_args.tags_file = str(folder / stackoverflow_synthetic.TAG_COUNT)
 
 
-def load(data_args: DataTrainingArguments, training_args: DPTrainingArguments) -> Loaded:
-    """The tables, the words that have ids, and public texts."""
-    if data_args.embedded:
-        return load_embedded(data_args)
-    tables = {
-        name: read_users(path, split)
-        for name, path, split in (
-            ("train", data_args.train_file, data_args.train_split),
-            ("validation", data_args.validation_file, data_args.validation_split),
-        )
-        if path
-    }
-    wanted = {str(training_args.user_id_column): "user_id_column", data_args.text_column: "text_column"}
-    wanted |= {data_args.tags_column: "tags_column"} if data_args.task == "tags" else {}
-    for table in tables.values():
-        check_columns(table, wanted, "Name columns that are there.")
+def read_vocabulary(data_args: DataTrainingArguments) -> tuple[Vocabulary, list[str]]:
+    """The words that have ids, and public texts."""
     texts: list[str] = []
     if data_args.public_file:
-        public = read_users(data_args.public_file, data_args.train_split)
+        public = read_table(data_args.public_file, kinds=TEXT_EXTENSIONS)
         column = data_args.text_column if data_args.text_column in public.columns else next(iter(public.columns))
-        texts = texts_of(public, column)
+        texts = [text_of({column: text}, column) for text in public.columns[column]]
     if data_args.vocabulary_file:
-        return tables, Vocabulary.read(data_args.vocabulary_file, data_args.vocabulary_size), texts
-    return tables, Vocabulary.of(texts, data_args.vocabulary_size), texts
+        return Vocabulary.read(data_args.vocabulary_file, data_args.vocabulary_size), texts
+    return Vocabulary.of(texts, data_args.vocabulary_size), texts
 
 
-def load_embedded(data_args: DataTrainingArguments) -> Loaded:
-    """The standard library of Python; a source file is a user. An eighth of the files is held out."""
-    from recipes.embedded.corpus import read_corpus
-
-    corpus = read_corpus()
-    texts = [text for text, _ in [*corpus.train, *corpus.evaluation]]
-    files = [*corpus.train_files, *corpus.evaluation_files]
-    held_out = {name for i, name in enumerate(sorted(set(files))) if i % 8 == 3}
-    tables = {}
-    for split in ("train", "validation"):
-        rows = [i for i, name in enumerate(files) if (name in held_out) == (split == "validation")]
-        columns = {"text": [texts[i] for i in rows], "file": [files[i] for i in rows]}
-        tables[split] = Table(f"Python {platform.python_version()}'s standard library [{split}]", columns)
-    public_texts = [separate_words(text) for text in corpus.public_text]
-    return tables, Vocabulary.of(public_texts, data_args.vocabulary_size), public_texts
-
-
-def records(
-    table: Table,
-    data_args: DataTrainingArguments,
-    user: str,
-    vocabulary: Vocabulary,
-    known_tags: Sequence[str],
-    limit: int | None,
-) -> Dataset:
-    """The records of a split; only the first `limit`."""
+def make_model(
+    model_args: ModelArguments, data_args: DataTrainingArguments, vocabulary: Vocabulary, seed: int
+) -> tuple[Encoder, Any]:
+    """The model of the task, and what makes ids of rows for it."""
+    torch.manual_seed(seed)  # of the first weights, which are public
     if data_args.task == "tags":
-        found = tagged(table, data_args.text_column, data_args.tags_column, user, vocabulary, known_tags)
-        if not any(found["tags"]):
-            raise DPConfigError(
-                f"tags_file={data_args.tags_file}: {table.name} has none of its {len(known_tags)} tags, such as "
-                f"{known_tags[0]!r}. Give the tags of these posts, or the column that holds them: --tags_column."
-            )
-    else:
-        found = sentences(table, data_args.text_column, user, vocabulary, data_args.max_words)
-    if not any(i > UNKNOWN for ids in found["input_ids"] for i in ids):
-        raise DPConfigError(
-            f"vocabulary_file={data_args.vocabulary_file}: {table.name} has none of its {len(vocabulary.words)} "
-            f"words, such as {vocabulary.words[0]!r}. Give a vocabulary of these texts, or their column, "
-            "--text_column."
-        )
-    return found if limit is None else found.select(range(min(limit, len(found))))
+        tags = read_names(str(data_args.tags_file), "tags_file", data_args.num_tags)
+        encoder = Tags(vocabulary, data_args.text_column, tags, data_args.tags_column)
+        return encoder, TagModel(len(vocabulary), len(tags))
+    size = dict(width=model_args.width, layers=model_args.layers, max_words=data_args.max_words)
+    encoder = NextWords(vocabulary, data_args.text_column, data_args.max_words)
+    return encoder, language_model(len(vocabulary), **size)
+
+
+def read_splits(
+    data_args: DataTrainingArguments, training_args: DPTrainingArguments, encoder: Encoder, user: str
+) -> dict[str, Dataset]:
+    """The encoded records of the files: converted by one process of a machine, mapped by all."""
+    splits = {}
+    for name, path, split, limit in (
+        ("train", data_args.train_file, data_args.train_split, data_args.max_train_samples),
+        ("validation", data_args.validation_file, data_args.validation_split, data_args.max_eval_samples),
+    ):
+        if path:
+            folder = Path(data_args.converted_dir) if data_args.converted_dir else None
+            with training_args.main_process_first(desc=f"converting {path}"):
+                splits[name] = convert(Path(path), split, encoder, user, folder=folder, limit=limit)
+    return splits
 
 
 def tell_of_shared_users(splits: dict[str, Dataset], user: str) -> None:
     """Held-out records of training users are theirs, too."""
     if "validation" not in splits:
         return
-    shared = set(splits["train"][user]) & set(splits["validation"][user])
+    shared = set(splits["train"].unique(user)) & set(splits["validation"].unique(user))
     if shared:
         logger.warning(
             "Some users are in the training and in the validation set. Metrics on what they wrote are exact values of "
@@ -312,22 +282,16 @@ def tell_of_shared_users(splits: dict[str, Dataset], user: str) -> None:
         )
 
 
-def measured(trainer: Trainer, dataset: Dataset, user: str, collate: Collator, measure: Any) -> dict[str, float]:
-    """Metrics of the model as it is."""
-    size = trainer.args.per_device_eval_batch_size
-    return measure(trainer.model, dataset.remove_columns(user), dataset[user], collate, size)
-
-
 def summary(
     trainer: Trainer,
-    tables: dict[str, Table],
+    data_args: DataTrainingArguments,
     splits: dict[str, Dataset],
     before: dict[str, float],
     after: dict[str, float],
 ) -> list[tuple[str, str]]:
     """The last lines of a run: what was run, what came out, what it cost."""
     num_parameters = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    data = ", ".join(running.records_of(t.name, splits[s], trainer, s) for s, t in tables.items())
+    data = ", ".join(running.records_of(str(data_args.files[s]), splits[s], trainer, s) for s in splits)
     lines = [("what was run", f"{type(trainer.model).__name__} ({num_parameters:,} parameters) on {data}")]
     lines += [(name, f"{before[name]:.4f} before training, {value:.4f} after") for name, value in after.items()]
     return [*lines, ("privacy", running.privacy_line(trainer))]

@@ -1,6 +1,6 @@
-"""Tables of who wrote what: the StackOverflow layouts of TensorFlow Federated, files, and words as ids.
+"""Words and tags as ids, as the StackOverflow benchmark of TensorFlow Federated has them.
 
-Shape legend: N = records, T = words of a record, V = words of the vocabulary, K = tags.
+Shape legend: B = records, T = words of a record, K = tags.
 """
 
 from __future__ import annotations
@@ -8,21 +8,16 @@ from __future__ import annotations
 import collections
 import itertools
 import json
-import lzma
 import re
-import sqlite3
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import pyarrow.compute as pc
 import torch
-from datasets import Dataset
 
 from hf_dpopt import DPConfigError
-from hf_dpopt.common.extras import import_extra
-from recipes.tables import TEXT_EXTENSIONS, Table, read_table
 
 WORD = re.compile(r"[^\W_]+(?:'[^\W_]+)?|[^\w\s]")
 PAD, BEGIN, END, UNKNOWN = range(4)
@@ -30,128 +25,7 @@ SPECIAL = ("<pad>", "<begin>", "<end>", "<unknown>")
 IGNORED = -100
 TOKENS, TITLE = "tokens", "title"  # columns of the layouts; tokens are words separated by blanks
 COUNT = re.compile(r"\s+\d+$")
-LAYOUTS = (".h5", ".hdf5", ".sqlite", ".sqlite.lzma")
-
-
-# --- tables ----------------------------------------------------------------------------------------------------------
-
-
-def read_users(path: str | Path, split: str) -> Table:
-    """A file with a column of user ids.
-
-    * .h5: clients are groups below ``examples``, with one array for each of tokens, tags, title, type ...
-    * .sqlite, .sqlite.lzma: the table ``examples`` of (split_name, client_id, serialized_example_proto).
-    * csv, tsv, json(l) and parquet, as everywhere.
-
-    Both layouts of TensorFlow Federated give the columns ``user`` and ``tokens``, and what else is there.
-
-    Args:
-        split: which rows of an sqlite file: train, heldout or test.
-
-    Raises:
-        DPConfigError: if it cannot be read.
-    """
-    name = Path(path).name.lower()
-    if not Path(path).is_file():
-        raise DPConfigError(f"{path} is not a file. Name one of: {', '.join((*LAYOUTS, *TEXT_EXTENSIONS))}.")
-    if name.endswith((".h5", ".hdf5")):
-        return _table(path, _h5_rows(Path(path)))
-    if name.endswith(".sqlite"):
-        return _table(path, _sqlite_rows(Path(path), split))
-    if name.endswith(".sqlite.lzma"):
-        with tempfile.TemporaryDirectory() as folder:
-            plain = Path(folder, "unpacked.sqlite")
-            with lzma.open(path) as packed, plain.open("wb") as file:
-                while block := packed.read(2**24):
-                    file.write(block)
-            return _table(path, _sqlite_rows(plain, split))
-    return read_table(path, kinds=TEXT_EXTENSIONS)
-
-
-def _table(path: str | Path, rows: Iterable[dict[str, Any]]) -> Table:
-    columns: dict[str, list[Any]] = collections.defaultdict(list)
-    num_rows = 0
-    for row in rows:
-        for name, value in row.items():
-            columns[name] += [""] * (num_rows - len(columns[name])) + [value]
-        num_rows += 1
-    if not num_rows:
-        raise DPConfigError(f"{path} holds no examples. Check the file, and the split.")
-    return Table(str(path), {name: values + [""] * (num_rows - len(values)) for name, values in columns.items()})
-
-
-def _h5_rows(path: Path) -> Iterator[dict[str, Any]]:
-    with import_extra("h5py", f"The HDF5 file {path}").File(path) as file:
-        if "examples" not in file:
-            raise DPConfigError(f"{path} has no group 'examples' of clients. Use the layout of TensorFlow Federated.")
-        for user, client in file["examples"].items():
-            arrays = {name: array[()] for name, array in client.items()}
-            for values in zip(*arrays.values(), strict=True):
-                yield {"user": user} | {n: _as_text(v) for n, v in zip(arrays, values, strict=True)}
-
-
-def _sqlite_rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
-        try:
-            query = "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id"
-            for user, example in connection.execute(query, (split,)):
-                yield {"user": user} | {name: _as_text(value) for name, value in parse_example(example).items()}
-        except sqlite3.DatabaseError as error:
-            raise DPConfigError(
-                f"{path} is not the layout of TensorFlow Federated ({error}): a table 'examples' of split_name, "
-                "client_id, serialized_example_proto."
-            ) from None
-
-
-def _as_text(value: Any) -> Any:
-    return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else value
-
-
-def parse_example(data: bytes) -> dict[str, Any]:
-    """First value of every feature of a serialized ``tf.train.Example``: bytes or an integer; floats are left out."""
-    found: dict[str, Any] = {}
-    for _, features in _fields(data):
-        for _, entry in _fields(features):
-            parts = dict(_fields(entry))
-            for kind, values in _fields(parts.get(2, b"")):
-                value = next((v for _, v in _fields(values)), None)
-                if kind == 1 and value is not None:
-                    found[parts[1].decode()] = value
-                elif kind == 3 and value is not None:
-                    found[parts[1].decode()] = value if isinstance(value, int) else _varint(value, 0)[0]
-    return found
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of every field of a protocol buffer message; those of fixed width are skipped."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        number, wire = key >> 3, key & 7
-        if wire == 0:
-            value, at = _varint(data, at)
-            yield number, value
-        elif wire == 2:
-            size, at = _varint(data, at)
-            yield number, data[at : at + size]
-            at += size
-        elif wire in (1, 5):
-            at += 8 if wire == 1 else 4
-        else:
-            raise DPConfigError("An example is not a serialized tf.train.Example. Check the file.")
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[at]
-        value |= (byte & 127) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 128:
-            return value, at
-
-
-# --- words -----------------------------------------------------------------------------------------------------------
+Row = Mapping[str, Any]
 
 
 def separate_words(text: str) -> str:
@@ -237,28 +111,116 @@ def _read_json(file: Any, name: str) -> list[str]:
     return [str(value) for value in found]
 
 
-def sentences(table: Table, text: str, user: str, vocabulary: Vocabulary, max_words: int) -> Dataset:
-    """For the next word: the ids of each text, and its user."""
-    ids = [vocabulary.sentence(value, max_words) for value in texts_of(table, text)]
-    return Dataset.from_dict({"input_ids": ids, user: list(table.columns[user])})
+def text_of(row: Row, column: str) -> str:
+    """Text of a row in the benchmark's format: a column `tokens` is kept as it is, any other holds raw text."""
+    return str(row[column]) if column == TOKENS else separate_words(str(row[column]))
 
 
-def texts_of(table: Table, text: str) -> list[str]:
-    """Texts in the benchmark's format: the column `tokens` is kept as it is, a column of another name is raw text."""
-    values = map(str, table.columns[text])
-    return list(values if text == TOKENS else map(separate_words, values))
+class Encoder(Protocol):
+    """Makes ids of rows; its ``repr`` names all that the ids depend on.
+
+    Attributes:
+        columns: columns that it reads, and the options that name them.
+        encoded: columns that it writes.
+        num_ids: number of different ids.
+    """
+
+    @property
+    def columns(self) -> dict[str, str]: ...
+
+    @property
+    def encoded(self) -> tuple[str, ...]: ...
+
+    @property
+    def num_ids(self) -> int: ...
+
+    def encode(self, rows: Sequence[Row]) -> dict[str, list[list[int]]]:
+        """Return the written columns: ids of each row."""
+        ...
+
+    def check(self, name: str, table: Any) -> None:
+        """Refuse encoded rows of the Arrow table `table`, from the file `name`, that have nothing to learn.
+
+        Raises:
+            DPConfigError: if no word, or no tag, is known.
+        """
+        ...
 
 
-def tagged(table: Table, text: str, tags: str, user: str, vocabulary: Vocabulary, known: Sequence[str]) -> Dataset:
-    """For tag prediction: all known words of text and title, and the numbers of the `known` tags."""
-    titles = table.columns.get(TITLE, [""] * len(table))
-    words = [
-        [i for i in vocabulary.ids(f"{value} {title}".split()) if i != UNKNOWN]
-        for value, title in zip(texts_of(table, text), titles, strict=True)
-    ]
-    numbers = {tag: k for k, tag in enumerate(known)}
-    found = [[numbers[tag] for tag in str(value).split("|") if tag in numbers] for value in table.columns[tags]]
-    return Dataset.from_dict({"input_ids": words, "tags": found, user: list(table.columns[user])})
+@dataclass(frozen=True)
+class NextWords:
+    """Sentences, to predict the next word: see `Vocabulary.sentence`."""
+
+    vocabulary: Vocabulary
+    text_column: str
+    max_words: int
+
+    encoded = ("input_ids",)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {self.text_column: "text_column"}
+
+    @property
+    def num_ids(self) -> int:
+        return len(self.vocabulary)
+
+    def encode(self, rows: Sequence[Row]) -> dict[str, list[list[int]]]:
+        return {
+            "input_ids": [self.vocabulary.sentence(text_of(row, self.text_column), self.max_words) for row in rows]
+        }
+
+    def check(self, name: str, table: Any) -> None:
+        check_words(self.vocabulary, name, table)
+
+
+@dataclass(frozen=True)
+class Tags:
+    """All known words of text and title, repeated as they are, and the numbers of the known tags of a post."""
+
+    vocabulary: Vocabulary
+    text_column: str
+    tags: tuple[str, ...]
+    tags_column: str
+
+    encoded = ("input_ids", "tags")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_numbers", {tag: k for k, tag in enumerate(self.tags)})
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return {self.text_column: "text_column", self.tags_column: "tags_column"}
+
+    @property
+    def num_ids(self) -> int:
+        return max(len(self.vocabulary), len(self.tags))
+
+    def encode(self, rows: Sequence[Row]) -> dict[str, list[list[int]]]:
+        numbers: dict[str, int] = self._numbers  # type: ignore[attr-defined]
+        texts = (f"{text_of(row, self.text_column)} {row.get(TITLE, '')}" for row in rows)
+        tags = (str(row[self.tags_column]).split("|") for row in rows)
+        return {
+            "input_ids": [[i for i in self.vocabulary.ids(text.split()) if i != UNKNOWN] for text in texts],
+            "tags": [[numbers[name] for name in names if name in numbers] for names in tags],
+        }
+
+    def check(self, name: str, table: Any) -> None:
+        check_words(self.vocabulary, name, table)
+        if not any(len(chunk.flatten()) for chunk in table["tags"].chunks):
+            raise DPConfigError(
+                f"tags_file: {name} has none of its {len(self.tags)} tags, such as {self.tags[0]!r}. Give the tags of "
+                "these posts, or the column that holds them, --tags_column."
+            )
+
+
+def check_words(vocabulary: Vocabulary, name: str, table: Any) -> None:
+    """Refuse encoded texts without a known word; see `Encoder.check`."""
+    if not any((pc.max(chunk.flatten()).as_py() or 0) > UNKNOWN for chunk in table["input_ids"].chunks):
+        raise DPConfigError(
+            f"vocabulary_file: {name} has none of its {len(vocabulary.words)} words, such as {vocabulary.words[0]!r}. "
+            "Give a vocabulary of these texts, or their column, --text_column."
+        )
 
 
 @dataclass(frozen=True)

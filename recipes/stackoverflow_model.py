@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from datasets import Dataset
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedConfig
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN
+from recipes.stackoverflow_data import BEGIN, END, IGNORED, PAD, UNKNOWN, Collator
 
 RECALL_AT = 5
 PUBLIC_RATE = 3e-3
@@ -36,7 +37,7 @@ def language_model(vocabulary_size: int, *, width: int, layers: int, max_words: 
 def first_learn(
     model: GPT2LMHeadModel,
     sentences: Sequence[list[int]],
-    collate: Callable[[Any], dict[str, torch.Tensor]],
+    collate: Collator,
     num_steps: int,
 ) -> None:
     """Ordinary training on public sentences, batches of 64, Adam with a rate that falls to 0."""
@@ -77,38 +78,44 @@ def tag_losses(outputs: Any, labels_BK: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _batches(model: nn.Module, dataset: Any, collate: Callable[[Any], dict[str, torch.Tensor]], size: int) -> Any:
+def _batches(
+    model: nn.Module, dataset: Dataset, user_column: str, collate: Collator, size: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[str]]]:
+    """Yield logits, labels and users of `size` records at a time."""
     was_training, device = model.training, next(model.parameters()).device
     model.eval()
-    for first in range(0, len(dataset), size):
-        batch = collate([dataset[i] for i in range(first, min(first + size, len(dataset)))])
-        inputs = {name: value.to(device) for name, value in batch.items() if name != "labels"}
-        yield model(**inputs).logits.float().cpu(), batch["labels"]
+    for rows in dataset.iter(size):
+        users = rows.pop(user_column)
+        batch = collate([dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)])
+        labels = batch.pop("labels")
+        yield model(**{name: value.to(device) for name, value in batch.items()}).logits.float().cpu(), labels, users
     model.train(was_training)
 
 
+def _tally_users(tallies: dict[str, np.ndarray], users: list[str], columns: Sequence[torch.Tensor]) -> None:
+    """Add the numbers of each record to those of its user."""
+    for user, numbers in zip(users, torch.stack([c.double().sum(dim=1) for c in columns], dim=1).numpy(), strict=True):
+        tallies[user] += numbers
+
+
 def word_metrics(
-    model: nn.Module, dataset: Any, users: Sequence[Any], collate: Callable[[Any], dict[str, torch.Tensor]], size: int
+    model: nn.Module, dataset: Dataset, user_column: str, collate: Collator, size: int
 ) -> dict[str, float]:
-    """Accuracy of the next word as the StackOverflow benchmark takes it: padding, unknown words and ends do not count.
+    """Accuracy of the next word as the StackOverflow benchmark has it: padding, unknown words and ends do not count.
 
     Returns:
         ``accuracy`` and ``perplexity`` over all words that count (perplexity: all targets but padding), and
         ``user_accuracy``, ``user_perplexity``: the mean over users of their own (for perplexity, of the losses).
     """
-    tallies: dict[Any, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
-    at = 0
-    for logits_BTV, labels_BT in _batches(model, dataset, collate, size):
+    tallies: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
+    for logits_BTV, labels_BT, users in _batches(model, dataset, user_column, collate, size):
         targets_BT = labels_BT[:, 1:]
         losses_BT = nn.functional.cross_entropy(
             logits_BTV[:, :-1].flatten(0, 1), targets_BT.flatten(), ignore_index=IGNORED, reduction="none"
         ).view(targets_BT.shape)
         counts_BT = (targets_BT != IGNORED) & (targets_BT != UNKNOWN) & (targets_BT != END)
         right_BT = (logits_BTV[:, :-1].argmax(dim=-1) == targets_BT) & counts_BT
-        columns = (right_BT, counts_BT, losses_BT, targets_BT != IGNORED)
-        for tally in torch.stack([column.double().sum(dim=1) for column in columns], dim=1).numpy():
-            tallies[users[at]] += tally
-            at += 1
+        _tally_users(tallies, users, (right_BT, counts_BT, losses_BT, targets_BT != IGNORED))
     right, counted, loss, targets = np.stack(list(tallies.values())).T
     seen, some = targets > 0, counted > 0
     return {
@@ -120,21 +127,18 @@ def word_metrics(
 
 
 def tag_metrics(
-    model: nn.Module, dataset: Any, users: Sequence[Any], collate: Callable[[Any], dict[str, torch.Tensor]], size: int
+    model: nn.Module, dataset: Dataset, user_column: str, collate: Collator, size: int
 ) -> dict[str, float]:
     """Share of all tags of all posts that are among the five (or K) most likely of their post.
 
     Returns:
         ``recall_at_5`` as the StackOverflow benchmark defines it, and ``user_recall_at_5``, the mean over users.
     """
-    tallies: dict[Any, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
-    at = 0
-    for logits_BK, labels_BK in _batches(model, dataset, collate, size):
+    tallies: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(2))
+    for logits_BK, labels_BK, users in _batches(model, dataset, user_column, collate, size):
         found_BK = torch.zeros_like(labels_BK)
         found_BK.scatter_(1, logits_BK.topk(min(RECALL_AT, labels_BK.size(1))).indices, 1.0)
-        for tally in torch.stack([(found_BK * labels_BK).sum(dim=1), labels_BK.sum(dim=1)], dim=1).numpy():
-            tallies[users[at]] += tally
-            at += 1
+        _tally_users(tallies, users, (found_BK * labels_BK, labels_BK))
     right, tags = np.stack(list(tallies.values())).T
     return {
         f"recall_at_{RECALL_AT}": float(right.sum() / max(1, tags.sum())),

@@ -23,7 +23,7 @@ from hf_dpopt.report.figures import pyplot
 from recipes.canary_losses import _adapted
 from recipes.models import add_lora
 from recipes.options import ModelArguments
-from recipes.stackoverflow_data import _h5_rows
+from recipes.stackoverflow_files import H5Rows
 
 # Packages that are loaded before code of ours asks for them: by a model with adapters, or by a dataset of Arrow files.
 BROUGHT = {
@@ -42,7 +42,7 @@ _TINY = BertConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, in
 USES: dict[str, tuple[str, Callable[[Path], object]]] = {
     "figures": ("matplotlib", lambda folder: pyplot()),
     "convex": ("cvxpy", lambda folder: strongly_convex_bound(IdentityStrategy(), mu=0.1, L=1.0, eta=0.1)),
-    "h5": ("h5py", lambda folder: list(_h5_rows(folder / "a.h5"))),
+    "h5": ("h5py", lambda folder: H5Rows(folder / "a.h5").count()),
     "--lora_r": ("peft", lambda folder: add_lora(BertModel(_TINY), ModelArguments(lora_r=2), "FEATURE_EXTRACTION")),
     "adapter": ("peft", _adapter),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import gzip
 import json
 import lzma
@@ -12,24 +14,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from hf_dpopt import DPConfigError
-from recipes import stackoverflow
+from recipes import stackoverflow, stackoverflow_files
 from recipes.stackoverflow_data import (
     BEGIN,
     END,
     SPECIAL,
     UNKNOWN,
     Collator,
+    NextWords,
+    Tags,
     Vocabulary,
-    parse_example,
     read_names,
-    read_users,
-    sentences,
-    tagged,
 )
+from recipes.stackoverflow_files import open_source, parse_example
 from recipes.stackoverflow_model import TagModel, language_model, tag_losses, tag_metrics, word_metrics
-from recipes.tables import Table
+from recipes.stackoverflow_synthetic import example
 from tests.recipes.texts import words
 
 pytestmark = pytest.mark.slow
@@ -45,40 +47,17 @@ ROWS = [
 # --- layouts ---------------------------------------------------------------------------------------------------------
 
 
-def _varint(value: int) -> bytes:
-    out = b""
-    while True:
-        value, low = value >> 7, value & 127
-        out += bytes([low | (128 if value else 0)])
-        if not value:
-            return out
-
-
-def _message(*fields: tuple[int, bytes]) -> bytes:
-    return b"".join(_varint(number << 3 | 2) + _varint(len(data)) + data for number, data in fields)
-
-
-def _example(row: dict) -> bytes:
-    """A serialized tf.train.Example, written out by hand."""
-    entries = []
-    for name, value in row.items():
-        if isinstance(value, int):
-            kind = (3, _message((1, _varint(value))))  # packed
-        elif isinstance(value, float):
-            kind = (2, _varint(1 << 3 | 5) + np.float32(value).tobytes())
-        else:
-            kind = (1, _message((1, value.encode())))
-        entries.append((1, _message((1, name.encode()), (2, _message(kind)))))
-    return _message((1, _message(*entries)))
-
-
 def _sqlite(path: Path, rows: list[dict] = ROWS, num_train: int = 18) -> Path:
     with sqlite3.connect(path) as connection:
         connection.execute("CREATE TABLE examples (split_name TEXT, client_id TEXT, serialized_example_proto BLOB)")
         for i, row in enumerate(rows):
             split = "train" if i < num_train else "heldout"
             features = {k: v for k, v in row.items() if k != "user"}
-            connection.execute("INSERT INTO examples VALUES (?, ?, ?)", (split, row["user"], _example(features)))
+            connection.execute("INSERT INTO examples VALUES (?, ?, ?)", (split, row["user"], example(features)))
+        connection.execute(
+            "CREATE TABLE client_metadata AS SELECT client_id, split_name, COUNT(*) AS num_examples FROM examples "
+            "GROUP BY client_id, split_name"
+        )
     return path
 
 
@@ -94,8 +73,18 @@ def _h5(path: Path, rows: list[dict] = ROWS) -> Path:
 
 
 def test_a_serialized_example_is_read():
-    found = parse_example(_example({"tokens": "größe", "score": 70000, "weight": 0.5, "empty": ""}))
-    assert found == {"tokens": "größe".encode(), "score": 70000, "empty": b""}
+    """Written out by hand; floats, and integers that are not packed, are fields of other kinds."""
+    feature = b"\x0a\x0e\x0a\x06tokens\x12\x04\x0a\x02\x0a\x00"[:-2] + b"\x0a\x00"
+    packed = b"\x0a\x10\x0a\x05score\x12\x07\x1a\x05\x0a\x03\xf0\xa2\x04"
+    single = b"\x0a\x0b\x0a\x03one\x12\x04\x1a\x02\x08\x05"
+    real = b"\x0a\x12\x0a\x06weight\x12\x08\x12\x06\x0a\x04\x00\x00\x00\x3f"
+    entries = feature + packed + single + real
+    assert parse_example(b"\x0a" + bytes([len(entries)]) + entries) == {"tokens": b"", "score": 70000, "one": 5}
+    assert parse_example(example({"tokens": "größe", "score": 70000})) == {"tokens": "größe".encode(), "score": 70000}
+
+
+def _rows(source) -> list[tuple]:
+    return sorted((row["user"], row["tokens"], row["tags"]) for row in source.rows())
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -104,17 +93,100 @@ def test_the_sqlite_layout(tmp_path, packed):
     if packed:
         path.with_suffix(".sqlite.lzma").write_bytes(lzma.compress(path.read_bytes()))
         path = path.with_suffix(".sqlite.lzma")
-    table = read_users(path, "train")
-    assert len(table) == 18 and len(read_users(path, "heldout")) == 6
-    rows = sorted(zip(table.columns["user"], table.columns["tokens"], table.columns["tags"], strict=True))
-    assert rows == sorted((r["user"], r["tokens"], r["tags"]) for r in ROWS[:18])
-    with pytest.raises(DPConfigError, match="holds no examples"):
-        read_users(path, "nothing")
+    train, held_out = (open_source(path, split, tmp_path / "unpacked") for split in ("train", "heldout"))
+    assert train.count() == 18 and held_out.count() == 6
+    assert _rows(train) == sorted((r["user"], r["tokens"], r["tags"]) for r in ROWS[:18])
+    assert list(train.rows(5)) == list(train.rows())[5:]
 
 
 def test_the_hdf5_layout(tmp_path):
-    table = read_users(_h5(tmp_path / "stackoverflow_train.h5"), "train")
-    assert list(table.columns["tokens"]) == [r["tokens"] for u in range(6) for r in ROWS if r["user"] == f"u{u}"]
+    source = open_source(_h5(tmp_path / "stackoverflow_train.h5"), "", tmp_path)
+    rows = list(source.rows())
+    assert [r["tokens"] for r in rows] == [r["tokens"] for u in range(6) for r in ROWS if r["user"] == f"u{u}"]
+    assert all(list(source.rows(first)) == rows[first:] for first in (1, 4, 5, 23, 24)) and source.count() == 24
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none.h5", None, "is not a file"),
+        ("broken.sqlite", b"no database at all, but long enough" * 40, "does not have the layout"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DPConfigError, match=message):
+        next(open_source(tmp_path / name, "train", tmp_path).rows())
+
+
+# --- conversion ------------------------------------------------------------------------------------------------------
+
+
+def test_an_interrupted_conversion_continues(tmp_path, monkeypatch):
+    """Killed while the third file is written: two are read, the rest is made, and all records are there once."""
+    monkeypatch.setattr(stackoverflow_files, "ROWS_PER_FILE", 40)
+    monkeypatch.setattr(stackoverflow_files, "ROWS_AT_ONCE", 7)
+    rows = made_up_rows(150)
+    path, encoder = _sqlite(tmp_path / "a.sqlite", rows, 150), NextWords(Vocabulary(tuple(KNOWN)), "tokens", 20)
+    whole = stackoverflow_files.convert(path, "train", encoder, "user", folder=tmp_path / "whole")
+    encoded: list[int] = []
+
+    class Killed(NextWords):
+        def encode(self, rows):
+            if len(encoded) == 14:
+                raise KeyboardInterrupt
+            encoded.append(len(rows))
+            return super().encode(rows)
+
+        def __repr__(self):
+            return repr(encoder)
+
+    killed = Killed(encoder.vocabulary, "tokens", 20)
+    with pytest.raises(KeyboardInterrupt):
+        stackoverflow_files.convert(path, "train", killed, "user", folder=tmp_path / "parts")
+    kept = sorted(file.name for file in (tmp_path / "parts").rglob("*.arrow"))
+    assert kept == ["00000.arrow", "00001.arrow"]
+    encoded.clear()
+    found = stackoverflow_files.convert(path, "train", killed, "user", folder=tmp_path / "parts")
+    assert sum(encoded) == 70 and found.to_list() == whole.to_list()
+    encoded[:] = [0] * 14  # nothing is encoded again
+    assert stackoverflow_files.convert(path, "train", killed, "user", folder=tmp_path / "parts").num_rows == 150
+
+
+def test_a_conversion_belongs_to_file_task_and_limit(tmp_path):
+    path = _sqlite(tmp_path / "a.sqlite", made_up_rows(90), 80)
+    words = NextWords(Vocabulary(tuple(KNOWN)), "tokens", 20)
+    convert = functools.partial(stackoverflow_files.convert, path, user_column="user")
+    assert len(convert("train", words)) == 80 and len(convert("heldout", words)) == 10
+    assert len(convert("train", words, limit=33)) == 33 and len(convert("train", words, limit=99)) == 80
+    shorter = convert("train", dataclasses.replace(words, max_words=3))
+    assert max(map(len, shorter["input_ids"])) == 4
+    fewer = convert("train", dataclasses.replace(words, vocabulary=Vocabulary(("the",))))
+    assert {i for ids in fewer["input_ids"] for i in ids} == {BEGIN, END, UNKNOWN, len(SPECIAL)}
+    _sqlite(tmp_path / "b.sqlite", made_up_rows(50), 50).replace(path)
+    assert len(convert("train", words)) == 50
+    assert (tmp_path / "a.sqlite.converted").stat().st_mode & 0o077 == 0
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path):
+    path = _sqlite(tmp_path / "a.sqlite", made_up_rows(30), 30)
+    with sqlite3.connect(path) as connection:
+        connection.execute("DELETE FROM examples WHERE rowid > 20")
+    with pytest.raises(DPConfigError, match="ends after 20 of 30 rows"):
+        stackoverflow_files.convert(path, "train", NextWords(Vocabulary(("the",)), "tokens", 20), "user")
+    with pytest.raises(DPConfigError, match="holds no examples of the split 'nothing'"):
+        stackoverflow_files.convert(path, "nothing", NextWords(Vocabulary(("the",)), "tokens", 20), "user")
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("ids", "match"), [([1.5], "float is not an id"), ([[1]], "list is not an id")])
+def test_ids_that_cannot_be_compared_are_refused(tmp_path, ids, match):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"user": i, "tokens": "the"}) + "\n" for i in ids))
+    with pytest.raises(DPConfigError, match=match):
+        stackoverflow_files.convert(
+            tmp_path / "a.jsonl", "", NextWords(Vocabulary(("the",)), "tokens", 20), user_column="user"
+        )
 
 
 # --- the benchmark ---------------------------------------------------------------------------------------------------
@@ -165,7 +237,7 @@ def test_records_of_next_words_are_those_of_the_benchmark(tmp_path, layout):
         rows = sorted(rows, key=lambda row: row["user"])  # stable: groups of a file come in the order of their names
     else:
         path = _sqlite(tmp_path / "stackoverflow.sqlite", rows, len(rows))
-    found = sentences(read_users(path, "train"), "tokens", "user", vocabulary, max_words=20)
+    found = stackoverflow_files.convert(path, "train", NextWords(vocabulary, "tokens", 20), "user")
     by_user: dict[str, list[list[str]]] = {}
     for ids, user in zip(found["input_ids"], found["user"], strict=True):
         by_user.setdefault(user, []).append([(*SPECIAL, *vocabulary.words)[i] for i in ids])
@@ -174,20 +246,6 @@ def test_records_of_next_words_are_those_of_the_benchmark(tmp_path, layout):
         expected.setdefault(row["user"], []).append(reference_sentence(row["tokens"], KNOWN, 20))
     assert by_user == expected
     assert {len(ids) for ids in found["input_ids"]} == set(range(3, 22))  # from one word, the empty one, to 20
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("none.h5", None, "is not a file"),
-        ("broken.sqlite", b"no database at all, but long enough" * 40, "not the layout"),
-    ],
-)
-def test_bad_files_are_refused(tmp_path, name, content, message):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    with pytest.raises(DPConfigError, match=message):
-        read_users(tmp_path / name, "train")
 
 
 def reference_bag(tokens: str, title: str, vocabulary: list[str]) -> list[float]:
@@ -208,7 +266,7 @@ def test_records_of_tags_are_those_of_the_benchmark(tmp_path, layout):
     tags = read_names(tmp_path / "stackoverflow.tag_count", "tags_file", 3)
     assert tags == ("python", "c#", "vb . net")
     vocabulary = Vocabulary(tuple(KNOWN))
-    data = tagged(read_users(path, "train"), "tokens", "tags", "user", vocabulary, tags)
+    data = stackoverflow_files.convert(path, "train", Tags(vocabulary, "tokens", tags, "tags"), "user")
     model = TagModel(len(vocabulary), len(KNOWN))
     with torch.no_grad():
         model.words.weight[len(SPECIAL) :] = torch.eye(len(KNOWN))
@@ -250,12 +308,11 @@ VOCABULARY = Vocabulary(("a", "is", "how", "list", "null", "class"))
 
 
 def test_words_have_ids_and_sentences_an_end():
-    table = Table("t", {"text": ["How is a List?", "a a a"], "user": ["x", "y"]})
-    found = sentences(table, "text", "user", VOCABULARY, max_words=4)
-    assert found["input_ids"] == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, END]]  # raw text; the first has 5 words
-    assert found["user"] == ["x", "y"] and VOCABULARY.ids(["pointer"]) == [UNKNOWN]
+    found = NextWords(VOCABULARY, "text", 4).encode([{"text": "How is a List?"}, {"text": "a a a"}])["input_ids"]
+    assert found == [[BEGIN, 6, 5, 4, 7], [BEGIN, 4, 4, 4, END]]  # raw text; the first has 5 words
+    assert VOCABULARY.ids(["pointer"]) == [UNKNOWN]
     assert Vocabulary.of(["b b a", "c a b"], 2).words == ("b", "a")
-    batch = Collator()(found.remove_columns("user").to_list())
+    batch = Collator()([{"input_ids": ids} for ids in found])
     assert batch["labels"].tolist()[0] == [BEGIN, 6, 5, 4, 7] and batch["labels"].tolist()[1][-1] == END
 
 
@@ -275,9 +332,9 @@ class Fixed(torch.nn.Module):
 def test_words_that_do_not_count_and_the_mean_over_users():
     """Unknown words, ends and padding are no targets of the accuracy; a user with one text weighs as one with three."""
     texts = ["a list", "a pointer a", "a a a", "null"]
-    table = Table("t", {"text": texts, "user": ["x", "y", "y", "x"]})
-    data = sentences(table, "text", "user", VOCABULARY, max_words=8)
-    found = word_metrics(Fixed(4), data.remove_columns("user"), data["user"], Collator(), size=3)
+    ids = NextWords(VOCABULARY, "text", 8).encode([{"text": text} for text in texts])
+    data = Dataset.from_dict({"user": ["x", "y", "y", "x"], **ids})
+    found = word_metrics(Fixed(4), data, "user", Collator(), size=3)
     # x: a, list, null -> 1 of 3; y: a, a, a, a, a -> 5 of 5 (the pointer does not count)
     assert found["accuracy"] == pytest.approx(6 / 8)
     assert found["user_accuracy"] == pytest.approx((1 / 3 + 1) / 2)
@@ -288,15 +345,17 @@ def test_words_that_do_not_count_and_the_mean_over_users():
 
 
 def test_tags_are_recalled_and_their_losses_are_of_one_post():
-    table = Table("t", {"tokens": ["how is a list", "null", "?"], "tags": ["b|c", "a", "none"], "user": [1, 1, 2]})
-    data = tagged(table, "tokens", "tags", "user", VOCABULARY, list("abcdefg"))
+    posts = [("how is a list", "b|c"), ("null", "a"), ("?", "none")]
+    encoder = Tags(VOCABULARY, "tokens", tuple("abcdefg"), "tags")
+    ids = encoder.encode([{"tokens": text, "tags": tags} for text, tags in posts])
+    data = Dataset.from_dict({"user": ["x", "x", "y"], **ids})
     assert data["tags"][0] == [1, 2] and data["input_ids"][2] == []
     model = TagModel(len(VOCABULARY), 7)
     with torch.no_grad():
         model.bias.weight[1] = 3.0
         model.bias.weight[0] = -3.0
         model.bias.weight[2] = 1.0
-    found = tag_metrics(model, data.remove_columns("user"), data["user"], Collator(7), size=2)
+    found = tag_metrics(model, data, "user", Collator(7), size=2)
     assert (
         found["recall_at_5"] == pytest.approx(2 / 3) == found["user_recall_at_5"]
     )  # all tags of all posts: b, c, not a

@@ -10,9 +10,9 @@ import torch
 from datasets import Dataset
 from transformers import GPT2LMHeadModel
 
-from recipes.stackoverflow_data import END, UNKNOWN, Collator, Vocabulary, sentences, separate_words
+from recipes.stackoverflow_data import END, UNKNOWN, Collator, NextWords, Vocabulary, separate_words
 from recipes.stackoverflow_model import first_learn, language_model, word_metrics
-from recipes.tables import TEXT_EXTENSIONS, Table, read_table
+from recipes.tables import TEXT_EXTENSIONS, read_table
 
 USER = "user"
 # what counts in the metric is what is learned: 1 word in 5 is unknown to the public vocabulary, messages are short
@@ -70,6 +70,7 @@ def read_task(folder: Path, public_file: Path, size: Size) -> Task:
     """
     texts = [separate_words(str(text)) for text in read_table(public_file, kinds=TEXT_EXTENSIONS).columns["text"]]
     vocabulary = Vocabulary.of(texts, size.vocabulary)
+    encoder = NextWords(vocabulary, "text", size.max_words)
     columns = read_table(folder / "messages.jsonl.gz", kinds=TEXT_EXTENSIONS).columns
     splits = dict.fromkeys(columns["split"])
     users = {
@@ -79,9 +80,8 @@ def read_task(folder: Path, public_file: Path, size: Size) -> Task:
     def records(split: str, wanted: set[str]) -> Dataset:
         rows = zip(columns["text"], columns[USER], columns["split"], strict=True)
         kept = [(text, user) for text, user, of in rows if of == split and user in wanted]
-        texts, authors = zip(*kept, strict=True)
-        table = Table(split, {"text": list(texts), USER: list(authors)})
-        return sentences(table, "text", USER, vocabulary, size.max_words)
+        ids = encoder.encode([{"text": text} for text, _ in kept])
+        return Dataset.from_dict({**ids, USER: [user for _, user in kept]})
 
     return Task(
         size,
@@ -96,4 +96,4 @@ def read_task(folder: Path, public_file: Path, size: Size) -> Task:
 def evaluate(model: GPT2LMHeadModel, records: Dataset, limit: int | None = None) -> dict[str, float]:
     """As `word_metrics`, of the first `limit` records."""
     some = records if limit is None else records.select(range(min(limit, len(records))))
-    return word_metrics(model, some.remove_columns(USER), some[USER], COLLATE, EVALUATION_BATCH)
+    return word_metrics(model, some, USER, COLLATE, EVALUATION_BATCH)
