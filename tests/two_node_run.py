@@ -110,7 +110,6 @@ def head(root: Path) -> None:
 def main(root: Path) -> None:
     train(root, "records", train_dataset=tiny.records())
     train(root, "users", train_dataset=authored(), model=tiny.model(dropout=0.0), **USERS)
-    note(root, "disk", found=sorted(str(p.relative_to(root / "disk")) for p in (root / "disk").rglob("*.npy")))
     refused(root, "unlike_users", train_dataset=unlike(authored()), **USERS)
     refused(root, "unlike_users_in_memory", train_dataset=unlike(list(authored())), **USERS)
     refused(root, "unlike_records", train_dataset=unlike(tiny.records()))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from pathlib import Path
 
 from hf_dpopt.common.collectives import Ranks
 from hf_dpopt.common.errors import DPConfigError
@@ -22,7 +20,6 @@ from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.plan.record import PlanRecord
 from hf_dpopt.records.unit import check_unit
 from hf_dpopt.run.earlier import earlier_runs_for, reading_plan, recorded_plan
-from hf_dpopt.run.keys import private_folder
 from hf_dpopt.users import UserData
 
 
@@ -128,8 +125,7 @@ def _plan_run(inputs: TrainerInputs, ranks: Ranks, expected: int) -> PlannedRun:
     config = args.privacy_config(expected)
     output_dir, num_examples, users = str(args.output_dir), len(inputs.train_dataset), None
     if config.privacy_unit == "user":
-        folder = functools.partial(private_folder, args.private_state_dir, Path(output_dir))
-        users = UserData.of(inputs.train_dataset, args.user_id_column, config, folder)
+        users = UserData.of(inputs.train_dataset, args.user_id_column, config)
         num_examples = users.num_sampled
     check_same_everywhere(inputs.train_dataset)
 

@@ -1,40 +1,32 @@
-"""Index from users to their rows, built once by streaming the column of user ids, and read through memory maps.
+"""Index from users to their rows, made in memory from the column of user ids.
 
 Shape legend: N = rows, U = users.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import json
-import os
-import shutil
-import socket
-import tempfile
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from hf_dpopt.common.collectives import current_ranks
-from hf_dpopt.common.durable import open_regular, remove
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.common.json_text import parse_json
-from hf_dpopt.common.log import logger
 
-ARRAYS, ABOUT = ("rows.npy", "cuts.npy"), "index.json"  # files of an index that is kept; the last one has digests
 CHUNK = 1_000_000  # rows that are read, and sorted, at once
+NO_IDS = (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError)
 FIX = "Drop those rows, or give every person who is behind them an id of their own."
-PLAIN = (int, str, bytes, float, datetime.date)
 
 
 class UserIndex:
     """Rows of every user, as one array and its cuts; users are numbered in the order of their first rows.
 
-    The index reveals private data (who wrote how much), so its files belong beside the keys.
+    It has 4 bytes for each row, and as many more while it is built. It reveals private data (who wrote how much), and
+    is kept on no disk.
 
     Args:
         cuts_U: user u has the rows ``rows_N[cuts_U[u] : cuts_U[u + 1]]``; int64, (U + 1,).
@@ -71,93 +63,32 @@ class UserIndex:
         return rows_B
 
     @classmethod
-    def build(cls, dataset: Any, column: str, folder: Path | None = None) -> UserIndex:
-        """Read the ids of a dataset, a million rows at a time.
+    def build(cls, dataset: Any, column: str) -> UserIndex:
+        """Read the ids of a dataset on every process of a run.
 
         Args:
             dataset: map-style: a `datasets.Dataset`, or anything with a length whose rows are mappings.
-            column: name of the column of ids: integers, texts or other plain values.
-            folder: folder of the arrays, which go below a name derived from the ids; an index of the same ids that is
-                already there is read. None keeps them in memory.
+            column: name of the column of ids: integers, strings or other plain values.
 
         Raises:
-            DPConfigError: without such a column, for ids that are missing, no plain values, or the same in all rows.
+            DPConfigError: without such a column; for ids that are missing, not plain values, or the same in all rows;
+                and if two processes have other ids, or the same in another order.
         """
-        num_rows, on_disk = len(dataset), folder is not None
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            place = Path(scratch)
-            codes_N = _array(place / "codes.npy", np.int32, num_rows, on_disk)
-            digest = _read_codes(dataset, column, codes_N)
-            if folder is not None and _is_whole(folder / digest, digest):
-                return cls.load(folder / digest)
-            num_users = 1 + max(int(codes_N[part].max()) for part in _chunks(num_rows))
-            counts_U = np.zeros(num_users, np.int64)
-            for part in _chunks(num_rows):
-                counts_U += np.bincount(codes_N[part], minlength=num_users)
-            cuts_U = np.concatenate([[0], counts_U.cumsum()])
-            rows_N = _array(place / "rows.npy", _row_type(num_rows), num_rows, on_disk)
-            _sort(codes_N, cuts_U, rows_N)
-            if folder is None:
-                return cls(cuts_U, rows_N, digest)
-            rows_N.flush()  # type: ignore[attr-defined]
-            np.save(place / "cuts.npy", cuts_U)
-            about = {"column": column, "num_rows": num_rows, "num_users": num_users, "digest": digest}
-            about |= {name: _sha256(place / name) for name in ARRAYS}
-            (place / ABOUT).write_text(json.dumps(about), encoding="utf-8")
-            made = folder / digest
-            remove(made)  # a damaged one
-            made.mkdir(mode=0o700)
-            for name in (*ARRAYS, ABOUT):  # the last one says that all are there
-                shutil.move(place / name, made / name)
-        return cls.load(folder / digest)
+        read: list[tuple[np.ndarray, str]] = []
 
-    @classmethod
-    def build_on_every_disk(cls, dataset: Any, column: str, make_folder: Callable[[], Path]) -> UserIndex:
-        """Build the index once on every disk that the processes of a run see, and read it on all of them.
+        def digest() -> str:
+            read.append(_read(dataset, column))
+            return read[0][1]
 
-        The private folder of each machine may be a disk of its own: paths of one lead nowhere on the others.
-
-        Args:
-            dataset: the training set, the same on every process.
-            column: name of the column of ids.
-            make_folder: makes the folder of the index, on the machine of the process that calls it.
-
-        Raises:
-            DPConfigError: as `build`; and if two processes have other ids, or the same in another order.
-        """
-        ranks = current_ranks()
-        places = ranks.every(lambda: _place_of(make_folder()))
-        builds = places.index(places[ranks.rank]) == ranks.rank
-
-        def build() -> str | None:
-            return cls.build(dataset, column, make_folder()).digest if builds else None
-
-        first = ranks.same(build)
-        found = ranks.every(lambda: first if ranks.rank == 0 else build())  # a disk that they share has it by now
-        _refuse_unlike(found, column)
-        return cls.load(make_folder() / str(first))
-
-    @classmethod
-    def build_in_memory(cls, dataset: Any, column: str) -> UserIndex:
-        """Build the index on every process, of a dataset that each of them has in memory.
-
-        Raises:
-            DPConfigError: as `build_on_every_disk`.
-        """
-        built: list[UserIndex] = []
-
-        def build() -> str:
-            built.append(cls.build(dataset, column))
-            return built[0].digest
-
-        _refuse_unlike(current_ranks().every(build), column)
-        return built[0]
-
-    @classmethod
-    def load(cls, directory: Path) -> UserIndex:
-        """Read an index that `build` wrote, memory-mapped."""
-        digest = json.loads((directory / ABOUT).read_text(encoding="utf-8"))["digest"]
-        return cls(np.load(directory / "cuts.npy"), np.load(directory / "rows.npy", mmap_mode="r"), digest)
+        digests = current_ranks().every(digest)
+        other = next((rank for rank, found in enumerate(digests) if found != digests[0]), None)
+        if other is not None:
+            raise DPConfigError(
+                f"Process {other} reads other user ids in the column {column!r} than process 0, or in another order: "
+                "what is one person there would be another one here. Give all machines the same dataset, prepared in "
+                "the same way (a shuffle needs a seed)."
+            )
+        return cls(*_sorted(read[0][0]), digests[0])
 
     def check_is_of(self, dataset: Any, column: str) -> None:
         """Refuse a dataset whose rows are not in the order that the index was built from.
@@ -165,7 +96,7 @@ class UserIndex:
         Raises:
             DPConfigError: if they differ: rows of several people would be clipped as those of one.
         """
-        if _read_codes(dataset, column) != self.digest:
+        if _read(dataset, column)[1] != self.digest:
             raise DPConfigError(
                 "The training records are not in the order in which their users were read: the dataset was changed, "
                 "shuffled or replaced after the trainer was made, or by it. Prepare the dataset before, and make a "
@@ -173,141 +104,70 @@ class UserIndex:
             )
 
 
-def _is_whole(directory: Path, digest: str) -> bool:
-    """Whether an index that was kept is there, and what was written.
-
-    Rows of another user would be clipped as one's own, so one that cannot be told to be whole is made again.
-    """
-    if not os.path.lexists(directory):
-        return False
+def _read(dataset: Any, column: str) -> tuple[np.ndarray, str]:
+    """Read the number of every row's user, int32, (N,), in the order of first rows; and a digest of the column."""
+    codes_N, first = np.empty(len(dataset), np.int32), 0
+    known: pa.Array | None = None  # the distinct ids
+    kind = ""
     try:
-        with open_regular(directory / ABOUT) as file:
-            about = parse_json(file.read())
-        if about["digest"] == digest and all(about[name] == _sha256(directory / name) for name in ARRAYS):
-            return True
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    logger.warning(f"{directory} is damaged: the index of users is made again.")
-    return False
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _refuse_unlike(digests: Sequence[str | None], column: str) -> None:
-    """Refuse columns of ids that differ between processes, by their digests; None of one that read no column."""
-    other = next((rank for rank, digest in enumerate(digests) if digest not in (None, digests[0])), None)
-    if other is not None:
+        for ids in _columns(dataset, column):
+            kind = str(ids.type)
+            if pa.types.is_dictionary(ids.type):
+                ids = ids.dictionary_decode()
+            if pa.types.is_floating(ids.type):
+                ids = pc.add(ids, pa.scalar(0.0, ids.type))  # -0.0 is 0.0
+            known = pa.chunked_array([ids] if known is None else [known, ids]).unique()
+            codes_N[first : first + len(ids)] = pc.index_in(ids, value_set=known)
+            first += len(ids)
+    except NO_IDS as error:
+        if not isinstance(error, NotImplementedError):
+            kind = "of several types, such as strings and numbers mixed"
         raise DPConfigError(
-            f"Process {other} reads other user ids in the column {column!r} than process 0, or in another order: what "
-            "is one person there would be another one here. Give all machines the same dataset, prepared in the same "
-            "way (a shuffle needs a seed)."
+            f"The ids in column {column!r} are {kind}, which cannot be compared. Use one string or integer per row; a "
+            "row that several people wrote needs one id for the group, who are then protected together."
+        ) from error
+    ids = [] if known is None else known.to_pylist()
+    blank = [u for u, v in enumerate(ids) if v is None or v != v or not _strip_invisible(v)]
+    if blank:
+        row = int(np.isin(codes_N, blank).argmax())
+        raise DPConfigError(
+            f"The column {column!r} has rows without an id (row {row} is the first), so nobody could say whose they "
+            f"are. {FIX}"
         )
-
-
-def _place_of(folder: Path) -> tuple[str, int, int]:
-    """Say which folder it is, among those of all machines: processes that are told the same share it."""
-    status = folder.stat()
-    return socket.gethostname(), status.st_dev, status.st_ino
-
-
-def _array(path: Path, dtype: Any, size: int, on_disk: bool) -> np.ndarray:
-    if on_disk and size:
-        return np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=(size,))
-    return np.empty(size, dtype)
-
-
-def _row_type(num_rows: int) -> type:
-    return np.uint32 if num_rows < 2**32 else np.int64
-
-
-def _chunks(num_rows: int) -> Iterator[slice]:
-    for first in range(0, num_rows, CHUNK):
-        yield slice(first, min(first + CHUNK, num_rows))
-
-
-def _read_codes(dataset: Any, column: str, codes_N: np.ndarray | None = None) -> str:
-    """Write the number of every row's user into `codes_N`, if it is given; return a digest of the whole column."""
-    numbers: dict[Any, int] = {}
-    digest = hashlib.blake2b(column.encode(), digest_size=16)
-    first = 0
-    for codes, ids in _encode(dataset, column):
-        is_blank = [v is None or v != v or not _strip_invisible(v) for v in ids]
-        missing = (codes < 0) | np.array([*is_blank, True])[codes]
-        if missing.any():
-            raise DPConfigError(
-                f"The column {column!r} has rows without an id (row {first + int(missing.argmax())} is the first), so "
-                f"nobody could say whose they are. {FIX}"
-            )
-        part = np.array([numbers.setdefault(v, len(numbers)) for v in ids], np.int32)[codes]
-        if codes_N is not None:
-            codes_N[first : first + len(codes)] = part
-        digest.update(part.tobytes())
-        first += len(codes)
-    kinds = {isinstance(v, (str, bytes)) for v in numbers}
-    if len(kinds) > 1:
-        raise _not_plain(column, "texts and numbers mixed")
-    if len(numbers) == 1:
+    if len(ids) == 1:
         raise DPConfigError(
             f"The column {column!r} has one value in all rows, so there would be one user and nothing to hide in. "
             "Name the column that tells people apart: --user_id_column author."
         )
-    digest.update(repr(list(numbers)).encode())
-    return digest.hexdigest()
+    digest = hashlib.blake2b(column.encode(), digest_size=16)
+    digest.update(codes_N.data)
+    digest.update(repr(ids).encode())
+    return codes_N, digest.hexdigest()
 
 
-def _strip_invisible(value: Any) -> Any:
-    """Remove invisible characters from a text; True for other values."""
-    if isinstance(value, bytes):
-        return value.strip()
-    if not isinstance(value, str):
-        return True
-    return "".join(
-        c for c in value if unicodedata.category(c)[0] not in "ZC"
-    )  # separators, marks of no width, controls
-
-
-def _encode(dataset: Any, column: str) -> Iterator[tuple[np.ndarray, list[Any]]]:
-    """Yield, some rows at a time, the number of each row's id (-1 for none) and the distinct ids."""
+def _columns(dataset: Any, column: str) -> Iterator[pa.Array]:
+    """Yield the ids, some rows at a time."""
     names = getattr(dataset, "column_names", None)
     if isinstance(names, list) and hasattr(dataset, "with_format"):
         if column not in names:
             raise _no_column(column, names)
         for table in dataset.select_columns([column]).with_format("arrow").iter(batch_size=CHUNK):
-            yield _encode_arrow(table.column(column).combine_chunks(), column)
+            yield table.column(column).combine_chunks()
         return
-    for part in _chunks(len(dataset)):
-        rows = [dataset[i] for i in range(part.start, part.stop)]
+    for first in range(0, len(dataset), CHUNK):
+        rows = [dataset[i] for i in range(first, min(first + CHUNK, len(dataset)))]
         if not all(hasattr(row, "keys") and column in row for row in rows):
             raise _no_column(column, sorted(map(str, rows[0])) if hasattr(rows[0], "keys") else [])
-        values = [row[column].item() if hasattr(row[column], "item") else row[column] for row in rows]
-        other = next((v for v in values if v is not None and not isinstance(v, PLAIN)), None)
-        if other is not None:
-            raise _not_plain(column, type(other).__name__)
-        numbers: dict[Any, int] = {}
-        codes = np.array([-1 if v is None else numbers.setdefault(v, len(numbers)) for v in values])
-        yield codes, list(numbers)
+        yield pa.array([row[column].item() if hasattr(row[column], "item") else row[column] for row in rows])
 
 
-def _encode_arrow(ids: Any, column: str) -> tuple[np.ndarray, list[Any]]:
-    """Encode an Arrow array of ids as numbers (-1 for none) and distinct ids."""
-    kind = str(ids.type)
-    if kind.startswith(("list", "large_list", "fixed_size_list", "struct", "map", "extension")):
-        raise _not_plain(column, kind)
-    if kind == "null":
-        return np.full(len(ids), -1), []
-    encoded = ids if hasattr(ids, "dictionary") else ids.dictionary_encode()
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    return codes.astype(np.int64), encoded.dictionary.to_pylist()
-
-
-def _not_plain(column: str, kind: str) -> DPConfigError:
-    return DPConfigError(
-        f"The ids in column {column!r} are {kind}, which cannot be compared. Use one text or integer per row; a row "
-        "that several people wrote needs one id for the group, who are then protected together."
-    )
+def _strip_invisible(value: Any) -> Any:
+    """Remove separators, marks of no width and controls from a string; True for other values."""
+    if isinstance(value, bytes):
+        return value.strip()
+    if not isinstance(value, str):
+        return True
+    return "".join(c for c in value if unicodedata.category(c)[0] not in "ZC")
 
 
 def _no_column(column: str, names: list[str]) -> DPConfigError:
@@ -318,14 +178,17 @@ def _no_column(column: str, names: list[str]) -> DPConfigError:
     )
 
 
-def _sort(codes_N: np.ndarray, cuts_U: np.ndarray, rows_N: np.ndarray) -> None:
+def _sorted(codes_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sort the row numbers by user (counting sort, some rows at a time); within a user they stay in order."""
+    parts, num_users = range(0, len(codes_N), CHUNK), int(codes_N.max()) + 1
+    counts_U = sum(np.bincount(codes_N[first : first + CHUNK], minlength=num_users) for first in parts)
+    cuts_U = np.concatenate([[0], np.cumsum(counts_U)])
+    rows_N = np.empty(len(codes_N), np.uint32 if len(codes_N) < 2**32 else np.int64)
     next_U = cuts_U[:-1].copy()
-    for part in _chunks(len(codes_N)):
-        codes = codes_N[part]
+    for first in parts:
+        codes = codes_N[first : first + CHUNK]
         order = np.argsort(codes, kind="stable")
-        ordered = codes[order]
-        users, starts, counts = np.unique(ordered, return_index=True, return_counts=True)
-        within = np.arange(len(ordered)) - np.repeat(starts, counts)
-        rows_N[next_U[ordered] + within] = order + part.start
+        users, starts, counts = np.unique(codes[order], return_index=True, return_counts=True)
+        rows_N[np.repeat(next_U[users] - starts, counts) + np.arange(len(codes))] = order + first
         next_U[users] += counts
+    return cuts_U, rows_N

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,21 +37,13 @@ class UserData:
         self.local_training = LocalTraining.of(dict(config.local_training)) if config.local_training else None
 
     @classmethod
-    def of(
-        cls,
-        dataset: Any,
-        column: str | None,
-        config: PrivacyConfig,
-        make_folder: Callable[[], Path],
-    ) -> UserData:
-        """Read the ids, or the index of an earlier run on the same data.
+    def of(cls, dataset: Any, column: str | None, config: PrivacyConfig) -> UserData:
+        """Read the ids of a training set.
 
         Args:
             dataset: the training set.
             column: column of the ids.
             config: configuration of the run; its unit is the user.
-            make_folder: makes the folder that nobody else may read, where the index of a `datasets.Dataset` is kept;
-                called on every rank, for each machine may have a disk of its own.
 
         Raises:
             DPConfigError: for ids that are missing, all the same or no plain values; see `UserIndex.build`.
@@ -63,16 +53,7 @@ class UserData:
                 "privacy_unit='user' needs to know whose records are whose. Name the column of train_dataset that "
                 "holds the user ids: --user_id_column author."
             )
-        if not hasattr(dataset, "with_format"):
-            index = UserIndex.build_in_memory(dataset, column)
-        else:
-
-            def folder() -> Path:
-                made = make_folder() / "users"
-                made.mkdir(exist_ok=True, mode=0o700)
-                return made
-
-            index = UserIndex.build_on_every_disk(dataset, column, folder)
+        index = UserIndex.build(dataset, column)
         if index.num_users == index.num_rows:
             logger.warning(
                 f"Every row has a user id of its own ({column!r}), so the guarantee for users is that for rows. If "
