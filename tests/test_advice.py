@@ -22,7 +22,7 @@ from hf_dpopt.plan.advice import (
     advise,
     head_instead,
 )
-from hf_dpopt.plan.outlook import SIGNAL, Outlook, outlook_of, with_independent_noise
+from hf_dpopt.plan.outlook import SIGNAL, Outlook, outlook_of
 from tests.advice_table import PATH, facts, jobs, row
 
 
@@ -222,7 +222,7 @@ def test_outlook_of_a_plan_is_its_noise_over_its_batch():
 @pytest.mark.slow
 def test_outlook_of_correlated_noise_tells_steps_from_the_run():
     made = outlook_of(plan_of(noise_mechanism="blt"), "lora")
-    beside = with_independent_noise(plan_of(noise_mechanism="blt"), "lora")
+    beside = outlook_of(plan_of(), "lora")
     assert made.noise > beside.noise and made.run_noise < beside.run_noise
     for_sgd = dataclasses.replace(made, is_adaptive=False)
     assert for_sgd.useful_steps > made.useful_steps, "AdamW feels the noise of single steps"

@@ -307,16 +307,12 @@ def test_the_advisor_takes_two_lines_of_the_log(tmp_path, log):
     """What was chosen and its outlook, and all that is to be warned of."""
     both = dict(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=4, learning_rate=1e-9)
     trainer(tmp_path, **big(**both)).train()
-    words = ("Advisor", "Outlook", "Advice", "expected to learn little", "fills", "better in both")
+    words = ("Advisor", "Outlook", "Advice", "expected to learn little")
     assert len([line for line in log() if any(word in line for word in words)]) == 2
 
 
-@pytest.mark.parametrize(
-    "noise, verdict, words",
-    [(4e-4, "on a trained head", "carries the accuracy; these steps are few, and add to it"),
-     (8e-4, "weak", "may lose some of that"), (1e-2, "poor", "may lose some of that")],
-)  # fmt: skip
-def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verdict, words):
+@pytest.mark.parametrize("noise, verdict", [(4e-4, "on a trained head"), (8e-4, "weak"), (1e-2, "poor")])
+def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verdict):
     monkeypatch.setattr(
         module, "outlook_of",
         lambda plan, kind, **kwargs: advice.Outlook(
@@ -326,8 +322,8 @@ def test_the_log_knows_of_a_trained_head(tmp_path, log, monkeypatch, noise, verd
     )  # fmt: skip
     trainer(tmp_path, **big(trained_head=True)).train()
     assert any("Outlook: " in line and f"({verdict})" in line for line in log())
-    (line,) = [line for line in log() if "The head was trained before" in line]
-    assert words in line and "linear head" not in line and ("expected to learn little" in line) == (verdict == "poor")
+    assert any("expected to learn little" in line for line in log()) == (verdict == "poor")
+    assert not any("linear head" in line for line in log())
 
 
 def test_a_run_whose_weights_cannot_move_is_told_so(tmp_path, log, monkeypatch):
@@ -361,18 +357,6 @@ def test_long_correlated_noise_is_announced_without_its_error(tmp_path, log, mon
     monkeypatch.setattr(module, "MAX_CORRELATED_STEPS", 2)
     trainer(tmp_path, **big(noise_mechanism="tree", expected_batch_size=40, num_train_epochs=0.3)).train()
     assert not any("Outlook" in line for line in log())
-
-
-def test_correlated_noise_with_adamw_is_warned_of(tmp_path, log):
-    trainer(tmp_path, **big(noise_mechanism="blt", sampling="fixed_order", expected_batch_size=40)).train()
-    assert any('noise_mechanism="gaussian"' in line for line in log())
-
-
-def test_no_such_warning_for_sgd_that_gains(tmp_path, log):
-    trainer(
-        tmp_path, **big(noise_mechanism="nu_dpftrl", optim="sgd", expected_batch_size=40, num_train_epochs=10)
-    ).train()
-    assert not any("fills" in line for line in log())
 
 
 def test_an_unknown_advisor_is_refused(tmp_path):

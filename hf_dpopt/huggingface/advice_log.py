@@ -19,10 +19,9 @@ from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.workload import is_adaptive, mean_step_size
 from hf_dpopt.plan.advice import TrainingJob, advise, head_instead
-from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of, with_independent_noise
+from hf_dpopt.plan.outlook import MAX_CORRELATED_STEPS, Outlook, outlook_of
 from hf_dpopt.plan.plan import PrivacyPlan
 
-MUCH = 1.5  # times the noise of a step under independent noise: nu_dpftrl, nu 0.1, loses nothing at 2, banded all at 3
 # Times the advised learning rate, or that part of it: beyond, a given one is warned of. Declared; a simulated head on
 # the notes of benchmarks/patient_notes.py lost 3 points at a quarter, 8 at a sixteenth, none at 4 times, 3 at 16.
 APART = 4.0
@@ -49,12 +48,12 @@ def announce(plan: PrivacyPlan, inputs: TrainerInputs, advised: Advised) -> None
             outlook = _outlook(plan, inputs, advised, trained)
             chosen += f"Outlook: {outlook.describe()}."
             rate = _given_rate(outlook, advised, args)
-            head, better = _of_the_head(outlook), _better(outlook, advised, plan, args, trained)
+            better = _better(outlook, advised, plan, args, trained)
             is_poor = outlook.verdict == "poor" and not (rate and outlook.is_too_short)
-            poor = f"This run is expected to learn little: {_why(outlook)} {head}{better}" if is_poor else ""
-            warnings = [text for text in (rate, poor, _correlated_noise(plan, outlook, trained)) if text]
+            poor = f"This run is expected to learn little: {_why(outlook)} {better}" if is_poor else ""
+            warnings = [text for text in (rate, poor) if text]
             if outlook.verdict in ("weak", "on a trained head") or better:
-                advice = f"Advice: {head}{better or 'no setting is better with so few records and passes.'}"
+                advice = f"Advice: {better or 'no setting is better with so few records and passes.'}"
     except DPConfigError as error:  # of a run that is not made, for a comparison
         advice = f"No advice: {error}"
     if chosen:
@@ -108,17 +107,6 @@ def _given_rate(outlook: Outlook, advised: Advised, args: DPTrainingArguments) -
         f"{spelled({'learning_rate': args.learning_rate})}: too {wrong} for the batch of {args.expected_batch_size:,} "
         f"that was chosen. Use {spelled(better)}, or {spelled({'advisor': 'all'})}, which replaces both."
     )
-
-
-def _of_the_head(outlook: Outlook) -> str:
-    """Say what is known of a run whose head was trained before; empty for others, and where nothing is wrong."""
-    if not outlook.has_trained_head or outlook.verdict == "good":
-        return ""
-    if outlook.verdict == "on a trained head":
-        return "The head was trained before and carries the accuracy; these steps are few, and add to it. "
-    if outlook.is_too_short:
-        return "The head was trained before, and the model stays as good as that. "
-    return "The head was trained before, and the model may lose some of that to such steps. "
 
 
 def _why(outlook: Outlook) -> str:
@@ -181,26 +169,3 @@ def more_passes(job: TrainingJob, trained: Trained) -> str:
     if most > 1.2 * known:
         return f"100 passes would be worth {most:.3g}; for more {rest}"
     return f"More passes do not help: {rest}"
-
-
-def _correlated_noise(plan: PrivacyPlan, outlook: Outlook, trained: Trained) -> str:
-    """Warn of correlated noise that leaves more error than independent noise, or that the optimizer cannot use."""
-    has_places = plan.unit == "user" and not plan.sums_users
-    if plan.strategy.is_independent or has_places or not 0 < plan.epsilon() < math.inf:
-        return ""
-    beside = with_independent_noise(plan, trained.kind)
-    noise, alone = outlook.run_noise, beside.run_noise
-    independent = spelled({"noise_mechanism": "gaussian"})
-    facts = (
-        f"{plan.config.noise_mechanism} noise leaves {noise:.3g} clips of error in the mean over the run, independent "
-        f"noise at the same budget {alone:.3g}; in a single step {outlook.noise:.3g} and {beside.noise:.3g}."
-    )
-    if noise > alone:
-        return f"{facts} Use {independent}, which is better in both."
-    if outlook.is_adaptive and outlook.noise > MUCH * beside.noise:
-        sgd = spelled({"optim": "sgd", "optim_args": "momentum=0.9"})
-        return (
-            f"{facts} AdamW divides by a second moment that the noise of single steps fills, and lost 2 to 9 points "
-            f"with such noise (docs/mechanisms.md). Use {sgd}, or {independent}."
-        )
-    return ""

@@ -20,8 +20,6 @@ import dataclasses
 import math
 from typing import Literal
 
-from hf_dpopt.accounting.rough import rough_noise_multiplier
-from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.plan.compare import predicted_errors, step_stddev
 from hf_dpopt.plan.plan import PrivacyPlan
 
@@ -164,18 +162,4 @@ def outlook_of(
         has_trained_head=has_trained_head,
         reach=reach,
         advised_reach=advised_reach,
-    )
-
-
-def with_independent_noise(plan: PrivacyPlan, kind: Kind) -> Outlook:
-    """Make the outlook of the same run with independent noise in sampled batches, at the epsilon of the plan alone.
-
-    The noise is a rough one, some percent above what a plan would calibrate.
-    """
-    batch, alone = plan.sampler.expected_batch_size, dataclasses.replace(plan.release, earlier=(), tuned=None)
-    epsilon = alone.epsilon(plan.secret_noise_multiplier, plan.delta, plan.num_steps).epsilon
-    multiplier = rough_noise_multiplier(batch / plan.num_examples, plan.num_steps, epsilon, plan.delta)
-    noise = multiplier * SENSITIVITY_FACTOR[plan.adjacency] / batch
-    return Outlook(
-        num_steps=plan.num_steps, noise=noise, run_noise=noise / math.sqrt(plan.num_steps), signal=signal_of(kind)
     )
