@@ -69,6 +69,17 @@ def whole_state(state_dict: dict[str, Any] | None, *, keeps: bool) -> dict[str, 
     return found
 
 
+def average_no_gradients(accelerator: Any) -> None:
+    """Place models as usual, autocast included, but without DistributedDataParallel.
+
+    Its reducer would average un-noised gradients. The step does one SUM of clipped sums instead.
+    """
+    prepare = accelerator.prepare_model
+    accelerator.prepare_model = lambda model, device_placement=None, evaluation_mode=False: prepare(
+        model, device_placement=device_placement, evaluation_mode=True
+    )
+
+
 class _WholeState:
     """An optimizer of parameters in shards, whose state in a file has none; on every rank of the run together."""
 

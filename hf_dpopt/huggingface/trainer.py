@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,10 +30,10 @@ from hf_dpopt.huggingface.kept_state import changed_by_a_forward, keep_layout, r
 from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
 from hf_dpopt.huggingface.planning import plan_of, plan_run
 from hf_dpopt.huggingface.preemption import Preemption
-from hf_dpopt.huggingface.processes import average_no_gradients, warn_if_alone
 from hf_dpopt.huggingface.release import ReleaseGuard, TokenizerLengths
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.shards import (
+    average_no_gradients,
     is_in_shards,
     load_weights,
     optimizer_in_files,
@@ -100,7 +99,6 @@ class DPTrainerMixin(_Trainer):
         refusals.check_arguments_given(args, type(self))
         self.args = args
         log.show(args.process_index == 0, is_debug=args.log_level == "debug")
-        warn_if_alone(os.environ, args.world_size)
         inputs = TrainerInputs.of(
             super().__init__,
             (model, args, *positional),
