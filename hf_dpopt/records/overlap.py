@@ -45,30 +45,31 @@ class TrainingRows:
         self.dataset = dataset
         self._known: dict[bool, _Known] = {}
 
-    def make_up(self, dataset: Any) -> bool:
-        """Whether a dataset shares stored rows with these, or at least half of it consists of copies of them.
+    def make_up(self, dataset: Any, share: float = HALF) -> bool:
+        """Whether a dataset shares stored rows with these, or at least a share of it consists of copies of them.
 
         The answer is that of rank 0 on every rank: how much can be read depends on time.
 
         Args:
-            dataset: the evaluation set; None for none.
+            dataset: another dataset; None for none.
+            share: part of its rows, in (0, 1].
         """
         if dataset is None or self.dataset is None:
             return False
-        return current_ranks().same(lambda: share_rows(dataset, self.dataset) or self._are_copied_in(dataset))
+        return current_ranks().same(lambda: share_rows(dataset, self.dataset) or self._are_copied_in(dataset, share))
 
-    def _are_copied_in(self, dataset: Any) -> bool:
+    def _are_copied_in(self, dataset: Any, share: float) -> bool:
         if not hasattr(self.dataset, "__len__") or not len(self.dataset):
             return False
         # Arrow tables hold other values than Python reads where something is decoded or transformed on the way.
         is_changed = _is_changed_when_read(dataset) or _is_changed_when_read(self.dataset)
-        return any(self._hold_half(dataset, as_stored) for as_stored in ((True, False) if is_changed else (True,)))
+        return any(self._hold(dataset, share, as_stored) for as_stored in ((True, False) if is_changed else (True,)))
 
-    def _hold_half(self, dataset: Any, as_stored: bool) -> bool:
+    def _hold(self, dataset: Any, share: float, as_stored: bool) -> bool:
         if as_stored not in self._known:
             self._known[as_stored] = _Known(leaves(self.dataset), as_stored)
         known = self._known[as_stored]
-        return known.holds_half(*_sample(dataset, known.share_read, as_stored))
+        return known.holds(share, *_sample(dataset, known.share_read, as_stored))
 
 
 class _Known:
@@ -81,11 +82,11 @@ class _Known:
         self._scalars = {name: hashes for (name, kind), (hashes, _) in merged.items() if kind == "scalar"}
         self._carriers = [(kind, np.unique(merged[name, kind][0])) for name, kind in _carriers(merged)]
 
-    def holds_half(self, num_rows: int, table: dict[Key, Hashes]) -> bool:
-        """Whether half of the sampled rows are among these, in a column that tells records apart."""
+    def holds(self, share: float, num_rows: int, table: dict[Key, Hashes]) -> bool:
+        """Whether that share of the sampled rows is among these, in a column that tells records apart."""
         if not num_rows:
             return False
-        needed = HALF * num_rows * self.share_read
+        needed = share * num_rows * self.share_read
         if self.share_read < 1 and needed < ENOUGH:
             return False
         columns = [(key[1], hashes) for key, (hashes, _) in table.items() if key[1] != "scalar"]

@@ -52,5 +52,5 @@ def check_inputs(inputs: TrainerInputs, training: TrainingRows) -> None:
     check_private_evaluation(inputs)
     if inputs.has_final_model:
         check_model_with_records(inputs)
-    check_stages(inputs)
+    check_stages(inputs, training)
     check_data(inputs, training)

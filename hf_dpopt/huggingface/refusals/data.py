@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -15,9 +14,7 @@ from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.plan.bounds import MAX_UNITS
 from hf_dpopt.records.overlap import TrainingRows
-from hf_dpopt.records.views import share_rows
 
-MAX_COMPARED = 200_000
 BUDGET = ("eval_target_epsilon", "eval_target_delta", "eval_times", "eval_loss_bound")  # of a private set
 METRICS = ("accuracy", "f1", "loss")  # of one
 
@@ -45,21 +42,12 @@ def check_datasets(inputs: TrainerInputs) -> None:
                 "return the number of records."
             ) from error
         check_at_most(f"The length of {name}", num, MAX_UNITS, "one step draws from all of them. Take a sample.")
-    _check_public(inputs.public_dataset)
-
-
-def _check_public(public_dataset: Any) -> None:
-    if public_dataset is None:
-        return
-    if not hasattr(public_dataset, "__len__") or not hasattr(public_dataset, "__getitem__"):
+    public = inputs.public_dataset
+    if public is not None and not (hasattr(public, "__len__") and hasattr(public, "__getitem__")):
         raise DPConfigError(
             "`public_dataset` is a stream, and its records are drawn by number. Load it as a map-style dataset, or a "
             "list of records."
         )
-    check_at_most(
-        "The length of public_dataset", len(public_dataset), MAX_COMPARED * 10,
-        "each is compared with the training records. A few thousand are enough; take a sample.",
-    )  # fmt: skip
 
 
 @refuses
@@ -130,38 +118,6 @@ def check_evaluation(dataset: Any, training: TrainingRows) -> None:
             "values of private data. Hold out records for evaluation. Evaluate on held-out records: split before "
             "training (dataset.train_test_split), and take out of the evaluation set what is in the training set, too."
         )
-
-
-def shared_rows(dataset: Any, training: Any) -> int:
-    """Number of rows of `dataset` that are in `training`, by their contents; all if both share stored rows.
-
-    Compares with at most `MAX_COMPARED` rows of the training dataset.
-    """
-    if training is None:
-        return 0
-    if share_rows(dataset, training):
-        return len(dataset)
-    ours = [_contents(_read(dataset, i)) for i in range(len(dataset))]
-    theirs = {_contents(training[i]) for i in range(min(len(training), MAX_COMPARED))}
-    return sum(row in theirs for row in ours)
-
-
-def _read(dataset: Any, i: int) -> Any:
-    try:
-        return dataset[i]
-    except Exception as error:
-        raise DPConfigError(
-            f"Public record {i} cannot be read: {type(error).__name__}: {error}. Correct it, or leave it out."
-        ) from error
-
-
-def _contents(row: Any) -> str:
-    def plain(value: Any) -> Any:
-        return value.tolist() if hasattr(value, "tolist") else value
-
-    if isinstance(row, Mapping):
-        row = sorted((str(name), repr(plain(value))) for name, value in row.items())
-    return hashlib.sha256(repr(row).encode()).hexdigest()
 
 
 @refuses

@@ -11,18 +11,18 @@ from hf_dpopt.common.checks import check_choice, check_count, check_mapping, che
 from hf_dpopt.common.errors import shown
 from hf_dpopt.common.refusal import Refusal, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.refusals.data import shared_rows
 from hf_dpopt.huggingface.stage_options import low_pass_of, optimizer_of
 from hf_dpopt.optim import OPTIMIZERS, NoiseAwareOptimizer
 from hf_dpopt.plan.options import FILTER_DTYPES
 from hf_dpopt.postprocess import Filter, Postprocess
 from hf_dpopt.preclip import Preclip, make_preclip
+from hf_dpopt.records.overlap import TrainingRows
 
-MAX_SHARED = 0.1  # of the public records, that the training set may hold too: short texts repeat
+SHARED = 0.1  # of the public records, from which on they are not public: short texts repeat
 
 
 @refuses
-def check_stages(inputs: TrainerInputs) -> Iterator[Refusal]:
+def check_stages(inputs: TrainerInputs, training: TrainingRows) -> Iterator[Refusal]:
     """Refuse preconditioners, filters and optimizers that do not go together, or lack their inputs."""
     args = inputs.args
     check_count("public_batch_size", args.public_batch_size)
@@ -35,7 +35,7 @@ def check_stages(inputs: TrainerInputs) -> Iterator[Refusal]:
     low_pass, optimizer = low_pass_of(args), _optimizer(inputs)
     yield from _on_what_is_given_twice(inputs, optimizer)
     preclip = inputs.preclip or make_preclip(args.preconditioner, options)
-    yield from _on_public_records(inputs, preclip)
+    yield from _on_public_records(inputs, training, preclip)
     inner = optimizer.filter if isinstance(optimizer, NoiseAwareOptimizer) else None
     before = [] if low_pass is None or inner is not None else [low_pass]
     yield from _on_noise_level(args, preclip, optimizer, [*before, *inputs.postprocess], inner)
@@ -100,7 +100,7 @@ def _on_what_is_given_twice(inputs: TrainerInputs, optimizer: Any) -> Iterator[R
     )
 
 
-def _on_public_records(inputs: TrainerInputs, preclip: Preclip) -> Iterator[Refusal]:
+def _on_public_records(inputs: TrainerInputs, training: TrainingRows, preclip: Preclip) -> Iterator[Refusal]:
     args, public = inputs.args, inputs.public_dataset
     yield (
         preclip.needs_public_records and public is None,
@@ -114,11 +114,10 @@ def _on_public_records(inputs: TrainerInputs, preclip: Preclip) -> Iterator[Refu
     )
     if public is None:
         return
-    shared = shared_rows(public, inputs.train_dataset)
     yield (
-        shared > MAX_SHARED * len(public),
-        f"{shared} of the {len(public)} records of public_dataset are in the training dataset, whose records are "
-        "private: their gradients would be used un-noised. Pass records that are public, or leave it out.",
+        training.make_up(public, SHARED),
+        f"At least {SHARED:.0%} of public_dataset are in the training dataset, whose records are private: their "
+        "gradients would be used un-noised. Pass records that are public, or leave it out.",
     )
     needed = preclip.num_public_records or args.public_batch_size
     yield (
