@@ -95,6 +95,8 @@ class Checkpoints:
             self._remove_older(unfinished, place, state, is_extra=is_extra)  # a kill before leaves a whole one
 
         run.ranks.same(finish)
+        if self._args.should_save and not self._args.save_only_model:
+            run.checkpoint_written(state.global_step)
         self.last_saved, self._extra = state.global_step, place if is_extra else None
         return str(place) if self._pushes else None
 

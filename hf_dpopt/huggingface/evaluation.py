@@ -139,15 +139,18 @@ class EvaluationGuard:
                 "evaluate(); for a set that is not private, make a trainer with --eval_data_privacy public."
             )
 
-    def answers(self, dataset: Any, prefix: str, model: nn.Module, collator: Any) -> Iterator[dict[str, float]]:
-        """Noisy metrics of a private set, or of several by their names, one after the other; see `evaluate`."""
+    def answer(
+        self, dataset: Any, prefix: str, model: nn.Module, collator: Any, tell: Callable[[dict[str, float]], None]
+    ) -> dict[str, float]:
+        """Noisy metrics of a private set, or of several by their names, each of which is told; see `evaluate`."""
         found = self._named(dataset)
         prefix = f"{prefix}_{dataset}" if isinstance(dataset, str) else prefix
-        if not isinstance(found, dict):
-            yield self.evaluate(found, prefix, model, collator)
-            return
-        for name, one in found.items():
-            yield from self.answers(one, f"{prefix}_{name}", model, collator)
+        if isinstance(found, dict):
+            answers = [self.answer(one, f"{prefix}_{name}", model, collator, tell) for name, one in found.items()]
+            return {name: value for answer in answers for name, value in answer.items()}
+        metrics = self.evaluate(found, prefix, model, collator)
+        tell(metrics)
+        return metrics
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from hf_dpopt.huggingface.inputs import TrainerInputs
@@ -90,14 +91,14 @@ class TrainingRecords:
         sees_all = has_columns(dataset) or not inputs.args.remove_unused_columns
         return cls(dataset, inputs.data_collator, None if sees_all else columns, planned.users, public, place)
 
-    def loader(self, args: Any, steps_per_epoch: int, current_run: Callable[[], PrivateRun]) -> DataLoader:
+    def loader(self, args: TrainingArguments, steps_per_epoch: int, run: Callable[[], PrivateRun]) -> DataLoader:
         """A loader of logical batches; the run that draws them is there when it is asked for the first."""
         records, choose = self._units()
         workers = args.dataloader_num_workers
         # Not passed to accelerator.prepare: it would deal whole batches to ranks and repeat records to even them out.
         return DataLoader(
             records,
-            batch_sampler=LogicalBatchSampler(steps_per_epoch, current_run, choose),  # type: ignore[arg-type]
+            batch_sampler=LogicalBatchSampler(steps_per_epoch, run, choose),  # type: ignore[arg-type]
             collate_fn=keep_uncollated,  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=args.dataloader_persistent_workers,

@@ -46,6 +46,14 @@ class PlannedRun:
         plan = dataclasses.replace(self.plan, advised=advised.recorded)
         return dataclasses.replace(self, plan=plan, advised=advised)
 
+    def check_length(self, num_steps: int) -> None:
+        """Refuse a training of another length than the planned one."""
+        if num_steps != self.plan.num_steps:
+            raise DPConfigError(
+                f"Training would take {num_steps} steps, but the plan was made for {self.plan.num_steps}: arguments "
+                "were changed after the trainer was made. Make a new trainer."
+            )
+
     def after_check(self, inputs: TrainerInputs) -> PlannedRun:
         """The same after a look at the records to train on: some trainers prepare those that they are given.
 
@@ -67,15 +75,15 @@ class PlannedRun:
         return dataclasses.replace(self, unit_declared=declared)
 
 
-def plan_of(planned: PlannedRun | None) -> PrivacyPlan:
-    """The plan of a trainer that trains.
+def to_train(planned: PlannedRun | None) -> PlannedRun:
+    """Return the planned run of a trainer that trains.
 
     Raises:
         DPConfigError: for one that only evaluates.
     """
     if planned is None:
         raise DPConfigError("There is no privacy plan without a train_dataset. Pass train_dataset to train.")
-    return planned.plan
+    return planned
 
 
 def plan_run(inputs: TrainerInputs, ranks: Ranks) -> PlannedRun | None:

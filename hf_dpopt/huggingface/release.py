@@ -22,7 +22,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
-from hf_dpopt.huggingface.planning import PlannedRun, plan_of
+from hf_dpopt.huggingface.planning import PlannedRun, to_train
 from hf_dpopt.huggingface.preparation import tokenizer_of
 from hf_dpopt.huggingface.session import TrainingSession
 from hf_dpopt.huggingface.storage import found_by, open_log
@@ -78,7 +78,7 @@ class ReleaseGuard:
         Raises:
             DPConfigError: if nothing was planned.
         """
-        return spent_for(plan_of(self.planned), self.charged())
+        return spent_for(to_train(self.planned).plan, self.charged())
 
     def charged(self) -> Sequence[int]:
         """Charged steps of each chain: of the run in progress, else of its log, else of the ledger, else none."""
@@ -102,8 +102,8 @@ class ReleaseGuard:
         Args:
             released: digests of the files that were just saved; None for those of the report that lies there.
         """
-        args, plan, session, known = self.args, plan_of(self.planned), self.session, self._found()
-        assert self.planned is not None
+        args, planned, session, known = self.args, to_train(self.planned), self.session, self._found()
+        plan = planned.plan
         ledger = known.ledger
         if ledger is not None and session is None:  # a trainer that only publishes says what was run
             ledger.check_plan(plan.record.to_json(), must_match=PlanRecord.mechanism_fields())
@@ -130,7 +130,7 @@ class ReleaseGuard:
             after_noise=() if session is None else tuple(session.stages.made_of),
             eval_data_privacy=args.eval_data_privacy,
             data_dependent_preprocessing=args.data_dependent_preprocessing,
-            unit_declared=self.planned.unit_declared,
+            unit_declared=planned.unit_declared,
             model_class=type(self.model).__name__,
             num_trainable=sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             versions=collect_versions(),

@@ -21,7 +21,7 @@ from hf_dpopt.huggingface.checkpoints import loading
 from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
 from hf_dpopt.huggingface.gradient_options import gradient_options
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.kept_state import KeptState
+from hf_dpopt.huggingface.kept_state import KeptState, keep_layout
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
@@ -72,7 +72,6 @@ class TrainingSession:
         inputs: TrainerInputs,
         planned: PlannedRun,
         records: TrainingRecords,
-        *,
         model: nn.Module,
         optimizer: Any,
         resume_step: int | None,
@@ -86,6 +85,7 @@ class TrainingSession:
         with contextlib.ExitStack() as undone:
             # Only now do parameters have their final identity.
             refusals.check_model(model)
+            keep_layout(model)
             collectives.broadcast_parameters(model)
             self.kept = KeptState(model, has_caches=False)
             undone.callback(self.kept.restore)

@@ -28,7 +28,7 @@ from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.kept_state import changed_by_a_forward, keep_layout, refuse_spoilt
 from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
-from hf_dpopt.huggingface.planning import plan_of, plan_run
+from hf_dpopt.huggingface.planning import plan_run, to_train
 from hf_dpopt.huggingface.preemption import Preemption
 from hf_dpopt.huggingface.release import ReleaseGuard, TokenizerLengths
 from hf_dpopt.huggingface.session import TrainingSession
@@ -213,7 +213,7 @@ class DPTrainerMixin(_Trainer):
 
     @explains_storage_faults
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        plan_of(self._planned)
+        to_train(self._planned)
         refusals.check_accumulation(self.args)
         refusals.check_accelerator(self.accelerator)
         self._session = None
@@ -222,29 +222,17 @@ class DPTrainerMixin(_Trainer):
             return super().train(checkpoint, *args, **kwargs)
 
     def set_initial_training_values(self, args: Any, dataloader: DataLoader) -> tuple:
-        values, plan = super().set_initial_training_values(args, dataloader), plan_of(self._planned)
-        if values[-1] != plan.num_steps:
-            raise DPConfigError(
-                f"Training would take {values[-1]} steps, but the plan was made for {plan.num_steps}: arguments were "
-                "changed after the trainer was made. Make a new trainer."
-            )
+        values = super().set_initial_training_values(args, dataloader)
+        to_train(self._planned).check_length(values[-1])
         return values
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: Any) -> Any:
         model, loader = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        keep_layout(self.model)
         self._release.check(Path(self.args.output_dir))  # what would refuse a save is found now
         is_resumed = resume_from_checkpoint is not None or self._goes_on
-        assert self._planned is not None
-        self._session = TrainingSession(
-            self._as_made(),
-            self._planned,
-            self._records,
-            model=model,
-            optimizer=self.optimizer,
-            resume_step=self.state.global_step if is_resumed else None,
-            checkpoint=resume_from_checkpoint,
-        )
+        begun = (self.state.global_step if is_resumed else None, resume_from_checkpoint)
+        planned = to_train(self._planned)
+        self._session = TrainingSession(self._as_made(), planned, self._records, model, self.optimizer, *begun)
         self._evaluation.run = self._session.run
         self._release.write_report()
         self._session.announce()
@@ -258,25 +246,18 @@ class DPTrainerMixin(_Trainer):
     # --- data --------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> DataLoader:
-        plan_of(self._planned)
-        assert self._planned is not None
-        # once more: the records may have been replaced since the trainer was made
-        planned = self._planned = self._planned.after_check(self._as_made())
+        made = self._as_made()  # the records may have been replaced since the trainer was made
+        planned = self._planned = to_train(self._planned).after_check(made)
         self._set_signature_columns_if_needed()
-        self._records = TrainingRecords.of(
-            self._as_made(),
-            planned,
-            self._signature_columns or (),
-            remove=self._remove_unused_columns,
-            place=self._prepare_inputs,
-        )
+        columns, remove = self._signature_columns or (), self._remove_unused_columns
+        self._records = TrainingRecords.of(made, planned, columns, remove=remove, place=self._prepare_inputs)
         return self._records.loader(self.args, planned.plan.sampler.steps_per_epoch, lambda: self._training.run)
 
     def num_examples(self, dataloader: DataLoader) -> int:
         """Number of examples that may be known: where users are protected, how many records they have may not."""
         planned, is_training = self._planned, isinstance(dataloader.dataset, Records)
         hides = planned is not None and planned.users is not None and is_training
-        return plan_of(planned).num_examples if hides else super().num_examples(dataloader)
+        return to_train(planned).plan.num_examples if hides else super().num_examples(dataloader)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return args.expected_batch_size or super().get_total_train_batch_size(args)
@@ -331,12 +312,10 @@ class DPTrainerMixin(_Trainer):
         return super()._get_output_dir(trial) if self._checkpoints.folder is None else str(self._checkpoints.folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder, run, step = self._get_output_dir(trial), self._training.run, self.state.global_step
-        save, is_extra = functools.partial(super()._save_checkpoint, model, trial), self._preemption.is_extra
-        with self._preemption.saving(self.args), naming(Path(folder) / f"checkpoint-{step}"):
+        folder, run, is_extra = self._get_output_dir(trial), self._training.run, self._preemption.is_extra
+        save, place = functools.partial(super()._save_checkpoint, model, trial), f"checkpoint-{self.state.global_step}"
+        with self._preemption.saving(self.args), naming(Path(folder) / place):
             pushed = self._checkpoints.save(save, folder, self.state, run, is_extra=is_extra)
-        if self.args.should_save and not self.args.save_only_model:
-            run.checkpoint_written(step)
         if pushed is not None:
             self._push_from_checkpoint(pushed)
 
@@ -421,12 +400,12 @@ class DPTrainerMixin(_Trainer):
         with self._on_held_out(eval_dataset):
             if not self._evaluation.is_private:
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
-            metrics: dict[str, float] = {}
-            for found in self._evaluation.answers(eval_dataset, metric_key_prefix, self.model, self.data_collator):
-                self.log(found)
-                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-                metrics |= found
-            return metrics
+            model, collator = self.model, self.data_collator
+            return self._evaluation.answer(eval_dataset, metric_key_prefix, model, collator, self._tell)
+
+    def _tell(self, metrics: dict[str, float]) -> None:
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._evaluation.refuse_exact("evaluation_loop")
