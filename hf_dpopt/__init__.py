@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         UnsupportedModuleError,
     )
     from hf_dpopt.huggingface.arguments import DPSeq2SeqTrainingArguments, DPTrainingArguments
-    from hf_dpopt.huggingface.functional import clipped_gradient_sum
     from hf_dpopt.huggingface.sft import DPSFTConfig, DPSFTTrainer
     from hf_dpopt.huggingface.trainer import DPSeq2SeqTrainer, DPTrainer, DPTrainerMixin
     from hf_dpopt.optim import DPAdamBC
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from hf_dpopt.plan.config import PrivacyConfig
     from hf_dpopt.plan.plan import PrivacyPlan
     from hf_dpopt.postprocess.low_pass import LowPassFilter
+    from hf_dpopt.records.functional import clipped_gradient_sum
     from hf_dpopt.report.facts import RunFacts
     from hf_dpopt.report.release_scan import scan_for_secrets
     from hf_dpopt.report.report import read_report
@@ -85,7 +85,7 @@ _EXPORTS = {
         "UnsupportedModuleError",
     ),
     "huggingface.arguments": ("DPSeq2SeqTrainingArguments", "DPTrainingArguments"),
-    "huggingface.functional": ("clipped_gradient_sum",),
+    "records.functional": ("clipped_gradient_sum",),
     "huggingface.sft": ("DPSFTConfig", "DPSFTTrainer"),
     "huggingface.trainer": ("DPSeq2SeqTrainer", "DPTrainer", "DPTrainerMixin"),
     "optim": ("DPAdamBC",),

@@ -24,7 +24,6 @@ from hf_dpopt.common.log import logger
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface import refusals
 from hf_dpopt.huggingface.arguments import DPTrainingArguments
-from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.huggingface.private_metrics import usual_bound
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.huggingface.storage import found_by, open_log
@@ -38,6 +37,7 @@ from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.records.rows import is_environment, read_rows, spread
 from hf_dpopt.records.scores import Scores
+from hf_dpopt.run.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.run.ledger import Evaluation, Ledger
 from hf_dpopt.run.log import RunLog
 from hf_dpopt.run.run import PrivateRun

@@ -20,8 +20,8 @@ from hf_dpopt.common.durable import read_whole, write_durably
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.head import features_instead_of_logits, find_head
-from hf_dpopt.huggingface.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.records.collation import Collation
+from hf_dpopt.run.kept_state import KeptState, refuse_spoilt
 from hf_dpopt.run.step import digest_of
 from hf_dpopt.self_check import Columns, Look
 from hf_dpopt.self_check.comparisons import check_outputs

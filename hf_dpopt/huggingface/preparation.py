@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
-from hf_dpopt.huggingface.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.huggingface.refusals.model import first_not_finite
 from hf_dpopt.records.collation import TARGETS, Batch, Collation, length_of
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.rows import read_one, spread
 from hf_dpopt.records.trial import NONE_USABLE, beside_shorter, try_collation
+from hf_dpopt.run.kept_state import changed_by_a_forward, kept_buffers
 from hf_dpopt.self_check.conditions import in_mode
 
 TRIED = 16  # records that are collated

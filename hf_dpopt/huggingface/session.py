@@ -18,10 +18,7 @@ from hf_dpopt.common.sharding import give_back
 from hf_dpopt.huggingface import refusals, stage_options
 from hf_dpopt.huggingface.advice_log import announce
 from hf_dpopt.huggingface.checkpoints import loading
-from hf_dpopt.huggingface.data_mark import check_same_everywhere, data_mark
-from hf_dpopt.huggingface.gradient_options import gradient_options
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.kept_state import KeptState, keep_layout
 from hf_dpopt.huggingface.loader import TrainingRecords
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import padding_of, pair_of_records
@@ -29,9 +26,12 @@ from hf_dpopt.huggingface.private_metrics import announce_metrics
 from hf_dpopt.huggingface.shards import is_in_shards
 from hf_dpopt.public.gradients import PublicGradients
 from hf_dpopt.randomness.framework import reseed_from_the_system, secret_randomness
+from hf_dpopt.records.data_mark import check_same_everywhere, data_mark
+from hf_dpopt.records.gradient_options import gradient_options
 from hf_dpopt.records.losses import RecordLosses
 from hf_dpopt.run.batches import LogicalBatch, explain_out_of_memory, fastest_tokens
 from hf_dpopt.run.journal import GIGABYTE
+from hf_dpopt.run.kept_state import KeptState, keep_layout
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import digest_of, private_step, replay_step
 from hf_dpopt.sampling.check import ParticipationCheck
@@ -188,7 +188,7 @@ class TrainingSession:
             resume_step=resume_step,
             checkpoint=checkpoint,
             data_mark=mark,
-            training=gradient_options(self.model, self.losses, args=args, collator=self._records.collator),
+            training=gradient_options(self.model, self.losses, bf16=bool(args.bf16), collator=self._records.collator),
             journal_limit=0.0 if args.save_only_model else args.journal_limit * GIGABYTE,
             initial_weights=lambda: digest or digest_of(parameters),
             parameters=parameters,

@@ -26,7 +26,6 @@ from hf_dpopt.huggingface.arguments import RefuseStockTraining
 from hf_dpopt.huggingface.checkpoints import Checkpoints, loading
 from hf_dpopt.huggingface.evaluation import EvaluationGuard
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.kept_state import changed_by_a_forward, keep_layout, refuse_spoilt
 from hf_dpopt.huggingface.loader import TrainingRecords, without_unused
 from hf_dpopt.huggingface.planning import plan_run, to_train
 from hf_dpopt.huggingface.preemption import Preemption
@@ -46,6 +45,7 @@ from hf_dpopt.postprocess import Postprocess
 from hf_dpopt.preclip import Preclip
 from hf_dpopt.records.overlap import TrainingRows
 from hf_dpopt.run.batches import LogicalBatch, Records
+from hf_dpopt.run.kept_state import changed_by_a_forward, keep_layout, refuse_spoilt
 from hf_dpopt.run.run import PrivacySpent
 
 if TYPE_CHECKING:  # the mixin stands in front of a Trainer; the class itself has no base

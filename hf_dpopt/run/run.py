@@ -88,9 +88,9 @@ class PrivateRun:
         resume_step: optimizer step of the checkpoint that training continues from, 0 for the initial weights of a run
             that was killed before its first; None for a fresh call to `train`.
         checkpoint: its folder; None if the caller restored the model some other way and answers for its origin.
-        data_mark: digest of the records in their order, see `hf_dpopt.huggingface.data_mark`; kept in the log,
+        data_mark: digest of the records in their order, see `hf_dpopt.records.data_mark`; kept in the log,
             and a chain goes on with the same one only. None: the caller answers for it.
-        training: public options that a record's gradient depends on, see `hf_dpopt.huggingface.gradient_options`; a
+        training: public options that a record's gradient depends on, see `hf_dpopt.records.gradient_options`; a
             resumed run has to share them with the run that it goes on with. None: the caller answers for it.
         journal_limit: bytes that the journal of releases may fill, see `hf_dpopt.run.journal`; 0 keeps none. Steps
             that come from it (`recovery`) are taken with `hf_dpopt.run.step.replay_step`, without a batch.

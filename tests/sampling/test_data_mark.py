@@ -9,7 +9,7 @@ import datasets
 import numpy as np
 import torch
 
-from hf_dpopt.huggingface.data_mark import data_mark
+from hf_dpopt.records.data_mark import data_mark
 
 
 def _rows(num=500):

@@ -12,8 +12,8 @@ from hf_dpopt import DPConfigError
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.clipping.thresholds import make_clipping
 from hf_dpopt.common.types import SPOILT
-from hf_dpopt.huggingface.kept_state import refuse_spoilt
 from hf_dpopt.records.losses import RecordLosses
+from hf_dpopt.run.kept_state import refuse_spoilt
 from hf_dpopt.users.local import LocalTraining, LocalUser, LocalUserBatch, _restoring, drop_diverged
 from tests import tiny
 from tests.reference import clipping as reference

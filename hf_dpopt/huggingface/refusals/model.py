@@ -15,11 +15,11 @@ from hf_dpopt.clipping.capture import Capture, is_compiled
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 from hf_dpopt.common.refusal import Refusal, is_reentrant, refuses
 from hf_dpopt.huggingface.inputs import TrainerInputs
-from hf_dpopt.huggingface.kept_state import refuse_spoilt
 from hf_dpopt.records.inspection import refuse_malformed
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses, base_model
 from hf_dpopt.records.settings import settings
+from hf_dpopt.run.kept_state import refuse_spoilt
 
 
 @functools.partial(refuses, error=UnsupportedModuleError)

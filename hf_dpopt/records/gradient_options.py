@@ -30,13 +30,13 @@ NO_PART_OF_THE_GRADIENT = frozenset(
 KNOWN_COLLATORS = ("transformers.", "trl.")  # their fields are options; those of others may be data
 
 
-def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, collator: Any) -> dict[str, Any]:
+def gradient_options(model: nn.Module, losses: RecordLosses, *, bf16: bool, collator: Any) -> dict[str, Any]:
     """Public values that a record's gradient depends on; JSON-able.
 
     Args:
         model: the model as it is trained, adapters included.
         losses: losses of the run's records.
-        args: training arguments of the run.
+        bf16: whether forwards compute in bfloat16.
         collator: collator of the training records.
     """
     adapters = getattr(model, "peft_config", {})
@@ -49,7 +49,7 @@ def gradient_options(model: nn.Module, losses: RecordLosses, *, args: Any, colla
         "dropouts": dict(Counter(map(str, dropouts))),
         "loss": _loss(model, losses),
         "label_smoothing_factor": losses.label_smoothing,
-        "bf16": bool(args.bf16),
+        "bf16": bf16,
         "collator": _collator(collator),
     }
 
