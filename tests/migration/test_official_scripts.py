@@ -35,7 +35,7 @@ def test_only_the_names_are_changed():
     )
     inside = "def main():\n    from trl import SFTTrainer, get_dataset\n    return SFTTrainer\n"
     assert with_names(inside) == (
-        "def main():\n    from trl import get_dataset\n    from dp_trl import DPSFTTrainer as SFTTrainer\n"
+        "def main():\n    from trl import get_dataset\n    from hf_dpopt import DPSFTTrainer as SFTTrainer\n"
         "    return SFTTrainer\n"
     )
 
