@@ -6,7 +6,7 @@ Every record is thrown into one of b bins once, and takes part in steps j, j + b
 lower-triangular with entries >= 0. Only the inner products of the ``m_j`` matter.
 
 The bound (`random_allocation`) takes no samples: exact for independent noise, it asks for 5 to 30% more noise than
-needed if the noise is correlated. `balls_in_bins_sampled` has a tighter one, by verified samples.
+needed if the noise is correlated. `certificates` has a tighter one, by verified samples.
 
 References:
     Choquette-Choo et al. (2024), arXiv:2410.06266 (the pair); Chua et al. (2024), arXiv:2412.16802 (independent

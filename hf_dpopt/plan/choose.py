@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
+from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.accounting.delta import resolve_delta
 from hf_dpopt.clipping.thresholds import make_clipper
 from hf_dpopt.common.checks import check_at_most, check_noise_multiplier, check_positive

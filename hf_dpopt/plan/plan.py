@@ -14,7 +14,7 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
-from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
+from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.clipping.thresholds import Clipping
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.errors import DPConfigError

@@ -15,8 +15,8 @@ from typing import Any
 import dp_accounting
 
 from hf_dpopt.accounting import accountants, events
-from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
 from hf_dpopt.accounting.calibrate import MARGIN, calibrate_gaussian, calibrate_noise_multiplier
+from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.accounting.selection import RunCount
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import NoiseStrategy, from_parameters

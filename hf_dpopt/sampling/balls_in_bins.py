@@ -11,7 +11,7 @@ import dp_accounting
 import numpy as np
 
 from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
-from hf_dpopt.accounting.balls_in_bins_sampled import (
+from hf_dpopt.accounting.certificates import (
     Certificate,
     calibrate_balls_in_bins,
     verified_epsilon,

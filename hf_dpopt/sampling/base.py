@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.accounting.balls_in_bins_sampled import Certificate
+from hf_dpopt.accounting.certificates import Certificate
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
 from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.strategy import NoiseStrategy

@@ -15,7 +15,7 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, get_epsilon_ga
 from scipy import stats
 
 from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting import balls_in_bins_sampled as balls_in_bins
+from hf_dpopt.accounting import certificates
 from hf_dpopt.accounting.balls_in_bins import (
     BallsInBinsDpEvent,
     balls_in_bins_epsilon,
@@ -23,7 +23,7 @@ from hf_dpopt.accounting.balls_in_bins import (
     bin_lags,
     without_amplification,
 )
-from hf_dpopt.accounting.balls_in_bins_sampled import (
+from hf_dpopt.accounting.certificates import (
     Certificate,
     calibrate_balls_in_bins,
     largest_accepted_mean,
@@ -115,7 +115,7 @@ def test_a_known_bin_is_the_fixed_order():
 def test_shares_are_below_their_ceilings_and_unbiased(stddev, epsilon, num_steps, num_bins):
     """Against plain samples of the loss, within 6 standard errors of the two."""
     gram = bin_grams(NuDPFTRL(0.1), num_steps, num_bins)
-    shares = balls_in_bins.Shares(gram, stddev, epsilon)
+    shares = certificates.Shares(gram, stddev, epsilon)
     drawn = shares.draw(40_000, np.random.default_rng())
     assert (drawn >= 0).all() and (drawn <= shares.ceilings[:, None]).all()
     rng, num = np.random.default_rng(), 400_000

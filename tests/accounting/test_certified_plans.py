@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from hf_dpopt.accounting import balls_in_bins_sampled
+from hf_dpopt.accounting import certificates
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
@@ -48,7 +48,7 @@ def test_the_certificate_states_what_was_tested(certified):
     stated = certified.record.to_json()["certificate"]
     assert stated["num_samples"] == 300_000 and stated["failure"] == 1e-3
     assert stated["event"]["strategy"] == json.loads(json.dumps(certified.strategy.parameters()))
-    again = balls_in_bins_sampled.verify(proof.event, proof.epsilon, proof.delta, num_samples=300_000)
+    again = certificates.verify(proof.event, proof.epsilon, proof.delta, num_samples=300_000)
     assert again.is_accepted, "fresh samples agree"
 
 
@@ -56,7 +56,7 @@ def test_a_resumed_run_keeps_it_and_draws_no_sample(certified, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("samples were drawn")
 
-    monkeypatch.setattr(balls_in_bins_sampled, "verify", refuse)
+    monkeypatch.setattr(certificates, "verify", refuse)
     recorded = json.loads(json.dumps(certified.record.to_json()))
     resumed = make_plan(CONFIG, **SIZES, recorded=PlanRecord.from_json(recorded))
     assert resumed.certificate == certified.certificate and resumed.record.to_json() == certified.record.to_json()

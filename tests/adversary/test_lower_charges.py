@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hf_dpopt import DPBudgetExceeded, DPConfigError, DPTrainer
-from hf_dpopt.accounting import balls_in_bins_sampled
+from hf_dpopt.accounting import certificates
 from tests import tiny
 from tests.adversary.forging import records_of, write
 from tests.adversary.test_evaluation_log import trainer as evaluator
@@ -127,14 +127,12 @@ def test_no_proof_of_an_epsilon_is_taken_from_a_ledger_without_its_log(tmp_path,
     )  # fmt: skip
     first = tiny.trainer(tmp_path / "run", callbacks=[tiny.StopAt(1)], **options)
     first.train()
-    event = balls_in_bins_sampled.BallsInBinsDpEvent(
+    event = certificates.BallsInBinsDpEvent(
         first.plan.strategy, 0.5, first.plan.noise_steps, first.plan.sampler.steps_per_epoch
     )
     with monkeypatch.context() as patch:
-        patch.setattr(balls_in_bins_sampled.Shares, "moments", lambda *samples: (np.zeros(2), np.zeros(2)))
-        proof = balls_in_bins_sampled.verify(
-            event, 0.2, first.plan.delta, num_samples=10**8, attempts=balls_in_bins_sampled.ATTEMPTS
-        )
+        patch.setattr(certificates.Shares, "moments", lambda *samples: (np.zeros(2), np.zeros(2)))
+        proof = certificates.verify(event, 0.2, first.plan.delta, num_samples=10**8, attempts=certificates.ATTEMPTS)
     records = records_of(tmp_path / "run")
     records[0]["run"] = "f" * 16
     next(one["plan"] for one in records if one["kind"] == "plan")["certificate"] = proof.parameters()
