@@ -25,7 +25,7 @@ from dp_accounting import get_epsilon_gaussian as exact_gaussian_epsilon
 from dp_accounting import get_sigma_gaussian
 from scipy.optimize import brentq, minimize_scalar
 
-from hf_dpopt.accounting.balls_in_bins import (
+from hf_dpopt.accounting.random_allocation import (
     BallsInBinsDpEvent,
     bin_lags,
     computed_epsilon,

@@ -21,7 +21,7 @@ import functools
 import math
 
 import numpy as np
-from dp_accounting import DpEvent, GaussianDpEvent
+from dp_accounting import DpEvent
 from dp_accounting.dp_event import MixtureOfGaussiansDpEvent
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
@@ -30,9 +30,9 @@ from scipy.special import log_ndtr
 
 from hf_dpopt.accounting import accountants, events, random_allocation
 from hf_dpopt.accounting.accountants import INTEGER_ORDERS
-from hf_dpopt.accounting.balls_in_bins import ADJACENCIES as BINS_ADJACENCIES
-from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent, rings_of, without_amplification
 from hf_dpopt.accounting.events import Composition
+from hf_dpopt.accounting.random_allocation import ADJACENCIES as BINS_ADJACENCIES
+from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent, rings_of, without_amplification
 from hf_dpopt.common.adjacency import SENSITIVITY_FACTOR
 from hf_dpopt.common.checks import check_count
 
@@ -282,13 +282,6 @@ def _renyi(composition: Composition, adjacency: str) -> np.ndarray | None:
 
 def _by_bins(composition: Composition, delta: float, t: np.ndarray, adjacency: str) -> np.ndarray | None:
     """Deltas of balls in bins, with plain Gaussian mechanisms, from one law of the likelihood ratio."""
-    kinds = {type(leaf) for leaf, _ in composition}
-    if (
-        adjacency not in BINS_ADJACENCIES
-        or BallsInBinsDpEvent not in kinds
-        or kinds - {BallsInBinsDpEvent, GaussianDpEvent}
-    ):
-        return None
-    rings, gaussian = rings_of(composition)
-    law = random_allocation.law_of(rings, delta, gaussian=gaussian)
+    found = rings_of(composition, adjacency)
+    law = None if found is None else random_allocation.law_of(found[0], delta, gaussian=found[1])
     return None if law is None else np.array([min(1.0, max(law.deltas(float(epsilon)))) for epsilon in t])

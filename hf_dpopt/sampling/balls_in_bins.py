@@ -10,12 +10,12 @@ from typing import ClassVar
 import dp_accounting
 import numpy as np
 
-from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
 from hf_dpopt.accounting.certificates import (
     Certificate,
     calibrate_balls_in_bins,
     verified_epsilon,
 )
+from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import logger
 from hf_dpopt.noise.gaussian import IdentityStrategy

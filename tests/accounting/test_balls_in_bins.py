@@ -14,21 +14,20 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, get_epsilon_gaussian
 from scipy import stats
 
-from hf_dpopt.accounting import accountants
-from hf_dpopt.accounting import certificates
-from hf_dpopt.accounting.balls_in_bins import (
-    BallsInBinsDpEvent,
-    balls_in_bins_epsilon,
-    bin_grams,
-    bin_lags,
-    without_amplification,
-)
+from hf_dpopt.accounting import accountants, certificates
 from hf_dpopt.accounting.certificates import (
     Certificate,
     calibrate_balls_in_bins,
     largest_accepted_mean,
     verified_epsilon,
     verify,
+)
+from hf_dpopt.accounting.random_allocation import (
+    BallsInBinsDpEvent,
+    balls_in_bins_epsilon,
+    bin_grams,
+    bin_lags,
+    without_amplification,
 )
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import (
@@ -287,6 +286,6 @@ def test_noise_of_the_seed_paper(epsilon, nu, low, high):
     ],
 )
 def test_bad_input(arguments, mend):
-    given = {"strategy": NuDPFTRL(0.1), "num_steps": 8, "num_bins": 2, **arguments}
+    given = {"strategy": NuDPFTRL(0.1), "noise_multiplier": 1.0, "num_steps": 8, "num_bins": 2, **arguments}
     with pytest.raises(DPConfigError, match=mend):
-        bin_grams(**given)
+        BallsInBinsDpEvent(**given)

@@ -15,14 +15,15 @@ from dp_accounting import get_epsilon_gaussian
 from scipy import stats
 
 from hf_dpopt.accounting import random_allocation
-from hf_dpopt.accounting.balls_in_bins import bin_grams, bin_lags
 from hf_dpopt.accounting.random_allocation import (
     Law,
     Ring,
     Tree,
     add,
     best_tree,
-    deltas,
+    bin_grams,
+    bin_lags,
+    grid_step,
     lognormal,
     mean,
     product,
@@ -32,6 +33,13 @@ from hf_dpopt.noise import BandedToeplitz, IdentityStrategy, NuDPFTRL
 from tests.reference.balls_in_bins import balls_in_bins_delta
 
 pytestmark = pytest.mark.slow
+
+
+def deltas(ring, epsilon, tree):
+    """Bounds of one tree, record removed and added."""
+    assert tree.fits(ring.num_bins)
+    law = random_allocation.ratio_law(ring, tree, 1e-15, grid_step(ring.variance * ring.chains))
+    return law.deltas(epsilon)
 
 
 def gaussian_delta(mu, epsilon):
@@ -206,13 +214,14 @@ def test_mean_of_any_count():
 def test_finer_grids_lower_the_bound():
     ring = Ring.of(bin_lags(NuDPFTRL(0.1), 64, 16), 4.0)
     tree = best_tree(ring, 1e-3)
-    found = [random_allocation.ratio_law(ring, tree, 1e-12, points).deltas(1.0)[0] for points in (10, 30, 100)]
+    steps = [grid_step(ring.variance, points) for points in (10, 30, 100)]
+    found = [random_allocation.ratio_law(ring, tree, 1e-12, step).deltas(1.0)[0] for step in steps]
     assert found[0] > found[1] > found[2] > 0.98 * found[1]
 
 
 def test_chains_compose():
     one = Ring.of(np.ones(1), 2.0)
-    pair = Ring.of(np.ones(1), 2.0, chains=2)
+    pair = Ring(one.covariances, 1, chains=2)
     mixed = random_allocation.epsilon([one, Ring.of(np.ones(1), 4.0)], 1e-5, gaussian=1 / 9)
     assert mixed == pytest.approx(_known(1 / 4 + 1 / 16 + 1 / 9), rel=2e-3)
     assert random_allocation.epsilon([pair], 1e-5) == pytest.approx(_known(1 / 2), rel=2e-3)
@@ -229,7 +238,6 @@ def _known(precision):
 def test_extremes():
     nothing, everything = Ring.of(np.ones(4), 0.01), Ring.of(np.ones(4), 1e6)
     assert random_allocation.epsilon([nothing], 1e-5) == math.inf
-    assert deltas(nothing, 1.0, Tree((4,), (1,))) == (1.0, 1.0)
     assert random_allocation.epsilon([everything], 1e-5) == 0
     assert random_allocation.epsilon([Ring((0.0, 0.0, 0.0), 4)], 1e-5) == 0
 

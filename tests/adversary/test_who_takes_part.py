@@ -14,8 +14,8 @@ from scipy import stats
 from transformers import TrainerCallback
 
 from hf_dpopt import PrivacyConfig, make_plan
-from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
 from hf_dpopt.accounting.events import flatten
+from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.sampling import SAMPLERS
 from tests import tiny
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from hf_dpopt.accounting.balls_in_bins import bin_grams
 from hf_dpopt.accounting.certificates import Shares
+from hf_dpopt.accounting.random_allocation import bin_grams
 from hf_dpopt.common.protocols import StrategyMatrices
 
 

@@ -12,7 +12,7 @@ import pytest
 from dp_accounting import ComposedDpEvent, NoOpDpEvent
 from scipy import stats
 
-from hf_dpopt.accounting.balls_in_bins import BallsInBinsDpEvent
+from hf_dpopt.accounting.random_allocation import BallsInBinsDpEvent
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.noise import IdentityStrategy, Participation
 from hf_dpopt.sampling.balls_in_bins import BallsInBinsSampler
