@@ -26,9 +26,9 @@ from hf_dpopt.noise import (
     BufferedLinearToeplitz,
     DampedAntiPGD,
     NoiseStrategy,
-    TreeAggregation,
     independent_noise,
 )
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.randomness.cipher import make_noise_source
 
 STRATEGIES: dict[str, NoiseStrategy] = {

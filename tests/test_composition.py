@@ -15,7 +15,8 @@ from torch import nn
 
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
-from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
+from hf_dpopt.optim import DPAdamBC, DPAdamW, NoiseAwareOptimizer
+from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.postprocess.recursion import impulse_response
 from hf_dpopt.run.stages import Stages

@@ -10,7 +10,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import HfArgumentParser
 
 from hf_dpopt import DPConfigError, DPSeq2SeqTrainingArguments, DPTrainingArguments
-from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, DPGaLore, NoiseAwareOptimizer
+from hf_dpopt.optim import OPTIMIZERS, DPAdamBC, DPAdamW, NoiseAwareOptimizer
+from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.adaptive_fir import AdaptiveFIR
 from hf_dpopt.postprocess.low_pass import LowPassFilter

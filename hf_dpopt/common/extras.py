@@ -1,8 +1,10 @@
-"""Packages of the extras in pyproject.toml: imported where they are used, and named with their install line."""
+"""Imports by name: packages of the extras in pyproject.toml, and the files of a folder that register what they add."""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
+from collections.abc import Iterable
 from typing import Any
 
 from hf_dpopt.common.errors import DPConfigError
@@ -39,3 +41,9 @@ def missing(package: str, needed_by: str, why: str) -> DPConfigError:
     return DPConfigError(
         f"{needed_by} needs the package {package} ({why}). Run: pip install 'hf-dpopt[{EXTRAS[package]}]'"
     )
+
+
+def import_modules(package: str, path: Iterable[str]) -> None:
+    """Import every module of a folder: a rare stage adds itself to its registry, and no other file names it."""
+    for module in pkgutil.iter_modules(path, f"{package}."):
+        importlib.import_module(module.name)

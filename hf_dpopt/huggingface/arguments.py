@@ -14,6 +14,7 @@ from transformers import Seq2SeqTrainingArguments, TrainerCallback, TrainingArgu
 from transformers.trainer import DEFAULT_CALLBACKS
 from transformers.training_args import OptimizerNames
 
+from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError, shown
 from hf_dpopt.common.log import logger
 from hf_dpopt.huggingface.values import check_json, check_types
@@ -93,6 +94,7 @@ class DPTrainingArguments(  # a dataclass lists the fields of its last base firs
         if self.output_dir is not None and Path(self.output_dir).is_file():
             raise DPConfigError(f"output_dir={self.output_dir}: is a file. Name a folder.")
         asked = self.optim
+        check_choice("optim", getattr(asked, "value", asked), [*OPTIMIZERS, *(name.value for name in OptimizerNames)])
         if asked in OPTIMIZERS:  # transformers' enumeration has no place for more
             self.optim = "adamw_torch"
         super().__post_init__()

@@ -1,18 +1,18 @@
 """Noise on the clipped sums. Between a sum and its noise nothing runs; after it, anything may.
 
 A mechanism is one file: strategy, tuner, stream and cost, registered under a name. To add one, write that file (see
-`hf_dpopt.noise.strategy`) and import it here; configurations, command lines and the contract suite read the registry
+`hf_dpopt.noise.strategy`) into this folder; configurations, command lines and the contract suite read the registry
 `MECHANISMS`.
 """
 
 from __future__ import annotations
 
+from hf_dpopt.common.extras import import_modules
 from hf_dpopt.noise.anti_pgd import AntiPGD, DampedAntiPGD, optimize_damped
 from hf_dpopt.noise.banded import BandedToeplitz, choose_num_bands, optimize_banded
 from hf_dpopt.noise.banded_inverse import BandedInverse
 from hf_dpopt.noise.blt import BufferedLinearToeplitz, fit_blt, optimize_blt
 from hf_dpopt.noise.copies import Phased, Restarted
-from hf_dpopt.noise.dense import DenseStrategy, optimize_dense
 from hf_dpopt.noise.fourier import FourierStrategy
 from hf_dpopt.noise.gaussian import IdentityStrategy, IndependentStream
 from hf_dpopt.noise.mechanism import NoiseMechanism, independent_noise
@@ -21,7 +21,6 @@ from hf_dpopt.noise.participation import Participation
 from hf_dpopt.noise.registry import MECHANISMS, Mechanism, Setting, make_strategy, register
 from hf_dpopt.noise.strategy import NoiseStrategy, ToeplitzStrategy, from_parameters, is_whole
 from hf_dpopt.noise.streams import CorrelatedStream, NoiseStream, StreamCost
-from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.noise.workloads import Workload, linear_cooldown, momentum_workload, prefix_sum_workload
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
 
@@ -32,7 +31,6 @@ __all__ = [
     "BufferedLinearToeplitz",
     "CorrelatedStream",
     "DampedAntiPGD",
-    "DenseStrategy",
     "FourierStrategy",
     "IdentityStrategy",
     "IndependentStream",
@@ -49,7 +47,6 @@ __all__ = [
     "Setting",
     "StreamCost",
     "ToeplitzStrategy",
-    "TreeAggregation",
     "Workload",
     "choose_num_bands",
     "fit_blt",
@@ -63,8 +60,9 @@ __all__ = [
     "optimize_banded",
     "optimize_blt",
     "optimize_damped",
-    "optimize_dense",
     "optimize_nu",
     "prefix_sum_workload",
     "register",
 ]
+
+import_modules(__name__, __path__)  # also those that nothing above needs

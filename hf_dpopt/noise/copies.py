@@ -129,7 +129,7 @@ class Restarted(Copies):
         check_count("every", self.every)
         object.__setattr__(self, "every", int(self.every))
         if self.base.restarted(self.every) is not None:
-            raise DPConfigError("A tree restarts by itself: use TreeAggregation(restart_every=..).")
+            raise DPConfigError(f"{self.base.name!r} restarts by itself. Use its own restart_every={self.every}.")
 
     @property
     def num_bands(self) -> int | None:

@@ -188,8 +188,8 @@ class NoiseStrategy(abc.ABC):
         matrix = self.noising_matrix(num_steps)
         if matrix.shape != (num_steps, num_steps) or np.triu(matrix, 1).any():
             raise DPConfigError(
-                f"The noise of {self.name} is not made step by step from one draw a step. To restart a tree, use "
-                "TreeAggregation(restart_every=..)."
+                f"The noise of {self.name} is not made step by step from one draw a step. Give it a "
+                "restart_every of its own, if it takes one, or use another mechanism."
             )
         return lambda t: matrix[t, : t + 1]
 

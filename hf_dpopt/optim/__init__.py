@@ -1,16 +1,16 @@
 """torch optimizers that know the level of the noise in their gradients.
 
-They see released values alone, so nothing here costs privacy. A new one is one file and one line in `OPTIMIZERS`, from
-which command lines (`--optim`), documentation and the contract tests read.
+They see released values alone, so nothing here costs privacy. A new one is one file in this folder, which adds
+itself to `OPTIMIZERS`; command lines (`--optim`), documentation and the contract tests read it.
 """
 
 from __future__ import annotations
 
 import torch
 
+from hf_dpopt.common.extras import import_modules
 from hf_dpopt.optim.adam import DPAdamBC, DPAdamW
 from hf_dpopt.optim.base import NoiseAwareOptimizer, state_bytes
-from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.optim.square_roots import DPAdaGrad, DPRMSProp
 from hf_dpopt.postprocess import Filter
 
@@ -19,7 +19,6 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "dp_adam_bc": DPAdamBC,
     "dp_rmsprop": DPRMSProp,
     "dp_adagrad": DPAdaGrad,
-    "dp_galore": DPGaLore,
 }
 
 __all__ = [
@@ -27,9 +26,10 @@ __all__ = [
     "DPAdaGrad",
     "DPAdamBC",
     "DPAdamW",
-    "DPGaLore",
     "DPRMSProp",
     "Filter",
     "NoiseAwareOptimizer",
     "state_bytes",
 ]
+
+import_modules(__name__, __path__)  # those that add themselves

@@ -9,6 +9,7 @@ import torch
 from hf_dpopt.common.checks import check_count
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.sharding import cut_like, whole_of
+from hf_dpopt.optim import OPTIMIZERS
 from hf_dpopt.optim.adam import DPAdamBC, Form
 from hf_dpopt.optim.base import Group, NoiseAwareOptimizer, Tensors, check_range
 from hf_dpopt.postprocess import Filter, NoiseLevel
@@ -174,3 +175,6 @@ def projector(gradient: torch.Tensor, rank: int) -> torch.Tensor:
     top = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1)
     peaks = top.gather(0, top.abs().argmax(dim=0, keepdim=True))
     return (top * peaks.sign()).to(gradient.dtype).contiguous()
+
+
+OPTIMIZERS["dp_galore"] = DPGaLore

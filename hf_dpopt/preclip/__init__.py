@@ -5,7 +5,8 @@ The clip then acts on ``g_b / D``, noise is calibrated to that clip, and what is
 through released values.
 
 A kind is a frozen spec of public values (`Preclip`); `start` gives what a run mutates (`Preconditioning`). A new one
-is one file and one line in `PRECLIPS`, from which configurations, command lines and the contract tests read.
+is one file in this folder, which adds itself to `PRECLIPS`; configurations, command lines and the contract tests read
+it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 from hf_dpopt.common.checks import check_choice
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.extras import import_modules
 from hf_dpopt.preclip.base import (
     Identity,
     OpeningQuery,
@@ -29,7 +31,6 @@ from hf_dpopt.preclip.one_query import OneQuery
 from hf_dpopt.preclip.public import PublicPreconditioner
 from hf_dpopt.preclip.quantile import QuantileClipping
 from hf_dpopt.preclip.scale import ScaleThenPrivatize
-from hf_dpopt.preclip.subspace import PublicSubspaceProjection
 
 PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
     "none": (Identity, {}),
@@ -39,7 +40,6 @@ PRECLIPS: dict[str, Any] = {  # name -> (spec, what the name says already)
     "adadps": (PublicPreconditioner, {}),
     "one_query": (OneQuery, {}),
     "quantile": (QuantileClipping, {}),
-    "subspace": (PublicSubspaceProjection, {}),
 }
 
 
@@ -69,9 +69,10 @@ __all__ = [
     "Preconditioning",
     "PublicPreconditioner",
     "PublicSource",
-    "PublicSubspaceProjection",
     "QuantileClipping",
     "ScaleChanges",
     "ScaleThenPrivatize",
     "make_preclip",
 ]
+
+import_modules(__name__, __path__)  # those that add themselves

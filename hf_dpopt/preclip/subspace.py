@@ -11,6 +11,7 @@ from hf_dpopt.common.checks import check_choice, check_count, check_real
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.types import Released
 from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
+from hf_dpopt.preclip import PRECLIPS
 from hf_dpopt.preclip.base import Preclip, Preconditioning, ScaleChanges
 from hf_dpopt.preclip.projected import ProjectingEngine
 from hf_dpopt.public.gradients import PublicGradients
@@ -122,3 +123,6 @@ class SubspaceProjection(Preconditioning):
 
 
 PublicSubspaceProjection.at_work = SubspaceProjection
+
+
+PRECLIPS[PublicSubspaceProjection.name] = (PublicSubspaceProjection, {})

@@ -7,6 +7,5 @@ the private dataset may not.
 from __future__ import annotations
 
 from hf_dpopt.public.gradients import PublicGradients
-from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 
-__all__ = ["PublicGradients", "PublicSubspace", "RefreshedSubspace"]
+__all__ = ["PublicGradients"]

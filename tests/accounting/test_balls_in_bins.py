@@ -30,15 +30,9 @@ from hf_dpopt.accounting.random_allocation import (
     without_amplification,
 )
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import (
-    BandedInverse,
-    BandedToeplitz,
-    DenseStrategy,
-    IdentityStrategy,
-    NuDPFTRL,
-    Participation,
-    TreeAggregation,
-)
+from hf_dpopt.noise import BandedInverse, BandedToeplitz, IdentityStrategy, NuDPFTRL, Participation
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 from tests.reference.balls_in_bins import balls_in_bins_delta
 
 EVENT = BallsInBinsDpEvent(NuDPFTRL(0.1), 4.0, 64, 16)

@@ -16,13 +16,13 @@ from hf_dpopt.noise import (
     BandedToeplitz,
     BufferedLinearToeplitz,
     DampedAntiPGD,
-    DenseStrategy,
     IdentityStrategy,
     NuDPFTRL,
     Participation,
     Restarted,
-    TreeAggregation,
 )
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.plan.choose import make_plan
 from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.sampling import (

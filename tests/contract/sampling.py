@@ -11,14 +11,8 @@ import pytest
 from hf_dpopt.accounting import accountants
 from hf_dpopt.accounting.events import flatten, gaussian_precision
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import (
-    BandedToeplitz,
-    BufferedLinearToeplitz,
-    IdentityStrategy,
-    NoiseStrategy,
-    NuDPFTRL,
-    TreeAggregation,
-)
+from hf_dpopt.noise import BandedToeplitz, BufferedLinearToeplitz, IdentityStrategy, NoiseStrategy, NuDPFTRL
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.sampling import SAMPLERS, Sampler
 from hf_dpopt.sampling.check import ParticipationCheck
 

@@ -16,7 +16,8 @@ from hf_dpopt.plan.config import PrivacyConfig
 from hf_dpopt.postprocess.subspace import ProjectedGradient
 from hf_dpopt.preclip import projected
 from hf_dpopt.preclip.projected import ProjectingEngine, coordinates
-from hf_dpopt.public import PublicGradients, PublicSubspace, RefreshedSubspace
+from hf_dpopt.public import PublicGradients
+from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses, num_records
 from hf_dpopt.run.run import PrivateRun
 from hf_dpopt.run.step import private_step

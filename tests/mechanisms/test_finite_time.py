@@ -13,8 +13,8 @@ from hf_dpopt.noise import (
     IdentityStrategy,
     NuDPFTRL,
     Restarted,
-    TreeAggregation,
 )
+from hf_dpopt.noise.tree import TreeAggregation
 from tests.reference.linear_regression import LinearRegression
 
 STRATEGIES = {

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPBudgetExceeded, DPConfigError
-from hf_dpopt.noise import (
-    BandedToeplitz,
-    DenseStrategy,
-    NuDPFTRL,
-    TreeAggregation,
-)
+from hf_dpopt.noise import BandedToeplitz, NuDPFTRL
 from hf_dpopt.noise import tree as tree_stream
+from hf_dpopt.noise.dense import DenseStrategy
 from hf_dpopt.noise.strategy import NoiseStrategy
-from hf_dpopt.noise.tree import _tree
+from hf_dpopt.noise.tree import TreeAggregation, _tree
 from hf_dpopt.randomness.cipher import make_noise_source
 from tests.mechanisms.strategies.cases import strategies
 

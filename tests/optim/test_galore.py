@@ -11,8 +11,8 @@ import scipy.stats
 import torch
 from torch import nn
 
-from hf_dpopt.optim import DPAdamBC, DPAdamW, DPGaLore, state_bytes
-from hf_dpopt.optim.galore import projector
+from hf_dpopt.optim import DPAdamBC, DPAdamW, state_bytes
+from hf_dpopt.optim.galore import DPGaLore, projector
 from hf_dpopt.postprocess import IndependentNoise
 from tests.optim.test_adam import ALPHA, LRS, VARIANCES, train, weights_and_gradients
 from tests.reference import optim as reference
@@ -144,7 +144,7 @@ def test_bfloat16_weights_have_float32_states_in_the_subspace():
 
 SCRIPT = """
 import hashlib, torch
-from hf_dpopt.optim import DPGaLore
+from hf_dpopt.optim.galore import DPGaLore
 generator = torch.Generator().manual_seed(5)
 weights = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((48, 200), (200, 48), (5,))]
 optimizer = DPGaLore(weights, lr=0.1, rank=6, refresh_every=2)

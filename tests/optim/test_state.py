@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPGaLore, DPRMSProp, NoiseAwareOptimizer
+from hf_dpopt.optim import OPTIMIZERS, DPAdaGrad, DPAdamBC, DPAdamW, DPRMSProp, NoiseAwareOptimizer
+from hf_dpopt.optim.galore import DPGaLore
 from tests.optim.test_adam import LRS, NUM_STEPS, VARIANCES
 from tests.reference.optim import ExponentialAverage, StepNoise
 

@@ -21,24 +21,12 @@ from scipy.stats import norm
 from hf_dpopt import DPConfigError, PrivacyConfig, make_plan
 from hf_dpopt.accounting import accountants, epsilon
 from hf_dpopt.clipping import make_engine
-from hf_dpopt.noise import (
-    BandedToeplitz,
-    NoiseStrategy,
-    NuDPFTRL,
-    Participation,
-    Phased,
-    TreeAggregation,
-    momentum_workload,
-)
+from hf_dpopt.noise import BandedToeplitz, NoiseStrategy, NuDPFTRL, Participation, Phased, momentum_workload
 from hf_dpopt.noise.copies import Copies, Phases
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.plan.compare import compare_row, errors_across, predicted_errors
-from hf_dpopt.preclip import (
-    DelayedPreconditioner,
-    PublicPreconditioner,
-    PublicSubspaceProjection,
-    QuantileClipping,
-    ScaleChanges,
-)
+from hf_dpopt.preclip import DelayedPreconditioner, PublicPreconditioner, QuantileClipping, ScaleChanges
+from hf_dpopt.preclip.subspace import PublicSubspaceProjection
 from hf_dpopt.sampling import SAMPLERS
 from tests.preclip.loop import CLIP_SGD, NUM_RECORDS, Loop, plan
 

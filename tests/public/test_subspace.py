@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.public import PublicGradients, PublicSubspace, RefreshedSubspace
+from hf_dpopt.public import PublicGradients
 from hf_dpopt.public import subspace as module
+from hf_dpopt.public.subspace import PublicSubspace, RefreshedSubspace
 from hf_dpopt.records.losses import RecordLosses
 from tests import tiny
 from tests.reference import subspace as reference

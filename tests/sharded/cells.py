@@ -27,7 +27,8 @@ from transformers import GPT2LMHeadModel, LlamaForCausalLM
 from hf_dpopt import PrivacyConfig, PrivateRun, make_plan, private_step
 from hf_dpopt.clipping import make_engine
 from hf_dpopt.common.sharding import local_of, whole_of
-from hf_dpopt.optim import DPAdamBC, DPGaLore
+from hf_dpopt.optim import DPAdamBC
+from hf_dpopt.optim.galore import DPGaLore
 from hf_dpopt.postprocess import IndependentNoise
 from hf_dpopt.postprocess.low_pass import LowPassFilter
 from hf_dpopt.records.losses import RecordLosses

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import hf_dpopt.noise as noise
 from hf_dpopt.cli.app import app
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.verify import FAILED, NOT_CHECKED, verify
 from hf_dpopt.verify.matrices import Strategy
 from hf_dpopt.verify.reading import Fields
@@ -92,10 +93,10 @@ def _blt(n: int) -> noise.NoiseStrategy:
         noise.BandedToeplitz((1.0, -0.5, 0.6)),
         noise.BandedInverse((1.0, -0.5, -0.125)),
         noise.DampedAntiPGD(0.2),
-        noise.TreeAggregation("vanilla"),
-        noise.TreeAggregation("honaker", restart_every=10),
-        noise.TreeAggregation("honaker", restart_every=12, tree_completion=False),
-        noise.TreeAggregation("full_honaker"),
+        TreeAggregation("vanilla"),
+        TreeAggregation("honaker", restart_every=10),
+        TreeAggregation("honaker", restart_every=12, tree_completion=False),
+        TreeAggregation("full_honaker"),
         noise.Restarted(noise.NuDPFTRL(0.1), 12),
         noise.Restarted(noise.DampedAntiPGD(0.5), 5),
         noise.Phased(noise.NuDPFTRL(0.1), (3, 2)),

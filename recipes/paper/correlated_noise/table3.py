@@ -26,12 +26,12 @@ from hf_dpopt.noise import (
     NoiseStrategy,
     NuDPFTRL,
     Participation,
-    TreeAggregation,
     optimize_banded,
     optimize_blt,
-    optimize_dense,
     optimize_nu,
 )
+from hf_dpopt.noise.dense import optimize_dense
+from hf_dpopt.noise.tree import TreeAggregation
 from hf_dpopt.randomness.cipher import NoiseSource, make_noise_source
 from recipes.paper.runs import experiment
 

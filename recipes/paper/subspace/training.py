@@ -23,8 +23,8 @@ from hf_dpopt.postprocess import IndependentNoise, Postprocess
 from hf_dpopt.postprocess.mirror_descent import PublicMirrorDescent
 from hf_dpopt.postprocess.subspace import ProjectedGradient, SubspaceAdaGrad
 from hf_dpopt.preclip.projected import ProjectingEngine
-from hf_dpopt.public import PublicGradients, RefreshedSubspace
-from hf_dpopt.public.subspace import COORDINATES
+from hf_dpopt.public import PublicGradients
+from hf_dpopt.public.subspace import COORDINATES, RefreshedSubspace
 from hf_dpopt.randomness.cipher import derive_key
 from recipes.paper.steps import EngineSums, Part, PrivateSteps, Scales
 

@@ -10,15 +10,15 @@ from hf_dpopt.noise import (
     BandedToeplitz,
     BufferedLinearToeplitz,
     DampedAntiPGD,
-    DenseStrategy,
     FourierStrategy,
     IdentityStrategy,
     NoiseStrategy,
     NuDPFTRL,
     Phased,
     Restarted,
-    TreeAggregation,
 )
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 
 BANDS = BandedToeplitz((1.1, 0.5, -0.3, 0.1))
 BLT = BufferedLinearToeplitz((0.97, 0.7), (0.9, 0.4))

@@ -17,15 +17,15 @@ from hf_dpopt.noise import (
     NuDPFTRL,
     Participation,
     Restarted,
-    TreeAggregation,
     linear_cooldown,
     momentum_workload,
     optimize_banded,
     optimize_blt,
     optimize_damped,
-    optimize_dense,
     optimize_nu,
 )
+from hf_dpopt.noise.dense import optimize_dense
+from hf_dpopt.noise.tree import TreeAggregation
 from tests.reference.strategies import max_loss
 
 SEPARATION = {64: {1: 64, 4: 16, 6: 10}, 512: {1: 512, 4: 128, 6: 85}}

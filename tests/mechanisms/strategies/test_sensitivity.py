@@ -6,13 +6,9 @@ import numpy as np
 import pytest
 
 from hf_dpopt.common.errors import DPConfigError
-from hf_dpopt.noise import (
-    BufferedLinearToeplitz,
-    Participation,
-    TreeAggregation,
-    fit_blt,
-)
+from hf_dpopt.noise import BufferedLinearToeplitz, Participation, fit_blt
 from hf_dpopt.noise.sensitivity import toeplitz_sensitivity, toeplitz_sensitivity_bound
+from hf_dpopt.noise.tree import TreeAggregation
 from tests.contract.noise import patterns, worst_norm
 from tests.mechanisms.strategies.cases import strategies
 

@@ -12,17 +12,17 @@ from hf_dpopt.noise import (
     BandedToeplitz,
     BufferedLinearToeplitz,
     DampedAntiPGD,
-    DenseStrategy,
     IdentityStrategy,
     NuDPFTRL,
     Participation,
     Restarted,
     ToeplitzStrategy,
-    TreeAggregation,
     linear_cooldown,
     momentum_workload,
     prefix_sum_workload,
 )
+from hf_dpopt.noise.dense import DenseStrategy
+from hf_dpopt.noise.tree import TreeAggregation
 from tests.mechanisms.strategies.cases import strategies
 
 N = 32

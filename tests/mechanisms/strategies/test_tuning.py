@@ -14,7 +14,6 @@ from hf_dpopt.noise import (
     DampedAntiPGD,
     NuDPFTRL,
     Participation,
-    TreeAggregation,
     Workload,
     choose_num_bands,
     linear_cooldown,
@@ -26,6 +25,7 @@ from hf_dpopt.noise import (
 )
 from hf_dpopt.noise.objective import squared_error, squared_sensitivity
 from hf_dpopt.noise.sensitivity import toeplitz_sensitivity
+from hf_dpopt.noise.tree import TreeAggregation
 from tests.reference.strategies import max_loss
 
 N = 40
