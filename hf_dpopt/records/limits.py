@@ -7,7 +7,7 @@ that the record is there. Shape legend: B = rows of a batch, T = tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,10 @@ class Limits:
             first_tokens_count=kind == "custom" and getattr(config, "_attn_implementation", None) in (None, "eager"),
         )  # fmt: skip
 
+    def range_of(self, column: str) -> Range | None:
+        """The values that a column of the dataset may hold; None for any."""
+        return self.ranges.get("labels" if column in LABEL_COLUMNS else column)
+
     def failing(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Rows that the model cannot take, (B,) bool; `batch` is collated and on the CPU."""
         sizes = [len(v) for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0]
@@ -125,23 +129,26 @@ class Limits:
         if "labels" in self.per_token and isinstance(ids, torch.Tensor) and isinstance(labels, torch.Tensor):
             if ids.dim() == labels.dim() == 2 and ids.shape != labels.shape:
                 return torch.ones_like(failing_B)  # a target for every token, or padding would shift them
-        for column, allowed in self.ranges.items():
-            values = batch.get(column)
-            if not isinstance(values, torch.Tensor) or values.dim() == 0:
-                continue
-            if values.is_floating_point():
-                is_class = column == "labels" and self.classes_are_whole and values.dim() == 1
-                if is_class or column != "labels":
-                    return torch.ones_like(failing_B)
-                continue
-            failing_B |= ~allowed.holds(values).flatten(1).all(dim=1) if values.dim() > 1 else ~allowed.holds(values)
-        if self.label_is_a_choice:
-            failing_B |= _chooses_nothing(batch)
+        for column, values, allowed in self._looked_up(batch):
+            if not values.is_floating_point():
+                failing_B |= ~allowed.holds(values).reshape(len(values), -1).all(dim=1)
+            elif column != "labels" or (self.classes_are_whole and values.dim() == 1):
+                return torch.ones_like(failing_B)
         for column, table in self.positions.items():
             ids_BT = batch.get(column)
             if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and ids_BT.size(1) > table.most:
                 failing_B |= _num_positions(ids_BT, batch, table) > table.most
         return failing_B
+
+    def _looked_up(self, batch: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor, Range]]:
+        """Columns of a collated batch, and the values that they may hold."""
+        ids, ranges = batch.get("input_ids"), dict(self.ranges)
+        if self.label_is_a_choice and isinstance(ids, torch.Tensor) and ids.dim() == 3:
+            ranges["labels"] = Range(ids.size(1), CHOICES)
+        for column, allowed in ranges.items():
+            values = batch.get(column)
+            if isinstance(values, torch.Tensor) and values.dim() > 0:
+                yield column, values, allowed
 
     def empty(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Rows with nothing to attend to, (B,) or one value for all; `batch` is collated and on the CPU.
@@ -165,24 +172,16 @@ class Limits:
 
     def is_too_wide(self, batch: Mapping[str, Any]) -> bool:
         """Whether padding reaches beyond the positions (`pad_to_multiple_of`), even if no record is too long."""
-        for column, table in self.positions.items():
-            ids_BT = batch.get(column)
-            if isinstance(ids_BT, torch.Tensor) and ids_BT.dim() == 2 and table.padding is None:
-                if ids_BT.size(1) > table.most:
-                    return True
-        return False
+        tables = {column: table for column, table in self.positions.items() if table.padding is None}
+        pairs = ((batch.get(column), table.most) for column, table in tables.items())
+        return any(isinstance(ids, torch.Tensor) and ids.dim() == 2 and ids.size(1) > most for ids, most in pairs)
 
     def first_outside(self, batch: Mapping[str, Any]) -> str:
         """Message about the first value of a collated batch that the model cannot look up; empty if there is none."""
-        for column, allowed in self.ranges.items():
-            values = batch.get(column)
-            if isinstance(values, torch.Tensor) and not values.is_floating_point():
-                outside = values[~allowed.holds(values)]
-                if outside.numel():
-                    return allowed.says(column, int(outside.flatten()[0]))
-        if self.label_is_a_choice and (is_none_B := _chooses_nothing(batch)).any():
-            value = int(batch["labels"].reshape(-1)[is_none_B][0])
-            return Range(batch["input_ids"].size(1), CHOICES).says("labels", value)
+        for column, values, allowed in self._looked_up(batch):
+            outside = values[:0] if values.is_floating_point() else values[~allowed.holds(values)]
+            if outside.numel():
+                return allowed.says(column, int(outside.flatten()[0]))
         return (
             "labels are floats, or more tokens come than the model has positions." if self.failing(batch).any() else ""
         )
@@ -234,17 +233,6 @@ def _num_places(tokens: Any, table: Positions) -> int:
     return sum(int(token) != table.padding for token in tokens)
 
 
-def _chooses_nothing(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Rows whose label is none of their choices, (B,) bool; a single value where that cannot be told."""
-    ids_BCT, labels_B = batch.get("input_ids"), batch.get("labels")
-    if not isinstance(ids_BCT, torch.Tensor) or not isinstance(labels_B, torch.Tensor):
-        return torch.zeros(1, dtype=torch.bool)
-    if ids_BCT.dim() != 3 or labels_B.numel() != len(ids_BCT) or labels_B.is_floating_point():
-        return torch.zeros(1, dtype=torch.bool)
-    labels_B = labels_B.reshape(-1)
-    return (labels_B < 0) | (labels_B >= ids_BCT.size(1))
-
-
 def _num_positions(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positions) -> torch.Tensor:
     """Number of positions that each row takes without its padding, (B,)."""
     if table.padding is not None:
@@ -258,33 +246,32 @@ def _num_positions(ids_BT: torch.Tensor, batch: Mapping[str, Any], table: Positi
 
 def _labels(base: Any, config: Any, kind: str, vocabulary: Any) -> Range | None:
     if kind in ("ForCausalLM", "ForMaskedLM", "ForConditionalGeneration"):
-        below = _rows(base, "get_output_embeddings") or vocabulary
+        head = table_of(base, "output")
+        below = vocabulary if head is None else len(head)
         what = "the vocabulary that the model predicts"
         return Range(below, what, True, RESIZE) if isinstance(below, int) else None
     num_labels = getattr(config, "num_labels", None)
     if not isinstance(num_labels, int) or num_labels < 2:
         return None
-    if kind == "ForTokenClassification":
-        return Range(num_labels, LABELS, True, MORE_LABELS)
-    if kind == "ForSequenceClassification" and getattr(config, "problem_type", None) in (
-        None,
+    problem = getattr(config, "problem_type", None) or "single_label_classification"
+    if kind == "ForTokenClassification" or (kind, problem) == (
+        "ForSequenceClassification",
         "single_label_classification",
     ):
-        return Range(num_labels, LABELS, otherwise=MORE_LABELS)
+        return Range(num_labels, LABELS, kind == "ForTokenClassification", MORE_LABELS)
     return None
 
 
 def _vocabulary(base: Any) -> Any:
     """Number of tokens the model reads; None for one that reads none."""
-    return _rows(base, "get_input_embeddings") or getattr(getattr(base, "config", None), "vocab_size", None)
+    words = table_of(base, "input")
+    return getattr(getattr(base, "config", None), "vocab_size", None) if words is None else len(words)
 
 
-def _rows(base: Any, getter: str) -> int | None:
-    """Number of rows of the model's word table, or of its head; None if it has none."""
-    get: Callable[[], Any] = getattr(base, getter, lambda: None)
+def table_of(base: Any, side: str) -> torch.Tensor | None:
+    """The table of a model's words ("input"), or of its head ("output"), (V, D); None if it has none."""
     try:
-        layer = get()
+        weight = getattr(getattr(base, f"get_{side}_embeddings", lambda: None)(), "weight", None)
     except (NotImplementedError, AttributeError):  # models of sound and pictures
         return None
-    weight = getattr(layer, "weight", None)
-    return len(weight) if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None
+    return weight if isinstance(weight, torch.Tensor) and weight.dim() == 2 else None

@@ -164,25 +164,26 @@ def _tokens(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> to
     return token_mean(outputs.logits, labels_BT, label_smoothing=label_smoothing)
 
 
-def _sequence_classification(problem: str) -> Callable[[Any, torch.Tensor, float], torch.Tensor]:
-    def regression(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-        logits_BK = _wide_logits(outputs.logits)
-        return (logits_BK - labels_B.view(logits_BK.shape).to(logits_BK.dtype)).square().mean(dim=1)
+def _one_label(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    logits_BK = _wide_logits(outputs.logits)
+    return F.cross_entropy(logits_BK, labels_B.view(-1), reduction="none", label_smoothing=label_smoothing)
 
-    def single(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-        return F.cross_entropy(
-            _wide_logits(outputs.logits), labels_B.view(-1), reduction="none", label_smoothing=label_smoothing
-        )
 
-    def multi(outputs: Any, labels_BK: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-        logits_BK = _wide_logits(outputs.logits)
-        return F.binary_cross_entropy_with_logits(logits_BK, labels_BK.to(logits_BK.dtype), reduction="none").mean(1)
+def _regression(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    logits_BK = _wide_logits(outputs.logits)
+    return (logits_BK - labels_B.view(logits_BK.shape).to(logits_BK.dtype)).square().mean(dim=1)
 
-    return {
-        "regression": regression,
-        "single_label_classification": single,
-        "multi_label_classification": multi,
-    }[problem]
+
+def _several_labels(outputs: Any, labels_BK: torch.Tensor, label_smoothing: float) -> torch.Tensor:
+    logits_BK = _wide_logits(outputs.logits)
+    return F.binary_cross_entropy_with_logits(logits_BK, labels_BK.to(logits_BK.dtype), reduction="none").mean(1)
+
+
+_BY_PROBLEM = {
+    "regression": _regression,
+    "single_label_classification": _one_label,
+    "multi_label_classification": _several_labels,
+}
 
 
 def problem_type(model: nn.Module, labels: torch.Tensor) -> str:
@@ -212,18 +213,13 @@ def _question_answering(outputs: Any, labels: Mapping[str, torch.Tensor], label_
     return (ends[0] + ends[1]) / 2
 
 
-def _multiple_choice(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    logits_BC = _wide_logits(outputs.logits)
-    return F.cross_entropy(logits_BC, labels_B.view(-1), reduction="none", label_smoothing=label_smoothing)
-
-
 _BY_LOSS_TYPE: dict[str, Callable[[Any, Any, float], torch.Tensor]] = {
     "ForCausalLM": _causal,
     "ForMaskedLM": _tokens,
     "ForTokenClassification": _tokens,
     "ForConditionalGeneration": _tokens,
     "ForQuestionAnswering": _question_answering,
-    "ForMultipleChoice": _multiple_choice,
+    "ForMultipleChoice": _one_label,
 }
 LABEL_NAMES = ("labels", "start_positions", "end_positions")
 
@@ -339,9 +335,9 @@ class RecordLosses:
         outputs = self.model(**inputs)
         if callable(self.loss):
             return self.loss(outputs, labels, dict(batch)) if self._takes_inputs else self.loss(outputs, labels)
-        if self.kind == "ForSequenceClassification":
-            return _sequence_classification(problem_type(self.model, labels))(outputs, labels, self.label_smoothing)
-        return _BY_LOSS_TYPE[self.kind](outputs, labels, self.label_smoothing)
+        is_classifier = self.kind == "ForSequenceClassification"
+        loss = _BY_PROBLEM[problem_type(self.model, labels)] if is_classifier else _BY_LOSS_TYPE[self.kind]
+        return loss(outputs, labels, self.label_smoothing)
 
     def _labels(self, batch: Mapping[str, Any]) -> Any:
         if self.kind == "ForQuestionAnswering":
