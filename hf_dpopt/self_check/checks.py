@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 import torch
@@ -12,29 +13,43 @@ from torch import nn
 
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.common.collectives import current_ranks
-from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError
 from hf_dpopt.common.sharding import give_back
 from hf_dpopt.records.limits import Limits
 from hf_dpopt.records.losses import RecordLosses, base_model
-from hf_dpopt.self_check import conditions
+from hf_dpopt.records.rows import is_stored
+from hf_dpopt.records.settings import settings
 from hf_dpopt.self_check.comparisons import (
+    EXTRA_PADDING,
+    Batch,
+    Probe,
     check_others,
     check_padding,
     check_sums,
-    check_units,
-    check_width,
+    in_enough_digits,
+    probing,
 )
-from hf_dpopt.self_check.made_up import LOOKS, MAX_TOKENS, Columns, rows
-from hf_dpopt.self_check.precision import (
+from hf_dpopt.self_check.conditions import (
+    NARROW,
     NARROW_TOLERANCE,
     TOLERANCE,
-    in_enough_digits,
+    device_of,
+    fits,
+    in_mode,
+    keep_generators,
+    tolerance_of_others,
     training_conditions,
 )
-from hf_dpopt.self_check.probe import ProbeOfShards, probing
-from hf_dpopt.self_check.shared import check_shared_draws
+from hf_dpopt.self_check.draws import HIGH, LOW
+from hf_dpopt.self_check.made_up import LOOKS, MAX_TOKENS, Columns, Look, rows
 
+OPTIONS = re.compile(r"layer_?drop|drop_?path|jitter|stochastic|spec_augment|mask_(time|feature)_prob|^survival")
+FORCED: tuple[float | int, ...] = (LOW, HIGH, *range(1, 9))  # quantiles, so that rare events happen, and other seeds
+MAX_NAMED = 5
 LOSS_TOLERANCE = 1e-5  # the logits are the same; transformers rounds what follows to float32
+IN_SHARDS = (
+    "the model lies in shards, so it was checked without dropout, and not searched for draws that records share"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,28 +60,26 @@ class SelfCheck:
         relative_error: largest relative error found between engine and loop.
         influence: largest relative change of a record's gradient by others in a batch of the same shape.
         seconds: duration of the check, in seconds.
-        num_tokens: number of tokens of the longest made-up record.
         notes: parts that could not be checked as thoroughly as usual, in words for the user.
     """
 
     relative_error: float
     influence: float
     seconds: float
-    num_tokens: int
     notes: tuple[str, ...] = ()
 
 
-def _check_is_the_models_own_loss(losses: RecordLosses, row: Mapping[str, Any], tolerance: float) -> None:
+def _check_is_the_models_own_loss(losses: RecordLosses, row: Batch, tolerance: float) -> None:
     """Refuse heads whose loss differs from what their name says: labels that are not shifted, further terms."""
     if losses.kind == "custom":
         return
     config = base_model(losses.model).config
     problem_type = getattr(config, "problem_type", None)  # the model writes what it infers into its config
-    with torch.no_grad(), conditions.in_mode(losses.model, training=False):  # two forwards: without dropout
+    with torch.no_grad(), in_mode(losses.model, training=False):  # two forwards: without dropout
         own = losses.model(**row, return_dict=True).loss
         ours = RecordLosses(losses.model)(row)[0]  # label smoothing is the Trainer's, not the model's
     config.problem_type = problem_type
-    allowed = max(LOSS_TOLERANCE, tolerance if tolerance == NARROW_TOLERANCE else 0.0)
+    allowed = NARROW_TOLERANCE if tolerance == NARROW_TOLERANCE else LOSS_TOLERANCE
     if own is not None and own.isfinite() and (own - ours).abs() > allowed * own.abs().clamp(min=1):
         raise DPConfigError(
             f"{type(base_model(losses.model)).__name__} computes another loss than {losses.kind} models do: {own:.4g} "
@@ -80,17 +93,6 @@ def _check_padding_token(losses: RecordLosses, columns: Columns) -> None:
     allowed, padding_id = Limits.of(losses.model, losses.kind).ranges.get("input_ids"), columns.padding_id
     if padding_id is not None and columns.is_padded and allowed is not None and not allowed.holds(padding_id):
         raise DPConfigError(f"The padding token is none of the model's: {allowed.says('input_ids', padding_id)}")
-
-
-def _forward_in_training_mode(losses: RecordLosses, batch: Mapping[str, Any]) -> None:
-    model = losses.model
-    with (
-        conditions.keep_generators(conditions.device_of(model)),
-        torch.no_grad(),
-        conditions.in_mode(model, training=True),
-        conditions.unchanged_buffers(model),
-    ):
-        losses(batch)
 
 
 def self_check(
@@ -131,79 +133,123 @@ def self_check(
             whole batch, or how records are mixed.
         DPConfigError: for a packed batch, or a model whose loss is not the one of its kind.
     """
-    start = time.perf_counter()
-    model, notes, num = engine.model, list[str](), len(LOOKS)
+    start, model, notes = time.perf_counter(), engine.model, list[str]()
     columns = Columns.of(like, model, padding_id, padding_side)
-    if engine.is_collective:
-        return _check_shards(engine, losses, columns)
-    _check_padding_token(losses, columns)
     batch = columns.batch(model)
-    _forward_in_training_mode(losses, batch)
-    num_tokens = max(longest or 0, like["input_ids"].size(-1)) if columns.is_padded else 0
-    is_longer, is_narrow = num_tokens > MAX_TOKENS, conditions.is_narrow(model)
-    is_wide = not is_narrow or conditions.fits(model)
-    if not is_wide:
-        notes.append(_too_large(model))
+    if engine.is_collective:
+        return SelfCheck(_error_of_shards(engine, losses, batch), 0.0, time.perf_counter() - start, (IN_SHARDS,))
+    _check_padding_token(losses, columns)
+    with training_conditions(engine), torch.no_grad():
+        losses(batch)
+    if not fits(model):
+        notes.append(
+            "there is no room for a float32 copy of the weights, so the engine was compared in the precision of the "
+            f"run, with a tolerance of {NARROW_TOLERANCE:.0%}"
+        )
 
     def check_made_up(tolerance: float) -> float:
-        with probing(engine, losses, batch, range(num), tolerance) as probe:
-            check_shared_draws(probe, batch, num)
-            unclipped, error = check_sums(probe, batch, num, is_scaled=is_scaled)
-            if columns.is_padded:
-                error = max(error, check_padding(probe, batch, num, columns, unclipped))
-            if has_units:
-                error = max(error, check_units(probe, batch, num))
+        with probing(engine, losses, batch, len(LOOKS), tolerance) as probe:
+            _check_shared_draws(probe, batch, len(LOOKS))
+            error = check_sums(probe, batch, is_scaled=is_scaled, has_units=has_units)
+            if columns.is_padded and _has_positions_for_padding(losses, batch):
+                what = "gradients change with the padding, so a record's gradient depends on how long the others are"
+                error = max(error, check_padding(probe, batch, columns, EXTRA_PADDING, what))
         _check_is_the_models_own_loss(losses, rows(batch, 0), tolerance)
         return error
 
-    def check_beside_others(*, wide: bool, is_wide: bool, num_tokens: int | None = None) -> float:
-        with training_conditions(engine, wide=wide):
-            return check_others(engine, losses, columns, num_tokens=num_tokens, is_wide=is_wide)
+    def check_width(tolerance: float) -> float:
+        short = max(1, min(MAX_TOKENS, num_tokens // 2))
+        what = (
+            f"the gradient of a record of {short} tokens changes beside one of {num_tokens}, the longest of the "
+            "dataset, so it depends on how long the others are"
+        )
+        pair = columns.batch(model, (Look(), Look()), short)
+        with probing(engine, losses, pair, 2, tolerance) as probe:
+            return check_padding(probe, rows(pair, 0), columns, num_tokens - short, what)
 
-    error, influence = in_enough_digits(engine, losses, [batch], check_made_up), 0.0
-    if is_narrow or not is_longer:  # else at the longest length instead, in the precision of the run
-        influence = check_beside_others(wide=True, is_wide=is_wide)
-    if is_narrow and is_wide:  # once more in the precision of the run
-        influence = max(influence, check_beside_others(wide=False, is_wide=False))
-    if is_longer:
-        try:
-            at_length = in_enough_digits(
-                engine, losses, [like], lambda tolerance: check_width(engine, losses, columns, num_tokens, tolerance)
-            )
-            moved = check_beside_others(wide=False, is_wide=not is_narrow, num_tokens=num_tokens)
-            error, influence = max(error, at_length), max(influence, moved)
-        except torch.OutOfMemoryError:
-            notes.append(f"records of {num_tokens} tokens did not fit into memory, so shorter ones were checked only")
-            influence = max(influence, check_beside_others(wide=False, is_wide=not is_narrow))
-    return SelfCheck(error, influence, time.perf_counter() - start, max(num_tokens, MAX_TOKENS), tuple(notes))
+    error = in_enough_digits(engine, losses, [batch], check_made_up)
+    num_tokens = max(longest or 0, like["input_ids"].size(-1)) if columns.is_padded else 0
+    try:
+        if num_tokens > MAX_TOKENS:
+            error = max(error, in_enough_digits(engine, losses, [like], check_width))
+        with training_conditions(engine):
+            influence = check_others(engine, losses, columns, num_tokens if num_tokens > MAX_TOKENS else None)
+    except torch.OutOfMemoryError:
+        notes.append(f"records of {num_tokens} tokens did not fit into memory, so shorter ones were checked only")
+        with training_conditions(engine):
+            influence = check_others(engine, losses, columns, None)
+    return SelfCheck(error, influence, time.perf_counter() - start, tuple(notes))
 
 
-def _too_large(model: nn.Module) -> str:
-    return (
-        f"there is no room for a float32 copy of the weights ({conditions.bytes_to_widen(model) / 2**30:.1f} GiB), so "
-        f"the engine was compared in the precision of the run, with a tolerance of {NARROW_TOLERANCE:.0%}"
+def _has_positions_for_padding(losses: RecordLosses, batch: Batch) -> bool:
+    most = getattr(getattr(base_model(losses.model), "config", None), "max_position_embeddings", None)
+    return most is None or batch["input_ids"].size(-1) + EXTRA_PADDING + 2 <= most
+
+
+def _check_shared_draws(probe: Probe, batch: Batch, num: int) -> None:
+    """Refuse a model whose gradients depend on a draw that all records of a batch share.
+
+    Records that share a draw are not independent given the batches: removing one regroups who shares what with whom,
+    and the sum moves by more than a record's clipped gradient.
+
+    Raises:
+        UnsupportedModuleError: naming the modules that draw, and the option to set to 0.
+    """
+    if not probe.uses_others and (probe.draws is None or not probe.draws.has_shared):
+        return
+    first = probe.gradient(batch, range(num))
+    allowed = tolerance_of_others(probe.engine) * max(probe.length(first), 1e-12)
+    others = (probe.gradient(batch, range(num), shared=how) for how in FORCED)
+    if all(probe.distance(other, first) <= allowed for other in others):  # differs, too, if either is no number
+        return
+    found = {} if probe.draws is None else dict(probe.draws.shared)
+    found |= {"": "random or numpy.random"} if probe.uses_others else {}
+    places = [f"{module or 'the model'} ({operation})" for module, operation in found.items()]
+    named = ", ".join(places[:MAX_NAMED]) + (f" and {len(places) - MAX_NAMED} more" if len(places) > MAX_NAMED else "")
+    raise UnsupportedModuleError(
+        f"Self-check failed before training: {named} draws random numbers once for the whole batch, and they change "
+        "the gradients: records share them, so one record more or less changes which others share a draw. "
+        f"{_way_out(probe.engine.model, found)}"
     )
 
 
-def _check_shards(engine: ClippingEngine, losses: RecordLosses, columns: Columns) -> SelfCheck:
+def _way_out(model: nn.Module, names: Iterable[str]) -> str:
+    """Say which options look responsible for the draws of these modules, and where they are."""
+    options = [
+        f"config.{path}{name} = {False if isinstance(value, bool) else 0.0}"
+        for path, name, value in settings(model)
+        if OPTIONS.search(name) and isinstance(value, int | float) and value
+    ]
+    dropouts = [name for name in names if isinstance(getattr(model.get_submodule(name), "p", None), float)]
+    fixes = []
+    if options and set(names) - set(dropouts):
+        named = ", ".join(dict.fromkeys(options))
+        fixes.append(f"Set {named} before the model is made (from_pretrained takes them as arguments, too).")
+    if dropouts:
+        named = ", ".join(map(repr, dropouts[:MAX_NAMED]))
+        fixes.append(f"Set p = 0 there: for name in [{named}]: model.get_submodule(name).p = 0.0.")
+    return (
+        " ".join(fixes) or "Turn that off, or draw one number for each record (a tensor whose first dimension is B)."
+    )
+
+
+def _error_of_shards(engine: ClippingEngine, losses: RecordLosses, made_up: Batch) -> float:
     """Compare the engine's sum over the ranks with a loop over single records, without dropout.
 
     Formal guarantee: on return, for these made-up inputs and without dropout, the clipped sum that the ranks hold in
     shards is that of one plain backward per record, so no record's gradient depended on another record.
     """
-    start, model, device = time.perf_counter(), engine.model, conditions.device_of(engine.model)
-    made_up = columns.batch(model)
+    model, device = engine.model, device_of(engine.model)
     batch = _on(device, current_ranks().same(lambda: _on(torch.device("cpu"), made_up)))
     dtypes = {p.dtype for p in model.parameters()}
-    tolerance = NARROW_TOLERANCE if dtypes & set(conditions.NARROW) else TOLERANCE.get(next(iter(dtypes)), 1e-4)
-    with conditions.keep_generators(device), conditions.in_mode(model, training=False):
-        _, error = check_sums(ProbeOfShards(engine, losses, tolerance), batch, len(LOOKS))
+    tolerance = NARROW_TOLERANCE if dtypes & set(NARROW) else TOLERANCE.get(next(iter(dtypes)), 1e-4)
+    with keep_generators(device), in_mode(model, training=False):
+        error = check_sums(Probe(engine, losses, tolerance), batch)
     give_back(model)
-    note = "the model lies in shards, so it was checked without dropout, and not searched for draws that records share"
-    return SelfCheck(error, 0.0, time.perf_counter() - start, MAX_TOKENS, (note,))
+    return error
 
 
-def _on(device: torch.device, batch: Mapping[str, Any]) -> dict[str, Any]:
+def _on(device: torch.device, batch: Batch) -> dict[str, Any]:
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
@@ -212,18 +258,12 @@ def longest_record(dataset: Any) -> int | None:
     if isinstance(dataset, list):
         rows = (row.get("input_ids") for row in dataset if isinstance(row, Mapping))
         return max((len(row) for row in rows if isinstance(row, Sized)), default=None)
-    names, form = getattr(dataset, "column_names", None), getattr(dataset, "format", None)
-    if (
-        not (isinstance(names, list) and "input_ids" in names and isinstance(form, dict))
-        or form.get("type") == "custom"
-    ):
+    if not is_stored(dataset) or "input_ids" not in dataset.column_names:
         return None
     import pyarrow.compute as pc
 
-    longest = 0
-    for batch in dataset.with_format("arrow", columns=["input_ids"]).iter(10_000):
-        try:
-            longest = max(longest, pc.max(pc.list_value_length(batch.column("input_ids"))).as_py() or 0)
-        except NotImplementedError:  # no lists (ArrowNotImplementedError is one)
-            return None
-    return longest or None
+    batches = dataset.with_format("arrow", columns=["input_ids"]).iter(10_000)
+    try:
+        return max((pc.max(pc.list_value_length(b.column(0))).as_py() or 0 for b in batches), default=0) or None
+    except NotImplementedError:  # no lists (ArrowNotImplementedError is one)
+        return None

@@ -1,48 +1,46 @@
 """Comparisons: the engine's sum with a loop over single records, and a record with itself beside others.
 
-Shape legend: B = records, T = tokens.
+Shape legend: B = records.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import random
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from hf_dpopt.clipping.engine import ClippingEngine
 from hf_dpopt.clipping.scaling import Diagonal, Factored, Scale
-from hf_dpopt.clipping.thresholds import FlatClipping
+from hf_dpopt.clipping.thresholds import Clipping, FlatClipping
 from hf_dpopt.clipping.units import Units
+from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import UnsupportedModuleError
+from hf_dpopt.common.sharding import is_sharded, local_of
 from hf_dpopt.records.collation import TARGETS
-from hf_dpopt.records.losses import RecordLosses, base_model, num_records
-from hf_dpopt.self_check.draws import MIDDLE
-from hf_dpopt.self_check.made_up import Columns, Look, add_padding, rows
-from hf_dpopt.self_check.precision import (
+from hf_dpopt.records.losses import RecordLosses, num_records
+from hf_dpopt.self_check.conditions import (
     ACCELERATOR,
-    FLOORS,
     NARROW_SAME_SHAPES,
     NARROW_TOLERANCE,
     TOLERANCE,
-    in_enough_digits,
+    fits,
+    in_mode,
+    plain_operations,
     tolerance_of_others,
+    training_conditions,
 )
-from hf_dpopt.self_check.probe import (
-    Gradient,
-    Probe,
-    clipped_by,
-    distance,
-    length,
-    plain_gradient,
-    probing,
-)
+from hf_dpopt.self_check.draws import MIDDLE, RecordDraws, others_were_used, seed_others
+from hf_dpopt.self_check.made_up import Columns, Look, add_padding, rows
 
 Batch = Mapping[str, Any]
+Gradient = dict[str, torch.Tensor]
 
+FLOORS = 4.0  # times what two equal runs differ by, or what the last digits of layers change
+MOST_BY_ROUNDING = 1e-2  # clipping norms; a record that others reach moves by more
 EXTRA_PADDING = 3
 UNCLIPPED = FlatClipping(clipping_norm=1e30)
 MIXING = (
@@ -61,43 +59,266 @@ BESIDE = (
     (Look(1.0, "constant"), Look(1.0, "large")),
     (Look(0.01), Look(0.01, "large")),
 )
-BESIDE_ONE = (Look(1.0), Look(1.0, "constant"), Look(1.0, "large"))
 WATCHED = (Look(0.15), Look(0.8, "constant"))
+
+
+@dataclasses.dataclass
+class Probe:
+    """An engine with its losses, whose random draws are under control.
+
+    Of a model in shards (FSDP2), every tensor is this rank's shard, and all ranks take part in each call: every rank
+    computes the same record by itself, so the mean of the gradients is its gradient. The engine meets a batch on rank
+    0 alone, and the others take part without records: a mistake in how shards are cut, summed or skipped shows.
+
+    Args:
+        engine: the engine that training uses.
+        losses: the losses that training uses.
+        tolerance: relative error that rounding may cause.
+        draws: mode that makes draws per record; None if nothing is drawn.
+        uses_others: whether Python's or numpy's generator is drawn from, too.
+    """
+
+    engine: ClippingEngine
+    losses: RecordLosses
+    tolerance: float
+    draws: RecordDraws | None = None
+    uses_others: bool = False
+
+    def losses_of(self, batch: Batch, records: Sequence[int], **how: Any) -> torch.Tensor:
+        """The losses of a batch that holds these records, (B,); `how` as for `RecordDraws.start`."""
+        seed_others(how.get("shared", 0))
+        if self.draws is not None:
+            self.draws.start(records, **how)
+        return self.losses(batch)
+
+    def gradient(self, batch: Batch, records: Sequence[int], **how: Any) -> Gradient:
+        """Compute the gradient of the sum of the losses of a batch, by a plain backward."""
+        return self.total([lambda: self.losses_of(batch, records, **how)])
+
+    def total(self, parts: Sequence[Any]) -> Gradient:
+        """Compute the gradient of a sum of losses that several forwards return."""
+        return {name: local_of(g) for name, g in self.engine.gradient_of(parts).items()}
+
+    def engine_sum(
+        self,
+        batch: Batch,
+        records: Sequence[int],
+        *,
+        scale: Scale | None = None,
+        units: Units | None = None,
+        **how: Any,
+    ) -> Gradient:
+        """Compute the engine's clipped sum of a batch."""
+        engine, ranks, sums = self.engine, current_ranks(), self.engine.empty_sum(scale)
+        with engine.leaving_out() if engine.is_collective and ranks.rank > 0 else contextlib.nullcontext():
+            engine.add_clipped_sum(sums, lambda: self.losses_of(batch, records, **how), len(records), units)
+        result = ranks.sum(sums.result()) if engine.is_collective else sums.result()
+        return {name: local_of(g) for name, g in result.items()}
+
+    def norms(self, gradient: Gradient) -> dict[str, torch.Tensor]:
+        """L2 norm of each tensor, over all shards, float64."""
+        norms = {name: torch.linalg.vector_norm(g).double() for name, g in gradient.items()}
+        if not self.engine.is_collective:
+            return norms
+        ranks, whole = current_ranks(), {n for n, p in self.engine.parameters.items() if not is_sharded(p)}
+        mine = [norm.square() / (ranks.size if name in whole else 1) for name, norm in norms.items()]
+        return dict(zip(norms, torch.stack(ranks.gather(torch.stack(mine))).sum(0).sqrt(), strict=True))
+
+    def length(self, gradient: Gradient) -> float:
+        """L2 norm over all tensors together; NaN if one holds NaN."""
+        return float(torch.linalg.vector_norm(torch.stack(list(self.norms(gradient).values()))))
+
+    def distance(self, one: Gradient, other: Gradient) -> float:
+        """L2 distance of two gradients; NaN if either holds NaN."""
+        return self.length({name: one[name] - other[name] for name in other})
+
+    def _clipped_sum(self, clipping: Clipping, alone: Sequence[Gradient]) -> Gradient:
+        """The sum of the gradients of single records, clipped record by record in a loop."""
+        squares: dict[str, list[Any]] = {clipping.group(name): [0.0] * len(alone) for name in alone[0]}
+        for b, one in enumerate(alone):
+            for name, norm in self.norms(one).items():
+                squares[clipping.group(name)][b] += norm.square()
+        factors = clipping.factors({group: torch.stack(squares_B) for group, squares_B in squares.items()})
+        return {
+            name: torch.stack([one[name] * factors[clipping.group(name)][b] for b, one in enumerate(alone)]).sum(0)
+            for name in alone[0]
+        }
+
+    def check_sum(
+        self,
+        compute: Callable[[], Gradient],
+        alone: Sequence[Gradient],
+        what: str,
+        fix: str,
+        *,
+        clipping: Clipping | None = None,
+    ) -> float:
+        """Compare a clipped sum with these gradients clipped one by one, and return the relative error.
+
+        Args:
+            compute: gives the sum, clipped as the engine clips.
+            alone: the gradients of the records, or of users.
+            what, fix: for the message of the error.
+            clipping: the rule; None takes the engine's, with a clipping norm at the median of the gradients.
+        """
+        lengths = sorted(map(self.length, alone))
+        if clipping is None:
+            median = next((x for x in lengths[(len(alone) - 1) // 2 :] if x > 0), None)
+            if median is None:
+                return 0.0
+            clipping = dataclasses.replace(self.engine.clipping, clipping_norm=median)
+        before, self.engine.clipping = self.engine.clipping, clipping
+        try:
+            got = compute()
+        finally:
+            self.engine.clipping = before
+        # where gradients cancel, what is left of the sum is rounding
+        longest = min(lengths[-1], clipping.clipping_norm)
+        return self.check_equal(got, self._clipped_sum(clipping, alone), what, fix, longest=longest)
+
+    def check_equal(self, got: Gradient, want: Gradient, what: str, fix: str, *, longest: float = 0.0) -> float:
+        """Return the relative error if it is within the tolerance; else raise an error that names the worst tensor."""
+        scale = max(self.length(want), longest, 1e-12)
+        apart = self.norms({name: got[name] - want[name] for name in want})
+        errors = {name: float(norm) / scale for name, norm in apart.items()}
+        worst = max(errors, key=lambda n: errors[n] if errors[n] == errors[n] else float("inf"))
+        if not errors[worst] <= self.tolerance:
+            raise UnsupportedModuleError(
+                f"Self-check failed before training: {what}. Worst tensor: {worst}, relative error "
+                f"{errors[worst]:.2g} (allowed {self.tolerance:g}). {fix}"
+            )
+        return errors[worst]
+
+
+@contextlib.contextmanager
+def probing(engine: ClippingEngine, losses: RecordLosses, batch: Batch, num: int, tolerance: float) -> Iterator[Probe]:
+    """Make a probe for a model, after trying it on a batch; it controls random draws if there are any.
+
+    Raises:
+        UnsupportedModuleError: if the operations cannot be seen one by one, and the model is random in training mode.
+    """
+    with plain_operations(engine.model):
+        draws = RecordDraws(engine.model)
+        probe = Probe(engine, losses, tolerance, draws)
+        try:
+            with torch.no_grad(), draws:
+                probe.losses_of(batch, range(num))
+                probe.uses_others, of_all = others_were_used(), draws.shapes
+                if of_all and num > 1:
+                    probe.losses_of(rows(batch, 0), [0])
+                    draws.learn(of_all, num, draws.shapes)
+        except NotImplementedError as error:  # of an operation that does not run under a dispatch mode
+            draws.start(())
+            of_all = {}
+            _check_is_not_random(losses, batch, str(error).split("\n", 1)[0][:120])
+        if not of_all:  # intercepting every operation costs time
+            probe.draws = None
+        with draws if of_all else contextlib.nullcontext():
+            yield probe
+
+
+def _check_is_not_random(losses: RecordLosses, batch: Batch, reason: str) -> None:
+    with torch.no_grad():
+        first = losses(batch)
+        if any(not torch.equal(losses(batch), first) for _ in range(3)):
+            raise UnsupportedModuleError(
+                "Self-check failed before training: the model is random in training mode, and what it draws cannot "
+                f"be seen ({reason}), so records cannot be compared with themselves alone. Set its dropout to 0, or "
+                "load it with attn_implementation='sdpa' or 'eager'."
+            )
+
+
+def in_enough_digits(
+    engine: ClippingEngine, losses: RecordLosses, batches: Sequence[Batch], check: Callable[[float], float]
+) -> float:
+    """Run a check in float32 or wider; where it fails in float32, once more in float64, with the same tolerance.
+
+    Deep models with large activations round by more than the tolerance in float32; records that mix do so in float64,
+    too. Where float64 does not fit, the tolerance grows with what the last digits of the model's layers change in the
+    gradients of single batches, to `MOST_BY_ROUNDING` at most.
+
+    Args:
+        engine: the engine that training uses.
+        losses: the losses that training uses.
+        batches: the batches to change the last digits in.
+        check: takes the tolerance of equal sums; raises `UnsupportedModuleError` if a sum differs by more.
+
+    Raises:
+        UnsupportedModuleError: from the last check.
+    """
+    try:
+        with training_conditions(engine, torch.float32) as tolerance:
+            return check(tolerance)
+    except UnsupportedModuleError:
+        if tolerance != TOLERANCE[torch.float32]:
+            raise
+    if fits(engine.model, torch.float64):
+        try:
+            with training_conditions(engine, torch.float64):
+                return check(tolerance)
+        except (RuntimeError, TypeError, NotImplementedError):  # float32 inside the model, devices without float64
+            pass
+    with training_conditions(engine, torch.float32):
+        return check(min(max(tolerance, FLOORS * _last_digits(engine, losses, batches)), MOST_BY_ROUNDING))
+
+
+def _last_digits(engine: ClippingEngine, losses: RecordLosses, batches: Sequence[Batch]) -> float:
+    """Change of the gradients of these batches by one unit in the last place of every layer, in clipping norms."""
+
+    def next_number(module: Any, inputs: Any, output: Any) -> Any:
+        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+            return output
+        found = output.detach()
+        return output + (torch.nextafter(found, torch.full_like(found, torch.inf)) - found)
+
+    probe = Probe(engine, losses, 0.0)
+    with in_mode(engine.model, training=False), contextlib.ExitStack() as hooks:  # without dropout
+        before = [probe.gradient(batch, ()) for batch in batches]
+        for module in engine.model.modules():
+            if not list(module.children()):
+                hooks.callback(module.register_forward_hook(next_number).remove)
+        changes = [probe.distance(probe.gradient(batch, ()), g) for batch, g in zip(batches, before, strict=True)]
+    return sum(changes) / max(sorted(map(probe.length, before))[len(before) // 2], 1e-12)
 
 
 # --- the engine, and a loop over single records ----------------------------------------------------------------------
 
 
-def check_sums(probe: Probe, batch: Batch, num: int, *, is_scaled: bool = False) -> tuple[Gradient, float]:
-    """Compare the engine's sum with the loop's; returns the sum without a clip, and the largest error.
+def check_sums(probe: Probe, batch: Batch, *, is_scaled: bool = False, has_units: bool = False) -> float:
+    """Compare the engine's sums with the loop's, and return the largest relative error.
 
     First without a clip, where an error names the tensor it is in; then with one that half of the records meet.
+
+    Args:
+        probe: the model and its engine.
+        batch: made-up records.
+        is_scaled: also in the coordinates of a preconditioner, full and factored.
+        has_units: also with units of several records, clipped once: side by side in a batch, and added up in parts.
     """
-    what, everyone = "the clipped sum differs from a loop over single records", range(num)
-    unclipped = probe.engine_sum(batch, UNCLIPPED, everyone)
-    alone = [probe.gradient(rows(batch, b), b) for b in everyone]
-    error = probe.check_equal(unclipped, probe.clipped_sum(UNCLIPPED, alone), what, MIXING)
-    clipping = probe.clip_half(alone)
-    if clipping is not None:
-        got = probe.engine_sum(batch, clipping, everyone)
-        error = max(error, probe.check_equal(got, probe.clipped_sum(clipping, alone), what, MIXING))
-    if is_scaled:
-        error = max(error, _check_scaled_sums(probe, batch, alone))
-    return unclipped, error
-
-
-def _check_scaled_sums(probe: Probe, batch: Batch, alone: list[Gradient]) -> float:
-    """Compare sums clipped in the coordinates of a preconditioner, with a clip that half of the records meet."""
-    what, error = "the clipped sum of preconditioned gradients differs from a loop over single records", 0.0
-    if probe.draws is not None:
-        probe.draws.stop()
-    for scale in _made_up_scales(probe.engine.parameters):
+    num, what = num_records(batch), "the clipped sum differs from a loop over single records"
+    alone = [probe.gradient(rows(batch, b), [b]) for b in range(num)]
+    together = functools.partial(probe.engine_sum, batch, range(num))
+    errors = [probe.check_sum(together, alone, what, MIXING, clipping=c) for c in (UNCLIPPED, None)]
+    for scale in _made_up_scales(probe.engine.parameters) if is_scaled else ():
         scaled = [{n: g * scale.weights(n, g).view_as(g) for n, g in one.items()} for one in alone]
-        clipping = probe.clip_half(scaled)
-        if clipping is not None:
-            got = probe.engine_sum(batch, clipping, range(len(alone)), scale=scale)
-            error = max(error, probe.check_equal(got, probe.clipped_sum(clipping, scaled), what, MIXING))
-    return error
+        what = "the clipped sum of preconditioned gradients differs from a loop over single records"
+        errors.append(probe.check_sum(functools.partial(together, scale=scale), scaled, what, MIXING))
+    if has_units:
+        what, sizes = "the clipped sum of users differs from a loop over users", (num - 1, 1)
+        each = [lambda b=b: probe.losses_of(rows(batch, b), [b]) for b in range(num)]
+        users = [probe.total(each[: sizes[0]]), probe.total(each[sizes[0] :])]
+        side_by_side = functools.partial(together, units=Units(sizes))
+        for compute in (side_by_side, lambda: _sum_of(probe.engine, users)):
+            errors.append(probe.check_sum(compute, users, what, MIXING))
+    return max(errors)
+
+
+def _sum_of(engine: ClippingEngine, users: Sequence[Gradient]) -> Gradient:
+    """The engine's clipped sum of gradients that were added up in parts."""
+    sums = engine.empty_sum()
+    for user in users:
+        engine.add_clipped(sums, {name: gradient.unsqueeze(0) for name, gradient in user.items()})
+    return dict(sums.result())
 
 
 def _made_up_scales(parameters: Mapping[str, torch.Tensor]) -> list[Scale]:
@@ -112,34 +333,8 @@ def _made_up_scales(parameters: Mapping[str, torch.Tensor]) -> list[Scale]:
     return [Scale(full), Scale({**full, **factored})]
 
 
-def check_units(probe: Probe, batch: Batch, num: int) -> float:
-    """Compare units of several records, clipped once, side by side in a batch and added up in parts."""
-    alone = [probe.gradient(rows(batch, b), b) for b in range(num)]
-    sizes = (num - 1, 1)
-    first = {name: torch.stack([one[name] for one in alone[: sizes[0]]]).sum(dim=0) for name in alone[0]}
-    together = [first, alone[-1]]
-    norm = max(map(length, together))
-    if not norm > 0:
-        return 0.0
-    engine = probe.engine
-    clipping = dataclasses.replace(engine.clipping, clipping_norm=norm / 2)  # type: ignore[type-var]
-    want = probe.clipped_sum(clipping, together)
-    what = "the clipped sum of users differs from a loop over users"
-    with clipped_by(engine, clipping):
-        side_by_side, in_parts = engine.empty_sum(), engine.empty_sum()
-        engine.add_clipped_sum(side_by_side, lambda: probe.losses_of(batch, range(num)), num, Units(sizes))
-        each = [lambda b=b: probe.losses_of(rows(batch, b), [b]) for b in range(num)]
-        for parts in (each[: sizes[0]], each[sizes[0] :]):
-            total = engine.gradient_of(parts)  # type: ignore[arg-type]
-            engine.add_clipped(in_parts, {name: gradient.unsqueeze(0) for name, gradient in total.items()})
-    return max(
-        probe.check_equal(sums.result(), want, what, MIXING, added=clipping.clipping_norm)
-        for sums in (side_by_side, in_parts)
-    )
-
-
 def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batch, alone: Sequence[Batch]) -> float:
-    """Compare a collated batch of records of the dataset with the same records collated one by one, or in parts.
+    """Compare a collated batch of records of the dataset with the same records collated one by one.
 
     Through the real collator: ``{a, b}`` against ``{a}`` and ``{b}``, each padded to its own length. Runs in training
     mode and in float32 (if that fits), with dropout that keeps everything, for masks of different widths cannot be
@@ -152,7 +347,7 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
         engine: the engine that training uses.
         losses: the losses that training uses.
         together: collated batch, on the device.
-        alone: collated batches that hold the same records, in the same order; on the device.
+        alone: a collated batch of each of these records, in the same order; on the device.
 
     Returns:
         The largest relative error of a tensor.
@@ -161,8 +356,8 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
         UnsupportedModuleError: if it is larger than rounding explains.
         DPConfigError: for a packed batch.
     """
-    num, sizes = num_records(together), [num_records(batch) for batch in alone]
-    assert sum(sizes) == num, (sizes, num)
+    records = range(num_records(together))
+    assert [num_records(batch) for batch in alone] == [1] * len(records)
     what = "the clipped sum of records of the dataset is not the sum of what each gives alone"
     fix = (
         "The collator or the model mixes records, or a record's gradient depends on how long the others are. "
@@ -170,19 +365,10 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
     )
 
     def check(tolerance: float) -> float:
-        with probing(engine, losses, together, range(num), tolerance) as probe:
-            gradients: list[Gradient] = []
-            for batch, size in zip(alone, sizes, strict=True):
-                records = range(len(gradients), len(gradients) + size)
-                for b in range(size):
-                    loss = probe.losses_of(batch, records, per_record=MIDDLE)[b]
-                    gradients.append(plain_gradient(loss, engine.parameters))
-            clipping = probe.clip_half(gradients)
-            if clipping is None:
-                return 0.0
-            got = probe.engine_sum(together, clipping, range(num), per_record=MIDDLE)
-            want, norm = probe.clipped_sum(clipping, gradients), clipping.clipping_norm  # type: ignore[attr-defined]
-            return probe.check_equal(got, want, what, fix, added=norm)
+        with probing(engine, losses, together, len(records), tolerance) as probe:
+            gradients = [probe.gradient(batch, [b], per_record=MIDDLE) for b, batch in enumerate(alone)]
+            compute = functools.partial(probe.engine_sum, together, records, per_record=MIDDLE)
+            return probe.check_sum(compute, gradients, what, fix)
 
     return in_enough_digits(engine, losses, alone, check)
 
@@ -190,49 +376,18 @@ def check_influence(engine: ClippingEngine, losses: RecordLosses, together: Batc
 # --- padding ---------------------------------------------------------------------------------------------------------
 
 
-def check_padding(probe: Probe, batch: Batch, num: int, columns: Columns, unclipped: Gradient) -> float:
-    """Check that more columns of padding change nothing; without dropout, whose masks depend on the width.
-
-    `unclipped` is the engine's sum under usual draws, which is the same if there are none.
-    """
+def check_padding(probe: Probe, batch: Batch, columns: Columns, num_more: int, what: str) -> float:
+    """Check that more columns of padding change no gradient; without dropout, whose masks depend on the width."""
     targets = TARGETS if probe.losses.kind == "ForConditionalGeneration" else ()
-    wider = add_padding(batch, columns, EXTRA_PADDING, targets=targets)
-    longest = getattr(getattr(base_model(probe.engine.model), "config", None), "max_position_embeddings", None)
-    if longest is not None and wider["input_ids"].size(-1) + 2 > longest:
-        return 0.0
-    what = "gradients change with the padding, so a record's gradient depends on how long the others are"
-    want = unclipped if probe.draws is None else probe.engine_sum(batch, UNCLIPPED, range(num), per_record=MIDDLE)
-    got = probe.engine_sum(wider, UNCLIPPED, range(num), per_record=MIDDLE)
+    wider, records = add_padding(batch, columns, num_more, targets=targets), range(num_records(batch))
+    want, got = (probe.gradient(each, records, per_record=MIDDLE) for each in (batch, wider))
     return probe.check_equal(got, want, what, PADDING)
-
-
-def check_width(
-    engine: ClippingEngine, losses: RecordLosses, columns: Columns, num_tokens: int, tolerance: float
-) -> float:
-    """Compare one short record alone with itself padded to the longest record of the dataset.
-
-    Finds models that depend on the batch's width from some length on (positions that are rescaled, other kernels).
-    """
-    short = max(1, min(32, num_tokens // 2))
-    pair = columns.batch(engine.model, (Look(), Look()), short)
-    alone = rows(pair, 0)
-    wider = add_padding(alone, columns, num_tokens - short)
-    with probing(engine, losses, pair, [0, 1], tolerance) as probe:
-        want = probe.gradient(alone, 0, per_record=MIDDLE)
-        got = probe.gradient(wider, 0, per_record=MIDDLE)
-        what = (
-            f"the gradient of a record of {short} tokens changes beside one of {num_tokens}, the longest of the "
-            "dataset, so it depends on how long the others are"
-        )
-        return probe.check_equal(got, want, what, PADDING)
 
 
 # --- others in the batch ---------------------------------------------------------------------------------------------
 
 
-def check_others(
-    engine: ClippingEngine, losses: RecordLosses, columns: Columns, *, num_tokens: int | None = None, is_wide: bool
-) -> float:
+def check_others(engine: ClippingEngine, losses: RecordLosses, columns: Columns, num_tokens: int | None) -> float:
     """Compare the gradient of the same records beside others: ordinary, extreme and short ones.
 
     The batches have the same shapes, so they run through the same kernels with the same masks, as in training, and
@@ -245,7 +400,6 @@ def check_others(
         columns: columns of the made-up records.
         num_tokens: width of the batch, in which one record is then watched beside one; None takes the width of the
             usual made-up batch.
-        is_wide: whether the model computes in float32 or wider.
 
     Returns:
         The largest relative difference: how far a record moves another one's clipped gradient in clipping norms, if
@@ -256,32 +410,28 @@ def check_others(
     """
     several: list[tuple[Look, ...]] = [(one, WATCHED[0], other, WATCHED[1]) for one, other in BESIDE]
     if num_tokens is not None:
-        several = [(one, WATCHED[1]) for one in BESIDE_ONE]
-    watched = list(range(1, len(several[0]), 2))
+        several = [(one, WATCHED[1]) for one in (Look(1.0), *BESIDE[1])]
     batches = [columns.batch(engine.model, looks, num_tokens) for looks in several]
-    gradients = [_gradient_of(engine, losses, batch, watched) for batch in batches]
-    size = length(gradients[0])
-    if size == 0:
-        return 0.0
-    worst = max((distance(g, gradients[0]) / size for g in gradients[1:]), key=lambda x: x if x == x else float("inf"))
-    allowed = tolerance_of_others(engine, is_wide)
-    if worst <= allowed:
-        return worst
-    floor = distance(_gradient_of(engine, losses, batches[0], watched), gradients[0]) / size
-    allowed = min(max(allowed, FLOORS * floor), NARROW_TOLERANCE)
-    if not worst <= allowed:
-        raise UnsupportedModuleError(
-            "Self-check failed before training: the gradient of a record changes with what stands beside it in the "
-            f"batch; another record moves it by {worst:.2g} clipping norms (allowed {allowed:.2g}, rounding). {MIXING}"
-        )
+    probe = Probe(engine, losses, tolerance_of_others(engine))
+
+    def gradient_of(batch: Batch) -> Gradient:
+        torch.manual_seed(0)
+        return probe.total([lambda: probe.losses_of(batch, ())[1::2]])
+
+    first = gradient_of(batches[0])
+    size = max(probe.length(first), 1e-12)
+    moved = [probe.distance(gradient_of(batch), first) / size for batch in batches[1:]]
+    worst = max(moved, key=lambda x: x if x == x else float("inf"))
+    if not worst <= probe.tolerance:
+        floor = probe.distance(gradient_of(batches[0]), first) / size
+        allowed = min(max(probe.tolerance, FLOORS * floor), NARROW_TOLERANCE)
+        if not worst <= allowed:
+            raise UnsupportedModuleError(
+                "Self-check failed before training: the gradient of a record changes with what stands beside it in "
+                f"the batch; another record moves it by {worst:.2g} clipping norms (allowed {allowed:.2g}, rounding). "
+                f"{MIXING}"
+            )
     return worst
-
-
-def _gradient_of(engine: ClippingEngine, losses: RecordLosses, batch: Batch, watched: list[int]) -> Gradient:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    return plain_gradient(losses(batch)[watched].sum(), engine.parameters)
 
 
 def check_memory(compute: Callable[[Batch], torch.Tensor], batches: Sequence[Batch]) -> None:

@@ -1,4 +1,4 @@
-"""Contexts that prepare a model for a check (training mode, float32, plain operations) and restore it after."""
+"""Conditions of a check: training mode, float32 or wider, plain operations; and how much rounding may differ."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hf_dpopt.clipping.capture import is_compiled
-from hf_dpopt.clipping.engine import full_precision
+from hf_dpopt.clipping.capture import in_mixture, is_compiled
+from hf_dpopt.clipping.engine import ClippingEngine, full_precision
 from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.randomness import framework
 
 NARROW = (torch.bfloat16, torch.float16)
 SHARE_OF_MEMORY = 0.5  # of what is free, that copies in float32 may take
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of equal sums
+NARROW_TOLERANCE = 5e-2
+SAME_SHAPES = {torch.float64: 1e-12, torch.float32: 1e-6}  # the same kernels: on a CPU, not one bit differs
+NARROW_SAME_SHAPES = 1e-5
+ACCELERATOR = 100.0  # times as much where sums may be added up in any order
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -83,11 +89,8 @@ def unchanged_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    both = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*both)
 
 
 @contextlib.contextmanager
@@ -110,6 +113,9 @@ def plain_operations(model: nn.Module) -> Iterator[None]:
         yield
 
 
+# --- precision -------------------------------------------------------------------------------------------------------
+
+
 def free_bytes(device: torch.device) -> int:
     """Return the memory of a device that is free, in bytes."""
     if device.type == "cuda":
@@ -128,27 +134,22 @@ def _narrow_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> lis
     return [t for t in tensors.values() if t.dtype in narrow]
 
 
-def is_narrow(model: nn.Module) -> bool:
-    """Whether the run computes in fewer digits than float32."""
-    device = device_of(model).type
-    # accelerate puts autocast inside the forward it installs on the model
-    has_autocast = torch.is_autocast_enabled(device) or hasattr(model, "_original_forward")
-    return has_autocast or bool(_narrow_tensors(model)) or bool(_computing_narrowly(model))
-
-
 def _computing_narrowly(model: nn.Module) -> list[nn.Module]:
     """Quantised layers that convert what they multiply."""
     return [m for m in model.modules() if getattr(m, "compute_dtype", None) in NARROW]
 
 
-def bytes_to_widen(model: nn.Module, dtype: torch.dtype = torch.float32) -> int:
-    """Memory of wide copies of narrow tensors, in bytes."""
-    return dtype.itemsize * sum(t.numel() for t in _narrow_tensors(model, dtype))
+def is_narrow(model: nn.Module) -> bool:
+    """Whether the run computes in fewer digits than float32."""
+    # accelerate puts autocast inside the forward it installs on the model
+    has_autocast = torch.is_autocast_enabled(device_of(model).type) or hasattr(model, "_original_forward")
+    return has_autocast or bool(_narrow_tensors(model)) or bool(_computing_narrowly(model))
 
 
 def fits(model: nn.Module, dtype: torch.dtype = torch.float32) -> bool:
     """Whether there is memory for `compute_wide`."""
-    return bytes_to_widen(model, dtype) <= SHARE_OF_MEMORY * free_bytes(device_of(model))
+    needed = dtype.itemsize * sum(t.numel() for t in _narrow_tensors(model, dtype))
+    return needed <= SHARE_OF_MEMORY * free_bytes(device_of(model))
 
 
 @contextlib.contextmanager
@@ -159,18 +160,15 @@ def compute_wide(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterat
     In float64, inputs of the model that are floats become float64, too.
     """
     narrow = [(t, t.data) for t in _narrow_tensors(model, dtype)]
-    layers = [(m, m.compute_dtype) for m in _computing_narrowly(model)]
-    forwards = [(m, m.__dict__["forward"]) for m in model.modules() if "_original_forward" in m.__dict__]
-    for module, _ in forwards:
-        module.forward = module._original_forward  # type: ignore[method-assign,assignment]
-    for layer, _ in layers:
-        layer.compute_dtype = torch.float32  # type: ignore[assignment]
+    changed = [(layer, "compute_dtype", torch.float32) for layer in _computing_narrowly(model)]
+    changed += [(m, "forward", m._original_forward) for m in model.modules() if "_original_forward" in m.__dict__]
+    before = [getattr(module, name) for module, name, _ in changed]
+    hook = model.register_forward_pre_hook(_floats_in_float64, with_kwargs=True) if dtype == torch.float64 else None
     with full_precision(device_of(model).type):
+        for module, name, value in changed:
+            setattr(module, name, value)
         for tensor, data in narrow:
             tensor.data = data.to(dtype)
-        hook = (
-            model.register_forward_pre_hook(_floats_in_float64, with_kwargs=True) if dtype == torch.float64 else None
-        )
         try:
             yield
         finally:
@@ -178,13 +176,42 @@ def compute_wide(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterat
                 hook.remove()
             for tensor, data in narrow:
                 tensor.data = data
-            for layer, before in layers:
-                layer.compute_dtype = before  # type: ignore[assignment]
-            for module, forward in forwards:
-                module.forward = forward
+            for (module, name, _), value in zip(changed, before, strict=True):
+                setattr(module, name, value)
 
 
 def _floats_in_float64(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     return args, {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in kwargs.items()
     }
+
+
+def tolerance_of_others(engine: ClippingEngine) -> float:
+    """Relative difference that rounding may make in a gradient beside other records of the same shapes."""
+    model, p = engine.model, next(iter(engine.parameters.values()))
+    narrow = is_narrow(model)
+    if in_mixture(model, [name for name, _ in model.named_parameters()]):
+        return NARROW_TOLERANCE if narrow else TOLERANCE[p.dtype]
+    return (NARROW_SAME_SHAPES if narrow else SAME_SHAPES[p.dtype]) * (1.0 if p.device.type == "cpu" else ACCELERATOR)
+
+
+@contextlib.contextmanager
+def training_conditions(engine: ClippingEngine, dtype: torch.dtype | None = None) -> Iterator[float]:
+    """Put the model in training mode, and in `dtype` if that is given and fits; yields the tolerance of equal sums.
+
+    Parameters, buffers, modes and generators are restored after the context.
+
+    Raises:
+        UnsupportedModuleError: if a buffer changes inside the context.
+    """
+    model = engine.model
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(keep_generators(device_of(model)))
+        stack.enter_context(unchanged_buffers(model))
+        stack.enter_context(in_mode(model, training=True))
+        is_widened = dtype is not None and fits(model, dtype)
+        if is_widened:
+            stack.enter_context(compute_wide(model, dtype))  # type: ignore[arg-type]
+        stack.enter_context(fill_zero_parameters(engine.parameters))
+        own = next(iter(engine.parameters.values())).dtype
+        yield NARROW_TOLERANCE if not is_widened and is_narrow(model) else TOLERANCE.get(own, 1e-4)

@@ -1,7 +1,7 @@
 """Random draws that belong to records, for the duration of a check.
 
 Inside, whatever torch draws for the rows of a batch (dropout masks, depth that is dropped record by record, jitter of
-a router) is a function of (seed, operation, record): a record sees the same draws alone as beside others, so the two
+a router) is a function of (operation, record): a record sees the same draws alone as beside others, so the two
 can be compared in training mode. A draw without a row for each record is shared by the whole batch; it is the same in
 every batch of a check, is noted, and can be forced to its extremes.
 
@@ -10,37 +10,25 @@ Shape legend: B = records, k = rows of a record.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import math
+import random
 import sys
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 UNTAGGED = {"random", "random_", "binomial", "_sample_dirichlet"}  # draws that torch does not tag as such
-LOW, MIDDLE, HIGH = (
-    1e-6,
-    0.5,
-    1 - 1e-6,
-)  # quantiles; 0 itself would be below a rate of 0 that somebody compares with <=
-NUM_DEVIATIONS = 3.0  # of a normal that is forced
+LOW, MIDDLE, HIGH = 1e-6, 0.5, 1 - 1e-6  # quantiles; 0 would be below a rate of 0 that a model compares with <=
+STATE_WORDS = {LOW: 0x8D5BB930, HIGH: 0x9F862283}  # of a Mersenne Twister, that come out as these shares of 2**32
 
 
-@dataclasses.dataclass(frozen=True)
-class SharedDraw:
-    """A draw without a row for each record: what was drawn and in which module."""
-
-    operation: str
-    module: str
-
-
-def _seed(*parts: Any) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") >> 1
+def _operation(func: Any) -> str:
+    return func._schema.name.split("::")[1]
 
 
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -50,8 +38,21 @@ def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     return {a.name: a.default_value for a in names if a.has_default_value()} | given | kwargs
 
 
-def _operation(func: Any) -> str:
-    return func._schema.name.split("::")[1]
+def seed_others(how: float | int) -> None:
+    """Seed Python's and numpy's generators (int), or hold the next few hundred numbers at a quantile (float)."""
+    if isinstance(how, int):
+        random.seed(how)
+        np.random.seed(how)
+    else:
+        random.setstate((3, (STATE_WORDS[how],) * 624 + (0,), None))
+        np.random.set_state(("MT19937", np.full(624, STATE_WORDS[how], dtype=np.uint32), 0))
+
+
+def others_were_used() -> bool:
+    """Whether Python's or numpy's generator moved since `seed_others(0)`."""
+    pure, words = random.Random(0).getstate(), np.random.RandomState(0).get_state(legacy=False)["state"]
+    now = np.random.get_state(legacy=False)["state"]
+    return random.getstate() != pure or now["pos"] != words["pos"] or not np.array_equal(now["key"], words["key"])
 
 
 class RecordDraws(TorchDispatchMode):
@@ -62,117 +63,69 @@ class RecordDraws(TorchDispatchMode):
 
     Args:
         model: the model, whose modules are named in findings.
-        seed: seed of all draws.
     """
 
-    def __init__(self, model: nn.Module, seed: int = 0):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self._names = {id(module): name for name, module in model.named_modules()}
-        self._seed = seed
         self._records: tuple[int, ...] = ()
-        self._shapes: dict[int, tuple[int, ...]] = {}  # word of an operation -> shape, of the forward that runs
         self._rows_at: dict[int, int | None] = {}  # word of an operation -> dimension of the records
-        self._per_record: float | None = None  # quantile that draws of records are held at
-        self._shared: float | int = 0  # a quantile (float) that shared draws are forced to, or a seed of theirs (int)
-        self._only: SharedDraw | None = None
-        self.shared: dict[SharedDraw, None] = {}
-        self.num_drawn = 0  # operations so far
+        self._per_record: float | None = None
+        self._shared: float | int = 0
+        self.shapes: dict[int, tuple[int, ...]] = {}  # word of an operation -> shape of its draw, of the last forward
+        self.shared: dict[str, str] = {}  # module -> operation, of draws without a row for each record
 
-    def start(
-        self,
-        records: Iterable[int],
-        *,
-        per_record: float | None = None,
-        shared: float | int = 0,
-        only: SharedDraw | None = None,
-    ) -> None:
+    def start(self, records: Iterable[int], *, per_record: float | None = None, shared: float | int = 0) -> None:
         """Set the records of the next forward, in order, and how to draw for them.
 
         Args:
-            records: an id for each record.
+            records: an id for each record; none gives the draws back to torch.
             per_record: quantile that every draw is held at (`MIDDLE`: dropout keeps everything); None draws.
             shared: quantile that shared draws are forced to (float), or their seed (int).
-            only: the shared draw that `shared` applies to; None for all.
         """
-        self._records, self._per_record, self._shared, self._only = tuple(records), per_record, shared, only
-        self._shapes = {}
-        torch.default_generator.manual_seed(self._seed)
+        self._records, self._per_record, self._shared, self.shapes = tuple(records), per_record, shared, {}
+        torch.default_generator.manual_seed(0)
 
-    def stop(self) -> None:
-        """Give the draws back to torch."""
-        self._records = ()
-
-    def shapes(self) -> dict[int, tuple[int, ...]]:
-        """Shapes of the draws of the last forward, by operation."""
-        return dict(self._shapes)
-
-    def learn(self, num: int, of_all: dict[int, tuple[int, ...]], num_fewer: int, of_fewer: dict) -> None:
+    def learn(self, of_all: dict[int, tuple[int, ...]], num: int, of_one: dict[int, tuple[int, ...]]) -> None:
         """Find the dimension of each draw that grows with the records: widths and heads may be multiples of them.
 
         Args:
-            num: number of records of a forward.
-            of_all: `shapes` of that forward.
-            num_fewer: number of records of another forward of some of them, with the same operations.
-            of_fewer: `shapes` of that other forward.
+            of_all: `shapes` of a forward of `num` records.
+            of_one: `shapes` of a forward of one of them, with the same operations.
         """
         self.shared.clear()
         for word, shape in of_all.items():
-            fewer = of_fewer.get(word, ())
-            if len(fewer) == len(shape):
-                grown = [d for d, (n, m) in enumerate(zip(shape, fewer, strict=True)) if n != m]
-                is_by_record = len(grown) == 1 and shape[grown[0]] * num_fewer == fewer[grown[0]] * num
+            one = of_one.get(word, ())
+            grown = [d for d, (n, m) in enumerate(zip(shape, one, strict=False)) if n != m]
+            if len(one) == len(shape):
+                is_by_record = len(grown) == 1 and shape[grown[0]] == num * one[grown[0]]
                 self._rows_at[word] = grown[0] if is_by_record else None
 
     @property
     def has_shared(self) -> bool:
         """Whether the batch shares a draw, as far as `learn` found."""
-        return any(dim is None for dim in self._rows_at.values())
+        return None in self._rows_at.values()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._records or not self._draws(func, args, kwargs):
+        if not self._records or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        return self._drawn(func, args, kwargs)
-
-    @staticmethod
-    def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        name = _operation(func)
-        if torch.Tag.nondeterministic_seeded not in func.tags and name not in UNTAGGED:
-            return False
-        if "attention" in name or "rnn" in name:  # fused: attention is made of plain operations in a check
-            return False
-        if name == "native_dropout":
-            bound = _bound(func, args, kwargs)
-            return bound["train"] is not False and bound["p"] > 0
-        return True
-
-    def _drawn(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        self.num_drawn += 1
         word = int(torch.randint(2**63 - 1, (), device="cpu"))
-        with _kept_states(args, kwargs):
-            shape = _shape(func, args, kwargs)
-            self._shapes[word] = shape
+        accelerators = _accelerators(args, kwargs)
+        with torch.random.fork_rng(accelerators):
+            shape = self.shapes[word] = _shape(func, args, kwargs)
             dim = self._dimension(func, word, shape)
-            if dim is None:
-                draw = SharedDraw(_operation(func), self._module())
-                self.shared[draw] = None
-                how = self._shared if self._only in (None, draw) else 0
-                seed = _seed(word, "shared", 0 if isinstance(how, float) else how)
-                return _call(func, args, kwargs, seed, how if isinstance(how, float) else None)
-            seeds = [_seed(word, record) for record in self._records]
-            return _call_by_record(func, args, kwargs, dim, shape[dim] // len(self._records), seeds, self._per_record)
+            if dim is not None:
+                seeds, k = [(word, record) for record in self._records], shape[dim] // len(self._records)
+                return _call_by_record(func, args, kwargs, dim, k, seeds, self._per_record)
+            self.shared[self._module()] = _operation(func)
+            return _call(func, args, kwargs, (word, "shared", self._shared), self._shared)
 
     def _dimension(self, func: Any, word: int, shape: Sequence[int]) -> int | None:
         """The dimension in which a draw has k rows for each record; None if it has no such dimension."""
-        num = len(self._records)
-        if _operation(func) == "randperm" or (_operation(func) == "multinomial" and len(shape) == 1):
-            return None
-        if word in self._rows_at:
-            dim = self._rows_at[word]
-            return dim if dim is not None and dim < len(shape) and shape[dim] % num == 0 else None
-        if len(shape) > 0 and shape[0] > 0 and shape[0] % num == 0:
-            return 0
-        return 1 if len(shape) > 1 and shape[1] == num else None  # time first
+        is_one_list = _operation(func) == "randperm" or (_operation(func) == "multinomial" and len(shape) == 1)
+        dim = None if is_one_list else self._rows_at.get(word, 0)
+        return dim if dim is not None and dim < len(shape) and shape[dim] % len(self._records) == 0 else None
 
     def _module(self) -> str:
         """Name of the innermost module that runs."""
@@ -185,28 +138,23 @@ class RecordDraws(TorchDispatchMode):
         return ""
 
 
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation draws random numbers."""
+    name = _operation(func)
+    if torch.Tag.nondeterministic_seeded not in func.tags and name not in UNTAGGED:
+        return False
+    if "attention" in name or "rnn" in name:  # fused: attention is made of plain operations in a check
+        return False
+    bound = _bound(func, args, kwargs)
+    return name != "native_dropout" or (bound["train"] is not False and bound["p"] > 0)
+
+
 def _accelerators(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.device]:
     """CUDA devices that an operation draws on."""
     devices = {a.device for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)}
     if kwargs.get("device") is not None:
         devices.add(torch.device(kwargs["device"]))
     return [d for d in devices if d.type == "cuda"]
-
-
-class _kept_states:
-    """Context that restores torch's generators, on the CPU and on the devices of the arguments."""
-
-    def __init__(self, args: Sequence[Any], kwargs: dict[str, Any]):
-        self._devices = _accelerators(args, kwargs)
-
-    def __enter__(self) -> None:
-        self._cpu = torch.get_rng_state()
-        self._others = [torch.cuda.get_rng_state(d) for d in self._devices]
-
-    def __exit__(self, *error: Any) -> None:
-        torch.set_rng_state(self._cpu)
-        for device, state in zip(self._devices, self._others, strict=True):
-            torch.cuda.set_rng_state(state, device)
 
 
 def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
@@ -217,23 +165,21 @@ def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int,
     return next((tuple(a.shape) for a in bound.values() if isinstance(a, torch.Tensor)), ())
 
 
-def _call(func: Any, args: Any, kwargs: dict[str, Any], seed: int, position: float | None) -> Any:
-    """Call the operation under a seed of its own, or give its result at a quantile."""
+def _call(func: Any, args: Any, kwargs: dict[str, Any], seed: tuple[Any, ...], position: float | int | None) -> Any:
+    """Call the operation under a seed of its own, or give its result at a quantile (float)."""
+    number = int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "little") >> 1
     # torch.manual_seed keeps the stack of each call until there is a device to seed: milliseconds, a thousand times
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(number)
     for device in _accelerators(args, kwargs):
-        torch.cuda.default_generators[
-            torch.cuda.current_device() if device.index is None else device.index
-        ].manual_seed(seed)
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(number)
     kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
     result = func(*args, **kwargs)
-    if position is None:
-        return result
-    return _hold_at(func, _bound(func, args, kwargs), result, position)
+    return _hold_at(func, _bound(func, args, kwargs), result, position) if isinstance(position, float) else result
 
 
 def _call_by_record(
-    func: Any, args: Any, kwargs: dict[str, Any], dim: int, k: int, seeds: Sequence[int], position: float | None
+    func: Any, args: Any, kwargs: dict[str, Any], dim: int, k: int, seeds: Sequence[Any], position: float | None
 ) -> Any:
     """Call the operation on the rows of each record, under the record's seed."""
     total, names = k * len(seeds), [a.name for a in func._schema.arguments]
@@ -272,19 +218,10 @@ def _hold_at(func: Any, bound: dict[str, Any], result: Any, position: float) -> 
         p = torch.as_tensor(0.5 if p is None else p, device=result.device)
         ones = (p >= 1) if position == LOW else (p > 0)  # the values that a draw can take
         return result.copy_(ones.to(result.dtype).expand(result.shape))
-    if name in ("rand", "rand_like"):
-        return result.fill_(position)
-    if name == "uniform":
+    if name in ("rand", "rand_like", "uniform"):
         low, high = bound.get("from", 0.0), bound.get("to", 1.0)
         return result.fill_(low + (high - low) * position)
-    if name in ("randn", "randn_like", "normal"):
-        mean, std = (bound.get(key) for key in ("mean", "std"))
-        deviations = 0.0 if position == MIDDLE else math.copysign(NUM_DEVIATIONS, position - MIDDLE)
-        spread = torch.as_tensor(1.0 if std is None else std, device=result.device) * deviations
-        centre = torch.as_tensor(0.0 if mean is None else mean, device=result.device)
-        return result.copy_((centre + spread).to(result.dtype).expand(result.shape))
-    if name in ("randint", "randint_like", "random") and isinstance(bound.get("high", bound.get("to")), int):
-        low = int(bound.get("low", bound.get("from")) or 0)
-        high = int(bound.get("high", bound.get("to")))  # type: ignore[arg-type]
-        return result.fill_(low if position == LOW else high - 1 if position == HIGH else (low + high) // 2)
+    if name in ("randn", "randn_like", "normal") and position == MIDDLE:
+        mean = torch.as_tensor(0.0 if bound.get("mean") is None else bound["mean"], device=result.device)
+        return result.copy_(mean.to(result.dtype).expand(result.shape))
     return result

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_dpopt.clipping.rules import flattening
-from hf_dpopt.records.limits import padding_id_of
+from hf_dpopt.records.limits import padding_id_of, table_of
 from hf_dpopt.records.losses import IGNORED, base_model, num_records
 from hf_dpopt.records.settings import settings
 
@@ -123,94 +123,75 @@ def padding_side_of(like: Mapping[str, Any]) -> str:
     return "left" if isinstance(mask_BT, torch.Tensor) and bool((mask_BT[..., 0] == 0).any()) else "right"
 
 
-def _answer(model: Any, method: str) -> Any:
-    """Result of a model's method; None if it has or implements none (models of sounds and pictures have no tokens)."""
-    try:
-        return getattr(model, method, lambda: None)()
-    except (NotImplementedError, AttributeError):
-        return None
-
-
 class _MadeUp:
     """Values for the columns of a batch. The generator is seeded: nothing is secret, and failures can be repeated."""
 
     def __init__(self, model: nn.Module, columns: Columns, looks: Sequence[Look]):
         self.padding_id, self.padding_side, self.looks = columns.padding_id, columns.padding_side, looks
-        self.is_masked, padding_id = "attention_mask" in columns.like, columns.padding_id
         self.generator = torch.Generator().manual_seed(0)
-        base = base_model(model)
-        self.num_labels = max(int(getattr(getattr(base, "config", None), "num_labels", 2)), 1)
-        self.embeddings = _answer(base, "get_input_embeddings")
+        base: Any = base_model(model)
+        config = getattr(base, "config", None)
+        self.num_labels = max(int(getattr(config, "num_labels", 2)), 1)
+        self.words, head = (table_of(base, side) for side in ("input", "output"))
         tables = [m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding)]
-        unknown = min([NUM_CODES, *tables])  # whichever of them it is that looks the tokens up
-        self.vocabulary = unknown if self.embeddings is None else getattr(self.embeddings, "num_embeddings", 2)
-        head = _answer(base, "get_output_embeddings")
-        self.predicts_tokens = head is not None
-        weight_VD = getattr(head, "weight", None)  # a head may know fewer tokens than are read (pictures, in Mllama)
-        self.targets = min(self.vocabulary, len(weight_VD)) if isinstance(weight_VD, torch.Tensor) else self.vocabulary
-        config: Any = getattr(base, "config", None)
+        # where no table is known to be that of the words, whichever of them it is that looks the tokens up
+        self.vocabulary = min([NUM_CODES, *tables]) if self.words is None else len(self.words)
+        # a head may know fewer tokens than are read (pictures, in Mllama)
+        self.targets = None if head is None else min(self.vocabulary, len(head))
         classifies = type(base).__name__.endswith("ForSequenceClassification")
         # BART and T5 classify at the end token, and want one in every record
         self.end_id = config.eos_token_id if classifies and getattr(config, "is_encoder_decoder", False) else None
-        named = [v for _, name, v in settings(base) if name.endswith(("_token_id", "_token_index")) and type(v) is int]
-        self.special = {i for i in (padding_id, self.end_id, *named) if i is not None and 0 <= i < self.vocabulary}
-        if len(self.special) >= self.vocabulary:
-            self.special = {i for i in (padding_id, self.end_id) if i is not None}
+        known = {i for i in (self.padding_id, self.end_id) if i is not None}
+        named = {v for _, name, v in settings(base) if name.endswith(("_token_id", "_token_index")) and type(v) is int}
+        ordinary = [i for i in range(self.vocabulary) if i not in known | named]
+        self.ordinary = ordinary or [i for i in range(self.vocabulary) if i not in known]
 
     def below(self, high: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.randint(0, high, shape, generator=self.generator)
 
-    def padding(self, shape: tuple[int, ...]) -> torch.Tensor:
+    def is_padding(self, shape: tuple[int, ...]) -> torch.Tensor:
         """Mask of padding, (B, T): each record has a length of its own."""
         lengths_B = torch.tensor([max(1, int(look.length * shape[1])) for look in self.looks])
         padding_BT = torch.arange(shape[1]) >= lengths_B.unsqueeze(1)
         return padding_BT.flip(1) if self.padding_side == "left" else padding_BT
 
-    def ids(self, shape: tuple[int, ...]) -> torch.Tensor:
-        ids_BT = self.below(self.vocabulary, shape)
-        ordinary = next(i for i in range(self.vocabulary) if i not in self.special)
-        for i in self.special:
-            ids_BT[ids_BT == i] = ordinary
-        ids_BT[[look.kind == "constant" for look in self.looks]] = ordinary
-        is_large = [look.kind == "large" for look in self.looks]
-        if any(is_large):
-            ids_BT[is_large] = self.largest_token(ordinary)
-        padding_BT = self.padding(shape) if self.padding_id is not None and self.is_masked else None
+    def ids(self, shape: tuple[int, ...], is_masked: bool) -> torch.Tensor:
+        ids_BT = torch.tensor(self.ordinary)[self.below(len(self.ordinary), shape)]
+        ids_BT[[look.kind == "constant" for look in self.looks]] = self.ordinary[0]
+        if any(is_large := [look.kind == "large" for look in self.looks]):
+            ids_BT[is_large] = self.largest_token()
+        padding_BT = self.is_padding(shape) if is_masked else torch.zeros(shape, dtype=torch.bool)
         if self.end_id is not None:
-            is_padded_right = padding_BT is not None and self.padding_side == "right"
-            last_B = (~padding_BT).sum(1) - 1 if is_padded_right else torch.full((shape[0],), shape[1] - 1)  # type: ignore[operator]
+            last_B = shape[1] - 1 - (padding_BT.sum(1) if self.padding_side == "right" else 0 * padding_BT.sum(1))
             ids_BT[torch.arange(shape[0]), last_B] = self.end_id
-        return ids_BT if padding_BT is None else ids_BT.masked_fill(padding_BT, self.padding_id)  # type: ignore[arg-type]
+        return ids_BT if self.padding_id is None else ids_BT.masked_fill(padding_BT, self.padding_id)
 
-    def largest_token(self, ordinary: int) -> int:
-        """The token that is embedded with the largest norm; `ordinary` if there is no table of floats."""
-        weight_VD = getattr(self.embeddings, "weight", None)
-        if not isinstance(weight_VD, torch.Tensor) or not weight_VD.is_floating_point() or weight_VD.dim() != 2:
-            return ordinary
-        dtype = torch.promote_types(weight_VD.dtype, torch.float32)
-        norms_V = torch.linalg.vector_norm(weight_VD.detach(), dim=1, dtype=dtype)
-        norms_V[[i for i in self.special if i < len(norms_V)]] = -1.0
-        return int(norms_V.argmax())
+    def largest_token(self) -> int:
+        """The token that is embedded with the largest norm; an ordinary one if there is no table of floats."""
+        if self.words is None or not self.words.is_floating_point():
+            return self.ordinary[0]
+        dtype = torch.promote_types(self.words.dtype, torch.float32)
+        norms_V = torch.linalg.vector_norm(self.words.detach()[self.ordinary], dim=1, dtype=dtype)
+        return self.ordinary[int(norms_V.argmax())]
 
     def labels(self, shape: tuple[int, ...], is_per_token: bool) -> torch.Tensor:
-        if len(shape) == 1 or not (is_per_token or self.predicts_tokens):
+        if len(shape) == 1 or not (is_per_token or self.targets):
             return self.below(self.num_labels, shape)
-        labels_BT = self.below(self.targets if self.predicts_tokens else self.num_labels, shape)
-        if self.predicts_tokens and self.padding_id is not None:  # the padding token is no target
+        labels_BT = self.below(self.targets or self.num_labels, shape)
+        if self.targets and self.padding_id is not None:  # the padding token is no target
             labels_BT[labels_BT == self.padding_id] = (self.padding_id + 1) % self.targets
-        return labels_BT.masked_fill(self.padding(shape), IGNORED)
+        return labels_BT.masked_fill(self.is_padding(shape), IGNORED)
 
     def features(self, shape: tuple[int, ...]) -> torch.Tensor:
-        made = torch.randn(shape, generator=self.generator)
         sizes_B = torch.tensor([LARGE if look.kind == "large" else 1.0 for look in self.looks])
-        return made * sizes_B.view(-1, *[1] * (made.dim() - 1))
+        return torch.randn(shape, generator=self.generator) * sizes_B.view(-1, *[1] * (len(shape) - 1))
 
 
 def _records(
     like: Mapping[str, Any], made_up: _MadeUp, device: torch.device, num_tokens: int | None
 ) -> dict[str, Any]:
     """Made-up records with one row each."""
-    num = len(made_up.looks)
+    num, is_masked = len(made_up.looks), "attention_mask" in like and made_up.padding_id is not None
     width = num_tokens or min([MAX_TOKENS, *(v.size(1) for v in like.values() if is_per_token(v, like))])
     batch: dict[str, Any] = {}
     for key, value in like.items():
@@ -224,9 +205,9 @@ def _records(
         elif value.is_floating_point():
             made = made_up.features(shape)
         elif key in ("input_ids", "decoder_input_ids"):
-            made = made_up.ids(shape)
+            made = made_up.ids(shape, is_masked)
         elif key.endswith("attention_mask"):
-            made = ~made_up.padding(shape)
+            made = ~made_up.is_padding(shape)
         elif key == "labels":
             made = made_up.labels(shape, per_token)
         elif key in ("start_positions", "end_positions"):
