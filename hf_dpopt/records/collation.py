@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.records.form import Form
@@ -248,74 +249,47 @@ def join_rows(rows: Sequence[tuple[int, Batch]], padding: Padding) -> Iterator[P
     """
     groups: dict[Any, list[tuple[int, Batch]]] = {}
     for place, row in rows:
-        groups.setdefault(_signature(row), []).append((place, row))
+        signature = tuple(sorted((key, *_shape(key, value, row)) for key, value in row.items()))
+        groups.setdefault(signature, []).append((place, row))
+    fill = {"input_ids": padding.id, "decoder_input_ids": padding.id, "labels": IGNORED}
     for group in groups.values():
-        each = [_widths(row) for _, row in group]
-        widest = {family: max(widths[family] for widths in each) for family in each[0]}
-        padded = [_padded(row, widest, padding) for _, row in group]
-        batch = {key: _stacked([row[key] for row in padded]) for key in padded[0]}
+        batch = {}
+        for key, value in group[0][1].items():
+            values, dim = [row[key] for _, row in group], _padded_dim(key, value, group[0][1])
+            if dim is not None:  # behind the text
+                missing = [max(v.size(dim) for v in values) - v.size(dim) for v in values]
+                before = (0, 0) * (value.dim() - 1 - dim)
+                pairs = zip(values, missing, strict=True)
+                values = [F.pad(v, (*before, 0, num), value=fill.get(key, 0)) for v, num in pairs]
+            batch[key] = _stacked(values)
         yield Part(batch, tuple(place for place, _ in group))
 
 
-def _family(key: str, value: Any, row: Mapping[str, Any]) -> str:
-    """The length that a tensor shares in its padded dimension: tokens, targets, choices, or "" for one of its own."""
+def _padded_dim(key: str, value: Any, row: Mapping[str, Any]) -> int | None:
+    """The dimension of a tensor that counts tokens, targets, or tokens of choices; None if it has none."""
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.is_floating_point():
-        return ""
+        return None
     ids = row.get("input_ids")
     if isinstance(ids, torch.Tensor) and ids.dim() == 3:  # choices of a record: (1, C, T)
-        return "choices" if value.dim() == 3 and value.size(2) == ids.size(2) else ""
-    if key in TARGETS:
-        return "targets"
+        return 2 if value.dim() == 3 and value.size(2) == ids.size(2) else None
     is_token = isinstance(ids, torch.Tensor) and ids.dim() == 2 and value.size(1) == ids.size(1)
-    return "tokens" if is_token else ""
-
-
-def _widths(row: Mapping[str, Any]) -> dict[str, int]:
-    families = {_family(key, value, row): value for key, value in row.items()}
-    return {family: value.size(_dim(family)) for family, value in families.items() if family}
-
-
-def _dim(family: str) -> int:
-    """Index of the dimension that is padded."""
-    return 2 if family == "choices" else 1
-
-
-def _signature(row: Mapping[str, Any]) -> tuple:
-    """Key that rows of one batch share; it includes lengths unless a mask says what is padding."""
-    return tuple(sorted((key, *_shape(key, value, row)) for key, value in row.items()))
+    return 1 if key in TARGETS or is_token else None
 
 
 def _shape(key: str, value: Any, row: Mapping[str, Any]) -> tuple:
+    """Key of a column that rows of one batch share; it includes lengths unless a mask shows the padding."""
     if not isinstance(value, torch.Tensor):
-        return ("value", "" if _is_list_of_one(value) else repr(value))
-    family = _family(key, value, row)
-    if family and ("attention_mask" in row):
-        rest = [size for dim, size in enumerate(value.shape) if dim not in (0, _dim(family))]
-        return (family, str(value.dtype), tuple(rest))
-    if value.dim() == 0:
-        return ("number", str(value.dtype), value.item())
-    return ("tensor", str(value.dtype), tuple(value.shape[1:]))
-
-
-def _is_list_of_one(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and len(value) == 1
-
-
-def _padded(row: Batch, widths: Mapping[str, int], padding: Padding) -> Batch:
-    """Fill up the tokens and targets of a row behind the text."""
-    fill = {"input_ids": padding.id, "decoder_input_ids": padding.id, "labels": IGNORED}
-    padded = {}
-    for key, value in row.items():
-        family = _family(key, value, row)
-        if family:
-            dim = _dim(family)
-            missing = (0, 0) * (value.dim() - 1 - dim) + (0, widths[family] - value.size(dim))
-            value = torch.nn.functional.pad(value, missing, value=fill.get(key, 0))
-        padded[key] = value
-    return padded
+        return ("value", "" if isinstance(value, (list, tuple)) and len(value) == 1 else repr(value))
+    dim = _padded_dim(key, value, row)
+    if dim is not None and "attention_mask" in row:
+        return ("padded", str(value.dtype), dim, *value.shape[1:dim], *value.shape[dim + 1 :])
+    return (
+        ("tensor", str(value.dtype), *value.shape[1:]) if value.dim() else ("number", str(value.dtype), value.item())
+    )
 
 
 def _stacked(values: list[Any]) -> Any:
     if isinstance(values[0], torch.Tensor):
         return values[0] if values[0].dim() == 0 else torch.cat(values)
-    return [item for value in values for item in value] if _is_list_of_one(values[0]) else values[0]
+    is_list_of_one = isinstance(values[0], (list, tuple)) and len(values[0]) == 1
+    return [item for value in values for item in value] if is_list_of_one else values[0]

@@ -6,6 +6,7 @@ batch, packs records into one row, or takes negatives from the others.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.randomness.framework import restore, snapshot
 from hf_dpopt.records.collation import DECLARED, Batch, Collation, length_of
 from hf_dpopt.records.losses import num_records
+from hf_dpopt.records.positions import num_entries
 
 FIX = (
     "Use a collator that makes one row per record and looks at nothing else (DataCollatorWithPadding); what should "
@@ -51,7 +53,7 @@ def try_collation(collation: Collation, records: Sequence[Any]) -> None:
         return
     before = snapshot(torch.device("cpu"))
     try:
-        for a, b in _pairs(fitted):
+        for a, b in itertools.pairwise(fitted if len(fitted) > 1 else fitted * 2):
             _compare(collation, a, b)
             _compare(collation, b, a)
         pair = beside_shorter(collation, fitted)
@@ -78,29 +80,16 @@ def beside_shorter(collation: Collation, records: Sequence[Any]) -> tuple[Any, A
     return None
 
 
-def _pairs(records: Sequence[Any]) -> list[tuple[Any, Any]]:
-    if len(records) == 1:
-        return [(records[0], records[0])]
-    return list(zip(records, records[1:], strict=False))
-
-
 def _shorter(record: Any) -> Any:
     """The first half of a tokenized record, or None."""
     length = length_of(record)
     if length < 2 or not isinstance(record, Mapping):
         return None
     return {
-        name: value[: (length + 1) // 2] if _length(value) == length else value
+        name: value[: (length + 1) // 2] if num_entries(value) == length else value
         for name, value in record.items()
         if not isinstance(value, str)
     }
-
-
-def _length(value: Any) -> int:
-    try:
-        return len(value)
-    except TypeError:  # numbers, and tensors of none
-        return -1
 
 
 def _compare(collation: Collation, a: Any, b: Any) -> None:

@@ -7,9 +7,10 @@ the records whose protection a reader of the statement expects. Where the rows s
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,10 @@ import numpy as np
 from hf_dpopt.common.errors import DPConfigError
 from hf_dpopt.common.log import warn_once
 from hf_dpopt.records.losses import base_model
-from hf_dpopt.records.sample import Sample
+from hf_dpopt.records.rows import is_stored, read_rows
 
+NUM_RUNS, RUN_SIZE = 4, 1000  # runs of neighbouring rows, spread over the dataset
+NUM_LAZY_ROWS = 64  # of a dataset that makes its rows when they are asked for
 SHORTEST_BLOCK = 16  # tokens; fewer are no text that was cut
 MOST_REMAINDERS = 0.02  # of the rows: what is left of each batch of documents after the last full block; one of ten
 SAME_TEXT = 8  # tokens that two windows share at least
@@ -115,50 +118,97 @@ def recognise(dataset: Any, *, model: Any = None, padding_id: int | None = None)
     Reads a few thousand rows, stored ones as they are stored. Raises no false alarm on rows that differ in length, are
     padded, begin alike, or whose labels are not their tokens.
     """
-    sample = Sample.of(dataset)
-    if sample is None:
-        return None
-    seen = _seen_in_ids(sample) or _seen_in_overlaps(sample, padding_id)
-    if seen:
+    runs = _sample(dataset)
+    if seen := _seen_in_ids(runs) or _seen_in_overlaps(runs, padding_id):
         return Unlike("windows", seen)
-    seen = _seen_in_packing(sample) or _seen_in_lengths(sample, model, padding_id)
+    if any(len(row) > 1 for row in _chain(_arrays(runs, "seq_lengths"))):
+        return Unlike("blocks", "their column seq_lengths counts several texts in a row")
+    seen = _seen_in_lengths(runs, model, padding_id)
     return Unlike("blocks", seen) if seen else None
+
+
+# --- a sample of the rows as they are stored -------------------------------------------------------------------------
+
+Run = dict[str, list[Any]]  # column -> values of neighbouring rows; lists of whole numbers as arrays
+
+
+def _sample(dataset: Any) -> list[Run]:
+    """Runs of neighbouring rows, or the first rows of a dataset without columns; none if rows are not mappings."""
+    num = len(dataset) if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") else 0
+    starts = [0] if num <= NUM_RUNS * RUN_SIZE else np.linspace(0, num - RUN_SIZE, NUM_RUNS).astype(int).tolist()
+    slices = [slice(start, start + RUN_SIZE if len(starts) > 1 else num) for start in starts]
+    if is_stored(dataset):
+        schema, heavy = dataset.data.schema, ("struct", "binary", "large_binary")  # pictures and sounds
+        names = [name for name in dataset.column_names if not str(schema.field(name).type).startswith(heavy)]
+        stored = dataset.with_format("arrow", columns=names)
+        runs = [stored[each].to_pylist() for each in slices] if num else []
+    elif isinstance(dataset, (list, tuple)):
+        runs = [list(dataset[each]) for each in slices]
+    else:
+        runs = [[row for rows in read_rows(dataset, range(min(NUM_LAZY_ROWS, num))) for row in rows]]
+    if not all(isinstance(row, Mapping) for rows in runs for row in rows):
+        return []
+    common = [set(rows[0]).intersection(*rows) if rows else () for rows in runs]
+    return [
+        {name: [_plain(row[name]) for row in rows] for name in names} for rows, names in zip(runs, common, strict=True)
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """Lists and tensors of whole numbers as arrays, single ones as numbers; None for what is something else."""
+    if isinstance(value, (str, bytes, int)) or value is None:
+        return value
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    if array.dtype.kind not in "iub" or array.ndim > 1:
+        return None
+    return array if array.ndim else array.item()
+
+
+def _has(runs: list[Run], name: str) -> bool:
+    return all(name in run for run in runs)
+
+
+def _arrays(runs: list[Run], name: str) -> list[list[np.ndarray]]:
+    """The lists of numbers in a column, run by run; nothing if it holds anything else."""
+    columns = [run.get(name, [None]) for run in runs]
+    return columns if all(isinstance(value, np.ndarray) for value in _chain(columns)) else []
+
+
+def _scalars(runs: list[Run], name: str) -> list[list[Any]]:
+    """The plain values in a column, run by run; nothing if it holds lists or missing values."""
+    columns = [run.get(name, [None]) for run in runs]
+    return columns if all(isinstance(value, (int, str, bytes)) for value in _chain(columns)) else []
+
+
+_chain = itertools.chain.from_iterable
 
 
 # --- windows ---------------------------------------------------------------------------------------------------------
 
 
-def _seen_in_ids(sample: Sample) -> str | None:
+def _seen_in_ids(runs: list[Run]) -> str | None:
     for name in (*MAPPINGS, *NUMBERS):
-        if any(_has_equal_neighbours(values) for values in sample.scalars(name)):
+        if any(a == b for values in _scalars(runs, name) for a, b in itertools.pairwise(values)):
             return f"neighbouring rows have the same {name}"
     for name in EXAMPLES:
-        values = [value for part in sample.scalars(name) for value in part]
+        values = list(_chain(_scalars(runs, name)))
         if len(set(values)) < len(values):
             return f"rows share an {name}"
     return None
 
 
-def _has_equal_neighbours(values: Sequence[Any]) -> bool:
-    return any(a == b for a, b in zip(values, values[1:], strict=False))
-
-
-def _seen_in_overlaps(sample: Sample, padding_id: int | None) -> str | None:
-    found = sum(_overlaps(a, b) for a, b in _neighbours(sample, padding_id))
-    enough = 1 if sample.has("start_positions") else 2  # a chance of words is no window
-    return "neighbouring rows share a long piece of text, as windows with a stride do" if found >= enough else None
-
-
-def _neighbours(sample: Sample, padding_id: int | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _seen_in_overlaps(runs: list[Run], padding_id: int | None) -> str | None:
     """Pairs of a row that is cut at the full length and the row behind it, both without padding."""
-    parts = [_cut_padding(ids, mask, padding_id) for ids, mask in sample.masked("input_ids")]
-    longest = max((len(ids) for part in parts for ids in part), default=0)
-    if longest <= SHORTEST_BLOCK:
-        return
-    for part in parts:
-        for a, b in zip(part, part[1:], strict=False):
-            if len(a) == longest:
-                yield a, b
+    all_ids, masks = _arrays(runs, "input_ids"), _arrays(runs, "attention_mask")
+    texts = [_cut_padding(ids, masks[i] if masks else None, padding_id) for i, ids in enumerate(all_ids)]
+    longest = max(map(len, _chain(texts)), default=0)
+    pairs = (pair for run in texts for pair in itertools.pairwise(run) if len(pair[0]) == longest)
+    found = sum(_overlaps(a, b) for a, b in pairs) if longest > SHORTEST_BLOCK else 0
+    enough = 1 if _has(runs, "start_positions") else 2  # a chance of words is no window
+    return "neighbouring rows share a long piece of text, as windows with a stride do" if found >= enough else None
 
 
 def _cut_padding(rows: list[np.ndarray], masks: list[np.ndarray] | None, padding_id: int | None) -> list[np.ndarray]:
@@ -196,36 +246,29 @@ def _continues(a: np.ndarray, b: np.ndarray, start: int) -> bool:
 # --- blocks ----------------------------------------------------------------------------------------------------------
 
 
-def _seen_in_packing(sample: Sample) -> str | None:
-    lengths = [row for part in sample.arrays("seq_lengths") for row in part]
-    several = any(len(row) > 1 for row in lengths)
-    return "their column seq_lengths counts several texts in a row" if several else None
-
-
-def _seen_in_lengths(sample: Sample, model: Any, padding_id: int | None) -> str | None:
-    rows = [ids for part in sample.arrays("input_ids") for ids in part]
+def _seen_in_lengths(runs: list[Run], model: Any, padding_id: int | None) -> str | None:
+    rows = list(_chain(_arrays(runs, "input_ids")))
     longest = max(map(len, rows), default=0)
-    if len(rows) < 2 or longest < SHORTEST_BLOCK or not _learns_every_token(sample, model):
+    if len(rows) < 2 or longest < SHORTEST_BLOCK or not _learns_every_token(runs, rows, model):
         return None
     full = [ids for ids in rows if len(ids) == longest]
     most = max(MOST_REMAINDERS * len(rows), int(len(rows) >= 10))
-    if len(rows) - len(full) > most or _is_padded(sample, full, padding_id) or _begin_alike(full):
+    masks = list(_chain(_arrays(runs, "attention_mask")))
+    if len(rows) - len(full) > most or _is_padded(masks, full, padding_id) or _begin_alike(full):
         return None
-    learned = "their labels are their tokens" if sample.has("labels") else "every token may be learned"
+    learned = "their labels are their tokens" if _has(runs, "labels") else "every token may be learned"
     return f"they have {longest} tokens each, none is padded, and {learned}"
 
 
-def _learns_every_token(sample: Sample, model: Any) -> bool:
-    if any(sample.has(name) for name in PROMPTED):
+def _learns_every_token(runs: list[Run], rows: list[np.ndarray], model: Any) -> bool:
+    if any(_has(runs, name) for name in PROMPTED):
         return False
-    if sample.has("labels"):
-        pairs = zip(sample.arrays("input_ids"), sample.arrays("labels"), strict=False)
-        return sample.is_list("labels") and all(
-            np.array_equal(ids, labels) for part in pairs for ids, labels in zip(*part, strict=True)
-        )
-    if any(sample.has(name) for name in ANSWERS):
+    if _has(runs, "labels"):
+        labels = list(_chain(_arrays(runs, "labels")))
+        return len(labels) == len(rows) and all(map(np.array_equal, rows, labels))
+    if any(_has(runs, name) for name in ANSWERS):
         return False
-    return sample.has("special_tokens_mask") or _is_language_model(model)
+    return _has(runs, "special_tokens_mask") or _is_language_model(model)
 
 
 def _is_language_model(model: Any) -> bool:
@@ -236,8 +279,7 @@ def _is_language_model(model: Any) -> bool:
     return is_decoder_only and type(base).__name__.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel"))
 
 
-def _is_padded(sample: Sample, rows: list[np.ndarray], padding_id: int | None) -> bool:
-    masks = [mask for part in sample.arrays("attention_mask") for mask in part]
+def _is_padded(masks: list[np.ndarray], rows: list[np.ndarray], padding_id: int | None) -> bool:
     if masks:
         return any((mask == 0).any() for mask in masks)
     if padding_id is None:

@@ -158,7 +158,8 @@ class Probe:
         Args:
             compute: gives the sum, clipped as the engine clips.
             alone: the gradients of the records, or of users.
-            what, fix: for the message of the error.
+            what: the first part of the message of the error.
+            fix: the last part, with the way out.
             clipping: the rule; None takes the engine's, with a clipping norm at the median of the gradients.
         """
         lengths = sorted(map(self.length, alone))

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from hf_dpopt.records.row_hashes import of_rows
+from hf_dpopt.records.overlap import hashes_of
 
 RNG = np.random.default_rng(0)
 
@@ -35,8 +35,8 @@ CASES = {
 def test_a_table_and_its_rows_have_the_same_hashes(case):
     rows = CASES[case]
     dataset = datasets.Dataset.from_list(rows)
-    stored, served = of_rows(dataset.data.table.to_pylist()), of_rows(list(dataset))
-    assert stored.keys() == served.keys() == of_rows(rows).keys()
+    stored, served = hashes_of(dataset.data.table.to_pylist()), hashes_of(list(dataset))
+    assert stored.keys() == served.keys() == hashes_of(rows).keys()
     for key in stored:
         for a, b in zip(stored[key], served[key], strict=True):
             assert np.array_equal(a, b), key
@@ -44,23 +44,23 @@ def test_a_table_and_its_rows_have_the_same_hashes(case):
 
 def test_slices_formats_and_types_do_not_matter():
     dataset = datasets.Dataset.from_list(CASES["lists"][1:] + [{"x": [7, 8, 9, 10]}])
-    whole = of_rows(dataset.data.table.to_pylist())["x", "ints"][0]
-    assert np.array_equal(of_rows(dataset.data.table.slice(11, 20).to_pylist())["x", "ints"][0], whole[11:31])
+    whole = hashes_of(dataset.data.table.to_pylist())["x", "ints"][0]
+    assert np.array_equal(hashes_of(dataset.data.table.slice(11, 20).to_pylist())["x", "ints"][0], whole[11:31])
     small = dataset.cast(datasets.Features({"x": datasets.LargeList(datasets.Value("int32"))}))
-    assert np.array_equal(of_rows(small.data.table.to_pylist())["x", "ints"][0], whole)
+    assert np.array_equal(hashes_of(small.data.table.to_pylist())["x", "ints"][0], whole)
     for kind in ("torch", "numpy"):
-        assert np.array_equal(of_rows(list(dataset.with_format(kind)))["x", "ints"][0], whole)
+        assert np.array_equal(hashes_of(list(dataset.with_format(kind)))["x", "ints"][0], whole)
     fixed = pa.table({"x": pa.FixedSizeListArray.from_arrays(pa.array(range(40)), 4)})
     assert np.array_equal(
-        of_rows(fixed.slice(3, 5).to_pylist())["x", "ints"][0], of_rows(fixed.to_pylist())["x", "ints"][0][3:8]
+        hashes_of(fixed.slice(3, 5).to_pylist())["x", "ints"][0], hashes_of(fixed.to_pylist())["x", "ints"][0][3:8]
     )
 
 
 def test_rows_that_differ_have_other_hashes():
     """Order, length, zeros at the end, one number."""
     some = [[1, 2], [2, 1], [1, 2, 0], [0, 1, 2], [1], [], [0], [0, 0], [-1], [2**40], [2**40 + 1]]
-    assert len(np.unique(of_rows([{"x": v} for v in some])["x", "ints"][0])) == len(some)
+    assert len(np.unique(hashes_of([{"x": v} for v in some])["x", "ints"][0])) == len(some)
     long = np.zeros((4, 5000), dtype=int)
     long[1, 0] = long[2, -1] = 1
-    found = of_rows([{"x": v} for v in (*long[:3], np.zeros(5001, dtype=int))])["x", "ints"][0]
+    found = hashes_of([{"x": v} for v in (*long[:3], np.zeros(5001, dtype=int))])["x", "ints"][0]
     assert len(np.unique(found)) == 4
