@@ -38,20 +38,16 @@ ANYTHING = Column("other", -1)  # text, images, messages: only the collator can 
 
 def describe(value: Any) -> Column | None:
     """Kind, depth and container of a value; None for numbers that are no array (None or texts among them)."""
-    if isinstance(value, (bool, np.bool_)):
-        return Column("bool", 0)
-    if isinstance(value, (int, np.integer)):
-        return Column("int", 0)
-    if isinstance(value, (float, np.floating)):
-        return Column("float", 0)
+    if isinstance(value, (list, tuple)):
+        return _describe_list(value) if value else Column("empty", 1)
     if isinstance(value, torch.Tensor):
         kind = "float" if value.is_floating_point() else "bool" if value.dtype == torch.bool else "int"
         return Column(kind, value.dim(), str(value.dtype) if value.dim() else "list")
-    if isinstance(value, np.ndarray) and value.dtype.kind in KINDS:
+    if isinstance(value, (int, float)):
+        return Column("bool" if isinstance(value, bool) else "float" if isinstance(value, float) else "int", 0)
+    if isinstance(value, (np.ndarray, np.generic)) and value.dtype.kind in KINDS:
         return Column(KINDS[value.dtype.kind], value.ndim, f"numpy.{value.dtype}" if value.ndim else "list")
-    if isinstance(value, (list, tuple)) and value:
-        return _describe_list(value)
-    return Column("empty", 1) if isinstance(value, (list, tuple)) else ANYTHING
+    return ANYTHING
 
 
 def _describe_list(value: list[Any] | tuple[Any, ...]) -> Column | None:
@@ -143,9 +139,9 @@ def _as(column: Column, value: Any, got: Column | None) -> Any:
     if got is None or got.kind in ("other", "empty") or column.kind in ("other", "empty"):
         return value
     if column.depth == 0:
-        number = value.item() if hasattr(value, "item") else value
-        return {"bool": bool, "int": int, "float": float}[column.kind](number)
-    if (got.kind, got.container) == (column.kind, column.container) and not _is_narrow(got):
+        return _each(column.kind, value.item() if hasattr(value, "item") else value)
+    # half precision in the first record would round the numbers of all others
+    if (got.kind, got.container) == (column.kind, column.container) and not got.container.endswith("float16"):
         return value
     if column.container == "list" and got.container == "list":
         return _each(column.kind, value)
@@ -162,14 +158,9 @@ def _as(column: Column, value: Any, got: Column | None) -> Any:
     return array if column.container.startswith("numpy.") else torch.as_tensor(array)
 
 
-def _is_narrow(column: Column) -> bool:
-    """Whether a column holds fewer digits than float32: such a first record would round the numbers of all others."""
-    return column.kind == "float" and column.container.endswith("float16")
-
-
 def _each(kind: str, value: Any) -> Any:
+    """Numbers of one kind in lists."""
+    value = value.tolist() if isinstance(value, (np.ndarray, torch.Tensor)) else value
     if isinstance(value, (list, tuple)):
         return [_each(kind, item) for item in value]
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return _each(kind, value.tolist())
     return {"bool": bool, "int": int, "float": float}[kind](value)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_dpopt.clipping import kernels
+from hf_dpopt.clipping.products import wide
 from hf_dpopt.common.errors import DPConfigError, UnsupportedModuleError, shown
 
 RecordLoss = Callable[..., torch.Tensor]
@@ -80,7 +81,7 @@ def _token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> tuple[to
         return kernels.cross_entropy.losses(logits_BTV, labels_BT)
     losses, normalisers = [], []
     for logits_TV, labels_T in zip(logits_BTV, labels_BT, strict=True):  # a record at a time: what is wide stays small
-        logits_TV = _wide_logits(logits_TV)
+        logits_TV = wide(logits_TV)
         log_shares_TV = logits_TV.log_softmax(dim=-1)  # fused, unlike logsumexp
         losses_T = -log_shares_TV.gather(1, _index(labels_T)).squeeze(1)
         losses.append(losses_T.masked_fill(labels_T == IGNORED, 0))
@@ -97,7 +98,7 @@ def _gradient_in_place(
     if _fused(logits_BTV):
         return kernels.cross_entropy.gradient_(logits_BTV, labels_BT, shares_B, normalisers)
     for b, logits_TV in enumerate(logits_BTV):
-        wide_TV = _wide_logits(logits_TV)
+        wide_TV = wide(logits_TV)
         wide_TV.sub_(normalisers[b].unsqueeze(1)).exp_().mul_(shares_B[b])
         wide_TV.scatter_add_(1, _index(labels_BT[b]), -shares_B[b].expand(len(wide_TV), 1))
         wide_TV[labels_BT[b] == IGNORED] = 0
@@ -128,15 +129,11 @@ def token_mean(logits_BTV: torch.Tensor, labels_BT: torch.Tensor, *, label_smoot
     if label_smoothing == 0 and not is_transformed and type(logits_BTV.grad_fn).__name__ in KEEP_NO_OUTPUT:
         return _TokenMean.apply(logits_BTV, labels_BT)
     losses_BT = F.cross_entropy(
-        _wide_logits(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none",
+        wide(logits_BTV).flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORED, reduction="none",
         label_smoothing=label_smoothing,
     ).view(labels_BT.shape)  # fmt: skip
     num_targets_B = (labels_BT != IGNORED).sum(dim=1)
     return losses_BT.sum(dim=1) / num_targets_B.clamp(min=1)
-
-
-def _wide_logits(logits: torch.Tensor) -> torch.Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def without_padding(labels_BT: torch.Tensor, mask_BT: torch.Tensor | None, *, shifted: bool) -> torch.Tensor:
@@ -165,17 +162,17 @@ def _tokens(outputs: Any, labels_BT: torch.Tensor, label_smoothing: float) -> to
 
 
 def _one_label(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    logits_BK = _wide_logits(outputs.logits)
+    logits_BK = wide(outputs.logits)
     return F.cross_entropy(logits_BK, labels_B.view(-1), reduction="none", label_smoothing=label_smoothing)
 
 
 def _regression(outputs: Any, labels_B: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    logits_BK = _wide_logits(outputs.logits)
+    logits_BK = wide(outputs.logits)
     return (logits_BK - labels_B.view(logits_BK.shape).to(logits_BK.dtype)).square().mean(dim=1)
 
 
 def _several_labels(outputs: Any, labels_BK: torch.Tensor, label_smoothing: float) -> torch.Tensor:
-    logits_BK = _wide_logits(outputs.logits)
+    logits_BK = wide(outputs.logits)
     return F.binary_cross_entropy_with_logits(logits_BK, labels_BK.to(logits_BK.dtype), reduction="none").mean(1)
 
 
@@ -203,7 +200,7 @@ def _question_answering(outputs: Any, labels: Mapping[str, torch.Tensor], label_
         (outputs.end_logits, labels["end_positions"]),
     ):
         ignored = logits_BT.size(1)  # positions behind the truncated text carry no target, as in transformers
-        logits_BT, positions_B = _wide_logits(logits_BT), positions_B.view(-1).clamp(0, ignored)
+        logits_BT, positions_B = wide(logits_BT), positions_B.view(-1).clamp(0, ignored)
         if labels["attention_mask"] is not None:  # padding is no answer: how much of it there is depends on the others
             padding_BT = labels["attention_mask"] == 0
             logits_BT = logits_BT.masked_fill(padding_BT, torch.finfo(logits_BT.dtype).min)

@@ -10,7 +10,6 @@ Shape legend: B = records, k = rows of a record.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import sys
 from collections.abc import Iterable, Sequence
@@ -110,16 +109,16 @@ class RecordDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if not self._records or not _draws(func, args, kwargs):
             return func(*args, **kwargs)
-        word = int(torch.randint(2**63 - 1, (), device="cpu"))
+        word = int(torch.randint(2**62, (), device="cpu"))
         accelerators = _accelerators(args, kwargs)
         with torch.random.fork_rng(accelerators):
             shape = self.shapes[word] = _shape(func, args, kwargs)
             dim = self._dimension(func, word, shape)
             if dim is not None:
-                seeds, k = [(word, record) for record in self._records], shape[dim] // len(self._records)
+                seeds, k = [word + 1 + record for record in self._records], shape[dim] // len(self._records)
                 return _call_by_record(func, args, kwargs, dim, k, seeds, self._per_record)
             self.shared[self._module()] = _operation(func)
-            return _call(func, args, kwargs, (word, "shared", self._shared), self._shared)
+            return _call(func, args, kwargs, word - int(self._shared), self._shared)
 
     def _dimension(self, func: Any, word: int, shape: Sequence[int]) -> int | None:
         """The dimension in which a draw has k rows for each record; None if it has no such dimension."""
@@ -165,21 +164,20 @@ def _shape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int,
     return next((tuple(a.shape) for a in bound.values() if isinstance(a, torch.Tensor)), ())
 
 
-def _call(func: Any, args: Any, kwargs: dict[str, Any], seed: tuple[Any, ...], position: float | int | None) -> Any:
+def _call(func: Any, args: Any, kwargs: dict[str, Any], seed: int, position: float | int | None) -> Any:
     """Call the operation under a seed of its own, or give its result at a quantile (float)."""
-    number = int.from_bytes(hashlib.blake2b(repr(seed).encode(), digest_size=8).digest(), "little") >> 1
     # torch.manual_seed keeps the stack of each call until there is a device to seed: milliseconds, a thousand times
-    torch.default_generator.manual_seed(number)
+    torch.default_generator.manual_seed(seed)
     for device in _accelerators(args, kwargs):
         index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(number)
+        torch.cuda.default_generators[index].manual_seed(seed)
     kwargs = {name: None if name == "generator" else value for name, value in kwargs.items()}
     result = func(*args, **kwargs)
     return _hold_at(func, _bound(func, args, kwargs), result, position) if isinstance(position, float) else result
 
 
 def _call_by_record(
-    func: Any, args: Any, kwargs: dict[str, Any], dim: int, k: int, seeds: Sequence[Any], position: float | None
+    func: Any, args: Any, kwargs: dict[str, Any], dim: int, k: int, seeds: Sequence[int], position: float | None
 ) -> Any:
     """Call the operation on the rows of each record, under the record's seed."""
     total, names = k * len(seeds), [a.name for a in func._schema.arguments]
