@@ -15,6 +15,7 @@ from hf_dpopt.clipping.capture import in_mixture, is_compiled
 from hf_dpopt.clipping.engine import ClippingEngine, full_precision
 from hf_dpopt.common.errors import UnsupportedModuleError
 from hf_dpopt.randomness import framework
+from hf_dpopt.run.kept_state import kept_buffers
 
 NARROW = (torch.bfloat16, torch.float16)
 SHARE_OF_MEMORY = 0.5  # of what is free, that copies in float32 may take
@@ -57,40 +58,6 @@ def fill_zero_parameters(parameters: Mapping[str, torch.Tensor]) -> Iterator[Non
         with torch.no_grad():
             for p, before in zeros:
                 p.copy_(before)
-
-
-@contextlib.contextmanager
-def unchanged_buffers(model: nn.Module) -> Iterator[None]:
-    """Refuse changes of buffers inside the context, which would be released without noise; they are restored first.
-
-    Raises:
-        UnsupportedModuleError: naming the buffers.
-    """
-    before = [(prefix, module, dict(module._buffers)) for prefix, module in model.named_modules()]
-    values = {id(b): b.detach().clone() for _, _, table in before for b in table.values() if b is not None}
-    changed = []
-    try:
-        yield
-    finally:
-        for prefix, module, table in before:
-            for name, was in {**module._buffers, **table}.items():
-                is_kept = name in table and module._buffers.get(name) is was
-                if was is not None and id(was) in values and not _is_same(was, values[id(was)]):
-                    was.data, is_kept = values[id(was)].clone(), False
-                if not is_kept:
-                    changed.append(f"{prefix}.{name}".lstrip("."))
-            module._buffers.clear()
-            module._buffers.update(table)
-    if changed:
-        raise UnsupportedModuleError(
-            f"Self-check failed before training: a forward in training mode changes buffers ({', '.join(changed)}), "
-            "which would be released without noise. Replace these layers or put them in evaluation mode for good."
-        )
-
-
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    both = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*both)
 
 
 @contextlib.contextmanager
@@ -204,14 +171,19 @@ def training_conditions(engine: ClippingEngine, dtype: torch.dtype | None = None
     Raises:
         UnsupportedModuleError: if a buffer changes inside the context.
     """
-    model = engine.model
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(keep_generators(device_of(model)))
-        stack.enter_context(unchanged_buffers(model))
-        stack.enter_context(in_mode(model, training=True))
-        is_widened = dtype is not None and fits(model, dtype)
-        if is_widened:
-            stack.enter_context(compute_wide(model, dtype))  # type: ignore[arg-type]
-        stack.enter_context(fill_zero_parameters(engine.parameters))
-        own = next(iter(engine.parameters.values())).dtype
-        yield NARROW_TOLERANCE if not is_widened and is_narrow(model) else TOLERANCE.get(own, 1e-4)
+    model, own = engine.model, next(iter(engine.parameters.values()))
+    with kept_buffers(model) as start:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(keep_generators(device_of(model)))
+            stack.enter_context(in_mode(model, training=True))
+            is_widened = dtype is not None and fits(model, dtype)
+            if is_widened:
+                stack.enter_context(compute_wide(model, dtype))  # type: ignore[arg-type]
+            stack.enter_context(fill_zero_parameters(engine.parameters))
+            yield NARROW_TOLERANCE if not is_widened and is_narrow(model) else TOLERANCE.get(own.dtype, 1e-4)
+        changed = start.changed()
+    if changed:
+        raise UnsupportedModuleError(
+            f"Self-check failed before training: a forward in training mode changes buffers ({', '.join(changed)}), "
+            "which would be released without noise. Replace these layers or put them in evaluation mode for good."
+        )
