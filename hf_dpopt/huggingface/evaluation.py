@@ -31,7 +31,7 @@ from hf_dpopt.plan.evaluation import EvaluationBudget
 from hf_dpopt.plan.plan import PrivacyPlan
 from hf_dpopt.randomness.cipher import make_noise_source
 from hf_dpopt.randomness.framework import reseed_from_the_system
-from hf_dpopt.records.collation import Collation, Padding
+from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.limits import Limits, padding_id_of
 from hf_dpopt.records.losses import RecordLosses, num_records, problem_type
 from hf_dpopt.records.overlap import TrainingRows
@@ -323,7 +323,7 @@ class EvaluationGuard:
         collation = Collation(
             collator,
             limits=Limits.of(losses.model, losses.kind),
-            padding=Padding(padding_id_of(losses.model)),
+            padding_id=padding_id_of(losses.model),
             place=self._place,
         )
         return _Vectors(losses, scores, collation, self._without_unused(dataset))

@@ -19,7 +19,7 @@ from transformers.trainer_utils import seed_worker
 from hf_dpopt.huggingface.inputs import TrainerInputs
 from hf_dpopt.huggingface.planning import PlannedRun
 from hf_dpopt.huggingface.preparation import TRIED, look_at_records
-from hf_dpopt.records.collation import Collation, Padding
+from hf_dpopt.records.collation import Collation
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.inspection import refuse_malformed, refuse_missing_values
 from hf_dpopt.records.limits import Limits, padding_id_of
@@ -142,8 +142,10 @@ class TrainingRecords:
         if not is_whole and form is not None:
             is_listed = isinstance(self.dataset, (list, tuple))
             refuse_malformed([self.clean(row) for row in self.dataset] if is_listed else self, limits, form)
-        padding = Padding(padding_id_of(model))
-        made = Collation(self.collator, form=form, limits=limits, padding=padding, clean=self.clean, place=self.place)
+        padding_id = padding_id_of(model)
+        made = Collation(
+            self.collator, form=form, limits=limits, padding_id=padding_id, clean=self.clean, place=self.place
+        )
         return made, look_at_records(self.dataset, made, losses)
 
     def __len__(self) -> int:

@@ -42,7 +42,7 @@ def padding_of(collation: Collation, records: Sequence[Any], processing_class: A
         processing_class: the Trainer's, which pads where no collator was given.
     """
     if not collation.is_known:
-        return collation.padding.id, "right"
+        return collation.padding_id, "right"
     pair = beside_shorter(collation, [r for record in records if (r := collation.fitted(record)) is not None])
     if pair is not None:
         rows_BT = collation.collate(list(pair)).get("input_ids")

@@ -50,17 +50,6 @@ class Part:
     places: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Padding:
-    """The padding that goes behind the text when rows of different lengths are joined here.
-
-    Args:
-        id: padding token; models that search for it see it, all others see a mask over it.
-    """
-
-    id: int = 0
-
-
 def declared(collator: Any) -> Any:
     """A known collator that pads targets with `IGNORED`, which no loss takes for a target; any other unchanged."""
     if is_known(collator) and getattr(collator, "label_pad_token_id", IGNORED) != IGNORED:
@@ -87,7 +76,8 @@ class Collation:
         collate: a list of records -> mapping of tensors, one row for each record.
         form: the form every record is brought into; None for stored records, which have one form already.
         limits: what the model can look up; None to accept everything.
-        padding: fills up rows that are joined here.
+        padding_id: token behind the text where rows of different lengths are joined here; models that search for it
+            see it, all others see a mask over it.
         clean: removes from a record what no collator may see (user ids, unused columns).
         place: moves a batch to the device.
     """
@@ -98,12 +88,12 @@ class Collation:
         *,
         form: Form | None = None,
         limits: Limits | None = None,
-        padding: Padding | None = None,
+        padding_id: int = 0,
         clean: Callable[[Any], Any] = lambda record: record,
         place: Callable[[Batch], Batch] = lambda batch: batch,
     ):
         self.collate, self.form, self.limits = declared(collate), form, limits or Limits()
-        self.padding, self.clean, self.place = padding or Padding(), clean, place
+        self.padding_id, self.clean, self.place = padding_id, clean, place
         self.is_known = is_known(collate)
 
     @classmethod
@@ -186,7 +176,7 @@ class Collation:
             except BaseException as error:
                 if is_environment(error):
                     raise
-        return list(join_rows(rows, self.padding))
+        return list(join_rows(rows, self.padding_id))
 
 
 def _mixes_by_padding(batch: Mapping[str, Any], usable: list[tuple[int, Any]]) -> bool:
@@ -240,18 +230,18 @@ def _without_padded_targets(row: Batch) -> Batch:
 # --- joining rows --------------------------------------------------------------------------------------------------
 
 
-def join_rows(rows: Sequence[tuple[int, Batch]], padding: Padding) -> Iterator[Part]:
+def join_rows(rows: Sequence[tuple[int, Batch]], padding_id: int) -> Iterator[Part]:
     """Join rows of one record each into batches; rows that padding cannot make equal stay apart.
 
     Args:
         rows: pairs (place, batch of one row), on the CPU.
-        padding: fills up tokens and targets.
+        padding_id: fills up the tokens; targets are filled with `IGNORED`.
     """
     groups: dict[Any, list[tuple[int, Batch]]] = {}
     for place, row in rows:
         signature = tuple(sorted((key, *_shape(key, value, row)) for key, value in row.items()))
         groups.setdefault(signature, []).append((place, row))
-    fill = {"input_ids": padding.id, "decoder_input_ids": padding.id, "labels": IGNORED}
+    fill = {"input_ids": padding_id, "decoder_input_ids": padding_id, "labels": IGNORED}
     for group in groups.values():
         batch = {}
         for key, value in group[0][1].items():

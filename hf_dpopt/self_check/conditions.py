@@ -127,6 +127,7 @@ def compute_wide(model: nn.Module, dtype: torch.dtype = torch.float32) -> Iterat
     In float64, inputs of the model that are floats become float64, too.
     """
     narrow = [(t, t.data) for t in _narrow_tensors(model, dtype)]
+    changed: list[tuple[nn.Module, str, Any]]
     changed = [(layer, "compute_dtype", torch.float32) for layer in _computing_narrowly(model)]
     changed += [(m, "forward", m._original_forward) for m in model.modules() if "_original_forward" in m.__dict__]
     before = [getattr(module, name) for module, name, _ in changed]

@@ -44,7 +44,7 @@ def seed_others(how: float | int) -> None:
         np.random.seed(how)
     else:
         random.setstate((3, (STATE_WORDS[how],) * 624 + (0,), None))
-        np.random.set_state(("MT19937", np.full(624, STATE_WORDS[how], dtype=np.uint32), 0))
+        np.random.set_state(("MT19937", np.full(624, STATE_WORDS[how], dtype=np.uint32), 0, 0, 0.0))
 
 
 def others_were_used() -> bool:

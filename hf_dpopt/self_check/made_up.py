@@ -130,7 +130,7 @@ class _MadeUp:
         self.padding_id, self.padding_side, self.looks = columns.padding_id, columns.padding_side, looks
         self.generator = torch.Generator().manual_seed(0)
         base: Any = base_model(model)
-        config = getattr(base, "config", None)
+        config: Any = getattr(base, "config", None)
         self.num_labels = max(int(getattr(config, "num_labels", 2)), 1)
         self.words, head = (table_of(base, side) for side in ("input", "output"))
         tables = [m.num_embeddings for m in base.modules() if isinstance(m, nn.Embedding)]

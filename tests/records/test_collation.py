@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_dpopt.records.collation import KNOWN, Collation, Padding, is_known
+from hf_dpopt.records.collation import KNOWN, Collation, is_known
 from hf_dpopt.records.form import Form
 from hf_dpopt.records.trial import try_collation
 from tests import tiny
@@ -51,7 +51,7 @@ def test_known_collators_are_those_that_were_read():
 
 def test_rows_are_joined_as_a_padding_collator_would():
     rows = tiny.records(6)
-    (part,) = Collation(tiny.collate, padding=Padding(0)).parts(rows)
+    (part,) = Collation(tiny.collate, padding_id=0).parts(rows)
     want = tiny.collate(rows)
     assert part.places == tuple(range(6)) and part.batch.keys() == want.keys()
     assert all(torch.equal(part.batch[key], want[key]) for key in want)
@@ -63,7 +63,7 @@ def test_targets_of_another_length_are_padded_apart():
         source, target = torch.tensor([row["s"]]), torch.tensor([row["t"]])
         return {"input_ids": source, "attention_mask": torch.ones_like(source), "labels": target}
 
-    (part,) = Collation(pairs, padding=Padding(9)).parts([{"s": [1, 2, 3], "t": [4]}, {"s": [5], "t": [6, 7, 8]}])
+    (part,) = Collation(pairs, padding_id=9).parts([{"s": [1, 2, 3], "t": [4]}, {"s": [5], "t": [6, 7, 8]}])
     assert part.batch["input_ids"].tolist() == [[1, 2, 3], [5, 9, 9]]
     assert part.batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert part.batch["labels"].tolist() == [[4, -100, -100], [6, 7, 8]]
