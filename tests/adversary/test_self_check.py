@@ -14,7 +14,7 @@ from torch import nn
 from hf_dpopt.preclip import PRECLIPS
 from tests import tiny
 from tests.adversary.harness import SLACK, assert_refused, clipped_sums, influence, making, trainer
-from tests.grads.test_self_check import _quantising
+from tests.self_check.test_self_check import _quantising
 
 MIXED = "differs from a loop|another record moves it|change with the padding"
 

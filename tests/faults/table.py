@@ -6,7 +6,7 @@ from tests.faults.plant import Fault
 
 BUDGET = "tests/test_budget.py"
 TRAINER = "tests/test_trainer.py"
-LOSSES = "tests/test_losses.py"
+LOSSES = "tests/records/test_losses.py"
 LOG = "tests/run/test_log.py"
 REFUSED_MODELS = "tests/refusals/test_models.py"
 SAMPLERS = "tests/sampling/test_samplers.py"
@@ -345,14 +345,14 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/self_check/comparisons.py",
         "        if not errors[worst] <= self.tolerance:\n",
         "        if False:\n",
-        ("tests/grads/test_self_check.py::test_what_is_not_is_refused_by_name",),
+        ("tests/self_check/test_self_check.py::test_what_is_not_is_refused_by_name",),
     ),
     Fault(
         "the self-check leaves out the padding",
         "hf_dpopt/self_check/checks.py",
         "            if columns.is_padded and _has_positions_for_padding(losses, batch):\n",
         "            if False:\n",
-        ("tests/grads/test_self_check.py::test_what_is_not_is_refused_by_name",),
+        ("tests/self_check/test_self_check.py::test_what_is_not_is_refused_by_name",),
     ),
     Fault(
         "the self-check runs in evaluation mode",
@@ -366,7 +366,7 @@ FAULTS: tuple[Fault, ...] = (
         "hf_dpopt/self_check/checks.py",
         "            _check_shared_draws(probe, batch, len(LOOKS))\n",
         "            pass\n",
-        ("tests/grads/test_self_check.py::test_what_is_not_is_refused_by_name",),
+        ("tests/self_check/test_self_check.py::test_what_is_not_is_refused_by_name",),
     ),
     Fault(
         "layers that normalise over the batch are let in",
