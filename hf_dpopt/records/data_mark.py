@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import torch
 
 from hf_dpopt.common.collectives import current_ranks
 from hf_dpopt.common.errors import DPConfigError
+from hf_dpopt.records.overlap import content_of
 
 SAMPLED = 64  # records that are read
 
@@ -64,26 +64,7 @@ def check_same_everywhere(dataset: Any) -> None:
 def _digest(dataset: Any, places: Iterable[int], num_records: int) -> str | None:
     digest, has_content = hashlib.blake2b(str(num_records).encode(), digest_size=16), False
     for place in places:
-        for content in _contents(dataset[place]):
+        for key, content in sorted(content_of(dataset[place]).items()):
             has_content = True
-            digest.update(len(content).to_bytes(8, "little") + content)
+            digest.update(repr(key).encode() + len(content).to_bytes(8, "little") + content)
     return digest.hexdigest() if has_content else None
-
-
-def _contents(value: Any) -> Iterable[bytes]:
-    """Yield the plain data of a record; other objects are passed over."""
-    if isinstance(value, Mapping):
-        for name in sorted(value, key=str):
-            yield str(name).encode()
-            yield from _contents(value[name])
-    elif isinstance(value, torch.Tensor):
-        yield from _contents(value.detach().cpu().float().numpy() if value.dtype == torch.bfloat16 else value.numpy())
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield f"{value.dtype} {value.shape}".encode() + value.tobytes()
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _contents(item)
-    elif isinstance(value, bytes):
-        yield value
-    elif value is None or isinstance(value, (str, int, float, np.generic)):
-        yield repr(value).encode()

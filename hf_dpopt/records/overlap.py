@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from hf_dpopt.common.collectives import current_ranks
+from hf_dpopt.records.positions import num_entries
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -254,15 +255,8 @@ def _unwrapped(found: Iterable[Leaf], depth: int = 0) -> Iterable[Leaf]:
         length = len(rows) and len(dataset)  # type: ignore[arg-type]  # a leaf has one
         for inner in vars(dataset).values():
             is_dataset = isinstance(inner, (list, tuple, torch.utils.data.Dataset)) or is_a(inner, "Dataset")
-            if is_dataset and _has_length(inner, length):
+            if is_dataset and num_entries(inner) == length:
                 yield from _unwrapped(leaves(inner, rows), depth + 1)
-
-
-def _has_length(inner: Any, length: int) -> bool:
-    try:
-        return len(inner) == length
-    except TypeError:
-        return False
 
 
 def _disjoint(ours: Leaf, theirs: Leaf) -> bool:
@@ -339,7 +333,7 @@ def hashes_of(rows: Sequence[Any]) -> dict[Key, Hashes]:
     Args:
         rows: mappings, tuples, or values.
     """
-    contents = [_content(row) for row in rows]
+    contents = [content_of(row) for row in rows]
     found = {}
     for key in {key for content in contents for key in content}:
         values = [content.get(key, b"") for content in contents]
@@ -348,7 +342,7 @@ def hashes_of(rows: Sequence[Any]) -> dict[Key, Hashes]:
     return found
 
 
-def _content(row: Any) -> dict[Key, bytes]:
+def content_of(row: Any) -> dict[Key, bytes]:
     """Return the content of a row, by field."""
     found: dict[Key, list[bytes]] = {}
     fields = row if isinstance(row, Mapping) else dict(enumerate(row)) if isinstance(row, (tuple, list)) else {"": row}
